@@ -1,0 +1,47 @@
+"""Generalised advantage estimation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def gae(
+    reward: Tensor,
+    value: Tensor,
+    next_value: Tensor,
+    terminated: Tensor,
+    done: Tensor,
+    *,
+    gamma: float,
+    lmbda: float,
+) -> Tensor:
+    """Estimate advantages by GAE(lambda), equation 16 of Schulman et al., https://arxiv.org/abs/1506.02438.
+
+    With ``delta_t = r_t + gamma V(s'_t) - V(s_t)``, the advantage is ``A_t = delta_t + gamma lambda A_{t+1}``.
+    Two kinds of end are told apart. A *terminated* episode has no future: there ``V(s'_t)`` counts as zero. One that
+    was cut (truncated by a time limit, or by the end of the batch) has one, and keeps ``V(s'_t)`` of its true successor.
+    Neither looks past its own end: the sum stops wherever an episode is *done*, and at the last column.
+
+    Args:
+        reward: ``[*B, T]``, time last, as are all the others.
+        value: ``[*B, T]``, the value ``V(s_t)`` of the observation acted on.
+        next_value: ``[*B, T]``, the value ``V(s'_t)`` of the true successor: an episode's final observation, never the
+            reset one.
+        terminated: bool ``[*B, T]``, the episode reached an end of its own.
+        done: bool ``[*B, T]``, the episode ended, terminated or truncated.
+        gamma: discount per step, in [0, 1].
+        lmbda: the weight of longer estimates, in [0, 1]: 0 is the one-step error, 1 the whole discounted return.
+
+    Returns:
+        Advantages, ``[*B, T]``. Adding ``value`` gives the lambda returns, the critic's targets.
+
+    """
+    delta = torch.addcmul(reward - value, next_value, terminated.logical_not(), value=gamma)
+    decay = done.logical_not() * (gamma * lmbda)
+    advantage = torch.zeros_like(delta[..., 0])
+    backwards = []
+    for delta_t, decay_t in zip(reversed(delta.unbind(-1)), reversed(decay.unbind(-1)), strict=True):
+        advantage = torch.addcmul(delta_t, decay_t, advantage)
+        backwards.append(advantage)
+    return torch.stack(backwards[::-1], dim=-1)
