@@ -1,0 +1,135 @@
+"""``GymEnv``: Gymnasium environments, one or many at once, as TensorDicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from collectors.rollout import Policy, Rollout
+from collectors.specs import Spec
+from collectors.stepper import Stepper
+from collectors.vector import EnvSource, make_driver
+
+
+class GymEnv:
+    """One Gymnasium environment, or ``num_envs`` of them stepped together.
+
+    ``batch_size`` is ``[]`` for one environment and ``[E]`` for several. An ended episode begins anew within the same
+    step, so that every row is a real frame: ("next", "observation") is the true successor, also at an episode's end,
+    and ``observe()`` what to act on next.
+    """
+
+    def __init__(
+        self,
+        env: EnvSource,
+        num_envs: int | None = None,
+        *,
+        seed: int | None = None,
+        max_frames_per_traj: int | None = None,
+        vectorization_mode: str | None = None,
+        **make_kwargs: Any,
+    ) -> None:
+        """Make the environment; it is reset when it is first used.
+
+        Args:
+            env: a Gymnasium id or EnvSpec; or a function that makes an environment; or a made Env or VectorEnv.
+            num_envs: how many (1 by default; a VectorEnv brings its own number).
+            seed: for the first reset and random actions; row i is seeded as Gymnasium does.
+            max_frames_per_traj: truncate episodes after so many steps.
+            vectorization_mode: "sync", "async" or "vector_entry_point"; by default Gymnasium's native vector
+                environment where rows of it can be reset when they end (CartPole), else "sync".
+            **make_kwargs: for ``gymnasium.make``.
+
+        Raises:
+            TypeError: for an observation or action space that cannot be one tensor.
+            ValueError: for arguments that do not fit, or a vector environment that resets in the step after the end.
+            gymnasium.error.Error: for an unknown id.
+        """
+        if num_envs is not None and num_envs < 1:
+            raise ValueError(f"num_envs is at least 1, not {num_envs}")
+        self.stepper = Stepper(make_driver(env, num_envs, vectorization_mode, make_kwargs), seed)
+        self.num_envs = self.stepper.num_envs
+        self.batch_size = torch.Size(() if self.num_envs == 1 else (self.num_envs,))
+        self.max_frames_per_traj = max_frames_per_traj
+
+    @property
+    def observation_spec(self) -> dict[str, Spec]:
+        """The spec of one environment's "observation"."""
+        return {"observation": self.stepper.observation_spec}
+
+    @property
+    def action_spec(self) -> Spec:
+        """The spec of one environment's action; a discrete one of n choices has shape ``(n,)``."""
+        return self.stepper.action_spec
+
+    @property
+    def max_frames_per_traj(self) -> int | None:
+        """Steps after which an episode is truncated; None: when the environment says so."""
+        return self.stepper.max_frames_per_traj
+
+    @max_frames_per_traj.setter
+    def max_frames_per_traj(self, limit: int | None) -> None:
+        self.stepper.max_frames_per_traj = limit
+
+    def set_seed(self, seed: int) -> None:
+        """Make what follows reproducible; the next step begins with a reset."""
+        self.stepper.seed(seed)
+
+    def reset(self, seed: int | None = None) -> TensorDict:
+        """Begin new episodes; return "observation" ``[*B, *obs]``."""
+        self.stepper.reset(seed)
+        return self.observe()
+
+    def observe(self) -> TensorDict:
+        """Return the "observation" to act on now: after an episode's end, that of the new episode."""
+        if not self.stepper.is_reset:
+            self.stepper.reset()
+        return TensorDict({"observation": self._tensor(self.stepper.observation)}, self.batch_size)
+
+    def step(self, td: TensorDictBase) -> TensorDictBase:
+        """Apply ``td``'s "action" (index, scores or one-hot; or continuous) and write its ("next", …).
+
+        That is "observation" ``[*B, *obs]``; "reward" and "episode_return" (float32), "episode_length" (int64),
+        "done", "terminated" and "truncated" (bool), each ``[*B, 1]``.
+
+        Raises:
+            ValueError: for actions of a wrong shape.
+        """
+        stepper = self.stepper
+        if not stepper.is_reset:
+            stepper.reset()
+        stepper.step(td.get("action").numpy(force=True))
+        columns = {
+            "reward": stepper.reward,
+            "done": stepper.done,
+            "terminated": stepper.terminated,
+            "truncated": stepper.truncated,
+            "episode_return": stepper.episode_return.astype("float32"),
+            "episode_length": stepper.episode_length,
+        }
+        successor = {key: self._tensor(column[:, None]) for key, column in columns.items()}
+        successor["observation"] = self._tensor(stepper.observation)
+        td.set("next", TensorDict(successor, self.batch_size))
+        stepper.reset_ended()
+        return td
+
+    def rollout(self, max_steps: int, policy: Policy | None = None) -> TensorDict:
+        """Reset, then act for ``max_steps`` steps per environment, episode after episode; ``[T]`` or ``[E, T]``.
+
+        See ``Rollout`` for what a policy is; None acts at random.
+        """
+        self.stepper.reset()
+        rollout = Rollout(self, policy)
+        batch = rollout.buffer(max_steps)
+        rollout.collect(batch)
+        return batch
+
+    def close(self) -> None:
+        """Close the environments; may be called twice."""
+        self.stepper.driver.close()
+
+    def _tensor(self, array: Any) -> torch.Tensor:
+        tensor = torch.tensor(array)  # a copy: the array is written again in the next step
+        return tensor if self.batch_size else tensor[0]

@@ -1,0 +1,149 @@
+"""What an environment takes and gives, as tensors: specs, and the codecs between Gymnasium's spaces and them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from gymnasium import spaces
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Spec:
+    """Shape, dtype and bounds of one environment's observation or action (without batch dimensions).
+
+    A discrete action of ``n`` choices has ``n`` set, ``dtype`` int64 (it is stored as an index) and ``shape`` ``(n,)``,
+    as one-hot, which is how many scores a network has to give. Otherwise ``n`` is None.
+    ``low`` and ``high`` are tensors of ``shape``, or None where there are no bounds to speak of (one-hot, discrete).
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    low: torch.Tensor | None = None
+    high: torch.Tensor | None = None
+    n: int | None = None
+
+    @property
+    def is_discrete(self) -> bool:
+        """Whether this is a choice among ``n``."""
+        return self.n is not None
+
+
+class ObservationCodec(Protocol):
+    """Writes Gymnasium's batched observations into a float32 (or uint8) array."""
+
+    spec: Spec
+
+    def write(self, raw: Array, out: Array) -> None:
+        """Write ``raw`` ``[E, *space.shape]`` into ``out`` ``[E, *spec.shape]``."""
+
+
+class BoxCodec:
+    """Box and MultiBinary: the same numbers as float32, whatever the environment gives; uint8 (images) stays uint8."""
+
+    def __init__(self, space: spaces.Box | spaces.MultiBinary) -> None:
+        """Take the shape, and the bounds where there are some, from ``space``."""
+        shape = torch.Size(space.shape or (1,))
+        image = isinstance(space, spaces.Box) and space.dtype == np.uint8
+        dtype = torch.uint8 if image else torch.float32
+        low, high = (space.low, space.high) if isinstance(space, spaces.Box) else (0, 1)
+        with np.errstate(over="ignore"):  # a float64 bound beyond float32 is infinite there
+            low, high = (torch.tensor(np.broadcast_to(bound, shape).astype(np.float32)) for bound in (low, high))
+        self.spec = Spec(shape, dtype, low.to(dtype), high.to(dtype))
+
+    def write(self, raw: Array, out: Array) -> None:
+        """Cast and copy."""
+        out[...] = raw if raw.shape == out.shape else raw.reshape(out.shape)
+
+
+class OneHotCodec:
+    """Discrete and MultiDiscrete: one-hot vectors, end to end (``gymnasium.spaces.flatten``'s convention)."""
+
+    def __init__(self, space: spaces.Discrete | spaces.MultiDiscrete) -> None:
+        """Lay the one-hot vectors of all components of ``space`` end to end."""
+        counts = np.ravel(space.n if isinstance(space, spaces.Discrete) else space.nvec).astype(np.int64)
+        self._offsets = np.cumsum(counts) - counts - np.ravel(space.start)
+        size = torch.Size((int(counts.sum()),))
+        self.spec = Spec(size, torch.float32, torch.zeros(size), torch.ones(size))
+
+    def write(self, raw: Array, out: Array) -> None:
+        """Set one element of ``out`` to 1 for each component."""
+        out[...] = 0
+        np.put_along_axis(out, raw.reshape(len(out), -1) + self._offsets, 1, axis=1)
+
+
+def observation_codec(space: spaces.Space) -> ObservationCodec:
+    """Return the codec for ``space``.
+
+    Raises:
+        TypeError: for a space without one tensor to it (Dict, Tuple, Text, Graph, Sequence).
+    """
+    if isinstance(space, spaces.Box | spaces.MultiBinary):
+        return BoxCodec(space)
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        return OneHotCodec(space)
+    raise TypeError(
+        f"GymEnv gives one observation tensor, and {type(space).__name__} observations are not one: "
+        f"wrap the environment in gymnasium.wrappers.FlattenObservation. The space: {space}"
+    )
+
+
+class DiscreteActions:
+    """A choice among n: an index ``[E]``, or scores or one-hot ``[E, n]`` of which the greatest counts."""
+
+    def __init__(self, space: spaces.Discrete) -> None:
+        """Take ``n`` and the first value from ``space``."""
+        self.n, self.start = int(space.n), int(space.start)
+        self.spec = Spec(torch.Size((self.n,)), torch.int64, n=self.n)
+
+    def to_env(self, action: Array, num_envs: int) -> Array:
+        """Return the environment's own numbers, int64 ``[E]``; raise ValueError for any other shape."""
+        if action.size == num_envs * self.n and action.shape[-1:] == (self.n,):
+            index = action.reshape(num_envs, self.n).argmax(-1)
+        elif action.size == num_envs:
+            index = action.reshape(num_envs)
+        else:
+            raise ValueError(
+                f"an action for {num_envs} environment(s) with {self.n} choices is an index [{num_envs}] or "
+                f"scores [{num_envs}, {self.n}], not {list(action.shape)}"
+            )
+        return index.astype(np.int64, copy=False) + self.start
+
+    def from_env(self, action: Array) -> Array:
+        """Return indices, counted from 0."""
+        return action.astype(np.int64) - self.start
+
+
+class BoxActions:
+    """A vector within bounds; what lies outside is clipped on its way into the environment."""
+
+    def __init__(self, space: spaces.Box) -> None:
+        """Take shape, bounds and dtype from ``space``."""
+        self.space = space
+        low, high = (torch.tensor(np.asarray(bound, dtype=np.float32)) for bound in (space.low, space.high))
+        self.spec = Spec(torch.Size(space.shape), torch.float32, low, high)
+
+    def to_env(self, action: Array, num_envs: int) -> Array:
+        """Return ``[E, *shape]`` in the space's dtype, clipped; raise ValueError for any other shape."""
+        shape = (num_envs, *self.space.shape)
+        if action.size != num_envs * self.spec.shape.numel():
+            raise ValueError(f"an action for these environments has shape {list(shape)}, not {list(action.shape)}")
+        clipped = np.clip(action.reshape(shape), self.space.low, self.space.high)
+        return clipped.astype(self.space.dtype, copy=False)
+
+    def from_env(self, action: Array) -> Array:
+        """Return float32."""
+        return action.astype(np.float32)
+
+
+def action_codec(space: spaces.Space) -> DiscreteActions | BoxActions:
+    """Return the codec for ``space``; raise TypeError for anything but Discrete and Box."""
+    if isinstance(space, spaces.Discrete):
+        return DiscreteActions(space)
+    if isinstance(space, spaces.Box):
+        return BoxActions(space)
+    raise TypeError(f"GymEnv takes Discrete and Box actions, not {space}: wrap the environment to have one of these")
