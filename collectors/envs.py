@@ -95,12 +95,13 @@ class GymEnv:
         "done", "terminated" and "truncated" (bool), each ``[*B, 1]``.
 
         Raises:
+            KeyError: without an "action".
             ValueError: for actions of a wrong shape.
         """
         stepper = self.stepper
         if not stepper.is_reset:
             stepper.reset()
-        stepper.step(td.get("action").numpy(force=True))
+        stepper.step(td["action"].numpy(force=True))
         columns = {
             "reward": stepper.reward,
             "done": stepper.done,
@@ -114,6 +115,10 @@ class GymEnv:
         td.set("next", TensorDict(successor, self.batch_size))
         stepper.reset_ended()
         return td
+
+    def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDict]:
+        """Return ``step(td)`` and ``observe()``."""
+        return self.step(td), self.observe()
 
     def rollout(self, max_steps: int, policy: Policy | None = None) -> TensorDict:
         """Reset, then act for ``max_steps`` steps per environment, episode after episode; ``[T]`` or ``[E, T]``.

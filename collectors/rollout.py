@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -29,6 +28,10 @@ def _no_version() -> int:
     return 0
 
 
+def _to_numpy(value: torch.Tensor) -> np.ndarray:
+    return (value.float() if value.dtype is torch.bfloat16 else value).numpy(force=True)  # numpy knows no bfloat16
+
+
 class Columns:
     """Numpy views of a batch's tensors with time in front and E behind it, so that a step is one small write each."""
 
@@ -41,13 +44,13 @@ class Columns:
 
         self.steps = batch.batch_size[-1]
         self.observation, self.version = rows("observation"), rows("policy_version")
-        self.policy = [(key, rows(key)) for key in policy_keys]
+        self.action = rows("action")
+        self.others = [(key, rows(key)) for key in policy_keys if key != "action"]
         self.successor = rows("next", "observation")
         self.reward, self.done, self.terminated, self.truncated, self.episode_return, self.episode_length = (
             rows("next", key)[..., 0]
             for key in ("reward", "done", "terminated", "truncated", "episode_return", "episode_length")
         )
-        self.batch = batch  # keeps the memory alive
 
     def write_result(self, t: int, stepper: Stepper) -> None:
         """Write what the step gave into row ``t``."""
@@ -104,9 +107,8 @@ class Rollout:
         observation = torch.from_numpy(self.stepper.observation)
         self._observation = observation if self._batched else observation[0]
         self._device = torch.device(device or "cpu")
-        self._input = TensorDict({"observation": self._observation.to(self._device)}, self.batch_size)
+        self._input = TensorDict({}, self.batch_size, device=self._device)
         self._outputs: dict[str, torch.Tensor] | None = None
-        self._columns: dict[int, Columns] = {}
 
     def seed(self, seed: int) -> None:
         """Make what follows reproducible: environments, random actions, and torch's global generator."""
@@ -143,11 +145,9 @@ class Rollout:
     def collect(self, batch: TensorDictBase) -> TensorDictBase:
         """Fill ``batch``, made by ``buffer`` (or a slice of such ones), and return it.
 
-        Raises:
-            Whatever the environment or the policy raises; the batch is then undefined, and a later call goes on with
-            the step that failed.
+        What the environment or the policy raises comes out as it is; the batch is then undefined.
         """
-        columns, stepper = self._bind(batch), self.stepper
+        columns, stepper = Columns(batch, self._policy_outputs(), self._batched), self.stepper
         if not stepper.is_reset:
             stepper.reset()
         with torch.no_grad():
@@ -163,39 +163,26 @@ class Rollout:
 
     def _act(self, columns: Columns, t: int) -> np.ndarray:
         assert self.policy is not None
-        self._feed()
+        # Set anew each time: a policy may have put something else under this name.
+        self._input.set("observation", self._observation.to(self._device))
         with self.gate:
             output = self.policy(self._input)
             version = self.version()
         columns.version[t] = version
-        for key, rows in columns.policy:
-            rows[t] = output.get(key).numpy(force=True)
-        return output.get("action").numpy(force=True)
+        for key, rows in columns.others:
+            rows[t] = _to_numpy(output.get(key))
+        columns.action[t] = action = _to_numpy(output.get("action"))
+        return action
 
     def _act_randomly(self, columns: Columns, t: int) -> np.ndarray:
         action = self.stepper.sample()
-        outputs = self._policy_outputs()
-        n = self.stepper.action_spec.n or 0
-        one_hot = outputs["action"].ndim > len(self.batch_size) and outputs["action"].shape[-1] == n
-        for key, rows in columns.policy:
-            if key == "action":
-                rows[t] = np.arange(n) == action[:, None] if one_hot else action.reshape(rows[t].shape)
-            else:
-                rows[t] = self._uniform_log_prob() if key == "action_log_prob" else 0
+        row, n = columns.action[t], self.stepper.action_spec.n
+        one_hot = n is not None and row.ndim > 1 and row.shape[-1] == n
+        columns.action[t] = np.arange(n) == action[:, None] if one_hot else action.reshape(row.shape)
+        for key, rows in columns.others:
+            rows[t] = self.stepper.uniform_log_prob if key == "action_log_prob" else 0
         columns.version[t] = NO_VERSION
         return action
-
-    def _uniform_log_prob(self) -> float:
-        spec = self.stepper.action_spec
-        if spec.n is not None:
-            return -math.log(spec.n)
-        assert spec.low is not None and spec.high is not None
-        log_volume = (spec.high - spec.low).log().sum().item()
-        return -log_volume if math.isfinite(log_volume) else math.nan
-
-    def _feed(self) -> None:
-        # Set anew each time: a policy may have put something else under this name.
-        self._input.set("observation", self._observation.to(self._device))
 
     def _policy_outputs(self) -> dict[str, torch.Tensor]:
         """Return one output of each key, found at the first call."""
@@ -208,25 +195,18 @@ class Rollout:
         if not stepper.is_reset:
             stepper.reset()
         if self.policy is None:
-            dtype = torch.int64 if stepper.action_spec.n is not None else torch.float32
-            shape = () if stepper.action_spec.n is not None else stepper.action_spec.shape
-            return {"action": torch.zeros((*self.batch_size, *shape), dtype=dtype)}
+            spec = stepper.action_spec
+            shape = self.batch_size if spec.is_discrete else (*self.batch_size, *spec.shape)
+            return {"action": torch.zeros(shape, dtype=spec.dtype)}
         devices = [self._device] if self._device.type == "cuda" else []
-        self._feed()
+        self._input.set("observation", self._observation.clone().to(self._device))
         with torch.random.fork_rng(devices), torch.no_grad(), self.gate:
             output = self.policy(self._input)
         outputs = {
-            key: value.detach().cpu()
+            key: torch.from_numpy(_to_numpy(value))
             for key, value in output.items()
             if isinstance(value, torch.Tensor) and key not in ("observation", "policy_version")
         }
         if "action" not in outputs:
             raise KeyError(f'the policy wrote {sorted(outputs)}, and no "action" among them')
         return outputs
-
-    def _bind(self, batch: TensorDictBase) -> Columns:
-        # By identity: the entry keeps its batch alive, so that no other can take its id.
-        columns = self._columns.get(id(batch))
-        if columns is None:
-            columns = self._columns[id(batch)] = Columns(batch, self._policy_outputs(), self._batched)
-        return columns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -93,12 +94,16 @@ def observation_codec(space: spaces.Space) -> ObservationCodec:
 
 
 class DiscreteActions:
-    """A choice among n: an index ``[E]``, or scores or one-hot ``[E, n]`` of which the greatest counts."""
+    """A choice among n: an index ``[E]``, or scores or one-hot ``[E, n]`` of which the greatest counts.
+
+    ``uniform_log_prob`` is that of a random action, in nats.
+    """
 
     def __init__(self, space: spaces.Discrete) -> None:
         """Take ``n`` and the first value from ``space``."""
         self.n, self.start = int(space.n), int(space.start)
         self.spec = Spec(torch.Size((self.n,)), torch.int64, n=self.n)
+        self.uniform_log_prob = -math.log(self.n)
 
     def to_env(self, action: Array, num_envs: int) -> Array:
         """Return the environment's own numbers, int64 ``[E]``; raise ValueError for any other shape."""
@@ -119,13 +124,18 @@ class DiscreteActions:
 
 
 class BoxActions:
-    """A vector within bounds; what lies outside is clipped on its way into the environment."""
+    """A vector within bounds; what lies outside is clipped on its way into the environment.
+
+    ``uniform_log_prob`` is the log-density of a random action, in nats; NaN where the bounds are infinite.
+    """
 
     def __init__(self, space: spaces.Box) -> None:
         """Take shape, bounds and dtype from ``space``."""
         self.space = space
         low, high = (torch.tensor(np.asarray(bound, dtype=np.float32)) for bound in (space.low, space.high))
         self.spec = Spec(torch.Size(space.shape), torch.float32, low, high)
+        log_volume = (high - low).log().sum().item()
+        self.uniform_log_prob = -log_volume if space.is_bounded() else math.nan
 
     def to_env(self, action: Array, num_envs: int) -> Array:
         """Return ``[E, *shape]`` in the space's dtype, clipped; raise ValueError for any other shape."""

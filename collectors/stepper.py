@@ -30,6 +30,7 @@ class Stepper:
         self._observations = observation_codec(driver.observation_space)
         self._actions = action_codec(driver.action_space)
         self.observation_spec, self.action_spec = self._observations.spec, self._actions.spec
+        self.uniform_log_prob = self._actions.uniform_log_prob
         # The policy's input is a view of this memory: the environment writes straight into it.
         shape = (self.num_envs, *self.observation_spec.shape)
         self.observation = np.zeros(shape, _NUMPY[self.observation_spec.dtype])
@@ -40,9 +41,9 @@ class Stepper:
         self.episode_length = np.zeros(self.num_envs, np.int64)
         self.is_reset = False
         self._limit: int | None = None
-        self._seed = seed
+        self._seed: int | None = None
         if seed is not None:
-            driver.actions.seed(seed)
+            self.seed(seed)
 
     @property
     def max_frames_per_traj(self) -> int | None:
@@ -60,7 +61,8 @@ class Stepper:
     def seed(self, seed: int) -> None:
         """Make what follows reproducible: the next step is preceded by a reset with ``seed``."""
         self._seed, self.is_reset = seed, False
-        self.driver.actions.seed(seed)
+        # Another stream than the environments', which are seeded with the number itself.
+        self.driver.actions.seed(int(np.random.SeedSequence([seed, 1]).generate_state(1)[0]))
 
     def reset(self, seed: int | None = None) -> None:
         """Begin new episodes in all environments; row i of a vector environment is seeded as Gymnasium does."""

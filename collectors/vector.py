@@ -123,6 +123,8 @@ class SameStepDriver(VectorDriver):
         self._started, reward, terminated, truncated, info = self.env.step(action)
         self._ended = np.logical_or(terminated, truncated)
         successor = self._started.copy()
+        if self._ended.any() and "final_obs" not in info:
+            raise ValueError(f'{self.env} says that it resets in the same step, and gives no info["final_obs"]')
         for row in np.flatnonzero(self._ended):
             successor[row] = info["final_obs"][row]
         return successor, reward, terminated, truncated
