@@ -101,7 +101,8 @@ class GymEnv:
         stepper = self.stepper
         if not stepper.is_reset:
             stepper.reset()
-        stepper.step(td["action"].numpy(force=True))
+        action: torch.Tensor = td["action"]
+        stepper.step(action.numpy(force=True))
         columns = {
             "reward": stepper.reward,
             "done": stepper.done,

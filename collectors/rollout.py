@@ -176,8 +176,8 @@ class Rollout:
 
     def _act_randomly(self, columns: Columns, t: int) -> np.ndarray:
         action = self.stepper.sample()
-        row, n = columns.action[t], self.stepper.action_spec.n
-        one_hot = n is not None and row.ndim > 1 and row.shape[-1] == n
+        row, n = columns.action[t], self.stepper.action_spec.n or 0
+        one_hot = n > 0 and row.ndim > 1 and row.shape[-1] == n
         columns.action[t] = np.arange(n) == action[:, None] if one_hot else action.reshape(row.shape)
         for key, rows in columns.others:
             rows[t] = self.stepper.uniform_log_prob if key == "action_log_prob" else 0
