@@ -102,7 +102,7 @@ class GymEnv:
         if not stepper.is_reset:
             stepper.reset()
         action: torch.Tensor = td["action"]
-        stepper.step(action.numpy(force=True))
+        stepper.step(action.detach().cpu().numpy())
         columns = {
             "reward": stepper.reward,
             "done": stepper.done,
