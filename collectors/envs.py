@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from collectors.rollout import Policy, Rollout
-from collectors.specs import Spec
+from collectors.specs import Spec, to_numpy
 from collectors.stepper import Stepper
 from collectors.vector import EnvSource, make_driver
 
@@ -101,8 +101,10 @@ class GymEnv:
         stepper = self.stepper
         if not stepper.is_reset:
             stepper.reset()
-        action: torch.Tensor = td["action"]
-        stepper.step(action.detach().cpu().numpy())
+        action = td.get("action")
+        if action is None:
+            raise KeyError(f'step needs an "action"; there are {sorted(td.keys())}')
+        stepper.step(to_numpy(action))
         columns = {
             "reward": stepper.reward,
             "done": stepper.done,

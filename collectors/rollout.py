@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from collectors.specs import to_numpy
 from collectors.stepper import Stepper
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
@@ -26,10 +27,6 @@ class Steppable(Protocol):
 
 def _no_version() -> int:
     return 0
-
-
-def _to_numpy(value: torch.Tensor) -> np.ndarray:
-    return (value.float() if value.dtype is torch.bfloat16 else value).numpy(force=True)  # numpy knows no bfloat16
 
 
 class Columns:
@@ -170,8 +167,8 @@ class Rollout:
             version = self.version()
         columns.version[t] = version
         for key, rows in columns.others:
-            rows[t] = _to_numpy(output.get(key))
-        columns.action[t] = action = _to_numpy(output.get("action"))
+            rows[t] = to_numpy(output.get(key))
+        columns.action[t] = action = to_numpy(output.get("action"))
         return action
 
     def _act_randomly(self, columns: Columns, t: int) -> np.ndarray:
@@ -203,7 +200,7 @@ class Rollout:
         with torch.random.fork_rng(devices), torch.no_grad(), self.gate:
             output = self.policy(self._input)
         outputs = {
-            key: torch.from_numpy(_to_numpy(value))
+            key: torch.from_numpy(to_numpy(value))
             for key, value in output.items()
             if isinstance(value, torch.Tensor) and key not in ("observation", "policy_version")
         }

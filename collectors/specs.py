@@ -13,6 +13,11 @@ from gymnasium import spaces
 Array = np.ndarray
 
 
+def to_numpy(value: torch.Tensor) -> Array:
+    """Return `value` from any device, without its history; bfloat16, which numpy does not know, as float32."""
+    return (value.float() if value.dtype is torch.bfloat16 else value).numpy(force=True)
+
+
 @dataclass(frozen=True, eq=False)
 class Spec:
     """Shape, dtype and bounds of one environment's observation or action (without batch dimensions).
