@@ -20,7 +20,7 @@ def gae(
 
     With ``delta_t = r_t + gamma V(s'_t) - V(s_t)``, the advantage is ``A_t = delta_t + gamma lambda A_{t+1}``.
     Two kinds of end are told apart. A *terminated* episode has no future: there ``V(s'_t)`` counts as zero. One that
-    was cut (truncated by a time limit, or by the end of the batch) has one, and keeps ``V(s'_t)`` of its true successor.
+    was cut (truncated by a time limit, or by the end of the batch) has one, and keeps ``V(s'_t)`` of its successor.
     Neither looks past its own end: the sum stops wherever an episode is *done*, and at the last column.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -152,7 +153,7 @@ GREEDY = (InteractionType.DETERMINISTIC, InteractionType.MODE, InteractionType.M
 def _layers(sizes: Sequence[int], activation: str, last_gain: float) -> list[nn.Module]:
     """Make linear layers with activations between; orthogonal init, https://arxiv.org/abs/1312.6120."""
     layers: list[nn.Module] = []
-    for i, (fan_in, fan_out) in enumerate(zip(sizes, sizes[1:], strict=False)):
+    for i, (fan_in, fan_out) in enumerate(pairwise(sizes)):
         linear = nn.Linear(fan_in, fan_out)
         nn.init.orthogonal_(linear.weight, last_gain if i == len(sizes) - 2 else math.sqrt(2.0))
         nn.init.zeros_(linear.bias)

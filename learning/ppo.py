@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from learning.adam import FlatAdam
 from learning.gae import gae
 from learning.networks import Policy
+
+STATS = ("loss_policy", "loss_value", "entropy", "kl", "clip_fraction", "grad_norm")
+KL = STATS.index("kl")
+
+
+class Frames(NamedTuple):
+    """Frames to learn from, ``[n, ...]`` each: what the acting policy said of them, and what came of it."""
+
+    observation: Tensor
+    action: Tensor
+    log_prob: Tensor
+    advantage: Tensor
+    target: Tensor
+    value: Tensor
 
 
 class PPO:
@@ -69,11 +84,10 @@ class PPO:
         self.clip, self.clip_final = clip, clip if clip_final is None else clip_final
         self.anneal_frames = anneal_frames
         self.value_coef, self.value_clip, self.entropy_coef = value_coef, value_clip, entropy_coef
-        self.max_grad_norm, self.target_kl = max_grad_norm, target_kl
-        self.normalize_advantage = normalize_advantage
+        self.target_kl, self.normalize_advantage = target_kl, normalize_advantage
         self.frames = 0
         self.parameters = [*policy.parameters(), *critic.parameters()]
-        self.optimizer = torch.optim.Adam(self.parameters, lr=lr, eps=adam_eps, fused=True)
+        self.optimizer = FlatAdam(self.parameters, eps=adam_eps, max_grad_norm=max_grad_norm)
 
     def update(self, batch: TensorDictBase) -> dict[str, float]:
         """Learn from one batch ``[*B, T]`` as a collector yields it (time last); returns means over the gradient steps.
@@ -81,32 +95,22 @@ class PPO:
         Keys: ``loss_policy``, ``loss_value``, ``entropy`` and ``kl`` (nats), ``clip_fraction``, ``grad_norm``,
         ``explained_variance``, ``value`` (scaled reward), ``epochs`` (passes done), ``lr``, ``clip``.
         """
-        lr, clip = self._anneal()
-        frames, summary = self._prepare(batch)
-        stats: list[Tensor] = []
-        epochs = 0
-        while epochs < self.epochs:
-            epochs += 1
-            order = torch.randperm(batch.numel())
-            shuffled = [x[order].split(self.minibatch_size) for x in frames]
-            steps = [self._step(*minibatch, clip=clip) for minibatch in zip(*shuffled, strict=True)]
-            stats += steps
-            if self.target_kl is not None and torch.stack(steps)[:, KL].mean().item() > self.target_kl:
-                break
-        self.frames += batch.numel()
-        means = torch.stack(stats).mean(0).tolist()
-        return dict(zip(STATS, means, strict=True)) | summary | {"epochs": float(epochs), "lr": lr, "clip": clip}
-
-    def _anneal(self) -> tuple[float, float]:
         left = max(0.0, 1.0 - self.frames / self.anneal_frames)
         lr = self.lr_final + left * (self.lr - self.lr_final)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        return lr, self.clip_final + left * (self.clip - self.clip_final)
+        clip = self.clip_final + left * (self.clip - self.clip_final)
+        frames, summary = self._prepare(batch)
+        passes: list[Tensor] = []
+        while len(passes) < self.epochs:
+            passes.append(self._epoch(frames, lr, clip))
+            if self.target_kl is not None and passes[-1][KL].item() > self.target_kl:
+                break
+        self.frames += batch.numel()
+        means = torch.stack(passes).mean(0).tolist()
+        return dict(zip(STATS, means, strict=True)) | summary | {"epochs": float(len(passes)), "lr": lr, "clip": clip}
 
     @torch.no_grad()
-    def _prepare(self, batch: TensorDictBase) -> tuple[list[Tensor], dict[str, float]]:
-        """Return what a gradient step needs of every frame, flat: `_step`'s arguments, in its order."""
+    def _prepare(self, batch: TensorDictBase) -> tuple[Frames, dict[str, float]]:
+        """Compute, once per batch, what gradient steps need of every frame."""
         observation, step = batch.get("observation"), batch.get("next")
         value = self.critic(observation)
         advantage = gae(
@@ -123,46 +127,59 @@ class PPO:
         summary = {"explained_variance": explained.item(), "value": value.mean().item()}
         if self.normalize_advantage:
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-        dims = batch.ndim - 1
-        tensors = [observation, batch.get("action"), batch.get("action_log_prob"), advantage, target, value]
-        return [x.flatten(0, dims) for x in tensors], summary
+        last = batch.ndim - 1
+        tensors = (observation, batch.get("action"), batch.get("action_log_prob"), advantage, target, value)
+        return Frames(*(x.flatten(0, last) for x in tensors)), summary
 
-    def _step(
-        self,
-        observation: Tensor,
-        action: Tensor,
-        old_log_prob: Tensor,
-        advantage: Tensor,
-        target: Tensor,
-        old_value: Tensor,
-        *,
-        clip: float,
-    ) -> Tensor:
-        """Do one gradient step on one minibatch, ``[n]`` each; returns the figures named by `STATS`."""
-        log_prob, entropy = self.policy.log_prob_and_entropy(observation, action)
-        log_ratio = log_prob - old_log_prob
+    def _epoch(self, frames: Frames, lr: float, clip: float) -> Tensor:
+        """Pass once over all frames in random order; returns the figures named by `STATS`."""
+        order = torch.randperm(len(frames.advantage))
+        frames = Frames(*(x[order] for x in frames))
+        minibatches = zip(*(x.split(self.minibatch_size) for x in frames), strict=True)
+        steps = [self._step(Frames(*minibatch), lr, clip) for minibatch in minibatches]
+
+        log_prob, entropy, value = (torch.cat(parts) for parts in list(zip(*steps, strict=True))[:3])
+        log_ratio = log_prob - frames.log_prob
         ratio = log_ratio.exp()
-        loss_policy = -torch.min(advantage * ratio, advantage * ratio.clamp(1.0 - clip, 1.0 + clip)).mean()
-        loss_value = self._value_loss(self.critic(observation), target, old_value)
-        mean_entropy = entropy.mean()
-        loss = loss_policy + self.value_coef * loss_value - self.entropy_coef * mean_entropy
+        surrogate = torch.min(frames.advantage * ratio, frames.advantage * ratio.clamp(1.0 - clip, 1.0 + clip))
+        figures = (
+            -surrogate.mean(),
+            0.5 * (value - frames.target).square().mean(),
+            entropy.mean(),
+            (
+                ratio - 1.0 - log_ratio
+            ).mean(),  # of low variance and never negative: http://joschu.net/blog/kl-approx.html
+            ((ratio - 1.0).abs() > clip).float().mean(),
+            torch.stack([grad_norm for *_, grad_norm in steps]).mean(),
+        )
+        return torch.stack(figures)
 
-        self.optimizer.zero_grad()
-        loss.backward()
-        grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm, foreach=True)
-        self.optimizer.step()
+    def _step(self, frames: Frames, lr: float, clip: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Do one gradient step; returns log-probabilities, entropies and values before it, and the gradient's norm."""
+        log_prob, entropy = self.policy.log_prob_and_entropy(frames.observation, frames.action)
+        value = self.critic(frames.observation)
+        outputs, grads = [log_prob, value], list(self._loss_gradients(frames, log_prob.detach(), value.detach(), clip))
+        if self.entropy_coef:
+            outputs.append(entropy)
+            grads.append(torch.full_like(entropy, -self.entropy_coef / len(entropy)))
+        grad_norm = self.optimizer.step(torch.autograd.grad(outputs, self.parameters, grads), lr)
+        return log_prob.detach(), entropy.detach(), value.detach(), grad_norm
 
-        with torch.no_grad():
-            kl = (ratio - 1.0 - log_ratio).mean()  # the low-variance estimate, http://joschu.net/blog/kl-approx.html
-            clipped = ((ratio - 1.0).abs() > clip).float().mean()
-            return torch.stack([loss_policy, loss_value, mean_entropy, kl, clipped, grad_norm])
+    def _loss_gradients(self, frames: Frames, log_prob: Tensor, value: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the loss by `log_prob` and by `value`, ``[n]`` each.
 
-    def _value_loss(self, value: Tensor, target: Tensor, old_value: Tensor) -> Tensor:
-        loss = (value - target).square()
-        if self.value_clip is not None:
-            near = old_value + (value - old_value).clamp(-self.value_clip, self.value_clip)
-            loss = torch.max(loss, (near - target).square())
-        return 0.5 * loss.mean()
+        With ``r = exp(log_prob - old)``, the clipped objective ``min(A r, A clamp(r, 1 - clip, 1 + clip))`` has the
+        gradient ``A r`` until the ratio has left the range on the side that `A` asks for, and none beyond. Written out,
+        it costs a few operations where autograd takes some forty.
+        """
+        ratio = (log_prob - frames.log_prob).exp_()
+        beyond = torch.where(frames.advantage > 0.0, ratio > 1.0 + clip, ratio < 1.0 - clip)
+        grad_log_prob = (frames.advantage * ratio).masked_fill_(beyond, 0.0).mul_(-1.0 / len(ratio))
+        error = value - frames.target
+        if self.value_clip is not None:  # the larger of both squares counts; the clipped one has no gradient
+            near = frames.value + (value - frames.value).clamp(-self.value_clip, self.value_clip)
+            error = error.masked_fill((near - frames.target).abs() > error.abs(), 0.0)
+        return grad_log_prob, error * (self.value_coef / len(error))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed learner needs: both networks, Adam's moments, the position in the schedules."""
@@ -179,7 +196,3 @@ class PPO:
         self.critic.load_state_dict(state["critic"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.frames = state["frames"]
-
-
-STATS = ("loss_policy", "loss_value", "entropy", "kl", "clip_fraction", "grad_norm")
-KL = STATS.index("kl")
