@@ -9,7 +9,7 @@ ARGS ?=
 
 install: $(VENV)/.dev
 
-# A stamp that is older than what it was made from is made anew; so is one whose interpreter has gone.
+# The stamp is older than what it was made from, or went with .venv: install anew.
 $(VENV)/.dev: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) install --quiet -c constraints.txt -e '.[dev]'

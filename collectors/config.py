@@ -1,0 +1,112 @@
+"""Structured configs of environments and collectors, and which collector can carry which weight sync scheme."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+from collectors.envs import GymEnv
+
+LOCAL_SCHEMES = frozenset({"SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme", "NoWeightSyncScheme"})
+CARRIES = {
+    "collectors.MultiSyncCollector": LOCAL_SCHEMES,
+    "collectors.MultiAsyncCollector": LOCAL_SCHEMES,
+}
+IN_PROCESS = "collectors.Collector"
+
+
+class ConfigError(ValueError):
+    """Settings that do not go together, or an environment that there is not; the message is one line."""
+
+
+@dataclass
+class EnvConfig:
+    """A Gymnasium environment.
+
+    Attributes:
+        id: as registered; ``module:id`` imports the module first.
+        solved_at: mean return of 100 episodes that counts as solved; None: what Gymnasium registers, if anything.
+        max_episode_steps: cut episodes after so many steps; None: the environment's own limit.
+        kwargs: for ``gymnasium.make``.
+    """
+
+    id: str = MISSING
+    solved_at: float | None = None
+    max_episode_steps: int | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class CollectorConfig:
+    """A collector; the number of workers, of environments and of frames per batch are the run's own, at top level.
+
+    Attributes:
+        init_random_frames: frames to collect with random actions first.
+    """
+
+    _target_: str = MISSING
+    init_random_frames: int = 0
+
+
+@dataclass
+class SingleConfig(CollectorConfig):
+    """Collects in this very process."""
+
+    _target_: str = IN_PROCESS
+
+
+@dataclass
+class MultiSyncConfig(CollectorConfig):
+    """Worker processes; a batch has a share of each, and all wait for new weights."""
+
+    _target_: str = "collectors.MultiSyncCollector"
+    cat_results: str = "stack"
+
+
+@dataclass
+class MultiAsyncConfig(CollectorConfig):
+    """Worker processes that go on while the learner learns; a batch is one worker's."""
+
+    _target_: str = "collectors.MultiAsyncCollector"
+
+
+def check(collector: str, scheme: str, num_workers: int) -> None:
+    """Raise ConfigError if the `collector` cannot carry the `scheme` (dotted names), or not with so many workers."""
+    name, scheme_name = collector.rpartition(".")[2], scheme.rpartition(".")[2]
+    if collector == IN_PROCESS and num_workers != 1:
+        raise ConfigError(f"{name} works in the trainer's process: num_workers is 1 there, not {num_workers}")
+    carried = CARRIES.get(collector, frozenset({scheme_name}))  # somebody's own collector knows what it carries
+    if scheme.startswith("wsync.") and scheme_name not in carried:
+        raise ConfigError(f"{name} cannot carry {scheme_name}, only {', '.join(sorted(carried))}")
+
+
+def sample(env: EnvConfig) -> GymEnv:
+    """Make one environment, to look at its specs; raise ConfigError if there is no such environment."""
+    try:
+        return GymEnv(env.id, **env.kwargs)
+    except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
+        raise ConfigError(f"env.id={env.id}: {' '.join(str(error).split())}") from error
+
+
+def solved_at(env: EnvConfig) -> float | None:
+    """Return the mean return that counts as solved: the config's, else what Gymnasium has registered, if anything."""
+    return gymnasium.spec(env.id).reward_threshold if env.solved_at is None else env.solved_at
+
+
+def register_configs() -> None:
+    """Add the groups ``env`` and ``collector`` to Hydra's ConfigStore, as ``base_<name>``; raise on duplicates."""
+    store = ConfigStore.instance()
+    nodes = {
+        ("env", "base_gym"): EnvConfig,
+        ("collector", "base_single"): SingleConfig,
+        ("collector", "base_multi_sync"): MultiSyncConfig,
+        ("collector", "base_multi_async"): MultiAsyncConfig,
+    }
+    for (group, name), node in nodes.items():
+        if f"{name}.yaml" in store.repo.get(group, {}):
+            raise ValueError(f"{group}/{name} is registered already")
+        store.store(group=group, name=name, node=node)

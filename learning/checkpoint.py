@@ -1,0 +1,47 @@
+"""One file from which a run goes on: weights, optimizer, counters. Written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FILE = "checkpoint.pt"
+FORMAT = "wsync-checkpoint-1"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is missing, truncated, not ours, or of another model."""
+
+
+def save(folder: Path, state: dict[str, Any]) -> Path:
+    """Write `state` (tensors and plain values) to ``folder/checkpoint.pt``, replacing an older one in one step."""
+    path, unfinished = folder / FILE, folder / f"{FILE}.unfinished"
+    with open(unfinished, "wb") as file:
+        torch.save({"format": FORMAT, "state": state}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+    return path
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """Read what `save` wrote. Nothing in the file is executed (``weights_only``).
+
+    Raises:
+        CheckpointError: there is none, or the file is truncated or something else.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        raise CheckpointError(f"no checkpoint in {folder}: {FILE} is missing")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path} cannot be read: truncated, or not a checkpoint of train.py") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is not a checkpoint of train.py (expected the format {FORMAT})")
+    return content["state"]

@@ -1,0 +1,32 @@
+"""What is wrong with a command line, in one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def one_line(error: BaseException, settings: Iterable[str] = ()) -> str:
+    """Say what `error`, of Hydra or OmegaConf, is about; `settings` are the names to suggest from after a typo."""
+    text, cause = str(error), str(error.__cause__ or "")
+    reason = cause.partition("\n")[0]
+    if found := re.match(r"Could not override '(.+?)'", text):
+        name = found[1]
+        if "not in struct" in cause:  # a free dictionary: any name is as good as another
+            return f"{name}: {reason}; say +{name}=… to add it"
+        return f"no setting is called '{name}'{_meant(name, settings)}"
+    if found := re.match(r"Error merging override (.+)", text):
+        return f"{found[1]}: {reason}"
+    if found := re.search(r"Could not find '(.+)/(.+?)'", text):
+        group, name = found.groups()
+        options = [line.strip() for line in text.partition("Available options in")[2].splitlines() if line[:1] == "\t"]
+        options = [option for option in options if not option.startswith(("base_", "provider="))]
+        return f"{group}={name}: there is no such option{_meant(name, options)}; there are: {', '.join(options)}"
+    lines = [line.strip() for line in f"{text}\n{reason}".splitlines()]
+    return "; ".join(line for line in lines if line and not line.startswith(("See http", "full_key", "object_type")))
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    close = get_close_matches(name, list(known), n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""

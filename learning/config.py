@@ -1,0 +1,203 @@
+"""Structured configs of a training run, and what of them makes sense together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from collectors.config import ConfigError
+from learning.networks import ACTIVATIONS
+
+
+@dataclass
+class PolicyConfig:
+    """Networks of the policy and of the critic; see ``learning.make_policy``."""
+
+    hidden: list[int] = field(default_factory=lambda: [64, 64])
+    activation: str = "tanh"
+    initial_std: float = 1.0
+
+
+@dataclass
+class PPOConfig:
+    """See ``learning.PPO`` for what each of them means."""
+
+    _target_: str = "learning.PPO"
+    gamma: float = 0.99
+    gae_lambda: float = 0.95
+    reward_scale: float = 1.0
+    epochs: int = 10
+    minibatch_size: int = 256
+    lr: float = 3e-4
+    lr_final: float | None = None
+    clip: float = 0.2
+    clip_final: float | None = None
+    anneal_frames: int = MISSING
+    value_coef: float = 0.5
+    value_clip: float | None = None
+    entropy_coef: float = 0.0
+    max_grad_norm: float = 0.5
+    target_kl: float | None = None
+    normalize_advantage: bool = True
+    adam_eps: float = 1e-5
+
+
+@dataclass
+class NoLoggerConfig:
+    """No dashboard: the run's folder is all there is."""
+
+    _target_: str = "learning.reporting.Reporter"
+
+
+@dataclass
+class WandbConfig:
+    """See ``learning.reporting.wandb_logger.WandbLogger``."""
+
+    _target_: str = "learning.reporting.wandb_logger.WandbLogger"
+    project: str = "wsync"
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+    mode: str | None = None
+    start_after: float = 10.0
+    close_within: float = 60.0
+
+
+@dataclass
+class TrainConfig:
+    """A training run. What Hydra composes from ``conf/train.yaml``; the groups are structured configs of their own.
+
+    Attributes:
+        num_workers: processes that collect.
+        num_envs: environments in each of them, stepped together.
+        frames_per_batch: over all workers and environments; the weights are sent once per batch.
+        total_frames: the run ends then at the latest.
+        stop_when_solved: end as soon as the mean of the last 100 returns reaches ``env.solved_at``.
+        seed: of everything.
+        timeout: seconds that connecting and sending weights may take; None: for ever.
+        threads: of torch, in the trainer.
+        checkpoint_every: seconds.
+        resume: folder of an earlier run to go on from.
+    """
+
+    num_workers: int = 2
+    num_envs: int = 16
+    frames_per_batch: int = 1024
+    total_frames: int = MISSING
+    stop_when_solved: bool = True
+    seed: int = 0
+    timeout: float | None = 60.0
+    threads: int = 1
+    checkpoint_every: float = 60.0
+    resume: str | None = None
+    weight_sync: Any = MISSING
+    collector: Any = MISSING
+    env: Any = MISSING
+    policy: Any = MISSING
+    algorithm: Any = MISSING
+    logger: Any = MISSING
+
+
+def settings() -> list[str]:
+    """Return the names of all settings that an override may name, such as ``num_workers`` and ``algorithm.lr``."""
+    names = [field.name for field in fields(TrainConfig)]
+    for group, options in ConfigStore.instance().repo.items():
+        if group in names and isinstance(options, dict):
+            names += [f"{group}.{name}" for option in options.values() for name in option.node if name != "_target_"]
+    return names
+
+
+def check(config: TrainConfig) -> None:
+    """Refuse what cannot be, before anything is started.
+
+    Raises:
+        ConfigError: for the first thing found.
+    """
+    positive = {
+        name: getattr(config, name) for name in ("num_workers", "num_envs", "total_frames", "threads", "timeout")
+    }
+    positive |= {f"algorithm.{name}": getattr(config.algorithm, name) for name in ("epochs", "minibatch_size", "lr")}
+    positive |= {f"policy.hidden[{i}]": width for i, width in enumerate(config.policy.hidden)}
+    for name, value in positive.items():
+        if value is not None and value <= 0:
+            raise ConfigError(f"{name} has to be more than 0, not {value}")
+    for name in ("gamma", "gae_lambda"):
+        if not 0 <= (value := getattr(config.algorithm, name)) <= 1:
+            raise ConfigError(f"algorithm.{name} has to be between 0 and 1, not {value}")
+    rows = config.num_workers * config.num_envs
+    if config.frames_per_batch < rows:
+        raise ConfigError(
+            f"frames_per_batch={config.frames_per_batch} is less than one frame for each of num_workers × num_envs = "
+            f"{config.num_workers} × {config.num_envs} = {rows} environments"
+        )
+    if config.policy.activation not in ACTIVATIONS:
+        raise ConfigError(f"policy.activation={config.policy.activation}: it is one of {', '.join(ACTIVATIONS)}")
+
+
+def stored_overrides(argv: Sequence[str]) -> list[str]:
+    """Return the command line `argv`, with that of the run that it resumes (``resume=<folder>``) put into it.
+
+    So that groups which the earlier run chose are chosen again; what `argv` says itself wins.
+
+    Raises:
+        ConfigError: if that folder is not a run's.
+    """
+    given = {_name(argument): i for i, argument in enumerate(argv) if "=" in argument}
+    folder = argv[given["resume"]].partition("=")[2].strip("'\"") if "resume" in given else ""
+    if folder in ("", "null"):
+        return list(argv)
+    earlier = [text for text in map(str, OmegaConf.load(_stored(folder, "overrides"))) if _name(text) not in given]
+    return [*argv[: given["resume"]], *earlier, *argv[given["resume"] :]]
+
+
+def resumed(cfg: DictConfig, overrides: Sequence[str], choices: Mapping[str, str | None]) -> DictConfig:
+    """Return `cfg` as it was in the run that it resumes, except for what `overrides` name and groups chosen anew.
+
+    Args:
+        cfg: composed from today's defaults.
+        overrides: those that `cfg` was composed with, `stored_overrides` among them.
+        choices: today's option of each group.
+    """
+    if cfg.resume is None:
+        return cfg
+    stored = OmegaConf.to_container(OmegaConf.load(_stored(cfg.resume, "config")), resolve=False)
+    before = OmegaConf.load(_stored(cfg.resume, "hydra")).hydra.runtime.choices
+    assert isinstance(stored, dict)
+    anew = {group for group, choice in choices.items() if before.get(group) != choice}
+    kept = OmegaConf.merge(cfg, {name: value for name, value in stored.items() if name not in anew})
+    assert isinstance(kept, DictConfig)
+    for name in {_name(override) for override in overrides if "=" in override} - set(choices):
+        OmegaConf.update(kept, name, OmegaConf.select(cfg, name), force_add=True)
+    return kept
+
+
+def _name(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
+
+
+def _stored(folder: str, name: str) -> Path:
+    path = Path(folder) / ".hydra" / f"{name}.yaml"
+    if not path.is_file():
+        raise ConfigError(f"resume={folder}: no run is stored there, {path} is missing")
+    return path
+
+
+def register_configs() -> None:
+    """Add the run and the groups policy, algorithm and logger to the ConfigStore, as ``base_<name>``; no duplicates."""
+    store = ConfigStore.instance()
+    nodes = {
+        (None, "base_train"): TrainConfig,
+        ("policy", "base_mlp"): PolicyConfig,
+        ("algorithm", "base_ppo"): PPOConfig,
+        ("logger", "base_wandb"): WandbConfig,
+        ("logger", "base_none"): NoLoggerConfig,
+    }
+    for (group, name), node in nodes.items():
+        if f"{name}.yaml" in (store.repo.get(group, {}) if group else store.repo):
+            raise ValueError(f"{group}/{name} is registered already")
+        store.store(group=group, name=name, node=node)

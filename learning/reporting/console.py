@@ -1,0 +1,151 @@
+"""A run as seen in a terminal: a live display, or plain lines where there is none; a table at the end."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from learning.progress import Row
+from learning.reporting import Reporter
+
+PHASES = ("extract", "pack", "transfer", "wait", "apply", "acknowledge")
+
+
+def microseconds(value: float | None) -> str:
+    """Write a duration with the unit that fits: µs, ms or s."""
+    if value is None:
+        return "–"
+    if value < 1e3:
+        return f"{value:.1f} µs" if value < 10 else f"{value:.0f} µs"
+    return f"{value / 1e3:.1f} ms" if value < 1e6 else f"{value / 1e6:.1f} s"
+
+
+def size(count: float) -> str:
+    """Write a number of bytes with the unit that fits."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    """Write a figure, or a dash where there is none yet."""
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def figures(row: Row) -> dict[str, str]:
+    """Return what a watcher wants to know of a row, written for reading."""
+    return {
+        "frames/s": number(row.frames_per_second, 0),
+        "return": number(row.episode_return_mean_100),
+        "sync p50": microseconds(row.weight_sync.p50_us if row.weight_sync else None),
+        "version": f"{row.version:,}",
+        "staleness": number(row.staleness),
+    }
+
+
+class ConsoleReporter(Reporter):
+    """Shows a run in `console`: live if that is a terminal, else a plain line every `interval` seconds at most."""
+
+    def __init__(self, title: str, total_frames: int, console: Console | None = None, interval: float = 1.0) -> None:
+        """Show the run called `title`, which ends at `total_frames` at the latest."""
+        self.title, self.total_frames = title, total_frames
+        self.console = console or Console(highlight=False)
+        self.interval, self._shown_at = interval, -interval
+        self._latest: Row | None = None
+        self._folder = Path()
+        self._live: Live | None = None
+
+    def begin(self, folder: Path, config: dict[str, Any]) -> None:
+        """Say what runs, and where its files are."""
+        self._folder = folder
+        self.console.print(f"[bold]{self.title}[/] → {_relative(folder)}", soft_wrap=True)
+        if self.console.is_terminal:
+            self._bar = Progress(
+                TextColumn("[bold]frames"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn()
+            )
+            self._task: TaskID = self._bar.add_task("", total=self.total_frames)
+            self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=4)
+            self._live.start()
+
+    def _render(self) -> Group:
+        line = Text("starting the workers …", style="dim")
+        if self._latest:
+            self._bar.update(self._task, completed=min(self._latest.frames, self.total_frames))
+            line = Text("   ").join(
+                Text.assemble((f"{name} ", "dim"), (text, "bold")) for name, text in figures(self._latest).items()
+            )
+        return Group(self._bar, line)
+
+    def update(self, row: Row) -> None:
+        """Show `row`, unless the last one was shown only just now."""
+        self._latest = row
+        now = time.monotonic()
+        if self._live is None and now - self._shown_at >= self.interval:
+            self._shown_at = now
+            self._print_line(row)
+
+    def _print_line(self, row: Row) -> None:
+        self.console.print(
+            f"frames {row.frames:,}/{self.total_frames:,} | "
+            + " | ".join(f"{name} {text}" for name, text in figures(row).items()),
+            soft_wrap=True,
+        )
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Show the table, the verdict, and where the files are."""
+        if self._live is not None:
+            self._live.stop()
+        elif self._latest is not None:
+            self._print_line(self._latest)
+        self.console.print(summary_table(summary))
+        style = "bold green" if summary["solved"] else "bold red" if summary["status"] == "failed" else "bold yellow"
+        self.console.print(Text(summary["verdict"], style=style), soft_wrap=True)
+        self.console.print(f"files: {_relative(self._folder)}", soft_wrap=True)
+
+
+def summary_table(summary: dict[str, Any]) -> Table:
+    """Lay out a run's summary: what was learnt on the left, what the weight sync cost on the right."""
+    sync, table = summary["weight_sync"], Table(box=SIMPLE_HEAD)
+    for name in ("training", "weight sync"):
+        table.add_column(name)
+        table.add_column(justify="right")
+    latency, phases = sync.get("latency_us") or {}, sync.get("phases_us") or {}
+    left = [
+        ("status", "solved" if summary["solved"] else summary["status"]),
+        ("frames", f"{summary['frames']:,}"),
+        ("wall-clock", f"{summary['seconds']:.1f} s"),
+        ("frames/s", number(summary["frames_per_second"], 0)),
+        ("episodes", f"{summary['episodes']:,}"),
+        ("return, last 100", number(summary["episode_return_mean_100"])),
+        ("staleness", f"{number(sync['staleness_mean'], 2)} versions"),
+    ]
+    right = [
+        ("scheme", str(sync["scheme"])),
+        ("updates", f"{sync['updates']:,} (version {sync['version']:,})"),
+        ("payload", size(sync["bytes"])),
+        *((f"latency {key}", microseconds(latency.get(key))) for key in ("p50", "p95", "p99", "max")),
+        *((f"  {phase}", microseconds(phases[phase])) for phase in PHASES if phases.get(phase)),
+    ]
+    if sync.get("over_plain_copy"):
+        right += [
+            ("a plain copy of it", microseconds(sync["plain_copy_us"])),
+            ("p50 / plain copy", f"{sync['over_plain_copy']:.1f}"),
+        ]
+    for i in range(max(len(left), len(right))):
+        table.add_row(*(left[i] if i < len(left) else ("", "")), *(right[i] if i < len(right) else ("", "")))
+    return table
+
+
+def _relative(folder: Path) -> str:
+    here = Path.cwd()
+    return str(folder.relative_to(here)) if folder.is_relative_to(here) else str(folder)

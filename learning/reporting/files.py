@@ -1,0 +1,100 @@
+"""The files of a run's folder: ``metrics.jsonl``, ``summary.json``, and the pictures made from them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+from learning.progress import Row
+from learning.reporting import Reporter
+
+METRICS, SUMMARY = "metrics.jsonl", "summary.json"
+
+
+def read_rows(folder: Path, frames: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a run's ``metrics.jsonl``, up to `frames`; a last line that was cut off is left out."""
+    with open(folder / METRICS, encoding="utf-8") as file:
+        for line in file:
+            if not line.endswith("\n"):
+                return
+            row = json.loads(line)
+            if frames is not None and row["frames"] > frames:
+                return
+            yield row
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Return `value` as JSON; a figure that is no number (a loss that diverged) becomes null, as JSON has no NaN."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: finite(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [finite(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(value), indent=indent, allow_nan=False)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` as JSON, whole or not at all."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(to_json(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+class RunFiles(Reporter):
+    """Writes a run's files. A resumed run's metrics begin with those of the run that it goes on from."""
+
+    def __init__(self, resumed_from: Path | None = None, frames: int = 0) -> None:
+        """Go on from the first `frames` frames of the run in the folder `resumed_from`, if there is one."""
+        self._resumed_from, self._frames = resumed_from, frames
+        self._folder: Path | None = None
+        self._metrics: TextIOWrapper | None = None
+
+    def begin(self, folder: Path, config: dict[str, Any]) -> None:
+        """Open ``metrics.jsonl``."""
+        history = list(read_rows(self._resumed_from, self._frames)) if self._resumed_from else []
+        self._folder = folder
+        self._metrics = open(folder / METRICS, "w", encoding="utf-8", buffering=1)  # noqa: SIM115  (closed by finish)
+        for row in history:
+            self._write(row)
+
+    def update(self, row: Row) -> None:
+        """Append a line."""
+        self._write(row.as_dict())
+
+    def _write(self, row: dict[str, Any]) -> None:
+        assert self._metrics is not None
+        self._metrics.write(to_json(row) + "\n")
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Write ``summary.json``."""
+        if self._metrics is not None and self._folder is not None:
+            self._metrics.close()
+            write_json(self._folder / SUMMARY, summary)
+
+
+class Pictures(Reporter):
+    """Draws the learning curve and the cost of syncing once the run is over, from ``metrics.jsonl``."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+
+    def begin(self, folder: Path, config: dict[str, Any]) -> None:
+        """Remember `folder`."""
+        self._folder = folder
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Draw ``learning_curve.png`` and ``sync_latency.png``, if there is anything to draw."""
+        if self._folder is None or not (rows := list(read_rows(self._folder))):
+            return
+        from learning.reporting import plots  # matplotlib takes most of a second to import
+
+        plots.learning_curve(rows, summary, self._folder / "learning_curve.png")
+        plots.sync_latency(rows, summary, self._folder / "sync_latency.png")

@@ -1,0 +1,127 @@
+"""The two pictures of a run: what it learnt, and what every weight sync cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from learning.reporting.console import PHASES, microseconds, number, size
+
+INK, MUTED, BLUE, ORANGE = "#1f2933", "#7b8794", "#2563eb", "#d97706"
+Rows = Sequence[dict[str, Any]]
+
+
+def _figure(
+    width: float, columns: int, title: str, subtitle: str, ratios: Sequence[float] = (1,)
+) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(width, 4.6), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, columns, width_ratios=ratios, squeeze=False)[0]
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
+    axes[0].set_title(subtitle, loc="left", fontsize=9.5, color=MUTED)
+    for ax in axes:
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.spines[["left", "bottom"]].set_color(MUTED)
+        ax.tick_params(colors=INK, labelsize=9)
+        ax.grid(True, axis="y", color="#e4e7eb", linewidth=0.8)
+        ax.set_axisbelow(True)
+    return figure, list(axes)
+
+
+def learning_curve(rows: Rows, summary: dict[str, Any], path: Path) -> None:
+    """Draw returns over frames into the PNG at `path`; `rows` are those of ``metrics.jsonl``."""
+    subtitle = (
+        f"{summary['weight_sync']['scheme']}, seed {summary.get('seed', '–')}: {summary['frames']:,} frames in "
+        f"{summary['seconds']:.1f} s ({number(summary['frames_per_second'], 0)} frames/s)"
+    )
+    figure, (ax,) = _figure(8, 1, f"Learning curve, {summary.get('env', '')}".rstrip(", "), subtitle)
+    at, returns, before = [], [], 0
+    for row in rows:
+        ended = row["episode_returns"]
+        at.extend(np.linspace(before, row["frames"], len(ended) + 1)[1:])  # spread over their batch
+        returns.extend(ended)
+        before = row["frames"]
+    ax.scatter(at, returns, s=8, color=BLUE, alpha=0.3, linewidths=0, label="one episode", rasterized=True)
+    means = [
+        (row["frames"], row["episode_return_mean_100"]) for row in rows if row["episode_return_mean_100"] is not None
+    ]
+    if means:
+        ax.plot(*zip(*means, strict=True), color=BLUE, linewidth=2, label="mean of the last 100")
+    if summary.get("solved_at") is not None:
+        ax.axhline(summary["solved_at"], color=ORANGE, linewidth=1.2, linestyle=(0, (5, 3)))
+        ax.annotate(
+            f"solved at {summary['solved_at']:g}", (0, summary["solved_at"]), xycoords=("axes fraction", "data"),
+            xytext=(4, 4), textcoords="offset points", color=ORANGE, fontsize=9,
+        )  # fmt: skip
+    ax.set_xlabel("frames (environment steps)", color=INK)
+    ax.set_ylabel("return of an episode", color=INK)
+    ax.set_xlim(left=0)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    if returns:
+        ax.legend(loc="lower right", frameon=False, fontsize=9, markerscale=3)
+    figure.savefig(path)
+
+
+def sync_latency(rows: Rows, summary: dict[str, Any], path: Path) -> None:
+    """Draw every update's latency, and the median of its phases, into the PNG at `path`."""
+    sync = summary["weight_sync"]
+    updates = [row["weight_sync"]["latency_us"] for row in rows if row["weight_sync"]]
+    workers = summary.get("num_workers", "?")
+    subtitle = f"{sync['scheme']}: {sync['updates']:,} updates of {size(sync['bytes'])}, workers: {workers}"
+    figure, (left, right) = _figure(10.5, 2, "What a weight sync cost", subtitle, (1.5, 1))
+    if updates:
+        _latencies(left, updates, sync["latency_us"])
+        _phases(right, sync)
+    else:
+        for ax in (left, right):
+            ax.set_axis_off()
+        left.text(0, 0.5, "No update was sent to any worker.", fontsize=12, color=INK)
+    figure.savefig(path)
+
+
+def _latencies(ax: Axes, latencies: Sequence[float], latency: dict[str, float]) -> None:
+    ax.scatter(range(1, len(latencies) + 1), latencies, s=10, color=BLUE, alpha=0.4, linewidths=0, rasterized=True)
+    ax.set_yscale("log")
+    low, high = min(*latencies, latency["p50"]) / 1.2, max(*latencies, latency["p99"]) * 1.2
+    ax.set_ylim(low, high)
+    beside = 0.0
+    for key, style in (("p50", "-"), ("p95", "--"), ("p99", ":")):
+        ax.axhline(latency[key], color=ORANGE, linewidth=1.3, linestyle=style)
+        beside = max(np.log(latency[key] / low) / np.log(high / low), beside)  # close percentiles keep legible labels
+        ax.text(
+            1.01,
+            beside,
+            f"{key}  {microseconds(latency[key])}",
+            transform=ax.transAxes,
+            va="center",
+            color=ORANGE,
+            fontsize=9,
+        )
+        beside += 0.05
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: microseconds(y)))
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.set_xlabel("update", color=INK)
+    ax.set_ylabel("latency of one update (log scale)", color=INK)
+
+
+def _phases(ax: Axes, sync: dict[str, Any]) -> None:
+    bars = [(phase, sync["phases_us"].get(phase, 0.0), BLUE) for phase in PHASES]
+    if sync.get("plain_copy_us"):
+        bars.append(("one plain copy", sync["plain_copy_us"], MUTED))
+    names, values, colours = zip(*reversed(bars), strict=True)
+    ax.barh(names, values, color=colours, height=0.62)
+    for i, value in enumerate(values):
+        ax.annotate(microseconds(value), (value, i), xytext=(4, -3), textcoords="offset points", fontsize=9, color=INK)
+    ax.set_title("median of each phase", loc="left", fontsize=9.5, color=MUTED)
+    ax.set_xlabel("µs", color=INK)
+    ax.set_xlim(0, max(max(values), 1e-9) * 1.25)
+    ax.grid(False)
+    ax.tick_params(axis="y", length=0)

@@ -1,0 +1,155 @@
+"""Weights & Biases, kept at arm's length: it runs beside the training, and cannot slow its start nor end it."""
+
+from __future__ import annotations
+
+import logging
+import netrc
+import os
+import queue
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlparse
+
+from learning.progress import Row
+from learning.reporting import Reporter
+
+if TYPE_CHECKING:
+    import wandb
+
+log = logging.getLogger(__name__)
+HISTOGRAM_EVERY = 100  # updates
+
+
+class WandbLogger(Reporter):
+    """Sends rows to Weights & Biases: online where somebody is logged in, offline otherwise.
+
+    A thread of its own does all of it. It begins `start_after` seconds into the run, or at its end, since importing and
+    starting wandb takes more processor time than a short run lasts; what happened until then is sent afterwards.
+    """
+
+    def __init__(
+        self,
+        project: str = "wsync",
+        entity: str | None = None,
+        group: str | None = None,
+        tags: Sequence[str] = (),
+        mode: str | None = None,
+        start_after: float = 10.0,
+        close_within: float = 60.0,
+    ) -> None:
+        """Make a logger.
+
+        Args:
+            project: as in wandb.
+            entity: as in wandb.
+            group: the runs of a sweep share one.
+            tags: as in wandb.
+            mode: "online", "offline" or "disabled"; None: what WANDB_MODE says, else online if logged in, else offline.
+            start_after: seconds.
+            close_within: seconds that the end of a run waits for what is left to be sent.
+        """
+        self._init = {"project": project, "entity": entity, "group": group, "tags": list(tags)}
+        self._mode, self._start_after, self._close_within = mode, start_after, close_within
+        self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        self._ending = threading.Event()
+        self._summary: dict[str, Any] = {}
+        self._thread: threading.Thread | None = None
+
+    def begin(self, folder: Path, config: dict[str, Any]) -> None:
+        """Start the thread; wandb's files go to `folder`, and `config` is wandb's config."""
+        self._init |= {"dir": str(folder), "name": folder.name, "config": config}
+        # A daemon: should wandb hang, the process ends all the same.
+        self._thread = threading.Thread(target=self._guarded, name="wandb", daemon=True)
+        self._thread.start()
+
+    def update(self, row: Row) -> None:
+        """Leave `row` for the thread."""
+        if self._thread is not None and self._thread.is_alive():
+            self._rows.put(row)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Have the rest sent, and wait for it."""
+        if self._thread is None:
+            return
+        self._summary = summary
+        self._rows.put(None)
+        self._ending.set()
+        self._thread.join(self._close_within)
+        if self._thread.is_alive():
+            log.warning(
+                "wandb: not done within %g s, left behind; `wandb sync` in the run's folder", self._close_within
+            )
+
+    def _guarded(self) -> None:
+        self._ending.wait(self._start_after)
+        try:
+            self._send_all()
+        except Exception as error:  # noqa: BLE001  (whatever wandb raises: a dashboard must not bring a run down)
+            log.warning("wandb: gave up, the run goes on without it: %s: %s", type(error).__name__, error)
+
+    def _send_all(self) -> None:
+        import wandb  # nobody else imports it, and here only when it is used
+
+        run = self._start(wandb)
+        run.define_metric("frames")
+        run.define_metric("*", step_metric="frames")
+        latencies: list[float] = []
+        figures: dict[str, Any] = {}
+        while (row := self._rows.get()) is not None:
+            figures = flat(row)
+            if row.weight_sync is not None:
+                latencies.append(row.weight_sync.latency_us)
+                if len(latencies) % HISTOGRAM_EVERY == 0:
+                    figures["weight_sync/latency_histogram_us"] = wandb.Histogram(latencies)
+            run.log(figures)
+        if latencies:
+            run.log({"frames": figures["frames"], "weight_sync/latency_histogram_us": wandb.Histogram(latencies)})
+        run.summary.update(self._summary)
+        where = run.url if not run.offline else f"offline, `wandb sync {Path(run.dir).parent}` sends it"
+        run.finish(exit_code=1 if self._summary.get("status") == "failed" else 0)
+        log.info("wandb: %s", where)
+
+    def _start(self, module: Any) -> wandb.Run:
+        settings = module.Settings(console="off", silent=True, init_timeout=self._close_within / 2)
+        mode = self._mode or os.environ.get("WANDB_MODE") or ("online" if logged_in(settings.base_url) else "offline")
+        options = {**self._init, "settings": settings, "reinit": "create_new"}
+        try:
+            return module.init(**options, mode=mode)
+        except module.Error as error:
+            if mode != "online":
+                raise
+            log.warning("wandb: going offline: %s", error)
+            return module.init(**options, mode="offline")
+
+
+def logged_in(base_url: str) -> bool:
+    """Whether this user has credentials for the wandb server at `base_url`: in the environment, or in a netrc file."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    path = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+    try:
+        return netrc.netrc(path).authenticators(urlparse(base_url).hostname or base_url) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def flat(row: Row) -> dict[str, Any]:
+    """Name the figures of a row as the dashboard shows them: ``weight_sync/…`` and ``learning/…`` in panels."""
+    figures: dict[str, Any] = {
+        "frames": row.frames,
+        "frames_per_second": row.frames_per_second,
+        "episodes": row.episodes,
+        "weight_sync/version": row.version,
+        "weight_sync/staleness": row.staleness,
+        **{f"learning/{name}": value for name, value in row.learning.items()},
+    }
+    if row.episode_return_mean_100 is not None:
+        figures["episode_return_mean_100"] = row.episode_return_mean_100
+    if row.weight_sync is not None:
+        sync = row.as_dict()["weight_sync"]
+        phases = sync.pop("phases_us")
+        figures |= {f"weight_sync/{name}": value for name, value in sync.items()}
+        figures |= {f"weight_sync/phases/{name}_us": value for name, value in phases.items()}
+    return figures

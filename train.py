@@ -1,0 +1,131 @@
+"""Train a policy on what workers gather with copies of it, and tell what carrying the weights to them costs.
+
+    python train.py weight_sync=shared_mem env=cartpole num_workers=2
+    python train.py -m weight_sync=shared_mem,multiprocess seed=0,1,2
+    python train.py resume=outputs/<date>/<run>
+
+The composition root: the only file that knows wsync, collectors, learning and Hydra.
+"""
+
+import time
+
+STARTED = time.perf_counter()  # before the imports: they are most of the time until the first update
+
+import os
+import sys
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import collectors.config
+import learning.config
+import wsync.config
+from collectors import GymEnv
+from learning import make_critic, make_policy
+from learning.checkpoint import CheckpointError
+from learning.complaints import one_line
+from learning.config import ConfigError, TrainConfig, WandbConfig
+from learning.loop import Goal, Training
+from learning.reporting.console import ConsoleReporter
+from learning.reporting.files import Pictures, RunFiles
+from learning.stop import StopRequest
+from wsync import WeightSyncError
+
+EXPECTED = (ConfigError, CheckpointError, HydraException, OmegaConfBaseException, WeightSyncError)
+
+for package in (wsync.config, collectors.config, learning.config):
+    package.register_configs()
+
+
+def train(cfg: TrainConfig, folder: Path, started: float) -> int:
+    """Run one training into `folder`; returns the exit status."""
+    torch.set_num_threads(cfg.threads)
+    torch.manual_seed(cfg.seed)
+
+    scheme = instantiate(cfg.weight_sync)
+
+    make_env = partial(
+        GymEnv, cfg.env.id, cfg.num_envs, max_frames_per_traj=cfg.env.max_episode_steps, **cfg.env.kwargs
+    )
+    with closing(collectors.config.sample(cfg.env)) as env:
+        observation_dim, action_spec = env.observation_spec["observation"].shape.numel(), env.action_spec
+    policy = make_policy(observation_dim, action_spec, cfg.policy.hidden, cfg.policy.activation, cfg.policy.initial_std)
+    critic = make_critic(observation_dim, cfg.policy.hidden, cfg.policy.activation)
+    learner = instantiate(cfg.algorithm, policy, critic)
+
+    goal = Goal(cfg.total_frames, collectors.config.solved_at(cfg.env), cfg.stop_when_solved)
+    training = Training(learner, scheme, goal, folder, checkpoint_every=cfg.checkpoint_every, started=started)
+    if cfg.resume is not None:
+        training.resume(Path(cfg.resume))
+    training.facts |= {"env": cfg.env.id, "seed": cfg.seed, "num_workers": cfg.num_workers, "num_envs": cfg.num_envs}
+
+    with StopRequest() as stop:
+        collector = instantiate(cfg.collector, _partial_=True)(
+            [make_env] * cfg.num_workers,
+            policy,
+            frames_per_batch=cfg.frames_per_batch,
+            weight_sync_schemes={"policy": scheme},
+        )
+        with collector:
+            collector.set_seed(cfg.seed)
+            title = f"{cfg.env.id}, {scheme.name}, {cfg.num_workers} × {cfg.num_envs} environments, seed {cfg.seed}"
+            training.reporters = [
+                RunFiles(training.resumed_from, training.progress.frames),
+                ConsoleReporter(title, cfg.total_frames),
+                Pictures(),
+                instantiate(cfg.logger, _convert_="all"),
+            ]
+            training.run(collector, stop, OmegaConf.to_container(OmegaConf.structured(cfg)))
+    return stop.exit_status
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+def main(composed: DictConfig) -> None:
+    """Check what Hydra composed, write it into the run's folder, and train."""
+    run = HydraConfig.get()
+    sweep = run.mode is RunMode.MULTIRUN
+    started = time.perf_counter() if sweep else STARTED
+    folder = Path(run.runtime.output_dir)
+    try:
+        composed = learning.config.resumed(composed, run.overrides.task, run.runtime.choices)
+        cfg = OmegaConf.to_object(composed)
+        assert isinstance(cfg, TrainConfig)
+        learning.config.check(cfg)
+        collectors.config.check(cfg.collector._target_, cfg.weight_sync._target_, cfg.num_workers)
+        if sweep and isinstance(cfg.logger, WandbConfig):
+            cfg.logger.group = cfg.logger.group or "-".join(Path(run.sweep.dir).parts[-2:])
+        OmegaConf.save(OmegaConf.structured(cfg), folder / "config.yaml")
+        status = train(cfg, folder, started)
+    except EXPECTED as error:
+        if sweep:  # Hydra goes on with the other jobs, and raises at the end
+            raise
+        raise SystemExit(complaint(error)) from error
+    if status:
+        raise SystemExit(status)
+
+
+def complaint(error: BaseException) -> str:
+    """Say in one line what is wrong, or what went wrong."""
+    hydras = isinstance(error, HydraException | OmegaConfBaseException)
+    return f"train.py: {one_line(error, learning.config.settings()) if hydras else error}"
+
+
+if __name__ == "__main__":
+    verbose = "HYDRA_FULL_ERROR" in os.environ
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # have Hydra raise what it would print, so that it can be said in one line
+    try:
+        sys.argv[1:] = learning.config.stored_overrides(sys.argv[1:])
+        main()
+    except EXPECTED as error:
+        if verbose:
+            raise
+        sys.exit(complaint(error))
