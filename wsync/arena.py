@@ -1,0 +1,230 @@
+"""Slots of shared memory for one model's weights, and the words that say who uses which.
+
+**What a published update promises.** For each worker the arena has a *switch* (one word: version and slot), the slot
+that the worker's running forward uses, and a mutex around both. The sender stores the switch inside the mutex. A
+worker, on its way into a forward, reads the switch and stores the slot in use, inside the same mutex. So:
+
+1. *Every forward that starts after a publish uses that version or a newer one.* It reads the switch under the mutex,
+   after the sender's critical section; the mutex orders the payload before the switch.
+2. *No slot is written while a forward uses it.* The sender writes slot ``s`` only if no switch names it and no worker
+   uses it. It looks after it has stored, in each worker's mutex, a switch that names another slot. A forward that is on
+   ``s`` read the switch before that store, hence in an earlier critical section, in which it also recorded ``s``; the
+   sender sees the record, or the later one that says that the forward has ended. A forward that starts afterwards
+   cannot come upon ``s``, because no switch names it.
+3. *Three slots suffice* as long as all workers have one version: one published, one that is still in use, one free.
+   If two are still in use the sender waits for a forward to end, or its worker to die. Where workers have different
+   versions (``worker_ids``, per-worker weights) the arena grows by as many slots.
+
+A worker that only copies weights out (``retains=False``) needs a slot only from the publish until it has copied.
+
+The memory is anonymous (``memfd``), allocated before it is touched, and gone with its last user.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from wsync import mutex
+from wsync.errors import WeightSyncError
+from wsync.layout import Layout
+from wsync.mutex import Mutex
+
+_PAGE = mmap.PAGESIZE
+_SLOTS = 1024  # at the most
+_BLOCK = 128  # bytes of control per worker: the mutex, then words
+_SWITCH, _USED, _HELD, _TAKEN, _CALL, _AWAITED = range(mutex.SIZE // 8, mutex.SIZE // 8 + 6)
+_NONE = -1
+_EXTRA_SPAN = 1 << 36  # bytes of (sparse) file between the extra states of two slots
+
+
+class Arena:
+    """Either end's view of the shared slots.
+
+    Args:
+        layout: of the weights in a slot.
+        workers: how many workers there can be.
+        fds: the two memory files of an arena that somebody else made; None to make a new one.
+    """
+
+    def __init__(self, layout: Layout, workers: int, fds: tuple[int, int] | None = None) -> None:
+        self._layout = layout
+        self._span = -(-layout.nbytes // _PAGE) * _PAGE
+        self._base = -(-(workers * _BLOCK + _SLOTS * 8) // _PAGE) * _PAGE
+        self._views: list[tuple[Tensor, ...]] = []
+        self.fds = fds or self._create()
+        control = mmap.mmap(self.fds[0], self._base)
+        self._words = memoryview(control).cast("q")
+        address = ctypes.addressof(ctypes.c_char.from_buffer(control))
+        self._extra_sizes = workers * _BLOCK // 8
+        self.switches = [Switch(self._words, address + w * _BLOCK, w * _BLOCK // 8) for w in range(workers)]
+        if fds is None:
+            for w in range(workers):
+                mutex.initialise(address + w * _BLOCK)
+                self.switches[w].reset()
+
+    def _create(self) -> tuple[int, int]:
+        memory = os.memfd_create("wsync-weights", os.MFD_CLOEXEC)
+        extra = os.memfd_create("wsync-extra", os.MFD_CLOEXEC)
+        _allocate(memory, 0, self._base)
+        return memory, extra
+
+    @property
+    def slots(self) -> int:
+        """How many this end has mapped."""
+        return len(self._views)
+
+    def grow(self) -> int:
+        """Add a slot; its index.
+
+        Raises:
+            WeightSyncError: the machine has no memory left for it.
+        """
+        slot = len(self._views)
+        if slot == _SLOTS:
+            raise WeightSyncError(f"more than {_SLOTS} versions are in use at the same time")
+        _allocate(self.fds[0], self._base + slot * self._span, self._span)
+        self.views(slot)
+        return slot
+
+    def views(self, slot: int) -> tuple[Tensor, ...]:
+        """The tensors of a slot, in the layout's order; mapped when first asked for."""
+        while slot >= len(self._views):
+            offset = self._base + len(self._views) * self._span
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            memory = mmap.mmap(self.fds[0], self._span, flags=flags, offset=offset)
+            with torch.inference_mode(False):
+                self._views.append(self._layout.views(torch.frombuffer(memory, dtype=torch.uint8)))
+        return self._views[slot]
+
+    def free_slot(self, busy: Collection[int]) -> int | None:
+        """The first slot not in ``busy``: small indices again and again, so that caches stay warm."""
+        return next((slot for slot in range(len(self._views)) if slot not in busy), None)
+
+    def write_extra(self, slot: int, blob: bytes) -> None:
+        """Store a slot's extra state."""
+        if blob:
+            os.pwrite(self.fds[1], blob, slot * _EXTRA_SPAN)
+        self._words[self._extra_sizes + slot] = len(blob)
+
+    def read_extra(self, slot: int) -> bytes:
+        """A slot's extra state."""
+        size = self._words[self._extra_sizes + slot]
+        return os.pread(self.fds[1], size, slot * _EXTRA_SPAN) if size else b""
+
+    def close(self) -> None:
+        """Close the descriptors; the memory goes when the last view does."""
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = (_NONE, _NONE)
+
+
+class Switch:
+    """One worker's words in the arena. The sender calls ``publish`` and looks; the worker calls the rest."""
+
+    __slots__ = ("_address", "_at", "_mutex", "_words")
+
+    def __init__(self, words: memoryview, address: int, at: int) -> None:
+        self._words = words
+        self._at = at
+        self._mutex = Mutex(address, words)
+
+    def reset(self) -> None:
+        """The state before anything was published: version 0, nothing used, calls wanted."""
+        for word, value in ((_SWITCH, 0), (_USED, _NONE), (_HELD, _NONE), (_TAKEN, 0), (_CALL, 1), (_AWAITED, 0)):
+            self._words[self._at + word] = value
+
+    def publish(self, version: int, slot: int, acknowledge: bool, timeout: float | None) -> bool:
+        """Point the worker to a slot; whether it wants to be called about it."""
+        words, at = self._words, self._at
+        try:
+            self._mutex.lock(timeout)
+            words[at + _SWITCH] = version << 16 | slot << 1 | acknowledge
+            return bool(words[at + _CALL])
+        finally:
+            self._mutex.unlock()
+
+    def published(self) -> tuple[int, int]:
+        """``(version, slot)`` that the worker is pointed to; version 0 for nothing yet."""
+        value = self._words[self._at + _SWITCH]
+        return value >> 16, value >> 1 & 0x7FFF
+
+    def taken(self) -> int:
+        """The newest version that the worker has begun to use."""
+        return self._words[self._at + _TAKEN]
+
+    def used(self) -> tuple[int, int]:
+        """The slots that the worker uses now; -1 for none."""
+        return self._words[self._at + _USED], self._words[self._at + _HELD]
+
+    def await_free(self, timeout: float | None) -> bool:
+        """Ask to be told when the worker's forward ends; False if it uses no slot any more."""
+        words, at = self._words, self._at
+        try:
+            self._mutex.lock(timeout)
+            busy = words[at + _USED] != _NONE or words[at + _HELD] != _NONE
+            words[at + _AWAITED] = busy
+            return busy
+        finally:
+            self._mutex.unlock()
+
+    def enter(self, version: int, slot: int, hold: bool) -> tuple[int, int, bool]:
+        """Begin to use the newest of the published slot and the one that the model is on (``version``, ``slot``).
+
+        Args:
+            version: the newest version that the worker need not be given again.
+            slot: where the model is bound; -1 if it has memory of its own.
+            hold: keep ``slot`` safe as well until ``leave``, because installing the new one may fail.
+
+        Returns:
+            ``(version, slot, acknowledge)`` of what is now in use.
+        """
+        words, at = self._words, self._at
+        try:
+            self._mutex.lock()
+            value = words[at + _SWITCH]
+            if value >> 16 > version:
+                if hold:
+                    words[at + _HELD] = slot
+                version, slot = value >> 16, value >> 1 & 0x7FFF
+                words[at + _TAKEN] = version
+            words[at + _USED] = slot
+            return version, slot, bool(value & 1)
+        finally:
+            self._mutex.unlock()
+
+    def leave(self, keep: int = _NONE) -> bool:
+        """End the use of slots, but of ``keep``; whether the sender waits to be told."""
+        words, at = self._words, self._at
+        try:
+            self._mutex.lock()
+            words[at + _USED] = _NONE
+            words[at + _HELD] = keep
+            awaited = words[at + _AWAITED]
+            words[at + _AWAITED] = 0
+            return bool(awaited)
+        finally:
+            self._mutex.unlock()
+
+    def call(self, wanted: bool) -> None:
+        """Say whether a publish without acknowledgement shall call this worker."""
+        try:
+            self._mutex.lock()
+            self._words[self._at + _CALL] = wanted
+        finally:
+            self._mutex.unlock()
+
+
+def _allocate(fd: int, offset: int, size: int) -> None:
+    try:
+        os.posix_fallocate(fd, offset, size)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise
+        raise WeightSyncError(f"no shared memory left: {size / 2**20:.1f} MiB more are needed ({error})") from error

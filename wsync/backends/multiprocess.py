@@ -1,0 +1,165 @@
+"""Multiprocess: every worker has a copy of its own, made from one that is alive only while it is on its way.
+
+The copy lies in a memory file whose descriptor went through the worker's socket, as tensors do that are put into a
+``torch.multiprocessing`` queue; the message says which one is new. A worker that is slow finds only the newest.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import nn
+
+from wsync.errors import SyncTimeout, WorkerFailed
+from wsync.gate import process_gate
+from wsync.local_receiver import LocalReceiver
+from wsync.local_sender import LocalSender
+from wsync.rendezvous import Endpoint
+from wsync.scheme import WeightSyncScheme
+from wsync.sender import Sender
+from wsync.snapshot import snapshot
+from wsync.strategy import WeightStrategy
+
+
+class QueueLike(Protocol):
+    """What ``queue.Queue`` and ``multiprocessing.Queue`` have in common."""
+
+    def put(self, item: Any) -> None:
+        """Append ``item``."""
+        ...
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """The first item; ``queue.Empty`` when the time is over."""
+        ...
+
+
+class MPTransport:
+    """Weights through a queue, answers through another (a ``TransportBackend`` for both ends).
+
+    Each end makes one over the same two queues. The copy that is put is made when it is sent.
+
+    Args:
+        weight_queue: carries ``(number, weights)`` to one worker.
+        ack_queue: carries ``(number, error)`` back; None if nobody answers.
+        timeout: seconds that ``send_weights`` waits for an answer; None for no limit.
+    """
+
+    def __init__(
+        self, weight_queue: QueueLike, ack_queue: QueueLike | None = None, timeout: float | None = 60.0
+    ) -> None:
+        self._weights = weight_queue
+        self._acks = ack_queue
+        self._timeout = timeout
+        self._number = 0
+
+    def send_weights(self, weights: Any) -> None:
+        """Put a copy of ``weights`` (a module, a TensorDict, a state dict), and wait for the answer to it.
+
+        Raises:
+            SyncTimeout: no answer came in time.
+            WorkerFailed: the worker could not apply them; carries its traceback.
+        """
+        given = snapshot(weights)
+        copy = {name: tensor.detach().clone() for name, tensor in given.tensors.items()}
+        self._number += 1
+        self._weights.put((self._number, {**copy, **(given.extra or {})}))
+        if self._acks is None:
+            return
+        deadline = None if self._timeout is None else time.monotonic() + self._timeout
+        number, error = 0, ""
+        while number < self._number:  # an older answer, to a send that timed out, satisfies nobody
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                number, error = self._acks.get(timeout=left)
+            except queue.Empty:
+                raise SyncTimeout(f"the worker did not answer within {self._timeout} s") from None
+        if error:
+            raise WorkerFailed(f"the worker could not apply the weights:\n{error}")
+
+    def receive_weights(
+        self,
+        timeout: float | None = None,
+        *,
+        weights: Any = None,
+        model: nn.Module | None = None,
+        strategy: WeightStrategy | None = None,
+    ) -> Any | None:
+        """The next weights, applied to ``model`` (through the gate) and ``weights`` if given; None if none came."""
+        try:
+            number, received = self._weights.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        chosen = strategy or WeightStrategy()
+        error = ""
+        try:
+            with process_gate().hold():
+                for destination in (weights, model):
+                    if destination is not None:
+                        chosen.apply_weights(destination, received)
+            return chosen.extract_weights(received)
+        except Exception:
+            error = traceback.format_exc()
+            raise
+        finally:
+            if self._acks is not None:
+                self._acks.put((number, error))
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Queues need no rendezvous."""
+
+    def setup_connection_and_weights_on_receiver(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        model: nn.Module | None = None,
+        strategy: WeightStrategy | None = None,
+    ) -> Any | None:
+        """The first weights, which the sender puts like all others."""
+        return self.receive_weights(self._timeout, weights=weights, model=model, strategy=strategy)
+
+
+class _Line:
+    """A scheme's line to some workers, as a queue of weights."""
+
+    def __init__(self, sender: Sender, workers: Sequence[int] | None) -> None:
+        self._sender = sender
+        self._workers = workers
+
+    def put(self, item: Any) -> None:
+        """Send."""
+        self._sender.send(item[1], self._workers, wait=True)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """A sender's line brings nothing."""
+        raise queue.Empty
+
+
+class MultiProcessWeightSyncScheme(WeightSyncScheme):
+    """Weight synchronization by copies, for workers on the trainer's machine with memory of their own.
+
+    Args:
+        strategy: the format in which weights are handed out.
+        sync: whether ``send`` waits until its promise holds.
+        timeout: seconds for ``connect`` and ``send``; None for no limit.
+    """
+
+    name = "multiprocess"
+
+    def __init__(self, strategy: Any = "tensordict", sync: bool = True, *, timeout: float | None = 60.0) -> None:
+        super().__init__(strategy, sync, timeout=timeout, bind=False)
+
+    def create_transport(self, *, worker_ids: Sequence[int] | None = None) -> MPTransport:
+        """The sender's line to some workers (None: all)."""
+        return MPTransport(_Line(self._trainer("create_transport").sender, worker_ids), timeout=self.timeout)
+
+    def _make_sender_end(self, num_workers: int) -> tuple[LocalSender, Endpoint]:
+        end = LocalSender(num_workers, retains=False)
+        return end, end.endpoint
+
+    def _make_receiver_end(self, seed: Endpoint) -> LocalReceiver:
+        return LocalReceiver(seed, retains=False)

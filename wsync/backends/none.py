@@ -1,0 +1,63 @@
+"""No synchronization: the control, which shows what the others do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from torch import nn
+
+from wsync.scheme import WeightSyncScheme
+from wsync.source import DeviceMap
+
+
+class NoWeightSyncScheme(WeightSyncScheme):
+    """Carries nothing: every call is accepted, and workers keep the weights that they began with."""
+
+    name = "none"
+
+    def init_on_sender(
+        self,
+        model_id: str = "policy",
+        context: Any = None,
+        *,
+        model: nn.Module | None = None,
+        weights: Any = None,
+        devices: Sequence[Any] | None = None,
+        device_map_fn: DeviceMap | None = None,
+        num_workers: int | None = None,
+        params_map: Mapping[int, Any] | None = None,
+    ) -> None:
+        """Nothing to set up."""
+
+    def init_on_receiver(
+        self,
+        model_id: str = "policy",
+        context: Any = None,
+        *,
+        model: nn.Module | None = None,
+        worker_idx: int | None = None,
+    ) -> None:
+        """Nothing to set up."""
+
+    def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
+        """Nobody to meet."""
+
+    def send(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
+        """Nothing is sent."""
+
+    def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
+        """Nothing is sent."""
+
+    def wait_async(self) -> None:
+        """Nothing to wait for."""
+
+    def receive(self, timeout: float | None = None) -> bool:
+        """Nothing ever comes: False, at once."""
+        return False
+
+    def _make_sender_end(self, num_workers: int) -> NoReturn:
+        raise RuntimeError("NoWeightSyncScheme has no transport")
+
+    def _make_receiver_end(self, seed: Any) -> NoReturn:
+        raise RuntimeError("NoWeightSyncScheme has no transport")

@@ -1,0 +1,148 @@
+"""Shared memory: weights are written once for all workers, who bind to them without a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from tensordict import TensorDict, TensorDictBase
+
+from wsync.errors import NotConnected
+from wsync.local_receiver import LocalReceiver
+from wsync.local_sender import LocalSender
+from wsync.ports import SenderPort
+from wsync.rendezvous import Endpoint
+from wsync.scheme import WeightSyncScheme
+from wsync.sender import Sender
+from wsync.source import DeviceMap, Source
+from wsync.strategy import Format
+from wsync.types import SyncReport
+
+
+class SharedMemTransport(SenderPort):
+    """The one line to all workers."""
+
+    def __init__(
+        self, sender: Sender, end: LocalSender, sentinels: Mapping[int, int], worker_ids: Sequence[int] | None = None
+    ) -> None:
+        super().__init__(sender, sentinels, worker_ids)
+        self._end = end
+
+    @property
+    def unique_weights(self) -> list[TensorDictBase]:
+        """The published buffers, each once; the user's own, where they were registered.
+
+        Who writes into one by hand is seen by bound parameters at once, unversioned, at their own risk.
+        """
+        if self._sender.source.mirror is not None:
+            return [self._sender.source.mirror]
+        layout = self._sender.layout
+        if layout is None:
+            return []
+        return [
+            TensorDict({tuple(name.split(".")): view for name, view in zip(layout.names, views, strict=True)})
+            for views in self._end.published_views()
+        ]
+
+
+class SharedMemWeightSyncScheme(WeightSyncScheme):
+    """Weight synchronization through shared memory, for workers on the trainer's machine.
+
+    Args:
+        policy_weights: ``{model_id: TensorDict}`` of buffers registered from the start.
+        strategy: the format in which weights are handed out.
+        auto_register: whether the first weights that are sent define the shared buffers. If not,
+            ``register_shared_weights`` has to come first.
+        sync: whether ``send`` waits until its promise holds.
+        per_worker_weights: whether each worker has slots of its own, as is right if they are given different weights.
+        timeout: seconds for ``connect`` and ``send``; None for no limit.
+        acknowledge: when a ``send`` is finished: ``"installed"``, when every worker has said that its model has the
+            weights; ``"published"``, when every forward that starts from then on will use them, which needs no answer.
+        bind: whether parameters may be bound to the shared memory. Say False for workers that train.
+    """
+
+    name = "shared_mem"
+
+    def __init__(
+        self,
+        policy_weights: Mapping[str, TensorDictBase] | None = None,
+        strategy: Format = "tensordict",
+        auto_register: bool = True,
+        sync: bool = True,
+        per_worker_weights: bool = False,
+        *,
+        timeout: float | None = 60.0,
+        acknowledge: Literal["installed", "published"] = "installed",
+        bind: bool = True,
+    ) -> None:
+        if acknowledge not in ("installed", "published"):
+            raise ValueError(f"acknowledge is 'installed' or 'published', not {acknowledge!r}")
+        super().__init__(strategy, sync, timeout=timeout, bind=bind)
+        self.auto_register = auto_register
+        self.per_worker_weights = per_worker_weights
+        self.acknowledge = acknowledge
+        self._registered: dict[str, TensorDictBase] = dict(policy_weights or {})
+
+    def register_shared_weights(self, model_id: str, weights: TensorDictBase) -> None:
+        """Make ``weights`` the buffers of ``model_id``: they stay the user's own.
+
+        What is sent is written into them as well, and a ``send()`` without arguments sends what is in them.
+
+        Raises:
+            RuntimeError: the model has buffers already.
+            TypeError: ``weights`` are not a TensorDict.
+        """
+        if not isinstance(weights, TensorDictBase):
+            raise TypeError(f"shared weights are a TensorDict, not a {type(weights).__name__}")
+        if model_id in self._registered or self._role is not None:
+            raise RuntimeError(f"'{model_id}' has its buffers already: register them once, before init_on_sender()")
+        self._registered[model_id] = weights
+
+    def send(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> SyncReport | None:
+        """Deliver an update: see ``WeightSyncScheme.send``."""
+        self._require_registered()
+        return super().send(weights, worker_ids)
+
+    def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
+        """Hand an update over: see ``WeightSyncScheme.send_async``."""
+        self._require_registered()
+        super().send_async(weights, worker_ids)
+
+    def _require_registered(self) -> None:
+        if not self.auto_register and self.model_id is not None and self.model_id not in self._registered:
+            raise NotConnected(
+                f"'{self.model_id}' has no shared buffers, and auto_register is off: call "
+                f"register_shared_weights('{self.model_id}', weights) before init_on_sender()"
+            )
+
+    @property
+    def shared_transport(self) -> SharedMemTransport | None:
+        """The one line to all workers, on the sender."""
+        return self.create_transport() if self.num_workers else None
+
+    def create_transport(self, *, worker_ids: Sequence[int] | None = None) -> SharedMemTransport:
+        """The sender's line to some workers (None: all)."""
+        role = self._trainer("create_transport")
+        assert isinstance(role.end, LocalSender)
+        return SharedMemTransport(role.sender, role.end, role.sentinels, worker_ids)
+
+    @property
+    def _published(self) -> bool:
+        return self.acknowledge == "published"
+
+    def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None) -> Source:
+        mirror = self._registered.get(model_id)
+        if not self.auto_register and mirror is None:
+            weights = None  # the first weights would define the buffers
+        return Source(weights, self.strategy, device_map_fn=device_map_fn, apart=self.per_worker_weights, mirror=mirror)
+
+    def _make_sender_end(self, num_workers: int) -> tuple[LocalSender, Endpoint]:
+        end = LocalSender(num_workers, retains=True)
+        return end, end.endpoint
+
+    def _make_receiver_end(self, seed: Endpoint) -> LocalReceiver:
+        return LocalReceiver(seed, retains=self.bind)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Options and the way to the sender: registered buffers stay with the sender."""
+        return {**super().__getstate__(), "_registered": {}}

@@ -1,0 +1,137 @@
+"""A model in a worker and the weights that it is given: checked first, then switched, or left as it was."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wsync.errors import LayoutMismatch
+from wsync.layout import Layout
+from wsync.snapshot import ModuleIndex, describe
+
+
+def dump_extra(extra: Mapping[str, Any] | None) -> bytes:
+    """Extra state as bytes; empty for none. A pickle: it goes only from a trainer to its own workers."""
+    return pickle.dumps(dict(extra), protocol=pickle.HIGHEST_PROTOCOL) if extra else b""
+
+
+def load_extra(blob: bytes) -> dict[str, Any]:
+    """The extra state that a trainer dumped."""
+    return pickle.loads(blob) if blob else {}
+
+
+class Binding:
+    """The plan by which one model takes on weights of one layout.
+
+    Parameters are bound (``p.data = view``, no copy) where that is possible and wanted; everything else, buffers
+    above all, is copied into the model's own memory.
+
+    Args:
+        model: the receiving model.
+        layout: what it will be given.
+        bind: whether parameters may be bound. False for a worker that trains.
+
+    Raises:
+        LayoutMismatch: the model has other names, shapes or dtypes.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, *, bind: bool = True) -> None:
+        self._model = model
+        self._layout = layout
+        self._bind = bind
+        self._resolve()
+
+    def _resolve(self) -> None:
+        index, layout = ModuleIndex(self._model), self._layout
+        own = index.tensors()
+        self._check(own, index)
+        # A tensor under several names is installed once, from its first name; `_agree` lists the other names, which
+        # must carry the same values where the sender did not tie them.
+        seen: dict[int, int] = {}
+        self._bound: list[tuple[nn.Parameter, int]] = []
+        self._copied: list[tuple[Tensor, int]] = []
+        self._agree: list[tuple[int, int]] = []
+        for i, name in enumerate(layout.names):
+            tensor = own[name]
+            first = seen.setdefault(id(tensor), i)
+            if first != i:
+                if layout.offsets[first] != layout.offsets[i]:
+                    self._agree.append((first, i))
+            elif self._bind and isinstance(tensor, nn.Parameter) and tensor.device.type == "cpu":
+                self._bound.append((tensor, i))
+            else:
+                self._copied.append((tensor, i))
+        self._index = index
+        self._handles = [
+            (where, key, where[key]) for where, key in (*index.parameters.values(), *index.buffers.values())
+        ]
+
+    def _check(self, own: Mapping[str, Tensor], index: ModuleIndex) -> None:
+        names = set(self._layout.names)
+        problems = [f"the model has no '{name}'" for name in self._layout.names if name not in own]
+        problems += [f"missing '{name}'" for name in own if name not in names and name not in index.optional]
+        if self._layout.extra is not None and self._layout.extra != index.extra.keys():
+            odd = sorted(self._layout.extra ^ index.extra.keys())
+            problems.append(f"extra state differs: {describe(odd)}")
+        if problems:
+            raise LayoutMismatch(f"the weights do not fit the worker's model: {describe(problems)}")
+        self._layout.check([own[name] for name in self._layout.names], ties=False)
+
+    def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
+        """Switch the model to ``views`` (ordered like the layout) and ``extra``.
+
+        Raises:
+            LayoutMismatch: the model has changed its shape since; or its tied tensors were sent different values.
+            Exception: whatever a module's ``set_extra_state`` raised. The model is as it was in either case.
+        """
+        self._check_current(views)
+        if extra:
+            self._set_extra(extra)
+        if self._copied:
+            with torch.no_grad():
+                torch._foreach_copy_([tensor for tensor, _ in self._copied], [views[i] for _, i in self._copied])
+        for parameter, i in self._bound:
+            parameter.data = views[i]
+
+    def rehearse(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
+        """Find out whether ``install`` would succeed, and leave the model as it is. Call it inside the gate.
+
+        Raises:
+            LayoutMismatch, Exception: what ``install`` would raise.
+        """
+        self._check_current(views)
+        if extra:
+            before = self._index.extra_state()
+            self._set_extra(extra)
+            self._set_extra(before)
+
+    def _check_current(self, views: Sequence[Tensor]) -> None:
+        if not self._is_current():
+            self._resolve()
+        for first, other in self._agree:
+            if not torch.equal(views[first], views[other]):
+                names = self._layout.names
+                raise LayoutMismatch(f"'{names[first]}' and '{names[other]}' are tied here, but got different values")
+
+    def _is_current(self) -> bool:
+        return self._index.describes(self._model) and all(where[key] is tensor for where, key, tensor in self._handles)
+
+    def _set_extra(self, extra: Mapping[str, Any]) -> None:
+        before = self._index.extra_state()
+        try:
+            for name, value in extra.items():
+                self._index.extra[name].set_extra_state(value)
+        except BaseException:
+            for name, value in before.items():
+                self._index.extra[name].set_extra_state(value)
+            raise
+
+    def detach(self) -> None:
+        """Give bound parameters memory of their own again, with the values that they have."""
+        if self._is_current():
+            for parameter, _ in self._bound:
+                parameter.data = parameter.data.clone()

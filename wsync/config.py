@@ -1,0 +1,57 @@
+"""Structured configs of the schemes, for Hydra's ``ConfigStore``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hydra.core.config_store import ConfigStore
+
+
+@dataclass
+class SharedMemConfig:
+    """``SharedMemWeightSyncScheme``."""
+
+    _target_: str = "wsync.SharedMemWeightSyncScheme"
+    strategy: str = "tensordict"
+    auto_register: bool = True
+    sync: bool = True
+    per_worker_weights: bool = False
+    timeout: float | None = 60.0
+    acknowledge: str = "published"
+    bind: bool = True
+
+
+@dataclass
+class MultiProcessConfig:
+    """``MultiProcessWeightSyncScheme``."""
+
+    _target_: str = "wsync.MultiProcessWeightSyncScheme"
+    strategy: str = "tensordict"
+    sync: bool = True
+    timeout: float | None = 60.0
+
+
+@dataclass
+class NoneConfig:
+    """``NoWeightSyncScheme``."""
+
+    _target_: str = "wsync.NoWeightSyncScheme"
+
+
+CONFIGS: dict[str, type] = {"shared_mem": SharedMemConfig, "multiprocess": MultiProcessConfig, "none": NoneConfig}
+
+
+def register_configs() -> None:
+    """Put ``weight_sync/base_<name>`` into the store, once.
+
+    Raises:
+        ValueError: somebody else has put another entry of that name there.
+    """
+    store = ConfigStore.instance()
+    present = store.repo.get("weight_sync", {})
+    for name, config in CONFIGS.items():
+        entry = f"base_{name}.yaml"
+        if entry not in present:
+            store.store(group="weight_sync", name=f"base_{name}", node=config)
+        elif store.load(f"weight_sync/{entry}").node._metadata.object_type is not config:
+            raise ValueError(f"the config store has another weight_sync/base_{name} already")

@@ -1,0 +1,52 @@
+"""One family of errors: what was wrong, which key or worker, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = [
+    "LayoutMismatch",
+    "NotConnected",
+    "SyncTimeout",
+    "WeightSyncError",
+    "WorkerDied",
+    "WorkerFailed",
+]
+
+
+class WeightSyncError(RuntimeError):
+    """Base of everything that can go wrong on the way from a trainer to its workers."""
+
+
+class NotConnected(WeightSyncError):
+    """A call that needs the other end came before ``connect``, or after it went away."""
+
+
+class LayoutMismatch(WeightSyncError, ValueError):
+    """Weights do not fit the model, or the layout agreed on first; nothing was applied."""
+
+
+class WorkerError(WeightSyncError):
+    """Some workers do not have an update.
+
+    Attributes:
+        workers: ``{worker_idx: cause}`` for each worker that failed.
+        version: the update that they lack.
+    """
+
+    def __init__(self, message: str, workers: Mapping[int, str] | None = None, version: int | None = None) -> None:
+        super().__init__(message)
+        self.workers = dict(workers or {})
+        self.version = version
+
+
+class SyncTimeout(WorkerError, TimeoutError):
+    """The deadline passed before a worker answered; the message names who is missing."""
+
+
+class WorkerFailed(WorkerError):
+    """A worker refused or failed to install an update; carries the remote traceback."""
+
+
+class WorkerDied(WorkerError):
+    """A worker's process ended; the survivors have the update."""

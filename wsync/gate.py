@@ -1,0 +1,169 @@
+"""Nobody changes a model while its forward runs.
+
+One re-entrant gate per process, for all synchronised models in it. A forward of a gated model holds it. On the way in
+from outside, and only there, each model's *feed* is asked for news and installs it; so a forward sees one version from
+its first layer to its last. The receiver thread installs by passing through the gate as well: it waits for the lock
+(it does not merely try it), so nothing that it was told of can be stranded when the last forward leaves.
+
+What goes around the gate: ``model.forward(...)`` called directly, a submodule called on its own, and plain reads of
+parameters. Hold the gate yourself for those, and around forward *and* backward in a worker that trains::
+
+    with wsync.gate():
+        loss = model(x).sum()
+        loss.backward()
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import nn
+
+
+class Feed(Protocol):
+    """Where a model's news comes from, as the gate sees it."""
+
+    def enter(self) -> bool:
+        """A forward is about to start: install the newest version. True if that decided for other feeds as well."""
+        ...
+
+    def leave(self) -> None:
+        """The outermost forward has ended, or never began; must be harmless when repeated."""
+        ...
+
+
+class Gate:
+    """The lock, the depth of the thread that holds it, and the feeds to ask on the way in."""
+
+    def __init__(self) -> None:
+        # `with lock` is atomic towards signals; the depth is restored, not counted down. So the gate opens again
+        # whatever a forward raised, and wherever a KeyboardInterrupt struck.
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._feeds: tuple[Feed, ...] = ()
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep every synchronised model of this process at one version."""
+        with self._lock:
+            depth = self._depth
+            try:
+                self._enter(depth)
+                yield
+            finally:
+                self._leave(depth)
+
+    def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """``function(*args, **kwargs)`` inside the gate: what ``hold`` does, without its generator."""
+        with self._lock:
+            depth = self._depth
+            try:
+                self._enter(depth)
+                return function(*args, **kwargs)
+            finally:
+                self._leave(depth)
+
+    def _enter(self, depth: int) -> None:
+        self._depth = depth + 1
+        if depth == 0:
+            # A decision found by one feed switches others too, which then must look again.
+            while any([feed.enter() for feed in self._feeds]):
+                pass
+
+    def _leave(self, depth: int) -> None:
+        self._depth = depth
+        if depth == 0:
+            for feed in self._feeds:
+                feed.leave()
+
+    def attach(self, feed: Feed) -> None:
+        """Ask ``feed`` for news from now on."""
+        with self._lock:
+            self._feeds = (*self._feeds, feed)
+
+    def detach(self, feed: Feed) -> None:
+        """Ask ``feed`` no more."""
+        with self._lock:
+            self._feeds = tuple(other for other in self._feeds if other is not feed)
+
+    @property
+    def feeds(self) -> Sequence[Feed]:
+        """Those that are asked."""
+        return self._feeds
+
+
+_gate = Gate()
+
+
+def _reset_in_child() -> None:
+    """A forked child has none of its parent's receivers, and the lock may be held by a thread that it lacks."""
+    global _gate
+    _gate = Gate()
+
+
+os.register_at_fork(after_in_child=_reset_in_child)
+
+
+def process_gate() -> Gate:
+    """The gate of this process."""
+    return _gate
+
+
+def gate() -> Any:
+    """A context manager that keeps every synchronised model of this process at one version while it is open.
+
+    Re-entrant: forwards inside it change nothing. An update that arrives meanwhile is installed after it.
+    """
+    return _gate.hold()
+
+
+_gated: weakref.WeakKeyDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def guard(module: nn.Module) -> None:
+    """Make every call of ``module`` pass through the gate.
+
+    The module gets a subclass of its class, of the same name. Nothing is stored inside it: copies and pickles of it
+    are of the original class, and ungated.
+    """
+    original = type(module)
+    if original in _gated.values():
+        return
+    if original not in _gated:
+        _gated[original] = _gated_class(original)
+    module.__class__ = _gated[original]
+
+
+def release(module: nn.Module) -> None:
+    """Give ``module`` its own class back."""
+    for original, gated in _gated.items():
+        if type(module) is gated:
+            module.__class__ = original
+            return
+
+
+def _gated_class(original: type[nn.Module]) -> type[nn.Module]:
+    inner = original.__call__
+
+    @functools.wraps(inner)
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _gate.call(inner, self, *args, **kwargs)
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        function, arguments, *rest = original.__reduce_ex__(self, protocol)
+        return (function, tuple(original if item is type(self) else item for item in arguments), *rest)
+
+    namespace = {
+        "__call__": __call__,
+        "__reduce_ex__": __reduce_ex__,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+    }
+    return type(original)(original.__name__, (original,), namespace)

@@ -1,0 +1,145 @@
+"""A worker's end of the line to a trainer on its own machine."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+
+from wsync.arena import Arena
+from wsync.errors import NotConnected, SyncTimeout
+from wsync.layout import Layout
+from wsync.local_sender import STAGED
+from wsync.rendezvous import Connection, Endpoint, Kind, Message, knock, wait_readable
+from wsync.transport import Closed, Decision, Event, News, Stage
+from wsync.types import Ack, Update
+
+
+class LocalReceiver:
+    """A worker's end (a ``ReceiverEnd``).
+
+    Args:
+        endpoint: where the sender listens.
+        retains: whether the model stays bound to the slot that it was given.
+    """
+
+    def __init__(self, endpoint: Endpoint, *, retains: bool) -> None:
+        self._endpoint = endpoint
+        self._retains = retains
+        self._line: Connection | None = None
+        self._arena: Arena | None = None
+        self._layout: Layout | None = None
+        self._worker = -1
+        self._version = 0  # that the model has
+        self._slot = -1  # that the model is bound to
+        self._refused = 0  # the newest version that could not be installed
+        self._may_fail = False
+        self._busy = False
+
+    @property
+    def layout(self) -> Layout | None:
+        """What the weights look like; None until the sender knows."""
+        return self._layout
+
+    def _connection(self) -> Connection:
+        if self._line is None:
+            raise NotConnected("this worker is not connected: call connect(worker_idx=…) first")
+        return self._line
+
+    def connect(self, worker_idx: int, deadline: float | None) -> None:
+        """Knock, and wait to be let in."""
+        line = knock(self._endpoint, worker_idx)
+        if not wait_readable([line.fileno(), line.pidfd], deadline):
+            line.close()
+            raise SyncTimeout(f"worker {worker_idx}: the sender did not answer: does it call connect() too?")
+        message = line.receive()
+        if message is None or message.kind is Kind.REFUSED:
+            line.close()
+            why = message.payload.decode() if message else "the sender went away"
+            raise NotConnected(f"worker {worker_idx} was not let in: {why}")
+        self._worker, self._line = worker_idx, line
+        self._unpack(message)
+
+    def _unpack(self, message: Message) -> None:
+        num_workers, self._layout = pickle.loads(message.payload)
+        if self._layout is not None:
+            self._arena = Arena(self._layout, num_workers, (message.fds[0], message.fds[1]))
+            self._switch = self._arena.switches[self._worker]
+            self._may_fail = self._retains and bool(self._layout.extra)
+
+    def fileno(self) -> int:
+        """The line's descriptor."""
+        return self._connection().fileno()
+
+    def events(self) -> Sequence[Event]:
+        """What one message says."""
+        message = self._connection().receive()
+        if message is None:
+            return [Closed()]
+        if message.kind is Kind.LAYOUT:
+            self._unpack(message)
+            return []
+        if message.kind is Kind.NEWS:
+            return [News()]
+        transaction, slot = STAGED.unpack(message.payload)
+        if message.kind is Kind.DROP:
+            return [Decision(transaction, install=False)]
+        return [Stage(transaction, self._update(message.version, slot, acknowledge=True))]
+
+    def _update(self, version: int, slot: int, acknowledge: bool) -> Update:
+        if self._arena is None:
+            raise NotConnected("weights were announced before their layout")
+        return Update(version, self._arena.views(slot), self._arena.read_extra(slot), slot, acknowledge)
+
+    def call(self, wanted: bool) -> None:
+        """Set this worker's word for it; before there is an arena, it is called anyhow."""
+        if self._arena is not None:
+            self._switch.call(wanted)
+
+    def enter(self) -> Update | None:
+        """Look at the switch."""
+        if self._arena is None:
+            return None
+        known = self._version if self._version > self._refused else self._refused
+        version, slot, acknowledge = self._switch.enter(known, self._slot, self._may_fail)
+        self._busy = slot >= 0
+        return self._update(version, slot, acknowledge) if version > known else None
+
+    def installed(self, update: Update, error: str) -> None:
+        """Remember where the model is bound; a model with memory of its own gives the slot back at once."""
+        if error:
+            self._refused = update.version
+        else:
+            self._version = update.version
+            if self._retains:
+                self._slot = update.slot
+        if not self._retains:
+            self.leave()
+
+    def leave(self) -> None:
+        """Give back what the forward used. A model that refused the published slot keeps the one that it is bound to."""
+        if not self._busy:
+            return
+        self._busy = False
+        keep = self._slot if self._refused > self._version else -1
+        if self._switch.leave(keep):
+            self.answer(Ack(self._worker, 0), kind=Kind.FREED)
+
+    def answer(self, ack: Ack, *, staged: bool = False, kind: Kind | None = None) -> None:
+        """Tell the sender; if it is gone there is nobody to tell, and the thread will notice."""
+        kind = kind or (Kind.FAILED if ack.error else Kind.STAGED if staged else Kind.ACK)
+        payload = ack.error.encode()
+        try:
+            self._connection().send(Message(kind, self._worker, ack.version, payload, ack.wait, ack.apply))
+        except ConnectionError:
+            return
+
+    def close(self) -> None:
+        """Say good-bye and hang up."""
+        if self._line is None:
+            return
+        self.answer(Ack(self._worker, 0), kind=Kind.BYE)
+        self._line.close()
+        self._line = None
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None

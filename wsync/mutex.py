@@ -1,0 +1,91 @@
+"""A mutex in shared memory that the kernel hands on when its owner dies.
+
+POSIX robust, process-shared, error-checking mutexes, by way of ``ctypes``: an uncontended lock or unlock is one
+atomic instruction and no system call (about a quarter of a microsecond from Python). Robust: if a worker is killed
+while it holds the mutex, the next one to lock it is told so and owns it. Error-checking: unlocking what one does not
+own is refused without harm, so ``finally: unlock()`` is right even if a signal came before the lock was taken.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import time
+
+from wsync.errors import SyncTimeout
+
+SIZE = 64  # bytes reserved; glibc and musl need 40 (48 on some platforms)
+
+_PROCESS_SHARED, _ROBUST, _ERRORCHECK = 1, 1, 2
+_quick = ctypes.PyDLL(None)  # holds the GIL: for calls that never block
+_blocking = ctypes.CDLL(None)  # releases it
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def _function(library: ctypes.CDLL, name: str, *argtypes: type) -> ctypes._CFuncPtr:  # pyright: ignore[reportPrivateUsage]
+    function = library[name]
+    function.argtypes = argtypes
+    function.restype = ctypes.c_int
+    return function
+
+
+_trylock = _function(_quick, "pthread_mutex_trylock", ctypes.c_void_p)
+_unlock = _function(_quick, "pthread_mutex_unlock", ctypes.c_void_p)
+_consistent = _function(_quick, "pthread_mutex_consistent", ctypes.c_void_p)
+_timedlock = _function(_blocking, "pthread_mutex_timedlock", ctypes.c_void_p, ctypes.POINTER(_Timespec))
+
+
+def initialise(address: int) -> None:
+    """Make the ``SIZE`` bytes at ``address`` a mutex, once, before anybody else sees them."""
+    attributes = ctypes.create_string_buffer(64)
+    calls = (
+        _quick.pthread_mutexattr_init(attributes),
+        _quick.pthread_mutexattr_setpshared(attributes, _PROCESS_SHARED),
+        _quick.pthread_mutexattr_setrobust(attributes, _ROBUST),
+        _quick.pthread_mutexattr_settype(attributes, _ERRORCHECK),
+        _quick.pthread_mutex_init(ctypes.c_void_p(address), attributes),
+    )
+    for code in calls:
+        if code:
+            raise OSError(code, f"cannot make a process-shared mutex: {os.strerror(code)}")
+
+
+class Mutex:
+    """One end's handle on a mutex that lies in shared memory.
+
+    Args:
+        address: where it lies in this process.
+        keep: what keeps that memory mapped.
+    """
+
+    __slots__ = ("_address", "_keep")
+
+    def __init__(self, address: int, keep: object) -> None:
+        self._address = address
+        self._keep = keep
+
+    def lock(self, timeout: float | None = None) -> None:
+        """Take the mutex; at once if its owner died.
+
+        Raises:
+            SyncTimeout: it was not free within ``timeout`` seconds (its owner is stopped inside).
+        """
+        code = _trylock(self._address)
+        if code == errno.EBUSY:
+            until = time.time() + (31_536_000 if timeout is None else timeout)
+            whole = int(until)
+            code = _timedlock(self._address, ctypes.byref(_Timespec(whole, int((until - whole) * 1e9))))
+        if code == errno.EOWNERDEAD:
+            _consistent(self._address)
+        elif code == errno.ETIMEDOUT:
+            raise SyncTimeout(f"the process at the other end has held its switch for {timeout} s: is it stopped?")
+        elif code:
+            raise OSError(code, f"cannot lock a shared mutex: {os.strerror(code)}")
+
+    def unlock(self) -> None:
+        """Give the mutex back; nothing happens if this thread does not hold it."""
+        _unlock(self._address)

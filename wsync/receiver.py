@@ -1,0 +1,237 @@
+"""The receive path: what a worker does with an update, the same for every backend.
+
+    told (thread) ─→ gate ─→ end.enter() ─→ binding.install ─→ answer
+
+An update is installed by whoever comes through the gate first: the acting thread on its way into a forward, or the
+receiver thread when it was told. Either answers the sender.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from wsync.binding import Binding, load_extra
+from wsync.errors import NotConnected, WeightSyncError
+from wsync.gate import guard, process_gate, release
+from wsync.receiver_thread import receiver_thread
+from wsync.rendezvous import deadline_in, remaining
+from wsync.strategy import WeightStrategy
+from wsync.transport import Closed, Decision, News, ReceiverEnd, Stage
+from wsync.types import ANY_VERSION, Ack, Update
+
+# What is staged in this process, by transaction: only the holder of the gate touches it.
+_staged: dict[int, list[tuple[Receiver, Update]]] = {}
+
+
+class Receiver:
+    """One model in one worker.
+
+    Args:
+        model: is gated from ``connect`` on.
+        strategy: the format in which ``receive`` returns weights.
+        end: the worker's end of the line.
+        bind: whether parameters may be bound to the received memory.
+        cascade: called after each update was installed, before the sender is answered.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        strategy: WeightStrategy,
+        end: ReceiverEnd,
+        *,
+        bind: bool,
+        cascade: Callable[[], None] | None = None,
+    ) -> None:
+        self.model = model
+        self.version = 0
+        self.worker_idx = -1
+        self._strategy = strategy
+        self._end = end
+        self._bind = bind
+        self._cascade = cascade
+        self._owed: Update | None = None  # installed, but its answer has to wait for the cascade
+        self._binding: Binding | None = None
+        self._seen = 0
+        self._closed = False
+        self._told_at = 0.0
+        self._error = ""
+        self._changed = threading.Condition()
+
+    def connect(self, worker_idx: int, timeout: float | None) -> None:
+        """The rendezvous; returns with the first weights installed, if the sender has any yet.
+
+        Raises:
+            NotConnected: no sender, or it refused this worker.
+            SyncTimeout: it did not answer within ``timeout`` seconds.
+            LayoutMismatch: its weights do not fit the model; the sender gets the same error.
+        """
+        self.worker_idx = worker_idx
+        self._end.connect(worker_idx, deadline_in(timeout))
+        try:
+            if self._end.layout is not None:
+                self._bind_model()
+        except WeightSyncError:
+            self._end.answer(Ack(worker_idx, ANY_VERSION, traceback.format_exc()))
+            self._end.close()
+            raise
+        guard(self.model)
+        gate = process_gate()
+        gate.attach(self)
+        with gate.hold():
+            pass  # the first weights are there, if there are any: entering installs them
+        self._pass_on()
+        self._seen = self.version
+        receiver_thread().register(self)
+        if self._error:
+            error = self._error
+            self.close()
+            raise WeightSyncError(f"worker {worker_idx} could not install its first weights:\n{error}")
+
+    def _bind_model(self) -> Binding:
+        if self._binding is None:
+            layout = self._end.layout
+            if layout is None:
+                raise NotConnected("weights were announced before their layout")
+            self._binding = Binding(self.model, layout, bind=self._bind)
+        return self._binding
+
+    # --- called inside the gate ---
+
+    def enter(self) -> bool:
+        """The gate asks for news: install what must be used from here on."""
+        update = self._end.enter()
+        if update is None:
+            return False
+        for transaction, members in _staged.items():
+            if any(receiver is self and staged.version == update.version for receiver, staged in members):
+                del _staged[transaction]
+                for receiver, staged in members:
+                    receiver.install(staged)
+                return True
+        self.install(update)
+        return False
+
+    def leave(self) -> None:
+        """The gate is left."""
+        self._end.leave()
+
+    def install(self, update: Update) -> None:
+        """Switch the model and answer. A failure leaves the model as it was, and goes to the sender."""
+        started = time.perf_counter()
+        wait = started - self._told_at if self._told_at else 0.0
+        self._error = ""
+        try:
+            self._bind_model().install(update.views, load_extra(update.extra))
+        except Exception:  # noqa: BLE001  whatever a model raises must reach the trainer, and not kill a forward
+            self._error = traceback.format_exc()
+        self._end.installed(update, self._error)
+        self._told_at = 0.0
+        if not self._error:
+            with self._changed:
+                self.version = update.version
+                self._changed.notify_all()
+            if self._cascade is not None:
+                self._owed = update
+                return
+        if update.acknowledge or self._error:
+            apply = time.perf_counter() - started
+            self._end.answer(Ack(self.worker_idx, update.version, self._error, False, wait, apply))
+
+    # --- called by the receiver thread ---
+
+    def fileno(self) -> int:
+        """What the thread waits on."""
+        return self._end.fileno()
+
+    def heed(self) -> bool:
+        """Do what the sender has said; False when it is gone."""
+        for event in self._end.events():
+            if isinstance(event, Closed):
+                with self._changed:
+                    self._closed = True
+                    self._changed.notify_all()
+                return False
+            self._told_at = time.perf_counter()
+            with process_gate().hold():
+                if isinstance(event, Stage):
+                    self._stage(event)
+                elif isinstance(event, Decision):
+                    self._decide(event)
+                else:
+                    assert isinstance(event, News)  # entering the gate was all
+            self._pass_on()
+        return True
+
+    def _stage(self, event: Stage) -> None:
+        error = ""
+        try:
+            self._bind_model().rehearse(event.update.views, load_extra(event.update.extra))
+            _staged.setdefault(event.transaction, []).append((self, event.update))
+        except Exception:  # noqa: BLE001  the vote is no, and this is why
+            error = traceback.format_exc()
+        self._end.answer(Ack(self.worker_idx, event.update.version, error), staged=True)
+
+    def _decide(self, event: Decision) -> None:
+        members = _staged.pop(event.transaction, [])
+        if event.install:
+            for receiver, update in members:
+                receiver.install(update)
+
+    def _pass_on(self) -> None:
+        """Cascade what was installed, and only then answer."""
+        update, self._owed = self._owed, None
+        if update is None or self._cascade is None:
+            return
+        error = ""
+        try:
+            self._cascade()
+        except Exception:  # noqa: BLE001  the sender hears that the workers below do not have it
+            error = traceback.format_exc()
+        if update.acknowledge or error:
+            self._end.answer(Ack(self.worker_idx, update.version, error))
+
+    # --- called by the user ---
+
+    def receive(self, timeout: float | None) -> Any | None:
+        """Wait until a version is installed that is newer than the last one returned; its weights, not copied.
+
+        Raises:
+            NotConnected: the sender is gone, and there will be nothing more.
+        """
+        deadline = deadline_in(timeout)
+        if not self._closed:
+            self._end.call(True)
+        with process_gate().hold():
+            pass
+        with self._changed:
+            self._changed.wait_for(lambda: self.version > self._seen or self._closed, remaining(deadline))
+            if self.version > self._seen:
+                self._seen = self.version
+                return self._strategy.extract_weights(self.model)
+            if self._closed:
+                raise NotConnected("the sender has shut down, or died: there will be no more weights")
+        return None
+
+    def quiet(self) -> None:
+        """Do not be woken for updates that nobody waits for: this worker acts through the gate alone."""
+        if self._cascade is None:
+            self._end.call(False)
+
+    def close(self) -> None:
+        """Give the model its own memory and class back, and hang up."""
+        receiver_thread().unregister(self)
+        gate = process_gate()
+        with gate.hold():
+            gate.detach(self)
+            self._end.leave()
+            if self._binding is not None:
+                self._binding.detach()
+        release(self.model)
+        self._end.close()

@@ -1,0 +1,112 @@
+"""The background thread: one per process, one loop, for every receiver that is told by a descriptor."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from typing import Protocol
+
+
+class Told(Protocol):
+    """A receiver, as the thread sees it."""
+
+    def fileno(self) -> int:
+        """Readable when the sender has said something."""
+        ...
+
+    def heed(self) -> bool:
+        """Do what the sender said; False when there will be nothing more."""
+        ...
+
+
+class ReceiverThread:
+    """Waits for all senders of this process at once, and costs nothing meanwhile.
+
+    It runs while somebody is registered, and is joined with the last one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._serving = threading.RLock()  # held while a receiver heeds
+        self._told: dict[int, Told] = {}
+        self._thread: threading.Thread | None = None
+        self._wake = -1
+
+    def register(self, receiver: Told) -> None:
+        """Listen for ``receiver``."""
+        with self._lock:
+            self._told[receiver.fileno()] = receiver
+            if self._thread is None:
+                self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._wake,), name="wsync-receiver", daemon=True
+                )
+                self._thread.start()
+            else:
+                os.eventfd_write(self._wake, 1)
+
+    def unregister(self, receiver: Told) -> None:
+        """Listen for ``receiver`` no more; return when the thread is surely not inside it."""
+        with self._lock:
+            self._told = {fd: other for fd, other in self._told.items() if other is not receiver}
+            thread = self._thread
+            if thread is None:
+                return
+            if not self._told:
+                self._thread = None
+            os.eventfd_write(self._wake, 1)
+            last = not self._told
+        if thread is threading.current_thread():
+            return
+        if last:
+            thread.join()
+        else:
+            with self._serving:
+                return
+
+    def _run(self, wake: int) -> None:
+        try:
+            while True:
+                with self._lock:
+                    if self._thread is not threading.current_thread():
+                        return
+                    told = dict(self._told)
+                poller = select.poll()
+                for descriptor in (wake, *told):
+                    poller.register(descriptor, select.POLLIN)
+                while not self._serve(poller, told, wake):
+                    pass
+        finally:
+            os.close(wake)
+
+    def _serve(self, poller: select.poll, told: dict[int, Told], wake: int) -> bool:
+        """Serve whoever was told something; True when the list of receivers has changed."""
+        changed = False
+        for descriptor, _ in poller.poll():
+            if descriptor == wake:
+                os.eventfd_read(wake)
+                changed = True
+                continue
+            with self._serving:
+                if self._told.get(descriptor) is told[descriptor] and not told[descriptor].heed():
+                    with self._lock:
+                        self._told.pop(descriptor, None)
+                    changed = True
+        return changed
+
+
+_thread = ReceiverThread()
+
+
+def _reset_in_child() -> None:
+    global _thread
+    _thread = ReceiverThread()
+
+
+os.register_at_fork(after_in_child=_reset_in_child)
+
+
+def receiver_thread() -> ReceiverThread:
+    """The one of this process."""
+    return _thread

@@ -1,0 +1,471 @@
+"""A scheme owns the lifecycle of one model's weights: init, rendezvous, updates, shutdown, on either end.
+
+The two ends are two roles: a scheme that was initialised on the sender travels to a worker as a pickle that holds its
+options and an address, and takes on the other role there.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, ClassVar, Self
+
+from tensordict import TensorDictBase
+from torch import nn
+
+from wsync.errors import NotConnected
+from wsync.gate import process_gate
+from wsync.metrics import SyncMetrics
+from wsync.paths import find_model
+from wsync.ports import ReceiverPort, SenderPort
+from wsync.receiver import Receiver
+from wsync.sender import Sender
+from wsync.snapshot import snapshot
+from wsync.source import DeviceMap, Source
+from wsync.strategy import Format, WeightStrategy
+from wsync.transport import ReceiverEnd, SenderEnd, TransportBackend
+from wsync.types import CascadingContext, CollectorContext, SyncReport
+
+BACKENDS = {
+    "shared_mem": "wsync.backends.shared_mem:SharedMemWeightSyncScheme",
+    "multiprocess": "wsync.backends.multiprocess:MultiProcessWeightSyncScheme",
+    "none": "wsync.backends.none:NoWeightSyncScheme",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """The sender's role."""
+
+    model_id: str
+    context: Any
+    model: Any
+    sender: Sender
+    end: SenderEnd
+    sentinels: Mapping[int, int]
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A receiver's role."""
+
+    model_id: str
+    context: Any
+    model: nn.Module
+    receiver: Receiver
+    worker_idx: int | None
+
+
+class WeightSyncScheme(ABC):
+    """Carries one model's weights from a trainer to its workers.
+
+    Args:
+        strategy: the format in which weights are handed out, ``"tensordict"`` or ``"state_dict"``. Either is accepted.
+        sync: whether ``send`` waits until its promise holds; otherwise it returns at once, and ``wait_async`` waits.
+        timeout: seconds for ``connect`` and for ``send``; None for no limit.
+        bind: whether a worker's parameters may be bound to received memory without a copy. Say False for a worker
+            that trains.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(
+        self, strategy: Format = "tensordict", sync: bool = True, *, timeout: float | None = 60.0, bind: bool = True
+    ) -> None:
+        if timeout is not None and timeout <= 0:
+            raise ValueError(f"timeout is a number of seconds above 0, or None, not {timeout}")
+        self.strategy = WeightStrategy(strategy)
+        self.sync = sync
+        self.timeout = timeout
+        self.bind = bind
+        self.metrics = SyncMetrics(self.name)
+        self._role: Trainer | Worker | None = None
+        self._seed: Any = None  # what a worker needs to find the sender
+
+    # --- what a backend says ---
+
+    @abstractmethod
+    def _make_sender_end(self, num_workers: int) -> tuple[SenderEnd, Any]:
+        """The trainer's end, and the (picklable) seed from which a worker makes its own."""
+
+    @abstractmethod
+    def _make_receiver_end(self, seed: Any) -> ReceiverEnd:
+        """A worker's end."""
+
+    def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None) -> Source:
+        return Source(weights, self.strategy, device_map_fn=device_map_fn)
+
+    @property
+    def _published(self) -> bool:
+        """Whether a send is finished without the workers' answers."""
+        return False
+
+    # --- init: local, no communication ---
+
+    def init_on_sender(
+        self,
+        model_id: str = "policy",
+        context: Any = None,
+        *,
+        model: nn.Module | None = None,
+        weights: Any = None,
+        devices: Sequence[Any] | None = None,
+        device_map_fn: DeviceMap | None = None,
+        num_workers: int | None = None,
+        params_map: Mapping[int, Any] | None = None,
+    ) -> None:
+        """Set up the trainer's end. Nothing is sent, and nothing is copied.
+
+        Args:
+            model_id: the model's name, and its path in ``context``.
+            context: a collector, or anything that has the model.
+            model: the model; read anew for each ``send()`` without arguments.
+            weights: instead of a model, its live weights; likewise read anew.
+            devices: one per worker (each worker brings weights to its own device).
+            device_map_fn: ``(worker_idx, weights) -> weights`` for that worker.
+            num_workers: how many there will be; else as many as ``devices``, ``params_map`` or the context's workers.
+            params_map: ``{worker_idx: weights}``, for workers that are to have different ones.
+
+        Raises:
+            RuntimeError: the scheme is initialised already.
+            ValueError: arguments that contradict one another.
+        """
+        self._require_fresh()
+        given = [
+            name
+            for name, value in (("model", model), ("weights", weights), ("params_map", params_map))
+            if value is not None
+        ]
+        if len(given) > 1:
+            raise ValueError(f"give one of model, weights and params_map, not {' and '.join(given)}")
+        workers = context.remote_workers if isinstance(context, CollectorContext) else ()
+        count = _agreed_count(num_workers, devices, params_map, workers)
+        if model is None and not given and context is not None:
+            model = _find_or_none(context, model_id)
+        source = self._make_source(model_id, params_map or (model if weights is None else weights), device_map_fn)
+        end, self._seed = self._make_sender_end(count)
+        sender = Sender(
+            end,
+            source,
+            count,
+            self.timeout,
+            published=self._published,
+            record=lambda report: self.metrics.record(model_id, report),
+        )
+        sentinels = {worker.worker_idx: worker.sentinel for worker in workers}
+        self._role = Trainer(model_id, context, model, sender, end, sentinels, os.getpid())
+
+    def init_on_receiver(
+        self,
+        model_id: str = "policy",
+        context: Any = None,
+        *,
+        model: nn.Module | None = None,
+        worker_idx: int | None = None,
+    ) -> None:
+        """Set up a worker's end. Nothing is received yet.
+
+        Args:
+            model_id: the model's name, and its path in ``context``.
+            context: what has the model; if it has workers of its own it is told of every update, to pass it on.
+            model: the model itself.
+            worker_idx: this worker's index; else ``connect`` is given it.
+
+        Raises:
+            RuntimeError: the scheme was never initialised on a sender, or is already on this end.
+            LookupError, TypeError: the context has no such model.
+            ValueError: neither a model nor a context.
+        """
+        if isinstance(self._role, Trainer) and self._role.pid != os.getpid():
+            self._role.end.close()  # a forked child has inherited the trainer's end
+            self._role = None
+        self._require_fresh()
+        if self._seed is None:
+            raise RuntimeError(
+                "initialise this scheme on the sender first, then hand it (pickled or forked) to the worker"
+            )
+        if model is None:
+            if context is None:
+                raise ValueError(f"init_on_receiver('{model_id}') needs the model, or a context that has it")
+            model = find_model(context, model_id)
+        cascade = (lambda: context.cascade_weights(model_id)) if isinstance(context, CascadingContext) else None
+        receiver = Receiver(model, self.strategy, self._make_receiver_end(self._seed), bind=self.bind, cascade=cascade)
+        self._role = Worker(model_id, context, model, receiver, worker_idx)
+
+    def _require_fresh(self) -> None:
+        if self._role is not None:
+            end = "sender" if isinstance(self._role, Trainer) else "receiver"
+            raise RuntimeError(f"this scheme is already initialised on the {end}, for model '{self._role.model_id}'")
+
+    # --- the lifecycle after it ---
+
+    def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
+        """The blocking rendezvous, called on both ends; delivers the first weights, if the sender has any.
+
+        Args:
+            worker_idx: on a receiver, which worker it is.
+            weights: on the sender, first weights instead of the model's.
+
+        Raises:
+            NotConnected: not initialised; or the sender is gone, or refused this worker.
+            SyncTimeout: the other end did not come within ``timeout``; names who is missing.
+            WorkerDied, WorkerFailed: on the sender, naming the worker.
+            LayoutMismatch: on the receiver, if its model is not like the sender's.
+        """
+        role = self._role
+        if isinstance(role, Trainer):
+            role.sender.connect(weights, role.sentinels)
+        elif isinstance(role, Worker):
+            index = role.worker_idx if worker_idx is None else worker_idx
+            if index is None:
+                raise ValueError("which worker is this? give worker_idx to init_on_receiver() or connect()")
+            role.receiver.connect(index, self.timeout)
+        else:
+            raise NotConnected("call init_on_sender() or init_on_receiver() before connect()")
+
+    synchronize_weights = connect
+
+    def send(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> SyncReport | None:
+        """Deliver an update. When this returns, every forward that starts in a worker uses it.
+
+        Args:
+            weights: module, TensorDict, state dict, or ``{worker: any of these}``; None reads the model (or the
+                weights) given at init.
+            worker_ids: one, several, or (None) all workers.
+
+        Returns:
+            What it cost; None if ``sync=False``, which does not wait.
+
+        Raises:
+            NotConnected: before ``connect``; or nobody is left.
+            LayoutMismatch: weights that do not fit; nobody has any of them.
+            ValueError: an unknown worker.
+            WorkerDied, WorkerFailed, SyncTimeout: names each worker that lacks the update, and why; the others have it.
+        """
+        return self._trainer("send").sender.send(weights, worker_ids, wait=self.sync)
+
+    def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
+        """Hand an update over, and return; ``wait_async`` waits. A newer one supersedes it where it was not taken yet."""
+        self._trainer("send_async").sender.send(weights, worker_ids, wait=False)
+
+    def wait_async(self) -> SyncReport | None:
+        """Wait until what was sent without waiting is installed.
+
+        Raises:
+            WorkerDied, WorkerFailed, SyncTimeout: as ``send``.
+        """
+        return self._trainer("wait_async").sender.wait()
+
+    def receive(self, timeout: float | None = None) -> Any | None:
+        """Wait for a version newer than this call last returned (after ``connect``, than the first one).
+
+        Args:
+            timeout: seconds; None for no limit.
+
+        Returns:
+            The model's weights, not copied; None when the time is over.
+
+        Raises:
+            NotConnected: the sender is gone.
+        """
+        return self._worker("receive").receiver.receive(timeout)
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Put ``weights`` into this end's model, through the gate, without sending anything.
+
+        Raises:
+            LayoutMismatch: they do not fit; nothing was applied.
+        """
+        model = self.model
+        if model is None:
+            raise NotConnected("this end has no model to apply weights to")
+        with process_gate().hold():
+            self.strategy.apply_weights(model, weights, inplace=inplace)
+
+    def prepare_weights(
+        self, weights: Any, model_id: str, strategy: WeightStrategy | None = None, context: Any = None
+    ) -> Any:
+        """What ``send(weights)`` would send, in the strategy's format. Changes nothing.
+
+        Raises:
+            NotConnected: no weights were given, and there is no model to take them from.
+        """
+        if weights is None:
+            weights = (
+                find_model(context, model_id)
+                if context is not None
+                else self._trainer("prepare_weights").sender.source.weights
+            )
+        if weights is None:
+            raise NotConnected(f"there are no weights of '{model_id}' to prepare: give weights or a context")
+        return (strategy or self.strategy).extract_weights(weights)
+
+    def shutdown(self) -> None:
+        """Let everything go: lines, memory, the thread. Harmless when repeated.
+
+        A worker's model keeps the weights that it has, in memory of its own.
+        """
+        if isinstance(self._role, Trainer):
+            self._role.sender.close()
+        elif isinstance(self._role, Worker):
+            self._role.receiver.close()
+        self._role = None
+        self._seed = None
+
+    # --- looking at it ---
+
+    @property
+    def context(self) -> Any:
+        """The collector (or other context) of this end, if any."""
+        return self._role.context if self._role else None
+
+    @property
+    def model(self) -> Any:
+        """The model of this end, if it has one."""
+        return self._role.model if self._role else None
+
+    @property
+    def model_id(self) -> str | None:
+        """The model's name; None before init."""
+        return self._role.model_id if self._role else None
+
+    @property
+    def worker_idx(self) -> int | None:
+        """Which worker this is; None on the sender."""
+        if not isinstance(self._role, Worker):
+            return None
+        connected = self._role.receiver.worker_idx
+        return connected if connected >= 0 else self._role.worker_idx
+
+    @property
+    def version(self) -> int:
+        """The newest version sent; on a receiver, the one that the model has. 0 before the first."""
+        if isinstance(self._role, Trainer):
+            return self._role.sender.version
+        return self._role.receiver.version if self._role else 0
+
+    @property
+    def weights(self) -> Any:
+        """This end's weights, live, in the strategy's format; None if there are none yet."""
+        role = self._role
+        if isinstance(role, Worker):
+            return self.strategy.extract_weights(role.model)
+        source = role.sender.source.weights if role else None
+        if source is None:
+            return None
+        if (
+            isinstance(source, Mapping)
+            and not isinstance(source, TensorDictBase)
+            and all(isinstance(k, int) for k in source)
+        ):
+            return {worker: self.strategy.extract_weights(weights) for worker, weights in source.items()}
+        return self.strategy.express(snapshot(source))
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are to be; 0 before init."""
+        return self._role.sender.num_workers if isinstance(self._role, Trainer) else 0
+
+    @property
+    def sender_transports(self) -> dict[int, TransportBackend]:
+        """On the sender, the line to each worker; empty on a receiver."""
+        if not isinstance(self._role, Trainer):
+            return {}
+        return {worker: self.create_transport(worker_ids=[worker]) for worker in range(self.num_workers)}
+
+    @property
+    def shared_transport(self) -> TransportBackend | None:
+        """On the sender, one line to all workers, where the backend has such a thing."""
+        return None
+
+    @property
+    def receiver_transport(self) -> TransportBackend | None:
+        """On a receiver, the line to the sender."""
+        return ReceiverPort(self._role.receiver, self.timeout) if isinstance(self._role, Worker) else None
+
+    def create_transport(self, *, worker_ids: Sequence[int] | None = None) -> TransportBackend:
+        """The sender's line to some workers (None: all)."""
+        role = self._trainer("create_transport")
+        return SenderPort(role.sender, role.sentinels, worker_ids)
+
+    @property
+    def sender(self) -> Sender:
+        """The send path, for ``synchronize`` and collectors."""
+        return self._trainer("sender").sender
+
+    @property
+    def receiver(self) -> Receiver:
+        """The receive path, for collectors."""
+        return self._worker("receiver").receiver
+
+    def _trainer(self, what: str) -> Trainer:
+        if not isinstance(self._role, Trainer):
+            where = "is initialised on a receiver" if self._role else "is not initialised: call init_on_sender() first"
+            raise NotConnected(f"{what}() belongs to the sender, and this scheme {where}")
+        return self._role
+
+    def _worker(self, what: str) -> Worker:
+        if not isinstance(self._role, Worker):
+            where = (
+                "is initialised on the sender" if self._role else "is not initialised: call init_on_receiver() first"
+            )
+            raise NotConnected(f"{what}() belongs to a receiver, and this scheme {where}")
+        return self._role
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Options and the way to the sender: no weights, no model, no role."""
+        return {**self.__dict__, "_role": None, "metrics": SyncMetrics(self.name)}
+
+    def __enter__(self) -> Self:
+        """Use as a context manager: shut down at its end."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Shut down."""
+        self.shutdown()
+
+    @classmethod
+    def from_backend(cls, name: str, **options: Any) -> WeightSyncScheme:
+        """The scheme called ``name`` in configs, with ``options``.
+
+        Raises:
+            ValueError: no such backend; lists those that there are.
+        """
+        if name not in BACKENDS:
+            raise ValueError(f"unknown backend {name!r}: choose one of {', '.join(sorted(BACKENDS))}")
+        module, scheme = BACKENDS[name].split(":")
+        return getattr(import_module(module), scheme)(**options)
+
+
+def _find_or_none(context: object, model_id: str) -> nn.Module | None:
+    """The context's model; None where only the workers have it, and every send brings its weights."""
+    try:
+        return find_model(context, model_id)
+    except LookupError:
+        return None
+
+
+def _agreed_count(
+    num_workers: int | None, devices: Sequence[Any] | None, params_map: Mapping[int, Any] | None, workers: Sequence[Any]
+) -> int:
+    counts = {
+        "num_workers": num_workers,
+        "devices": None if devices is None else len(devices),
+        "params_map": None if params_map is None else len(params_map),
+        "the context's workers": len(workers) or None,
+    }
+    said = {name: count for name, count in counts.items() if count is not None}
+    if len(set(said.values())) > 1:
+        raise ValueError("how many workers? " + ", ".join(f"{name}: {count}" for name, count in said.items()))
+    count = next(iter(said.values()), 1)
+    if count < 1:
+        raise ValueError(f"num_workers is at least 1, not {count}")
+    if params_map is not None and set(params_map) != set(range(count)):
+        raise ValueError(
+            f"params_map is {{worker_idx: weights}} for workers 0 to {count - 1}, not for {sorted(params_map)}"
+        )
+    return count

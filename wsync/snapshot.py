@@ -1,0 +1,152 @@
+"""One canonical form for a model's weights, whatever they come as: flat dotted names, tensors, extra state."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
+
+from wsync.errors import LayoutMismatch
+
+EXTRA = "_extra_state"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A model's weights by name. The tensors are the source's own: nothing is copied.
+
+    Attributes:
+        tensors: parameters and buffers, ``{"layer.weight": tensor}``.
+        extra: ``{"layer._extra_state": object}``; ``None`` where the format cannot say (a TensorDict without any).
+        optional: names that another format of the same weights may lack (non-persistent buffers).
+    """
+
+    tensors: Mapping[str, Tensor]
+    extra: Mapping[str, Any] | None = None
+    optional: frozenset[str] = field(default_factory=frozenset)
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside ``torch.compile``'s wrapper, whose own names carry a prefix."""
+    inner = module._modules.get("_orig_mod")
+    return inner if inner is not None and type(module).__name__ == "OptimizedModule" else module
+
+
+class ModuleIndex:
+    """Where each named tensor of a module lives, and whether that is still so.
+
+    Modules are trees of plain dictionaries. An index holds the dictionary and the key of every tensor, so that a
+    tensor that was replaced (``.to()``, a parametrisation) is found anew at no cost, and it notices when the tree
+    itself has changed.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._children: list[tuple[dict[str, Any], str, nn.Module]] = []
+        self._sizes: list[tuple[dict[str, Any], int]] = []
+        self.parameters: dict[str, tuple[dict[str, Any], str]] = {}
+        self.buffers: dict[str, tuple[dict[str, Any], str]] = {}
+        self.extra: dict[str, nn.Module] = {}
+        optional: set[str] = set()
+        self._walk(unwrap(module), "", optional)
+        self.optional = frozenset(optional)
+
+    def _walk(self, module: nn.Module, prefix: str, optional: set[str]) -> None:
+        for kind, found in ((module._parameters, self.parameters), (module._buffers, self.buffers)):
+            self._sizes.append((kind, len(kind)))
+            for key, tensor in kind.items():
+                if isinstance(tensor, UninitializedTensorMixin):
+                    raise LayoutMismatch(
+                        f"'{prefix}{key}' has no shape yet (a lazy module): run one forward before it is synchronised"
+                    )
+                if tensor is not None:
+                    found[prefix + key] = (kind, key)
+        optional.update(prefix + key for key in module._non_persistent_buffers_set)
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            self.extra[prefix + EXTRA] = module
+        self._sizes.append((module._modules, len(module._modules)))
+        for key, child in module._modules.items():
+            if child is not None:
+                self._children.append((module._modules, key, child))
+                self._walk(child, f"{prefix}{key}.", optional)
+
+    def describes(self, module: nn.Module) -> bool:
+        """Whether this is the index of ``module``, as it is now."""
+        return (
+            self._module() is module
+            and all(where.get(key) is child for where, key, child in self._children)
+            and all(len(where) == size for where, size in self._sizes)
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every parameter and buffer by name, as they are now."""
+        places = {**self.parameters, **self.buffers}
+        return {name: where[key] for name, (where, key) in places.items()}
+
+    def extra_state(self) -> dict[str, Any]:
+        """What each module with ``get_extra_state`` says now."""
+        return {name: module.get_extra_state() for name, module in self.extra.items()}
+
+    def snapshot(self) -> Snapshot:
+        """The module's weights as they are now."""
+        return Snapshot(self.tensors(), self.extra_state(), self.optional)
+
+
+def snapshot(source: object) -> Snapshot:
+    """The canonical form of a module, a TensorDict (nested or flat) or a state dict.
+
+    Raises:
+        LayoutMismatch: a lazy module without shapes.
+        TypeError: ``source``, or a value in it, is none of these.
+    """
+    if isinstance(source, TensorDictBase):
+        return _of_tensordict(source)
+    if isinstance(source, nn.Module):
+        return ModuleIndex(source).snapshot()
+    if isinstance(source, Mapping):
+        pairs = dict(_flatten(source, ""))
+        extra = {name: value for name, value in pairs.items() if _is_extra(name)}
+        return Snapshot({name: pairs[name] for name in pairs if name not in extra}, extra)
+    raise TypeError(
+        f"weights are a torch.nn.Module, a TensorDict or a state dict, not {type(source).__module__}.{type(source).__name__}"
+    )
+
+
+def _is_extra(name: str) -> bool:
+    return name == EXTRA or name.endswith("." + EXTRA)
+
+
+def _of_tensordict(source: TensorDictBase) -> Snapshot:
+    tensors: dict[str, Tensor] = {}
+    extra: dict[str, Any] = {}
+    for path, value in source.items(include_nested=True, leaves_only=True):
+        name = path if isinstance(path, str) else ".".join(path)
+        if isinstance(value, Tensor) and not _is_extra(name):
+            tensors[name] = value
+        elif _is_extra(name):
+            extra[name] = source.get(path) if isinstance(value, Tensor) else source[path]
+        else:
+            raise TypeError(f"'{name}' is a {type(value).__name__}; weights are tensors")
+    return Snapshot(tensors, extra or None)
+
+
+def _flatten(source: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in source.items():
+        name = f"{prefix}{key}"
+        if _is_extra(name) or isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, Mapping):
+            yield from _flatten(value, name + ".")
+        else:
+            raise TypeError(f"'{name}' is a {type(value).__name__}; a state dict holds tensors")
+
+
+def describe(problems: Sequence[str], limit: int = 8) -> str:
+    """Problems in one readable sentence, the first few of them whole."""
+    shown = "; ".join(problems[:limit])
+    return shown if len(problems) <= limit else f"{shown}; and {len(problems) - limit} more"

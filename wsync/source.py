@@ -1,0 +1,114 @@
+"""Where a sender takes weights from, when it is given none, and for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from wsync.layout import Layout
+from wsync.snapshot import ModuleIndex, Snapshot, snapshot
+from wsync.strategy import WeightStrategy
+
+DeviceMap = Callable[[int, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The same weights for some workers, checked against the layout."""
+
+    workers: Sequence[int]
+    tensors: list[Tensor]
+    extra: Mapping[str, Any] | None
+
+
+class Reader:
+    """Reads sources again and again, and remembers where the tensors of a module lie."""
+
+    def __init__(self) -> None:
+        self._index: ModuleIndex | None = None
+
+    def read(self, source: object) -> Snapshot:
+        """The canonical form of ``source``, as it is now."""
+        if isinstance(source, nn.Module) and not isinstance(source, TensorDictBase):
+            if self._index is None or not self._index.describes(source):
+                self._index = ModuleIndex(source)
+            return self._index.snapshot()
+        return snapshot(source)
+
+
+def is_per_worker(weights: object) -> bool:
+    """Whether ``weights`` are ``{worker_idx: weights}``."""
+    return (
+        isinstance(weights, Mapping)
+        and not isinstance(weights, TensorDictBase)
+        and bool(weights)
+        and all(isinstance(key, int) and not isinstance(key, bool) for key in weights)
+    )
+
+
+class Source:
+    """A model, live weights, or weights per worker; read anew for every update.
+
+    Args:
+        weights: module, TensorDict, state dict or ``{worker: any of these}``; None if every send brings its own.
+        strategy: whose format ``device_map_fn`` is given, and by which a mirror is written.
+        device_map_fn: ``(worker_idx, weights) -> weights``, applied for each worker.
+        apart: give every worker a part (and so a buffer) of its own, even where all parts are alike.
+        mirror: the user's own buffers, into which everything that is sent is written as well.
+    """
+
+    def __init__(
+        self,
+        weights: object = None,
+        strategy: WeightStrategy | None = None,
+        *,
+        device_map_fn: DeviceMap | None = None,
+        apart: bool = False,
+        mirror: TensorDictBase | None = None,
+    ) -> None:
+        self.weights = mirror if weights is None else weights
+        self.mirror = mirror
+        self._strategy = strategy or WeightStrategy()
+        self._device_map_fn = device_map_fn
+        self._apart = apart
+        self._reader = Reader()
+        self._own = Reader()
+
+    def first(self, weights: object) -> Snapshot:
+        """Any one worker's weights: what the layout is made from."""
+        given = self.weights if weights is None else weights
+        if is_per_worker(given):
+            given = next(iter(given.values()))  # pyright: ignore[reportAttributeAccessIssue]
+        return self._reader.read(given)
+
+    def parts(self, weights: object, workers: Sequence[int], layout: Layout) -> list[Part]:
+        """What each of ``workers`` is to be sent, all of it checked before any is.
+
+        Raises:
+            LayoutMismatch: some weights do not fit.
+            ValueError: weights per worker lack one of ``workers``, or name another.
+        """
+        given = self.weights if weights is None else weights
+        if is_per_worker(given):
+            odd = sorted(set(given) ^ set(workers))  # pyright: ignore[reportArgumentType]
+            if odd:
+                raise ValueError(f"weights per worker must be for workers {list(workers)}; worker(s) {odd} differ")
+            return [self._part([worker], given[worker], layout) for worker in workers]  # pyright: ignore[reportIndexIssue]
+        if self._device_map_fn is None:
+            part = self._part(workers, given, layout)
+            if self.mirror is not None and given is not self.mirror:
+                self._strategy.apply_weights(self.mirror, given)
+            return [Part([worker], part.tensors, part.extra) for worker in workers] if self._apart else [part]
+        expressed = self._strategy.express(self._reader.read(given))
+        return [self._part([worker], self._device_map_fn(worker, expressed), layout) for worker in workers]
+
+    def _part(self, workers: Sequence[int], given: object, layout: Layout) -> Part:
+        weights = self._reader.read(given)
+        fallback = None
+        if layout.optional and self.weights is not None and not is_per_worker(self.weights):
+            fallback = self._own.read(self.weights)
+        return Part(workers, layout.order(weights, fallback), weights.extra)

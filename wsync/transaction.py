@@ -1,0 +1,60 @@
+"""Several models at once, on every worker or on none: staged and checked everywhere, then switched."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from wsync.errors import WorkerError
+from wsync.scheme import WeightSyncScheme
+from wsync.sender import Posted, Sender
+from wsync.types import SyncReport
+
+
+def synchronize(
+    updates: Mapping[WeightSyncScheme, Any], worker_ids: int | Sequence[int] | None = None
+) -> dict[str, SyncReport]:
+    """Send an update of several models, all or nothing.
+
+    Every worker first checks every model's new weights and keeps them beside the live ones. When all have said yes,
+    the decision reaches each worker as one word, for all its models: no forward sees some of them old and some new.
+    If anybody says no, everybody goes on with the versions before. Once it is decided the survivors switch, whoever
+    dies meanwhile.
+
+    Args:
+        updates: ``{scheme: weights}``, schemes that are connected; weights as for ``send``.
+        worker_ids: one, several, or (None) all workers.
+
+    Returns:
+        ``{model_id: report}``.
+
+    Raises:
+        LayoutMismatch: weights that do not fit; nothing was applied anywhere.
+        WorkerDied, WorkerFailed, SyncTimeout: somebody could not stage them, and nothing was applied anywhere; or, if
+            the message says that it had been decided, the others have all of them.
+    """
+    transaction = secrets.randbits(63)
+    senders = {str(scheme.model_id): (scheme.sender, weights) for scheme, weights in updates.items()}
+    staged: dict[str, tuple[Sender, Posted]] = {}
+    try:
+        for model_id, (sender, weights) in senders.items():
+            staged[model_id] = (sender, sender.stage(weights, worker_ids, transaction))
+    except BaseException:
+        for sender, _ in senders.values():
+            sender.drop(transaction)
+        raise
+    for sender, posted in staged.values():
+        sender.decide(posted, transaction)
+    reports: dict[str, SyncReport] = {}
+    errors: list[WorkerError] = []
+    for model_id, (sender, posted) in staged.items():
+        try:
+            reports[model_id] = sender.settle(posted)
+        except WorkerError as error:
+            errors.append(error)
+    if errors:
+        first = errors[0]
+        message = f"it had been decided, so the other workers have all of {sorted(staged)}: {first}"
+        raise type(first)(message, {w: c for error in errors for w, c in error.workers.items()}, first.version)
+    return reports

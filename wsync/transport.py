@@ -1,0 +1,216 @@
+"""What a backend is: the two ends of a line, and nothing else.
+
+Everything that all backends do (versions, checks, deadlines, reports, errors, the thread) stands above them, in
+``sender.py`` and ``receiver.py``. A backend says how bytes and an instruction reach a worker, and how an answer comes
+back: a new backend is one file with a ``SenderEnd``, a ``ReceiverEnd`` and a scheme that names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from wsync.layout import Layout
+from wsync.strategy import WeightStrategy
+from wsync.types import Ack, Update
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Room for one version, lent by a sender's end until it is published or dropped.
+
+    Attributes:
+        views: one tensor per entry of the layout, to be packed into.
+        slot: what the end knows it by.
+    """
+
+    views: Sequence[Tensor]
+    slot: int = -1
+
+
+class SenderEnd(Protocol):
+    """The trainer's end: all workers of one model."""
+
+    @property
+    def workers(self) -> Collection[int]:
+        """Those that are connected and alive."""
+        ...
+
+    def prepare(self, layout: Layout) -> None:
+        """The layout is known: make room, and tell those who are connected already."""
+        ...
+
+    def admit(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
+        """The rendezvous: return when all of ``workers`` have connected.
+
+        Raises:
+            SyncTimeout: some never came; the message names them.
+            WorkerDied: a worker's ``sentinel`` fired first.
+        """
+        ...
+
+    def reserve(self, workers: Collection[int], deadline: float | None) -> Buffer:
+        """Room that no worker reads, waiting for a forward to end if need be.
+
+        Raises:
+            SyncTimeout: there was none before the deadline; names who holds it.
+        """
+        ...
+
+    def release(self, buffers: Sequence[Buffer]) -> None:
+        """Take back what was reserved and not published."""
+        ...
+
+    def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
+        """Hand a packed buffer to ``workers``: from now on they will install it. Does not wait for them."""
+        ...
+
+    def stage(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
+        """Have ``workers`` check a packed buffer, and keep it ready beside the live weights."""
+        ...
+
+    def decide(self, version: int, workers: Collection[int], transaction: int) -> None:
+        """Have ``workers`` install what was staged, with everything else that is staged in the same transaction."""
+        ...
+
+    def drop(self, workers: Collection[int], transaction: int) -> None:
+        """Have ``workers`` forget what was staged."""
+        ...
+
+    def collect(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
+        """The answers of ``workers`` to ``version`` (or a newer one): their acks, errors or deaths, one each.
+
+        Waits for those who have not answered until ``deadline``; who is missing in the result has not answered.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let everything go; harmless when repeated."""
+        ...
+
+
+class ReceiverEnd(Protocol):
+    """A worker's end."""
+
+    @property
+    def layout(self) -> Layout | None:
+        """What the weights look like; None until the sender knows."""
+        ...
+
+    def connect(self, worker_idx: int, deadline: float | None) -> None:
+        """The rendezvous: return when the sender has let this worker in.
+
+        Raises:
+            NotConnected: no sender is there, or it refused; the message says why.
+            SyncTimeout: it did not answer in time.
+        """
+        ...
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when ``events`` has something, or the sender is gone."""
+        ...
+
+    def events(self) -> Sequence[Event]:
+        """What the sender has said since."""
+        ...
+
+    def call(self, wanted: bool) -> None:
+        """Whether this worker must be woken for an update that nobody waits for."""
+        ...
+
+    def enter(self) -> Update | None:
+        """A forward is about to start: the version that it must use, if that is not the installed one."""
+        ...
+
+    def installed(self, update: Update, error: str) -> None:
+        """The outcome of an ``enter`` or of a decided stage: installed, or not (``error``)."""
+        ...
+
+    def leave(self) -> None:
+        """The forward has ended; harmless when repeated."""
+        ...
+
+    def answer(self, ack: Ack, *, staged: bool = False) -> None:
+        """Tell the sender; nothing happens if it is gone."""
+        ...
+
+    def close(self) -> None:
+        """Let everything go; harmless when repeated."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """A version waits: pass through the gate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Check ``update`` and keep it ready."""
+
+    transaction: int
+    update: Update
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Install, or forget, what is staged."""
+
+    transaction: int
+    install: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The sender has gone."""
+
+
+Event = News | Stage | Decision | Closed
+
+
+@runtime_checkable
+class TransportBackend(Protocol):
+    """A line between a trainer and one worker (or all of them), for use without a scheme's lifecycle.
+
+    Stateless towards model and strategy: whoever calls brings them.
+    """
+
+    def send_weights(self, weights: Any) -> None:
+        """Deliver ``weights`` to the worker(s) at the other end, and wait for their answer."""
+        ...
+
+    def receive_weights(
+        self,
+        timeout: float | None = None,
+        *,
+        weights: Any = None,
+        model: nn.Module | None = None,
+        strategy: WeightStrategy | None = None,
+    ) -> Any | None:
+        """The next weights; None if none came within ``timeout`` seconds.
+
+        Args:
+            timeout: seconds; None for no limit.
+            weights: a buffer (TensorDict or state dict) to receive into.
+            model: applied to this model as well, through the gate; needs ``strategy``.
+            strategy: how they are applied, and the format of the result.
+        """
+        ...
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """The sender's half of the rendezvous."""
+        ...
+
+    def setup_connection_and_weights_on_receiver(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        model: nn.Module | None = None,
+        strategy: WeightStrategy | None = None,
+    ) -> Any | None:
+        """The receiver's half of the rendezvous; the first weights, if they come with it."""
+        ...

@@ -1,0 +1,115 @@
+"""The few values that cross the house, in the order in which an update meets them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+ANY_VERSION = 2**62  # newer than every version: an answer to whichever the sender waits for
+PHASES = ("extract", "pack", "transfer", "wait", "apply", "acknowledge")
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One version of a model's weights, as a worker installs it.
+
+    Attributes:
+        version: counts up by one with each update of a model; the first is 1.
+        views: one tensor per entry of the layout, in its order.
+        extra: the pickled ``extra_state`` of the model's modules; empty where there is none.
+        slot: where in a shared arena the views lie; -1 where they are private.
+        acknowledge: whether the sender waits for an answer.
+    """
+
+    version: int
+    views: Sequence[Tensor]
+    extra: bytes = b""
+    slot: int = -1
+    acknowledge: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """A worker's answer to one update.
+
+    Attributes:
+        worker: its index.
+        version: what it has installed (or staged, or failed to install).
+        error: the remote traceback; empty if all went well.
+        died: the process ended instead of answering.
+        wait: seconds from being told to having the gate.
+        apply: seconds spent on installing.
+    """
+
+    worker: int
+    version: int
+    error: str = ""
+    died: bool = False
+    wait: float = 0.0
+    apply: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """What one update cost, phase by phase.
+
+    Attributes:
+        version: the update.
+        bytes: payload of one copy of the weights, in bytes.
+        seconds: from the call to the moment when the promise of ``send`` held.
+        phases: seconds spent in each of ``extract``, ``pack``, ``transfer``, ``wait``, ``apply`` and ``acknowledge``;
+            the worker's two (wait, apply) are those of the slowest worker.
+        workers: ``{worker_idx: version}`` as acknowledged (or as published, where nobody acknowledges).
+    """
+
+    version: int
+    bytes: int
+    seconds: float
+    phases: Mapping[str, float] = field(default_factory=dict)
+    workers: Mapping[int, int] = field(default_factory=dict)
+
+
+@runtime_checkable
+class RemoteWorker(Protocol):
+    """What a scheme needs to know of a worker that somebody else runs."""
+
+    @property
+    def worker_idx(self) -> int:
+        """Its index, 0 to ``num_workers - 1``."""
+        ...
+
+    @property
+    def sentinel(self) -> int:
+        """A descriptor that becomes readable when the worker's process ends (``Process.sentinel``)."""
+        ...
+
+
+@runtime_checkable
+class CollectorContext(Protocol):
+    """What a scheme asks of a collector that it is initialised with on the sender."""
+
+    @property
+    def remote_workers(self) -> Sequence[RemoteWorker]:
+        """The workers, in the order of their indices; empty for a collector in one process."""
+        ...
+
+
+@runtime_checkable
+class CascadingContext(Protocol):
+    """A receiver's context that has workers of its own, and passes an update on to them."""
+
+    def cascade_weights(self, model_id: str) -> None:
+        """Send the model's weights, just installed, to the workers below."""
+        ...
+
+
+@runtime_checkable
+class ModelContext(Protocol):
+    """A context that finds models by name itself."""
+
+    def get_model(self, model_id: str) -> object:
+        """The model called ``model_id``."""
+        ...
