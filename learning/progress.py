@@ -132,11 +132,13 @@ class Progress:
     def collected(self, batch: TensorDictBase, version: int) -> None:
         """Count a batch ``[*B, T]``, about to be learnt from when `version` is the newest that was sent."""
         acted = batch.get("policy_version")
-        oldest, newest = int(acted.min()), int(acted.max())
-        before = self.acted_on or (oldest, newest)
-        self.acted_on = min(oldest, before[0]), max(newest, before[1])
-        self._staleness = version - float(acted.double().mean())
-        self.stale_frames += self._staleness * batch.numel()
+        acted = acted[acted >= 0]  # no policy chose a random frame
+        self._staleness = version - float(acted.double().mean()) if acted.numel() else 0.0
+        self.stale_frames += self._staleness * acted.numel()
+        if acted.numel():
+            oldest, newest = int(acted.min()), int(acted.max())
+            before = self.acted_on or (oldest, newest)
+            self.acted_on = min(oldest, before[0]), max(newest, before[1])
         self.frames += batch.numel()
 
         step = batch.get("next")
