@@ -36,13 +36,14 @@ class PPO:
         gamma: discount per step.
         gae_lambda: see :func:`learning.gae`.
         reward_scale: factor on rewards before anything is computed from them, so that returns are of the order of one.
-        epochs: passes over each batch, at most.
+        epochs: passes over each batch, at most; at the start.
+        epochs_final: the same, once `anneal_frames` have been learnt from; in between it falls on a straight line.
         minibatch_size: frames per gradient step; the last one of a pass may be smaller.
         lr: learning rate of Adam, at the start.
-        lr_final: learning rate once `anneal_frames` have been learnt from; in between it falls on a straight line.
+        lr_final: the same, at the end of the schedule.
         clip: the probability ratio counts between ``1 - clip`` and ``1 + clip``, at the start.
-        clip_final: the same, once `anneal_frames` have been learnt from.
-        anneal_frames: length of both schedules; after it the final values stay, so that a long run goes on learning.
+        clip_final: the same, at the end of the schedule.
+        anneal_frames: length of the schedules; after it the final values stay, so that a long run goes on learning.
         value_coef: weight of the value loss.
         value_clip: largest step of a value prediction that its loss rewards, in scaled reward; None: no limit.
         entropy_coef: weight of the entropy bonus.
@@ -62,6 +63,7 @@ class PPO:
         gae_lambda: float = 0.95,
         reward_scale: float = 1.0,
         epochs: int = 10,
+        epochs_final: int | None = None,
         minibatch_size: int = 256,
         lr: float = 3e-4,
         lr_final: float | None = None,
@@ -79,7 +81,8 @@ class PPO:
         """Make a learner; see the class for the arguments."""
         self.policy, self.critic = policy, critic
         self.gamma, self.gae_lambda, self.reward_scale = gamma, gae_lambda, reward_scale
-        self.epochs, self.minibatch_size = epochs, minibatch_size
+        self.epochs, self.epochs_final = epochs, epochs if epochs_final is None else epochs_final
+        self.minibatch_size = minibatch_size
         self.lr, self.lr_final = lr, lr if lr_final is None else lr_final
         self.clip, self.clip_final = clip, clip if clip_final is None else clip_final
         self.anneal_frames = anneal_frames
@@ -95,18 +98,21 @@ class PPO:
         Keys: ``loss_policy``, ``loss_value``, ``entropy`` and ``kl`` (nats), ``clip_fraction``, ``grad_norm``,
         ``explained_variance``, ``value`` (scaled reward), ``epochs`` (passes done), ``lr``, ``clip``.
         """
-        left = max(0.0, 1.0 - self.frames / self.anneal_frames)
-        lr = self.lr_final + left * (self.lr - self.lr_final)
-        clip = self.clip_final + left * (self.clip - self.clip_final)
+        lr = self._scheduled(self.lr, self.lr_final)
+        clip = self._scheduled(self.clip, self.clip_final)
+        epochs = round(self._scheduled(self.epochs, self.epochs_final))
         frames, summary = self._prepare(batch)
         passes: list[Tensor] = []
-        while len(passes) < self.epochs:
+        while len(passes) < epochs:
             passes.append(self._epoch(frames, lr, clip))
             if self.target_kl is not None and passes[-1][KL].item() > self.target_kl:
                 break
         self.frames += batch.numel()
         means = torch.stack(passes).mean(0).tolist()
         return dict(zip(STATS, means, strict=True)) | summary | {"epochs": float(len(passes)), "lr": lr, "clip": clip}
+
+    def _scheduled(self, first: float, final: float) -> float:
+        return final + max(0.0, 1.0 - self.frames / self.anneal_frames) * (first - final)
 
     @torch.no_grad()
     def _prepare(self, batch: TensorDictBase) -> tuple[Frames, dict[str, float]]:
