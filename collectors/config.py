@@ -7,7 +7,7 @@ from typing import Any
 
 import gymnasium
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 from collectors.envs import GymEnv
 
@@ -97,16 +97,22 @@ def solved_at(env: EnvConfig) -> float | None:
     return gymnasium.spec(env.id).reward_threshold if env.solved_at is None else env.solved_at
 
 
-def register_configs() -> None:
-    """Add the groups ``env`` and ``collector`` to Hydra's ConfigStore, as ``base_<name>``; raise on duplicates."""
+def store_once(group: str | None, name: str, node: type) -> None:
+    """Put `node` into Hydra's ConfigStore; again is harmless, another one of the same name a ValueError.
+
+    The store itself would overwrite the first in silence.
+    """
     store = ConfigStore.instance()
-    nodes = {
-        ("env", "base_gym"): EnvConfig,
-        ("collector", "base_single"): SingleConfig,
-        ("collector", "base_multi_sync"): MultiSyncConfig,
-        ("collector", "base_multi_async"): MultiAsyncConfig,
-    }
-    for (group, name), node in nodes.items():
-        if f"{name}.yaml" in store.repo.get(group, {}):
-            raise ValueError(f"{group}/{name} is registered already")
+    present = store.repo.get(group, {}) if group else store.repo
+    if f"{name}.yaml" not in present:
         store.store(group=group, name=name, node=node)
+    elif OmegaConf.get_type(present[f"{name}.yaml"].node) is not node:
+        raise ValueError(f"the config store has another {group or ''}/{name} already")
+
+
+def register_configs() -> None:
+    """Add the groups ``env`` and ``collector`` to Hydra's ConfigStore, as ``base_<name>``."""
+    store_once("env", "base_gym", EnvConfig)
+    store_once("collector", "base_single", SingleConfig)
+    store_once("collector", "base_multi_sync", MultiSyncConfig)
+    store_once("collector", "base_multi_async", MultiAsyncConfig)

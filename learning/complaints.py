@@ -24,7 +24,8 @@ def one_line(error: BaseException, settings: Iterable[str] = ()) -> str:
         options = [option for option in options if not option.startswith(("base_", "provider="))]
         return f"{group}={name}: there is no such option{_meant(name, options)}; there are: {', '.join(options)}"
     lines = [line.strip() for line in f"{text}\n{reason}".splitlines()]
-    return "; ".join(line for line in lines if line and not line.startswith(("See http", "full_key", "object_type")))
+    said = "; ".join(line for line in lines if line and not line.startswith(("See http", "full_key", "object_type")))
+    return f"this override cannot be read: {said}" if "override_grammar" in text else said
 
 
 def _meant(name: str, known: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from collectors.config import ConfigError
+from collectors.config import ConfigError, store_once
 from learning.networks import ACTIVATIONS
 
 
@@ -32,12 +32,13 @@ class PPOConfig:
     gae_lambda: float = 0.95
     reward_scale: float = 1.0
     epochs: int = 10
+    epochs_final: int | None = None
     minibatch_size: int = 256
     lr: float = 3e-4
     lr_final: float | None = None
     clip: float = 0.2
     clip_final: float | None = None
-    anneal_frames: int = MISSING
+    anneal_frames: int = 100_000
     value_coef: float = 0.5
     value_clip: float | None = None
     entropy_coef: float = 0.0
@@ -188,16 +189,9 @@ def _stored(folder: str, name: str) -> Path:
 
 
 def register_configs() -> None:
-    """Add the run and the groups policy, algorithm and logger to the ConfigStore, as ``base_<name>``; no duplicates."""
-    store = ConfigStore.instance()
-    nodes = {
-        (None, "base_train"): TrainConfig,
-        ("policy", "base_mlp"): PolicyConfig,
-        ("algorithm", "base_ppo"): PPOConfig,
-        ("logger", "base_wandb"): WandbConfig,
-        ("logger", "base_none"): NoLoggerConfig,
-    }
-    for (group, name), node in nodes.items():
-        if f"{name}.yaml" in (store.repo.get(group, {}) if group else store.repo):
-            raise ValueError(f"{group}/{name} is registered already")
-        store.store(group=group, name=name, node=node)
+    """Add the run, and the groups policy, algorithm and logger, to Hydra's ConfigStore, as ``base_<name>``."""
+    store_once(None, "base_train", TrainConfig)
+    store_once("policy", "base_mlp", PolicyConfig)
+    store_once("algorithm", "base_ppo", PPOConfig)
+    store_once("logger", "base_wandb", WandbConfig)
+    store_once("logger", "base_none", NoLoggerConfig)

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from learning import checkpoint
 from learning.ppo import PPO
-from learning.progress import WINDOW, Progress
+from learning.progress import Progress
 from learning.reporting import Reporter
 from learning.stop import StopRequest
+from learning.summary import summarise
 
 if TYPE_CHECKING:
     from torch import nn
@@ -94,7 +95,7 @@ class Training:
             status = "interrupted"
         finally:
             checkpoint.save(self.folder, self.state_dict())
-            summary = self.summary(status)
+            summary = self._summary(status)
             with ExitStack() as everyone:  # each is told, even if one raises
                 for reporter in reversed(self.reporters):
                     everyone.callback(reporter.finish, summary)
@@ -141,51 +142,10 @@ class Training:
             "folder": str(folder), "frames": self.progress.frames, "version": self.progress.version
         }  # fmt: skip
 
-    def summary(self, status: str) -> dict[str, Any]:
-        """Return what ``summary.json`` holds."""
-        progress = self.progress
-        nothing = {"latency_us": dict.fromkeys(("p50", "p95", "p99", "max")), "phases_us": {}}
-        sync = nothing | self.scheme.metrics.summary()
+    def _summary(self, status: str) -> dict[str, Any]:
+        first = self.progress.first_update_at
         return {
-            "status": status,
-            "solved": progress.solved(self.goal.solved_at),
-            "verdict": self.verdict(status),
-            "frames": progress.frames,
-            "seconds": progress.seconds,
-            "frames_per_second": progress.frames_per_second,
-            "episodes": progress.episodes,
-            "episode_return_mean_100": progress.return_mean,
-            "solved_at": self.goal.solved_at,
-            "seconds_to_first_update": progress.first_update_at and progress.first_update_at - self.started,
+            **summarise(status, self.progress, self.goal.solved_at, self.scheme.metrics),
+            "seconds_to_first_update": None if first is None else first - self.started,
             **self.facts,
-            "weight_sync": {**sync, "staleness_mean": progress.staleness_mean},
         }
-
-    def verdict(self, status: str) -> str:
-        """Say in a sentence or two how the run ended."""
-        progress = self.progress
-        mean = progress.return_mean
-        scored = (
-            "no episode ended"
-            if mean is None
-            else f"mean return {mean:.1f} over the last {len(progress.window)} episodes"
-        )
-        threshold = "" if self.goal.solved_at is None else f" (solved at {self.goal.solved_at:g})"
-        how = "solved" if progress.solved(self.goal.solved_at) else status
-        text = f"{how.capitalize()} after {progress.frames:,} frames in {progress.seconds:.1f} s: {scored}{threshold}."
-        return f"{text} {self._control()}".rstrip()
-
-    def _control(self) -> str:
-        """Say so if no update ever reached a worker: the run is the control that ``weight_sync=none`` makes."""
-        progress = self.progress
-        acted, mean, first = progress.acted_on, progress.return_mean, progress.first_mean
-        if acted is None or acted[0] != acted[1] or self.scheme.metrics.last is not None:
-            return ""
-        text = f"Nothing reached the workers: all their frames were acted with version {acted[0]}"
-        if progress.solved(self.goal.solved_at):
-            return (
-                f"{text}, and yet it was solved: either the task needs no learning, or storage is shared by accident."
-            )
-        if mean is None or first is None or progress.episodes < 2 * WINDOW:
-            return f"{text}, and it did not learn."
-        return f"{text}, and it did not learn: mean return {first:.1f} at the start, {mean:.1f} at the end."

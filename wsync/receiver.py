@@ -88,7 +88,8 @@ class Receiver:
             pass  # the first weights are there, if there are any: entering installs them
         self._pass_on()
         self._seen = self.version
-        receiver_thread().register(self)
+        if self._end.fileno() >= 0:
+            receiver_thread().register(self)
         if self._error:
             error = self._error
             self.close()

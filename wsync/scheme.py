@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, Self
@@ -18,6 +18,7 @@ from torch import nn
 
 from wsync.errors import NotConnected
 from wsync.gate import process_gate
+from wsync.in_process import InProcessLine
 from wsync.metrics import SyncMetrics
 from wsync.paths import find_model
 from wsync.ports import ReceiverPort, SenderPort
@@ -47,6 +48,7 @@ class Trainer:
     end: SenderEnd
     sentinels: Mapping[int, int]
     pid: int
+    local: Receiver | None = None  # the other end, where it is in this process
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ class WeightSyncScheme(ABC):
             count,
             self.timeout,
             published=self._published,
-            record=lambda report: self.metrics.record(model_id, report),
+            record=self._recorder(model_id),
         )
         sentinels = {worker.worker_idx: worker.sentinel for worker in workers}
         self._role = Trainer(model_id, context, model, sender, end, sentinels, os.getpid())
@@ -195,6 +197,31 @@ class WeightSyncScheme(ABC):
         cascade = (lambda: context.cascade_weights(model_id)) if isinstance(context, CascadingContext) else None
         receiver = Receiver(model, self.strategy, self._make_receiver_end(self._seed), bind=self.bind, cascade=cascade)
         self._role = Worker(model_id, context, model, receiver, worker_idx)
+
+    def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
+        """Set up both ends in this process, and connect them: any scheme, and nothing is carried.
+
+        Args:
+            model_id: the model's name.
+            model: acts, and is updated through the gate.
+            source: the model (or weights) that ``send()`` without arguments reads; its weights are the first ones.
+
+        Raises:
+            RuntimeError: the scheme is initialised already.
+            LayoutMismatch: the source does not fit the model.
+        """
+        self._require_fresh()
+        line = InProcessLine()
+        receiver = Receiver(model, self.strategy, line, bind=False)
+        sender = Sender(line, Source(source, self.strategy), 1, self.timeout, record=self._recorder(model_id))
+        if source is not None:
+            sender.connect(None, {})
+        receiver.connect(0, self.timeout)
+        sender.connected = True
+        self._role = Trainer(model_id, None, model, sender, line, {}, os.getpid(), receiver)
+
+    def _recorder(self, model_id: str) -> Callable[[SyncReport], None]:
+        return lambda report: self.metrics.record(model_id, report)
 
     def _require_fresh(self) -> None:
         if self._role is not None:
@@ -310,6 +337,8 @@ class WeightSyncScheme(ABC):
         A worker's model keeps the weights that it has, in memory of its own.
         """
         if isinstance(self._role, Trainer):
+            if self._role.local is not None:
+                self._role.local.close()
             self._role.sender.close()
         elif isinstance(self._role, Worker):
             self._role.receiver.close()
@@ -399,7 +428,9 @@ class WeightSyncScheme(ABC):
 
     @property
     def receiver(self) -> Receiver:
-        """The receive path, for collectors."""
+        """The receive path, for collectors; also of a scheme whose both ends are in this process."""
+        if isinstance(self._role, Trainer) and self._role.local is not None:
+            return self._role.local
         return self._worker("receiver").receiver
 
     def _trainer(self, what: str) -> Trainer:

@@ -121,7 +121,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
         table.add_column(justify="right")
     latency, phases = sync.get("latency_us") or {}, sync.get("phases_us") or {}
     left = [
-        ("status", "solved" if summary["solved"] else summary["status"]),
+        ("status", summary["status"]),
+        ("solved", "yes" if summary["solved"] else "no"),
         ("frames", f"{summary['frames']:,}"),
         ("wall-clock", f"{summary['seconds']:.1f} s"),
         ("frames/s", number(summary["frames_per_second"], 0)),

@@ -1,0 +1,192 @@
+"""What all collectors have in common: iteration, the count of frames, and every way of updating weights, once."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, Self
+
+import gymnasium
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+import wsync
+from collectors.envs import GymEnv
+
+EnvMaker = Callable[[], Any]
+
+
+class BaseCollector(ABC):
+    """Gathers experience in batches, with copies of a policy that are updated on demand.
+
+    Iterate over it; update it with ``update_policy_weights_``; use it as a context manager, or ``shutdown`` it.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        *,
+        frames_per_batch: int,
+        total_frames: int,
+        storing_device: torch.device | str | None,
+        weight_sync_schemes: Mapping[str, wsync.WeightSyncScheme] | None,
+        track_policy_version: bool,
+    ) -> None:
+        if frames_per_batch < 1:
+            raise ValueError(f"frames_per_batch is at least 1, not {frames_per_batch}")
+        if total_frames != -1 and total_frames < 1:
+            raise ValueError(f"total_frames is at least 1, or -1 for no end, not {total_frames}")
+        if weight_sync_schemes is None and isinstance(policy, nn.Module):
+            weight_sync_schemes = {"policy": wsync.SharedMemWeightSyncScheme(acknowledge="published")}
+        self.policy = policy
+        self.frames_per_batch = frames_per_batch
+        self.total_frames = total_frames
+        self.storing_device = storing_device
+        self.weight_sync_schemes = dict(weight_sync_schemes or {})
+        self.track_policy_version = track_policy_version
+        self.frames = 0
+        self.closed = False
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Batches, until ``total_frames`` have been gathered."""
+        return self
+
+    def __next__(self) -> TensorDictBase:
+        """The next batch."""
+        if self.closed:
+            raise RuntimeError("this collector has been shut down")
+        if self.total_frames != -1 and self.frames >= self.total_frames:
+            raise StopIteration
+        batch = self._gather()
+        self.frames += batch.numel()
+        if not self.track_policy_version:
+            batch = batch.exclude("policy_version")
+        return batch if self.storing_device is None else batch.to(self.storing_device)
+
+    @abstractmethod
+    def _gather(self) -> TensorDictBase:
+        """One batch, in memory that nobody writes again."""
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = None,
+        /,
+        *,
+        policy: nn.Module | None = None,
+        weights: Any = None,
+        model_id: str | None = None,
+        worker_ids: int | Sequence[int] | None = None,
+        weights_dict: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Deliver weights to the workers; every frame acted from then on is acted with them.
+
+        Args:
+            policy_or_weights: a module, a TensorDict or a state dict; nothing reads the registered policy.
+            policy: a module.
+            weights: a TensorDict or a state dict.
+            model_id: whose weights; ``"policy"``, or the only scheme's model.
+            worker_ids: one, several, or (None) all workers.
+            weights_dict: ``{model_id: weights}`` of several models, all or nothing on every worker.
+
+        Raises:
+            ValueError: arguments that contradict one another, or an unknown worker.
+            KeyError: a model without a scheme; names those that have one.
+            wsync.WeightSyncError: as ``WeightSyncScheme.send``.
+        """
+        forms = {"the positional argument": policy_or_weights, "policy": policy, "weights": weights}
+        given = [name for name, value in forms.items() if value is not None]
+        if weights_dict is not None:
+            if given or model_id is not None:
+                raise ValueError("weights_dict says it all: give no policy, weights or model_id with it")
+            self._update_together(weights_dict, worker_ids)
+            return
+        if len(given) > 1:
+            raise ValueError(f"weights were given more than once: {' and '.join(given)}")
+        source = next((value for value in forms.values() if value is not None), None)
+        self._scheme(self._default_model_id() if model_id is None else model_id).send(source, worker_ids)
+
+    def _update_together(self, weights_dict: Mapping[str, Any], worker_ids: int | Sequence[int] | None) -> None:
+        if not weights_dict:
+            raise ValueError("weights_dict is empty")
+        schemes = {self._scheme(model_id): weights for model_id, weights in weights_dict.items()}
+        carried = {s: w for s, w in schemes.items() if not isinstance(s, wsync.NoWeightSyncScheme)}
+        wsync.synchronize(carried, worker_ids)
+
+    def _scheme(self, model_id: str) -> wsync.WeightSyncScheme:
+        if model_id not in self.weight_sync_schemes:
+            known = ", ".join(self.weight_sync_schemes) or "none at all"
+            raise KeyError(f"no weight sync scheme for model '{model_id}'; there are: {known}")
+        return self.weight_sync_schemes[model_id]
+
+    def _default_model_id(self) -> str:
+        if "policy" in self.weight_sync_schemes or len(self.weight_sync_schemes) != 1:
+            return "policy"
+        return next(iter(self.weight_sync_schemes))
+
+    def get_model(self, model_id: str) -> nn.Module:
+        """The trainer's model called ``model_id``: the policy, a path below this collector, or below the policy.
+
+        Raises:
+            LookupError: only the workers have it (or nobody).
+        """
+        return find_in(SimpleNamespace(policy=self.policy), self.policy, model_id)
+
+    @abstractmethod
+    def set_seed(self, seed: int) -> int:
+        """Make what follows reproducible: environment ``i`` of all gets ``seed + i``. Returns the next free seed."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters. (Environments have no state that can be saved: episodes begin anew.)"""
+        return {"frames": self.frames}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on counting where ``state_dict`` was taken."""
+        self.frames = int(state_dict["frames"])
+
+    def shutdown(self) -> None:
+        """End workers, schemes and environments. Harmless when repeated."""
+        if not self.closed:
+            self.closed = True
+            self._close()
+
+    @abstractmethod
+    def _close(self) -> None:
+        """End everything."""
+
+    def __enter__(self) -> Self:
+        """Use as a context manager."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Shut down."""
+        self.shutdown()
+
+
+def find_in(context: object, policy: object, model_id: str) -> nn.Module:
+    """The model that ``model_id`` names in a context, or else inside the policy (``"actor"``).
+
+    Raises:
+        LookupError: in neither.
+    """
+    try:
+        return wsync.find_model(context, model_id)
+    except LookupError:
+        if not isinstance(policy, nn.Module):
+            raise
+        return wsync.find_model(policy, model_id)
+
+
+def make_env(create_env_fn: EnvMaker | GymEnv) -> Any:
+    """The environment that ``create_env_fn`` makes (a Gymnasium one is wrapped).
+
+    Raises:
+        TypeError: it is not an environment.
+    """
+    env = create_env_fn if isinstance(create_env_fn, GymEnv) else create_env_fn()
+    if isinstance(env, gymnasium.Env | gymnasium.vector.VectorEnv):
+        return GymEnv(env)
+    if not isinstance(env, GymEnv):
+        raise TypeError(f"create_env_fn made a {type(env).__name__}, not a GymEnv or a Gymnasium environment")
+    return env

@@ -1,0 +1,130 @@
+"""A collector in the trainer's own process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import cloudpickle
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+import wsync
+from collectors.acting import Actor, policy_scheme
+from collectors.base import BaseCollector, EnvMaker, make_env
+from collectors.envs import GymEnv
+
+
+class Collector(BaseCollector):
+    """Gathers batches in this process, with its own copy of the policy.
+
+    Every scheme can be given: nothing has to be carried, so weights go through the same gate and version count
+    straight into that copy. The policy itself reaches it only by ``update_policy_weights_``.
+
+    Args:
+        create_env_fn: makes the environment, or is one (a list of one is taken too).
+        policy: a module that reads "observation" and writes "action"; or any function of a TensorDict; None acts at
+            random.
+        policy_factory: makes the acting policy, instead of a copy of ``policy``.
+        frames_per_batch: frames in a batch, rounded up to a multiple of the environments.
+        total_frames: the end; -1 for none.
+        device: where the policy acts.
+        storing_device: where batches are put.
+        weight_sync_schemes: ``{model_id: scheme}``; by default one for the policy.
+        max_frames_per_traj: episodes are truncated after so many steps.
+        init_random_frames: so many frames begin with random actions.
+        track_policy_version: whether batches have ``policy_version``.
+
+    Raises:
+        TypeError: no environment; or a policy that cannot be copied.
+        ValueError: numbers out of range.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: EnvMaker | GymEnv | list[EnvMaker],
+        policy: Any = None,
+        *,
+        policy_factory: Callable[[], Any] | None = None,
+        frames_per_batch: int,
+        total_frames: int = -1,
+        device: torch.device | str | None = None,
+        storing_device: torch.device | str | None = None,
+        weight_sync_schemes: Mapping[str, wsync.WeightSyncScheme] | None = None,
+        max_frames_per_traj: int | None = None,
+        init_random_frames: int = 0,
+        track_policy_version: bool = True,
+    ) -> None:
+        super().__init__(
+            policy,
+            frames_per_batch=frames_per_batch,
+            total_frames=total_frames,
+            storing_device=storing_device,
+            weight_sync_schemes=weight_sync_schemes,
+            track_policy_version=track_policy_version,
+        )
+        makers = create_env_fn if isinstance(create_env_fn, list) else [create_env_fn]
+        if len(makers) != 1:
+            raise ValueError(f"a collector in one process has one environment function, not {len(makers)}")
+        acting = policy_factory() if policy_factory is not None else copy_of(policy)
+        self._actor = Actor(
+            make_env(makers[0]),
+            acting,
+            device=device,
+            init_random_frames=init_random_frames,
+            max_frames_per_traj=max_frames_per_traj,
+        )
+        self.env = self._actor.env
+        for model_id, scheme in self.weight_sync_schemes.items():
+            if not isinstance(scheme, wsync.NoWeightSyncScheme):
+                scheme.init_in_process(model_id, self._actor.get_model(model_id), self._source(model_id))
+        followed = policy_scheme(self.weight_sync_schemes)
+        if followed is not None:
+            self._actor.follow(followed)
+        self._steps = -(-frames_per_batch // self.env.num_envs)
+
+    def _source(self, model_id: str) -> nn.Module | None:
+        """The trainer's model; None if only the acting side has it."""
+        try:
+            return self.get_model(model_id)
+        except LookupError:
+            return None
+
+    def _gather(self) -> TensorDictBase:
+        rollout = self._actor.rollout
+        return rollout.collect(rollout.buffer(self._steps))
+
+    def set_seed(self, seed: int) -> int:
+        """Environment ``i`` gets ``seed + i``."""
+        self._actor.rollout.seed(seed)
+        return seed + self.env.num_envs
+
+    def _close(self) -> None:
+        for scheme in self.weight_sync_schemes.values():
+            scheme.shutdown()
+        self.env.close()
+
+
+def copy_of(policy: Any) -> Any:
+    """A copy of the policy that shares nothing with it.
+
+    Raises:
+        TypeError: it cannot be pickled; says why.
+    """
+    return None if policy is None else cloudpickle.loads(pickled(policy, "policy"))
+
+
+def pickled(thing: Any, name: str) -> bytes:
+    """``thing`` as bytes, with lambdas and local functions.
+
+    Raises:
+        TypeError: it cannot be pickled; says what and why.
+    """
+    try:
+        return cloudpickle.dumps(thing)
+    except Exception as error:
+        raise TypeError(
+            f"the {name} cannot be sent to a worker, because it cannot be pickled ({error}); "
+            "give a factory (create_env_fn, policy_factory) that makes it there"
+        ) from error

@@ -1,0 +1,105 @@
+"""Both ends in one process: nothing has to be carried, so an update goes straight through the gate."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from wsync.gate import process_gate
+from wsync.layout import Layout
+from wsync.transport import Buffer, Event
+from wsync.types import Ack, Update
+
+
+class InProcessLine:
+    """A ``SenderEnd`` and a ``ReceiverEnd`` at once; worker 0 is this process.
+
+    Weights are packed into one private buffer, and copied from there into the model inside the gate.
+    """
+
+    def __init__(self) -> None:
+        self.layout: Layout | None = None
+        self.workers: Collection[int] = (0,)
+        self._buffer = Buffer(())
+        self._pending: Update | None = None
+        self._staged: Update | None = None
+        self._acks: list[Ack] = []
+
+    # --- the sender's end ---
+
+    def prepare(self, layout: Layout) -> None:
+        """Make the buffer."""
+        self.layout = layout
+        self._buffer = Buffer(layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8)))
+
+    def admit(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
+        """Everybody is here."""
+
+    def reserve(self, workers: Collection[int], deadline: float | None) -> Buffer:
+        """The buffer: the model does not stay bound to it, so nobody reads it now."""
+        return self._buffer
+
+    def release(self, buffers: Sequence[Buffer]) -> None:
+        """Nothing was taken."""
+
+    def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
+        """Pass through the gate with it: whoever is inside is waited for."""
+        self._pending = Update(version, buffer.views, extra)
+        with process_gate().hold():
+            pass
+
+    def stage(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
+        """The layout was checked when the update was packed; keep it."""
+        self._staged = Update(version, buffer.views, extra)
+        self._acks.append(Ack(0, version))
+
+    def decide(self, version: int, workers: Collection[int], transaction: int) -> None:
+        """Install what was kept."""
+        self._pending, self._staged = self._staged, None
+        with process_gate().hold():
+            pass
+
+    def drop(self, workers: Collection[int], transaction: int) -> None:
+        """Forget what was kept."""
+        self._staged = None
+
+    def collect(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
+        """The answer, which is there already."""
+        acks, self._acks = self._acks, []
+        return [ack for ack in acks if ack.version >= version][-1:]
+
+    # --- the receiver's end ---
+
+    def connect(self, worker_idx: int, deadline: float | None) -> None:
+        """The sender is here."""
+
+    def fileno(self) -> int:
+        """No descriptor: the sender comes through the gate itself."""
+        return -1
+
+    def events(self) -> Sequence[Event]:
+        """None: see ``fileno``."""
+        return ()
+
+    def call(self, wanted: bool) -> None:
+        """Nobody needs to be called."""
+
+    def enter(self) -> Update | None:
+        """What was published and not installed."""
+        update, self._pending = self._pending, None
+        return update
+
+    def installed(self, update: Update, error: str) -> None:
+        """The model has memory of its own: nothing to remember."""
+
+    def leave(self) -> None:
+        """Nothing is in use."""
+
+    def answer(self, ack: Ack, *, staged: bool = False) -> None:
+        """Tell the sender."""
+        self._acks.append(ack)
+
+    def close(self) -> None:
+        """Let the buffer go."""
+        self._buffer = Buffer(())
