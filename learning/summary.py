@@ -1,0 +1,61 @@
+"""How a run ended: the content of ``summary.json``, and a verdict in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from learning.progress import WINDOW, Progress
+
+if TYPE_CHECKING:
+    from wsync import SyncMetrics
+
+
+def summarise(status: str, progress: Progress, solved_at: float | None, metrics: SyncMetrics) -> dict[str, Any]:
+    """Return what ``summary.json`` holds of every run.
+
+    Args:
+        status: "solved", "finished" (`total_frames` were collected), "interrupted" or "failed".
+        progress: the counters.
+        solved_at: mean return that counts as solved; None: nothing does.
+        metrics: what the updates cost.
+    """
+    sync = metrics.summary()
+    sync.setdefault("latency_us", dict.fromkeys(("p50", "p95", "p99", "max")))
+    sync.setdefault("phases_us", {})
+    return {
+        "status": status,
+        "solved": progress.solved(solved_at),
+        "verdict": verdict(status, progress, solved_at, updates=metrics.updates),
+        "frames": progress.frames,
+        "seconds": progress.seconds,
+        "frames_per_second": progress.frames_per_second,
+        "episodes": progress.episodes,
+        "episode_return_mean_100": progress.return_mean,
+        "solved_at": solved_at,
+        "weight_sync": {**sync, "staleness_mean": progress.staleness_mean},
+    }
+
+
+def verdict(status: str, progress: Progress, solved_at: float | None, updates: int) -> str:
+    """Say how the run ended, in a sentence; in two if nothing ever reached the workers."""
+    mean, count, solved = progress.return_mean, len(progress.window), progress.solved(solved_at)
+    how = {"solved": "Solved", "finished": "Finished"}.get(status, status.capitalize())
+    if solved_at is not None and status != "solved":
+        how += ", solved," if solved else ", not solved,"
+    text = f"{how} after {progress.frames:,} frames in {progress.seconds:.1f} s: "
+    text += "no episode ended" if mean is None else f"mean return {mean:.1f} over the last {count} episodes"
+    text += "" if solved_at is None else f" (solved at {solved_at:g})"
+    return f"{text}. {_control(progress, solved, updates)}".rstrip()
+
+
+def _control(progress: Progress, solved: bool, updates: int) -> str:
+    """Say so if the workers acted with one version to the end, as with ``weight_sync=none``: the run is a control."""
+    mean, first = progress.return_mean, progress.first_mean
+    if updates or progress.acted_on is None or progress.acted_on[0] != progress.acted_on[1]:
+        return ""
+    text = f"Nothing reached the workers: all their frames were acted with version {progress.acted_on[0]}"
+    if solved:
+        return f"{text}. And yet it was solved: the task needs no learning, or storage is shared by accident."
+    if mean is None or first is None or progress.episodes < 2 * WINDOW:
+        return f"{text}, and it did not learn."
+    return f"{text}, and it did not learn: mean return {first:.1f} at the start, {mean:.1f} at the end."

@@ -1,0 +1,216 @@
+"""Every option composes; what cannot be is refused in one line; the dataclasses say what the classes take."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+import collectors.config
+import learning.config
+import wsync.config
+from collectors.config import ConfigError, EnvConfig
+from learning import PPO, make_policy
+from learning.complaints import one_line
+from learning.config import TrainConfig
+from learning.reporting.wandb_logger import WandbLogger
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+GROUPS = ("weight_sync", "collector", "env", "policy", "algorithm", "logger", "experiment")
+OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    for package in (wsync.config, collectors.config, learning.config):
+        package.register_configs()
+
+
+def composed(*overrides: str) -> DictConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("train", overrides=list(overrides))
+
+
+def config(*overrides: str) -> TrainConfig:
+    result = OmegaConf.to_object(composed(*overrides))
+    assert isinstance(result, TrainConfig)
+    return result
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(HydraException) as caught:
+        composed(*overrides)
+    return one_line(caught.value, learning.config.settings())
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids="=".join)
+def test_every_option_composes(group: str, option: str) -> None:
+    checked = config(f"{group}={option}")
+    learning.config.check(checked)
+    collectors.config.check(checked.collector._target_, checked.weight_sync._target_, checked.num_workers)
+
+
+@pytest.mark.parametrize(
+    "path", [path for group in GROUPS for path in (CONF / group).glob("*.yaml")], ids=lambda p: p.stem
+)
+def test_every_option_stands_on_a_structured_base(path: Path) -> None:
+    if path.parent.name != "experiment":
+        assert str(OmegaConf.load(path)["defaults"][0]).startswith("base_")
+
+
+def test_the_scheme_brings_a_collector_that_carries_it_and_the_user_may_choose_another() -> None:
+    for scheme in ("shared_mem", "multiprocess", "none"):
+        assert config(f"weight_sync={scheme}").collector._target_ == "collectors.MultiSyncCollector"
+    single = config("weight_sync=multiprocess", "collector=single")
+    assert (single.collector._target_, single.num_workers) == ("collectors.Collector", 1)
+    assert config("collector=multi_async").collector._target_ == "collectors.MultiAsyncCollector"
+
+
+def test_settings_at_top_level_reach_the_groups() -> None:
+    for scheme in ("shared_mem", "multiprocess"):
+        assert config(f"weight_sync={scheme}", "timeout=7").weight_sync.timeout == 7
+    assert config("env.id=LunarLander-v3").env.id == "LunarLander-v3"
+
+
+@pytest.mark.parametrize(
+    ("dataclass", "target"), [(learning.config.PPOConfig, PPO), (learning.config.WandbConfig, WandbLogger)]
+)
+def test_a_config_has_the_arguments_of_its_class(dataclass: type, target: Callable[..., object]) -> None:
+    arguments = {name for name, p in inspect.signature(target).parameters.items() if p.default is not p.empty}
+    assert {field.name for field in fields(dataclass)} - {"_target_"} == arguments
+
+
+def test_the_policy_config_has_the_arguments_of_make_policy() -> None:
+    arguments = list(inspect.signature(make_policy).parameters)[2:]
+    assert [field.name for field in fields(learning.config.PolicyConfig)] == arguments
+
+
+def test_a_scheme_config_is_accepted_by_its_class() -> None:
+    for name in wsync.config.CONFIGS:
+        assert instantiate(config(f"weight_sync={name}").weight_sync).name == name
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("num_worker=3", "no setting is called 'num_worker'; did you mean 'num_workers'?"),
+        ("algorithm.lrr=3", "no setting is called 'algorithm.lrr'; did you mean 'algorithm.lr'?"),
+        ("weight_snyc=none", "did you mean 'weight_sync'?"),
+        ("num_workers=many", "num_workers=many: Value 'many' of type 'str' could not be converted to Integer"),
+        ("num_workers=1.5", "num_workers=1.5: Value '1.5' of type 'float' could not be converted to Integer"),
+        ("weight_sync.timeout=soon", "weight_sync.timeout=soon: Value 'soon'"),
+        ("policy.hidden=64", "policy.hidden=64: "),
+        ("weight_sync=sharedmem", "there is no such option; did you mean 'shared_mem'?; there are: multiprocess, none"),
+        ("env.kwargs.gravity=3", "say +env.kwargs.gravity=… to add it"),
+        ("seed=[", "this override cannot be read: "),
+    ],
+)
+def test_a_slip_is_answered_in_one_line(override: str, said: str) -> None:
+    answer = refusal(override)
+    assert said in answer
+    assert "\n" not in answer
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["num_workers=0"], "num_workers has to be more than 0, not 0"),
+        (["num_envs=-1"], "num_envs has to be more than 0"),
+        (["total_frames=0"], "total_frames has to be more than 0"),
+        (["timeout=0"], "timeout has to be more than 0"),
+        (["frames_per_batch=31"], "frames_per_batch=31 is less than one frame for each of num_workers × num_envs"),
+        (["algorithm.gamma=1.1"], "algorithm.gamma has to be between 0 and 1"),
+        (["algorithm.epochs=0"], "algorithm.epochs has to be more than 0"),
+        (["policy.hidden=[64,0]"], r"policy.hidden\[1\] has to be more than 0"),
+        (["policy.activation=cubic"], "it is one of tanh, "),
+    ],
+)
+def test_an_impossible_value_is_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        learning.config.check(config(*overrides))
+
+
+def test_an_impossible_pair_is_refused() -> None:
+    check = collectors.config.check
+    with pytest.raises(ConfigError, match="MultiSyncCollector cannot carry RayWeightSyncScheme"):
+        check("collectors.MultiSyncCollector", "wsync.RayWeightSyncScheme", 2)
+    with pytest.raises(ConfigError, match="num_workers is 1 there, not 2"):
+        check("collectors.Collector", "wsync.NoWeightSyncScheme", 2)
+    check("collectors.Collector", "wsync.RayWeightSyncScheme", 1)  # nothing has to be carried
+    check("collectors.MultiSyncCollector", "mine.Scheme", 2)  # its author knows
+
+
+def test_an_environment_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"env\.id=CartPol-v1: "):
+        collectors.config.sample(EnvConfig("CartPol-v1"))
+    with pytest.raises(ConfigError, match="gravitas"):
+        collectors.config.sample(EnvConfig("CartPole-v1", kwargs={"gravitas": 1}))
+
+
+def test_the_threshold_is_the_configs_else_gymnasiums() -> None:
+    solved_at = collectors.config.solved_at
+    assert solved_at(config().env) == 475
+    assert solved_at(config("env=acrobot").env) == -100
+    assert solved_at(config("env=pendulum").env) == -200
+    assert solved_at(config("env.id=Pendulum-v1").env) is None
+    assert solved_at(config("env.solved_at=30").env) == 30
+
+
+def test_registering_again_is_harmless_and_another_of_the_same_name_is_refused() -> None:
+    learning.config.register_configs()
+
+    @dataclass
+    class Other:
+        x: int = 0
+
+    with pytest.raises(ValueError, match="another env/base_gym"):
+        collectors.config.store_once("env", "base_gym", Other)
+    assert "base_gym.yaml" in ConfigStore.instance().repo["env"]
+
+
+def choices(overrides: list[str]) -> DictConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("train", overrides=overrides, return_hydra_config=True).hydra.runtime.choices
+
+
+def stored_run(folder: Path, *overrides: str) -> None:
+    """Leave in `folder` what Hydra leaves of a run."""
+    (folder / ".hydra").mkdir()
+    chosen = {"hydra": {"runtime": {"choices": choices(list(overrides))}}}
+    for name, content in (("hydra", chosen), ("config", composed(*overrides)), ("overrides", list(overrides))):
+        OmegaConf.save(OmegaConf.create(content), folder / ".hydra" / f"{name}.yaml")
+
+
+def resumed(*argv: str) -> TrainConfig:
+    overrides = learning.config.stored_overrides(argv)
+    result = OmegaConf.to_object(learning.config.resumed(composed(*overrides), overrides, choices(overrides)))
+    assert isinstance(result, TrainConfig)
+    return result
+
+
+def test_a_resumed_run_has_its_old_config_and_overrides_win(tmp_path: Path) -> None:
+    stored_run(tmp_path, "weight_sync=multiprocess", "seed=5", "algorithm.lr=0.5", "timeout=9")
+    path = tmp_path / ".hydra/config.yaml"
+    older = OmegaConf.load(path)
+    older.algorithm.gamma = 0.5  # as if today's default were another
+    OmegaConf.save(older, path)
+
+    same = resumed(f"resume={tmp_path}")
+    assert (same.seed, same.algorithm.lr, same.algorithm.gamma, same.resume) == (5, 0.5, 0.5, str(tmp_path))
+    assert (same.weight_sync._target_, same.weight_sync.timeout) == ("wsync.MultiProcessWeightSyncScheme", 9)
+
+    other = resumed("weight_sync=shared_mem", f"resume={tmp_path}", "algorithm.lr=0.1", "timeout=4")
+    assert (other.seed, other.algorithm.lr, other.algorithm.gamma) == (5, 0.1, 0.5)
+    assert (other.weight_sync._target_, other.weight_sync.timeout) == ("wsync.SharedMemWeightSyncScheme", 4)
+
+
+def test_resuming_from_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run is stored there"):
+        learning.config.stored_overrides([f"resume={tmp_path}"])
+    assert learning.config.stored_overrides(["seed=1", "resume=null"]) == ["seed=1", "resume=null"]
