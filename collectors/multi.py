@@ -104,7 +104,7 @@ class MultiCollector(BaseCollector):
             WorkerOptions(
                 worker_idx=i,
                 trainer=os.getpid(),
-                steps=per_worker,
+                frames=per_worker,
                 buffers=self._buffers,
                 device=devices[i],
                 init_random_frames=-(-init_random_frames // len(makers)),

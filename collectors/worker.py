@@ -30,7 +30,7 @@ class WorkerOptions:
     Attributes:
         worker_idx: its index.
         trainer: the trainer's process; when it dies, the worker ends.
-        steps: of each environment in a batch.
+        frames: in a batch, rounded up to a multiple of the environments.
         buffers: batches that can be underway: 1 for synchronous collection, 2 so that it need not wait.
         device: where the policy acts.
         threads: for torch; workers must not fight over cores.
@@ -39,7 +39,7 @@ class WorkerOptions:
 
     worker_idx: int
     trainer: int
-    steps: int
+    frames: int
     buffers: int
     device: str | None = None
     init_random_frames: int = 0
@@ -114,7 +114,7 @@ class _Worker:
         for model_id, scheme in self._schemes.items():
             scheme.init_on_receiver(model_id, context=self._actor, worker_idx=self._options.worker_idx)
         rollout, options = self._actor.rollout, self._options
-        plan = BatchPlan.of(rollout.buffer(options.steps))
+        plan = BatchPlan.of(rollout.buffer(-(-options.frames // self._actor.env.num_envs)))
         memory = plan.create(options.buffers)
         self._line.send(("ready", (plan, self._actor.env.num_envs)))
         reduction.send_handle(self._line, memory, options.trainer)  # pyright: ignore[reportAttributeAccessIssue]

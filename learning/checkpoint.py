@@ -40,7 +40,7 @@ def load(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"no checkpoint in {folder}: {FILE} is missing")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+    except (OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path} cannot be read: truncated, or not a checkpoint of train.py") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of train.py (expected the format {FORMAT})")

@@ -87,7 +87,8 @@ class Progress:
     episodes: int = 0
     seconds_before: float = 0.0
     frames_before: int = 0
-    stale_frames: float = 0.0
+    acted_frames: int = 0  # not those with random actions
+    versions_behind: float = 0.0  # summed over them
     version: int = 0
     window: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     first_mean: float | None = None
@@ -121,8 +122,8 @@ class Progress:
 
     @property
     def staleness_mean(self) -> float:
-        """Over all frames."""
-        return self.stale_frames / self.frames if self.frames else 0.0
+        """Over all frames in which a policy acted."""
+        return self.versions_behind / self.acted_frames if self.acted_frames else 0.0
 
     def solved(self, threshold: float | None) -> bool:
         """Whether 100 episodes have reached `threshold` in the mean."""
@@ -134,7 +135,8 @@ class Progress:
         acted = batch.get("policy_version")
         acted = acted[acted >= 0]  # no policy chose a random frame
         self._staleness = version - float(acted.double().mean()) if acted.numel() else 0.0
-        self.stale_frames += self._staleness * acted.numel()
+        self.versions_behind += self._staleness * acted.numel()
+        self.acted_frames += acted.numel()
         if acted.numel():
             oldest, newest = int(acted.min()), int(acted.max())
             before = self.acted_on or (oldest, newest)
@@ -177,7 +179,8 @@ class Progress:
             "frames": self.frames,
             "episodes": self.episodes,
             "seconds": self.seconds,
-            "stale_frames": self.stale_frames,
+            "acted_frames": self.acted_frames,
+            "versions_behind": self.versions_behind,
             "version": self.version,
             "window": list(self.window),
             "first_mean": self.first_mean,
@@ -186,7 +189,8 @@ class Progress:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting from where `state_dict` was taken."""
         self.frames = self.frames_before = state["frames"]
-        self.episodes, self.stale_frames = state["episodes"], state["stale_frames"]
+        self.episodes = state["episodes"]
+        self.acted_frames, self.versions_behind = state["acted_frames"], state["versions_behind"]
         self.seconds_before, self.version = state["seconds"], state["version"]
         self.window.extend(state["window"])
         self.first_mean = state["first_mean"]

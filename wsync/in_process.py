@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -16,9 +16,13 @@ class InProcessLine:
     """A ``SenderEnd`` and a ``ReceiverEnd`` at once; worker 0 is this process.
 
     Weights are packed into one private buffer, and copied from there into the model inside the gate.
+
+    Args:
+        arrive: makes the receiver connect: the rendezvous, as the sender drives it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, arrive: Callable[[], None]) -> None:
+        self._arrive = arrive
         self.layout: Layout | None = None
         self.workers: Collection[int] = (0,)
         self._buffer = Buffer(())
@@ -34,7 +38,8 @@ class InProcessLine:
         self._buffer = Buffer(layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8)))
 
     def admit(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
-        """Everybody is here."""
+        """Bring the receiver here."""
+        self._arrive()
 
     def reserve(self, workers: Collection[int], deadline: float | None) -> Buffer:
         """The buffer: the model does not stay bound to it, so nobody reads it now."""

@@ -211,13 +211,10 @@ class WeightSyncScheme(ABC):
             LayoutMismatch: the source does not fit the model.
         """
         self._require_fresh()
-        line = InProcessLine()
+        line = InProcessLine(arrive=lambda: receiver.connect(0, self.timeout))
         receiver = Receiver(model, self.strategy, line, bind=False)
         sender = Sender(line, Source(source, self.strategy), 1, self.timeout, record=self._recorder(model_id))
-        if source is not None:
-            sender.connect(None, {})
-        receiver.connect(0, self.timeout)
-        sender.connected = True
+        sender.connect(None, {})
         self._role = Trainer(model_id, None, model, sender, line, {}, os.getpid(), receiver)
 
     def _recorder(self, model_id: str) -> Callable[[SyncReport], None]:
