@@ -1,0 +1,100 @@
+"""Counters, returns in the order of time, staleness."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from learning.progress import WINDOW, Progress
+from learning.summary import summarise, verdict
+from wsync import SyncMetrics, SyncReport
+
+
+def batch(returns: torch.Tensor, version: int | torch.Tensor = 1) -> TensorDict:
+    """A batch of `returns` ``[*B, T]``, in which a frame ends an episode where its return is not nan."""
+    size = returns.shape
+    done = ~returns.isnan()
+    step = {"done": done[..., None], "episode_return": returns.nan_to_num()[..., None]}
+    version = torch.as_tensor(version).expand(size)
+    return TensorDict({"policy_version": version, "next": TensorDict(step, size)}, size)
+
+
+NAN = float("nan")
+
+
+def test_returns_come_in_the_order_of_time_whatever_the_batch_looks_like() -> None:
+    returns = torch.tensor([[NAN, 2.0, NAN, 5.0], [1.0, NAN, 4.0, NAN]])
+    for shaped in (returns, returns.view(2, 1, 4), returns.view(1, 2, 4)):
+        progress = Progress()
+        progress.collected(batch(shaped), 1)
+        assert list(progress.window) == [1.0, 2.0, 4.0, 5.0]
+        assert (progress.episodes, progress.frames) == (4, 8)
+
+
+def test_solved_takes_a_hundred_episodes() -> None:
+    progress = Progress()
+    progress.collected(batch(torch.full((WINDOW - 1,), 500.0)), 1)
+    assert not progress.solved(475)
+    progress.collected(batch(torch.tensor([500.0])), 1)
+    assert progress.solved(475)
+    assert not progress.solved(501)
+    assert not progress.solved(None)
+
+
+def test_staleness_is_the_mean_over_frames_in_which_a_policy_acted() -> None:
+    progress = Progress()
+    progress.collected(batch(torch.full((4,), NAN), torch.tensor([-1, 1, 2, 3])), 3)
+    assert progress.staleness_mean == pytest.approx(1.0)
+    progress.collected(batch(torch.full((3,), NAN), 3), 3)
+    assert progress.staleness_mean == pytest.approx(0.5)
+    assert progress.acted_on == (1, 3)
+
+
+def report(version: int) -> SyncReport:
+    return SyncReport(version, 1000, version * 1e-3, {"pack": 1e-4}, {0: version})
+
+
+def test_a_row_says_what_its_own_update_cost() -> None:
+    progress, metrics = Progress(), SyncMetrics("shared_mem")
+    progress.begin()
+    progress.collected(batch(torch.tensor([3.0])), 1)
+    metrics.record("policy", report(1))
+    row = progress.synchronised({"loss": 0.5}, metrics, 1)
+    assert row.weight_sync is not None
+    assert (row.weight_sync.latency_us, row.weight_sync.bytes) == (pytest.approx(1000), 1000)
+    assert row.weight_sync.phases_us == {"pack": pytest.approx(100)}
+    assert progress.synchronised({}, metrics, 1).weight_sync is None  # nothing new was reported
+    metrics.record("policy", report(3))
+    after = progress.synchronised({}, metrics, 3).weight_sync
+    assert after is not None
+    assert after.p50_us == pytest.approx(2000)
+
+
+def test_counters_survive_a_checkpoint() -> None:
+    progress = Progress()
+    progress.begin()
+    progress.collected(batch(torch.arange(150.0), 2), 5)
+    again = Progress()
+    again.load_state_dict(progress.state_dict())
+    assert (again.frames, again.episodes, list(again.window)) == (150, 150, list(progress.window))
+    assert again.staleness_mean == 3.0
+    assert again.first_mean == progress.first_mean
+    assert 0 < again.seconds <= progress.seconds
+    assert again.frames_per_second == 0  # of this process, in which there were none yet
+
+
+def test_the_control_says_that_nothing_arrived() -> None:
+    progress = Progress()
+    for _ in range(3):
+        progress.collected(batch(torch.full((WINDOW,), 20.0), 0), 0)
+    summary = summarise("finished", progress, 475.0, SyncMetrics("none"))
+    assert "Finished, not solved, after 300 frames" in summary["verdict"]
+    assert "Nothing reached the workers: all their frames were acted with version 0" in summary["verdict"]
+    assert "it did not learn: mean return 20.0 at the start, 20.0 at the end" in summary["verdict"]
+    assert summary["weight_sync"]["latency_us"] == {"p50": None, "p95": None, "p99": None, "max": None}
+
+
+def test_a_control_that_is_solved_is_suspicious() -> None:
+    progress = Progress()
+    progress.collected(batch(torch.full((WINDOW,), 500.0), 0), 0)
+    assert "storage is shared by accident" in verdict("solved", progress, 475.0, updates=0)
+    assert "Nothing reached" not in verdict("solved", progress, 475.0, updates=1)

@@ -1,0 +1,168 @@
+"""Files, terminal, pictures, Weights & Biases: each tells the same run."""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from learning.progress import Progress, Row, SyncRow
+from learning.reporting import Reporter
+from learning.reporting.console import ConsoleReporter, microseconds, size
+from learning.reporting.files import Pictures, RunFiles, read_rows, to_json
+from learning.reporting.wandb_logger import WandbLogger, flat, logged_in
+from learning.summary import summarise
+from wsync import SyncMetrics, SyncReport
+
+PHASES = {"extract": 1.0, "pack": 2.0, "transfer": 3.0, "wait": 4.0, "apply": 5.0, "acknowledge": 6.0}
+
+
+def row(n: int, sync: bool = True) -> Row:
+    cost = SyncRow(100.0 + n, 100.0, 150.0, 200.0, 18432, 0.2, PHASES) if sync else None
+    return Row(1024 * n, 0.1 * n, 10240.0, 3 * n, 20.0 * n, [19.0 * n, 21.0 * n], n, 0.5, cost, {"loss_policy": 0.25})
+
+
+def summary(sync: bool = True, status: str = "solved") -> dict:
+    metrics = SyncMetrics("shared_mem" if sync else "none")
+    if sync:
+        metrics.record("policy", SyncReport(1, 18432, 1e-4, {name: us / 1e6 for name, us in PHASES.items()}, {}))
+    progress = Progress(frames=1024, episodes=3)
+    return summarise(status, progress, 475.0, metrics) | {"env": "CartPole-v1", "seed": 0, "num_workers": 2}
+
+
+def told(reporter: Reporter, folder: Path, rows: list[Row], end: dict) -> None:
+    reporter.begin(folder, {"seed": 0})
+    for each in rows:
+        reporter.update(each)
+    reporter.finish(end)
+
+
+def test_the_files_hold_the_rows_and_the_summary(tmp_path: Path) -> None:
+    told(RunFiles(), tmp_path, [row(1), row(2, sync=False)], summary())
+    first, second = read_rows(tmp_path)
+    assert first == json.loads(json.dumps(row(1).as_dict()))
+    assert second["weight_sync"] is None
+    content = json.loads((tmp_path / "summary.json").read_text())
+    top = {
+        "status",
+        "solved",
+        "frames",
+        "seconds",
+        "frames_per_second",
+        "episode_return_mean_100",
+        "seed",
+        "weight_sync",
+    }
+    assert top <= content.keys()
+    sync = {"scheme", "updates", "version", "bytes", "latency_us", "phases_us", "staleness_mean"}
+    assert sync <= content["weight_sync"].keys()
+    assert content["weight_sync"]["latency_us"].keys() == {"p50", "p95", "p99", "max"}
+    assert content["weight_sync"]["phases_us"].keys() == PHASES.keys()
+
+
+def test_a_resumed_run_begins_with_the_rows_up_to_its_checkpoint(tmp_path: Path) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    after.mkdir()
+    told(RunFiles(), before, [row(1), row(2), row(3)], summary())
+    with open(before / "metrics.jsonl", "a") as file:
+        file.write('{"frames": 4096, "sec')  # the process was killed here
+    assert len(list(read_rows(before))) == 3
+    told(RunFiles(before, frames=2048), after, [row(4)], summary())
+    assert [each["frames"] for each in read_rows(after)] == [1024, 2048, 4096]
+
+
+def test_json_has_no_nan() -> None:
+    assert to_json({"a": [float("nan"), 1.0], "b": (float("inf"),)}) == '{"a": [null, 1.0], "b": [null]}'
+
+
+def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
+    out = io.StringIO()
+    reporter = ConsoleReporter("CartPole", 4096, Console(file=out, width=100), interval=0.0)
+    told(reporter, tmp_path, [row(1), row(2)], summary())
+    lines = out.getvalue().splitlines()
+    assert "frames 1,024/4,096 | frames/s 10,240 | return 20.0 | sync p50 100 µs | version 1 | staleness 0.5" in lines
+    assert "\x1b" not in out.getvalue()
+    for part in ("latency p95", "acknowledge", "p50 / plain copy", "Solved after 1,024 frames", str(tmp_path)):
+        assert part in out.getvalue()
+
+
+def test_a_live_display_in_a_terminal(tmp_path: Path) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=120, force_terminal=True)
+    told(ConsoleReporter("CartPole", 4096, console), tmp_path, [row(1), row(2)], summary())
+    for part in ("2048/4096", "frames/s", "sync p50", "version", "staleness"):
+        assert part in out.getvalue()
+
+
+def test_every_status_can_be_shown(tmp_path: Path) -> None:
+    for status in ("solved", "finished", "interrupted", "failed"):
+        out = io.StringIO()
+        told(ConsoleReporter("x", 1, Console(file=out)), tmp_path, [], summary(sync=False, status=status))
+        assert status in out.getvalue()
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_the_pictures_are_drawn(tmp_path: Path, sync: bool) -> None:
+    told(RunFiles(), tmp_path, [row(n, sync) for n in range(1, 30)], summary(sync))
+    told(Pictures(), tmp_path, [], summary(sync))
+    for name in ("learning_curve.png", "sync_latency.png"):
+        with Image.open(tmp_path / name) as image:
+            assert image.width > 1000
+            assert len(set(image.convert("L").tobytes())) > 10  # something is on it
+
+
+def test_a_run_that_ended_before_its_first_row_has_no_pictures(tmp_path: Path) -> None:
+    told(RunFiles(), tmp_path, [], summary())
+    told(Pictures(), tmp_path, [], summary())
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_a_run_for_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    told(WandbLogger(mode="offline", group="sweep"), tmp_path, [row(1), row(2)], summary())
+    (run,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    written = run.read_bytes()
+    for name in (
+        b"weight_sync/p99_us",
+        b"weight_sync/phases/pack_us",
+        b"latency_histogram_us",
+        b"learning/loss_policy",
+    ):
+        assert name in written
+
+
+def test_wandb_may_fail_as_it_likes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it raises ImportError
+    told(WandbLogger(start_after=0.0), tmp_path, [row(1)], summary())
+    assert "the run goes on without it: ModuleNotFoundError" in caplog.text
+
+
+def test_being_logged_in_is_a_key_or_a_netrc_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "https://api.example.ai"
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert not logged_in(url)
+    (tmp_path / "netrc").write_text("machine api.example.ai login user password secret\n")
+    (tmp_path / "netrc").chmod(0o600)
+    assert logged_in(url)
+    assert not logged_in("https://elsewhere.ai")
+    monkeypatch.setenv("WANDB_API_KEY", "x")
+    assert logged_in("https://elsewhere.ai")
+
+
+def test_the_dashboard_has_every_figure() -> None:
+    figures = flat(row(3))
+    expected = "latency_us p50_us p95_us p99_us bytes gib_per_second version staleness phases/wait_us"
+    assert {f"weight_sync/{name}" for name in expected.split()} <= figures.keys()
+    assert {"frames", "frames_per_second", "episode_return_mean_100", "learning/loss_policy"} <= figures.keys()
+
+
+def test_units() -> None:
+    assert [microseconds(x) for x in (None, 1.25, 99.6, 1500, 2.5e6)] == ["–", "1.2 µs", "100 µs", "1.5 ms", "2.5 s"]
+    assert [size(x) for x in (12, 18432, 2**20, 3 * 2**30)] == ["12 B", "18.0 KiB", "1.0 MiB", "3.00 GiB"]

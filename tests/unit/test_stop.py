@@ -1,0 +1,39 @@
+"""The first signal asks, the second one acts."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from learning.stop import StopRequest
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_signal_is_a_request(number: signal.Signals, status: int) -> None:
+    before = signal.getsignal(number)
+    with StopRequest() as stop:
+        assert (stop.requested, stop.exit_status) == (False, 0)
+        os.kill(os.getpid(), number)
+        assert (stop.requested, stop.exit_status) == (True, status)
+        assert signal.getsignal(number) is before
+    assert signal.getsignal(number) is before
+
+
+def test_the_second_one_interrupts() -> None:
+    with pytest.raises(KeyboardInterrupt), StopRequest():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_outside_the_main_thread_nobody_asks() -> None:
+    seen = []
+
+    def work() -> None:
+        with StopRequest() as stop:
+            seen.append(stop.requested)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [False]
