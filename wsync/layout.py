@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -91,12 +92,15 @@ class Layout:
 
     def pack(self, tensors: Sequence[Tensor], views: Sequence[Tensor]) -> None:
         """Copy ``tensors`` (ordered like ``names``) into ``views`` of a flat buffer, in one call."""
+        if self.ties:
+            tensors, views = [tensors[i] for i in self._leaders], [views[i] for i in self._leaders]
         with torch.no_grad():
-            if self.ties:
-                followers = {follower for follower, _ in self.ties}
-                keep = [index for index in range(len(self.names)) if index not in followers]
-                tensors, views = [tensors[i] for i in keep], [views[i] for i in keep]
             torch._foreach_copy_(list(views), list(tensors))
+
+    @cached_property
+    def _leaders(self) -> list[int]:
+        followers = {follower for follower, _ in self.ties}
+        return [index for index in range(len(self.names)) if index not in followers]
 
     def order(self, weights: Snapshot, fallback: Snapshot | None = None) -> list[Tensor]:
         """The tensors of ``weights`` in the order of this layout, checked against it.

@@ -151,14 +151,15 @@ class LocalSender:
     def reserve(self, workers: Collection[int], deadline: float | None) -> Buffer:
         """A slot that no switch names and no forward uses."""
         arena = self.arena
-        slot = arena.free_slot(self._named() | self._in_use())
-        while slot is None:
+        while True:
             named = self._named()
+            slot = arena.free_slot(named | self._in_use())
+            if slot is not None:
+                break
             if arena.slots < len(named) + (2 if self._retains else 1):
                 slot = arena.grow()
                 break
             self._await_free(deadline)
-            slot = arena.free_slot(self._named() | self._in_use())
         self._reserved.add(slot)
         return Buffer(arena.views(slot), slot)
 
@@ -259,6 +260,8 @@ class LocalSender:
         """Take in what workers say, once somebody does; False at the deadline."""
         left = remaining(deadline)
         ready = self._poll.poll(None if left is None else -(-left * 1000 // 1))
+        if not ready:
+            return False
         # Lines before process descriptors: a worker that answered and then died has answered.
         for fd, _ in sorted(ready, key=lambda pair: pair[0] == self._pidfd_of(pair[0])):
             worker = self._owner.get(fd)
@@ -275,7 +278,7 @@ class LocalSender:
             elif message.kind is not Kind.FREED:
                 error = message.payload.decode() if message.kind is Kind.FAILED else ""
                 self._answers[worker] = Ack(worker, message.version, error, False, message.wait, message.apply)
-        return bool(ready)
+        return True
 
     def _pidfd_of(self, fd: int) -> int:
         worker = self._owner.get(fd)

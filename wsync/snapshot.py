@@ -77,16 +77,24 @@ class ModuleIndex:
 
     def describes(self, module: nn.Module) -> bool:
         """Whether this is the index of ``module``, as it is now."""
-        return (
-            self._module() is module
-            and all(where.get(key) is child for where, key, child in self._children)
-            and all(len(where) == size for where, size in self._sizes)
-        )
+        if self._module() is not module:
+            return False
+        for where, key, child in self._children:  # plain loops: this stands on every update's way
+            if where.get(key) is not child:
+                return False
+        for where, size in self._sizes:
+            if len(where) != size:
+                return False
+        return True
+
+    @property
+    def places(self) -> dict[str, tuple[dict[str, Any], str]]:
+        """``{name: (dictionary, key)}`` of every parameter and buffer."""
+        return {**self.parameters, **self.buffers}
 
     def tensors(self) -> dict[str, Tensor]:
         """Every parameter and buffer by name, as they are now."""
-        places = {**self.parameters, **self.buffers}
-        return {name: where[key] for name, (where, key) in places.items()}
+        return {name: where[key] for name, (where, key) in self.places.items()}
 
     def extra_state(self) -> dict[str, Any]:
         """What each module with ``get_extra_state`` says now."""

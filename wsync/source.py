@@ -30,14 +30,34 @@ class Reader:
 
     def __init__(self) -> None:
         self._index: ModuleIndex | None = None
+        self._places: list[tuple[dict[str, Any], str]] = []  # of the index's tensors, in the layout's order
+        self._layout: Layout | None = None
 
     def read(self, source: object) -> Snapshot:
         """The canonical form of ``source``, as it is now."""
         if isinstance(source, nn.Module) and not isinstance(source, TensorDictBase):
             if self._index is None or not self._index.describes(source):
-                self._index = ModuleIndex(source)
+                self._index, self._layout = ModuleIndex(source), None
             return self._index.snapshot()
         return snapshot(source)
+
+    def read_module(self, source: object, layout: Layout) -> tuple[list[Tensor], Mapping[str, Any]] | None:
+        """The tensors of a module that was read before, in the layout's order and checked, and its extra state.
+
+        None if ``source`` is anything else, or has changed: the short way that most updates take.
+        """
+        index = self._index
+        if index is None or not isinstance(source, nn.Module) or not index.describes(source):
+            return None
+        if self._layout is not layout:
+            places = index.places
+            names = set(layout.names)
+            if index.extra.keys() != layout.extra or not names <= places.keys() <= names | index.optional:
+                return None
+            self._places, self._layout = [places[name] for name in layout.names], layout
+        tensors = [where[key] for where, key in self._places]
+        layout.check(tensors)
+        return tensors, index.extra_state()
 
 
 def is_per_worker(weights: object) -> bool:
@@ -107,6 +127,9 @@ class Source:
         return [self._part([worker], self._device_map_fn(worker, expressed), layout) for worker in workers]
 
     def _part(self, workers: Sequence[int], given: object, layout: Layout) -> Part:
+        known = self._reader.read_module(given, layout)
+        if known is not None:
+            return Part(workers, *known)
         weights = self._reader.read(given)
         fallback = None
         if layout.optional and self.weights is not None and not is_per_worker(self.weights):
