@@ -1,0 +1,298 @@
+"""Collectors with real worker processes: weights in every form, failures with names, nothing left behind."""
+
+import os
+import signal
+import threading
+import time
+import warnings
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+import collectors
+import wsync
+from collectors import Collector, GymEnv, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+
+SCHEMES = ["shared_mem", "multiprocess"]
+
+
+class Scores(nn.Module):
+    """Chooses action 1 always, or 0 always, by the sign of one weight."""
+
+    def __init__(self, sign: float = 1.0):
+        super().__init__()
+        self.bias = nn.Parameter(torch.tensor([0.0, sign]))
+        self.critic = nn.Linear(4, 1)
+
+    def forward(self, observation):
+        return self.bias.expand(*observation.shape[:-1], 2)
+
+
+def policy(sign: float = 1.0) -> TensorDictModule:
+    return TensorDictModule(Scores(sign), in_keys=["observation"], out_keys=["action"])
+
+
+def cartpole(num_envs: int = 2):
+    return lambda: GymEnv("CartPole-v1", num_envs)
+
+
+def multi(cls=MultiSyncCollector, *, workers=2, scheme="shared_mem", trained=None, **options):
+    options.setdefault("weight_sync_schemes", {"policy": wsync.WeightSyncScheme.from_backend(scheme)})
+    options.setdefault("frames_per_batch", 16)
+    return cls([cartpole()] * workers, policy() if trained is None else trained, **options)
+
+
+def chosen(batch) -> float:
+    return batch["action"].float().argmax(-1).float().mean().item()
+
+
+def flipped(trained) -> TensorDict:
+    return TensorDict.from_module(policy(-1.0)).data.clone()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_calling_convention_reaches_every_worker(scheme):
+    trained = policy(1.0)
+    with multi(scheme=scheme, trained=trained) as collector:
+        assert chosen(next(collector)) == 1.0
+        calls = [
+            lambda: collector.update_policy_weights_(),
+            lambda: collector.update_policy_weights_(trained),
+            lambda: collector.update_policy_weights_(trained.state_dict()),
+            lambda: collector.update_policy_weights_(TensorDict.from_module(trained)),
+            lambda: collector.update_policy_weights_(policy=trained),
+            lambda: collector.update_policy_weights_(weights=trained.state_dict(), model_id="policy"),
+            lambda: collector.update_policy_weights_(weights_dict={"policy": trained}),
+        ]
+        for number, call in enumerate(calls, start=2):
+            with torch.no_grad():
+                trained.module.bias.neg_()
+            before = next(collector)
+            assert chosen(before) == float(number % 2 == 0), "training alone must reach nobody"
+            call()
+            after = next(collector)
+            assert chosen(after) == float(number % 2 == 1)
+            assert after["policy_version"].unique().tolist() == [number]
+
+
+def test_worker_ids_update_some_workers_only():
+    with multi(cat_results="stack") as collector:
+        collector.update_policy_weights_(policy(-1.0), worker_ids=1)
+        batch = next(collector)
+        assert chosen(batch[0]) == 1.0 and chosen(batch[1]) == 0.0
+        assert batch["policy_version"][:, 0, 0].tolist() == [1, 2]
+        with pytest.raises(ValueError, match=r"unknown worker_ids \[5\]"):
+            collector.update_policy_weights_(worker_ids=[0, 5])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_weights_dict_is_all_or_nothing(scheme):
+    trained = policy()
+    schemes = {name: wsync.WeightSyncScheme.from_backend(scheme) for name in ("policy", "module.critic")}
+    with multi(trained=trained, weight_sync_schemes=schemes) as collector:
+        good = {"policy": policy(-1.0), "module.critic": nn.Linear(4, 1)}
+        collector.update_policy_weights_(weights_dict=good)
+        assert chosen(next(collector)) == 0.0
+        with pytest.raises(wsync.LayoutMismatch, match="bias"):
+            collector.update_policy_weights_(weights_dict={"policy": policy(1.0), "module.critic": nn.Linear(4, 7)})
+        assert chosen(next(collector)) == 0.0, "the good half of a refused update was applied"
+        with pytest.raises(KeyError, match="unheard_of"):
+            collector.update_policy_weights_(weights_dict={"policy": policy(1.0), "unheard_of": nn.Linear(4, 1)})
+        collector.update_policy_weights_(weights_dict={**good, "policy": policy(1.0)})
+        assert chosen(next(collector)) == 1.0
+
+
+@pytest.mark.parametrize("name", ["shared_mem", "multiprocess", "none"])
+def test_one_process_takes_every_scheme(name):
+    trained = policy()
+    scheme = wsync.WeightSyncScheme.from_backend(name)
+    with Collector(cartpole(), trained, frames_per_batch=8, weight_sync_schemes={"policy": scheme}) as collector:
+        with torch.no_grad():
+            trained.module.bias.neg_()
+        assert chosen(next(collector)) == 1.0
+        collector.update_policy_weights_()
+        assert chosen(next(collector)) == float(name == "none")
+
+
+def test_no_scheme_means_no_update_ever():
+    trained = policy()
+    with multi(scheme="none", trained=trained) as collector:
+        with torch.no_grad():
+            trained.module.bias.neg_()
+        collector.update_policy_weights_()
+        batch = next(collector)
+        assert chosen(batch) == 1.0 and batch["policy_version"].unique().tolist() == [0]
+
+
+def test_batches_have_the_shape_that_was_asked_for():
+    with multi(cat_results="stack", frames_per_batch=24) as collector:
+        assert next(collector).batch_size == (2, 2, 6)
+    with multi(frames_per_batch=24, total_frames=48, track_policy_version=False) as collector:
+        batches = list(collector)
+        assert [batch.batch_size for batch in batches] == [(4, 6)] * 2
+        assert "policy_version" not in batches[0].keys()
+
+
+def test_a_batch_is_never_written_again():
+    with multi() as collector:
+        first = next(collector)
+        copy = first.clone()
+        next(collector)
+        assert (first == copy).all()
+
+
+def test_a_share_is_rounded_up_with_a_warning():
+    with pytest.warns(UserWarning, match="each takes 9"), multi(frames_per_batch=17) as collector:
+        assert next(collector).numel() == 20
+
+
+def test_asynchronous_collection_never_goes_back_in_version():
+    trained = policy()
+    with multi(MultiAsyncCollector, trained=trained) as collector:
+        newest = 0
+        for _ in range(30):
+            batch = next(collector)
+            versions = batch["policy_version"]
+            assert (versions.diff(dim=-1) >= 0).all()
+            newest = max(newest, int(versions.max()))
+            collector.update_policy_weights_()
+        assert newest > 10
+
+
+def test_seeds_make_collection_reproducible():
+    def run():
+        with multi() as collector:
+            collector.set_seed(7)
+            return next(collector)["observation"]
+
+    assert torch.equal(run(), run())
+
+
+def test_older_names_and_the_choosing_class():
+    assert collectors.SyncDataCollector is Collector
+    assert collectors.MultiSyncDataCollector is MultiSyncCollector
+    assert collectors.MultiaSyncDataCollector is MultiAsyncCollector
+    with multi(MultiCollector, sync=False) as collector:
+        assert isinstance(collector, MultiAsyncCollector)
+    with pytest.raises(TypeError, match="sync"):
+        multi(MultiCollector)
+
+
+class Broken(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    steps = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps > 3:
+            raise ArithmeticError("the cart fell off the table")
+        return np.zeros(4, np.float32), 0.0, False, False, {}
+
+
+def explode():
+    raise ArithmeticError("no such table")
+
+
+def children() -> set[int]:
+    with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
+        return {int(pid) for pid in file.read().split()}
+
+
+def test_an_environment_that_raises_is_an_error_with_its_traceback():
+    collector = MultiSyncCollector([lambda: Broken()] * 2, policy(), frames_per_batch=16)
+    pids = [worker.process.pid for worker in collector.remote_workers]
+    with pytest.raises(wsync.WorkerFailed, match="the cart fell off the table"):
+        next(collector)
+    assert collector.closed and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (dict(create_env_fn=[explode] * 2), wsync.WorkerFailed, "no such table"),
+        (dict(create_env_fn=[]), ValueError, "no environment"),
+        (dict(create_env_fn=[lambda: 3]), wsync.WorkerFailed, "made a int"),
+        (dict(policy=threading.Lock()), TypeError, "policy cannot be sent to a worker"),
+        (dict(frames_per_batch=0), ValueError, "frames_per_batch"),
+        (dict(total_frames=-7), ValueError, "total_frames"),
+        (dict(weight_sync_schemes={"polcy": wsync.SharedMemWeightSyncScheme()}), wsync.WorkerFailed, "polcy"),
+    ],
+)
+def test_bad_arguments_are_clear_errors_and_leave_nothing(arguments, error, message):
+    options = {"create_env_fn": [cartpole()] * 2, "policy": policy(), "frames_per_batch": 16, **arguments}
+    with multi():
+        pass  # the fork server is there
+    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    started = time.monotonic()
+    with pytest.raises(error, match=message):
+        MultiSyncCollector(**options)
+    assert time.monotonic() - started < 20
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_wrong_weights_are_refused_whole(scheme):
+    trained = policy()
+    with multi(scheme=scheme, trained=trained) as collector:
+        weights = flipped(trained)
+        wrong = {
+            "missing 'module.bias'": weights.exclude(("module", "bias")),
+            "float32\\[3\\], not float32\\[2\\]": weights.clone().set(("module", "bias"), torch.zeros(3)),
+            "float64\\[2\\], not float32\\[2\\]": weights.clone().set(("module", "bias"), torch.zeros(2).double()),
+            "unknown": nn.Linear(4, 2),
+        }
+        for message, bad in wrong.items():
+            with pytest.raises(wsync.LayoutMismatch, match=message):
+                collector.update_policy_weights_(bad)
+        with pytest.raises(TypeError, match="int"):
+            collector.update_policy_weights_(3)
+        with pytest.raises(ValueError, match="more than once"):
+            collector.update_policy_weights_(weights, policy=trained)
+        assert chosen(next(collector)) == 1.0
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_killed_worker_is_named_by_the_update_and_by_the_batch(scheme):
+    with multi(scheme=scheme) as collector:
+        next(collector)
+        victim = collector.remote_workers[1].process
+        os.kill(victim.pid, signal.SIGKILL)
+        victim.join(10)
+        with pytest.raises(wsync.WorkerDied, match="worker 1"):
+            collector.update_policy_weights_()
+        collector.update_policy_weights_()  # the other one goes on
+        with pytest.raises(wsync.WorkerDied, match="worker 1"):
+            next(collector)
+
+
+def test_rounds_of_start_and_stop_leave_nothing():
+    def count():
+        return threading.active_count(), len(os.listdir("/proc/self/fd")), len(children()), len(os.listdir("/dev/shm"))
+
+    def round_of(scheme):
+        with multi(scheme=scheme) as collector:
+            next(collector)
+            collector.update_policy_weights_()
+
+    round_of("shared_mem")
+    before = count()
+    for number in range(6):
+        round_of(SCHEMES[number % 2])
+    assert count() == before
+
+
+def test_no_warning_where_all_is_well():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with multi() as collector:
+            next(collector)
