@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import wandb
 from PIL import Image
 from rich.console import Console
 
@@ -124,6 +125,7 @@ def test_a_run_that_ended_before_its_first_row_has_no_pictures(tmp_path: Path) -
 def test_a_run_for_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
     told(WandbLogger(mode="offline", group="sweep"), tmp_path, [row(1), row(2)], summary())
+    wandb.teardown()  # its own process writes the file; this waits for it, as the end of a Python process does
     (run,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     written = run.read_bytes()
     for name in (
