@@ -119,8 +119,7 @@ class Rollout:
         The first call runs the policy once on the current observation, acting nothing, to learn what it writes.
 
         Raises:
-            KeyError: if the policy writes no "action".
-            ValueError: if steps is not positive.
+            ValueError: if the policy writes no "action", or steps is not positive.
         """
         if steps < 1:
             raise ValueError(f"a batch has at least one step, not {steps}")
@@ -208,7 +207,7 @@ class Rollout:
             if isinstance(value, torch.Tensor) and key not in ("observation", "policy_version")
         }
         if "action" not in outputs:
-            raise KeyError(f'the policy wrote {sorted(outputs)}, and no "action" among them')
+            raise ValueError(f'the policy wrote {sorted(outputs)}, and no "action" among them')
         if all(v.is_cpu and not v.requires_grad and v.dtype is not torch.bfloat16 for v in outputs.values()):
             self._read = torch.Tensor.numpy  # half the time of the general way
         return {key: torch.from_numpy(to_numpy(value)) for key, value in outputs.items()}

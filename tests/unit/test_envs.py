@@ -1,0 +1,320 @@
+"""GymEnv against Gymnasium's own scalar environments: the same episodes, row for row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from collectors.envs import GymEnv
+
+SCALAR_IDS = ["CartPole-v1", "Acrobot-v1", "Pendulum-v1", "MountainCarContinuous-v0", "FrozenLake-v1"]
+
+
+class Scripted(gym.Env):
+    """Counts its steps; ends after four. Spaces, observations and a record of the actions are the test's."""
+
+    def __init__(self, observations: spaces.Space | None = None, actions: spaces.Space | None = None) -> None:
+        self.observation_space = observations or spaces.Box(-np.inf, np.inf, (2,), np.float64)
+        self.action_space = actions or spaces.Discrete(3)
+        self.observation_space.seed(0)
+        self.seen: list[Any] = []
+        self.count = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.count = 0
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
+        self.seen.append(action)
+        self.count += 1
+        return self.observation_space.sample(), 1.0, self.count == 4, False, {}
+
+
+def vector(env_id: str, num_envs: int, mode: AutoresetMode) -> gym.vector.VectorEnv:
+    return gym.make_vec(env_id, num_envs, vectorization_mode="sync", vector_kwargs={"autoreset_mode": mode})
+
+
+SOURCES: dict[str, Callable[[str, int], GymEnv]] = {
+    "id": lambda env_id, n: GymEnv(env_id, n, vectorization_mode="sync"),
+    "function": lambda env_id, n: GymEnv(lambda: gym.make(env_id), n),
+    "made, same step": lambda env_id, n: GymEnv(vector(env_id, n, AutoresetMode.SAME_STEP)),
+    "made, disabled": lambda env_id, n: GymEnv(vector(env_id, n, AutoresetMode.DISABLED)),
+}
+
+
+def replay(env_id: str, seed: int, actions: torch.Tensor, limit: int | None, one_hot: int | None) -> TensorDict:
+    """Step a scalar Gymnasium environment with `actions` ``[T]``, the way that its documentation shows."""
+    env = gym.make(env_id)
+    rows: dict[str, list[Any]] = {key: [] for key in ("observation", "successor", "reward", "terminated", "truncated")}
+    observation, _ = env.reset(seed=seed)
+    length = 0
+    for action in actions.numpy():
+        rows["observation"].append(np.eye(one_hot)[observation] if one_hot else observation)
+        if isinstance(env.action_space, spaces.Box):
+            action = np.clip(action, env.action_space.low, env.action_space.high)
+        observation, reward, terminated, truncated, _ = env.step(action)
+        length += 1
+        truncated = truncated or length == limit
+        rows["successor"].append(np.eye(one_hot)[observation] if one_hot else observation)
+        rows["reward"].append(float(reward))
+        rows["terminated"].append(bool(terminated))
+        rows["truncated"].append(bool(truncated))
+        if terminated or truncated:
+            observation, _ = env.reset()
+            length = 0
+    return TensorDict({key: torch.tensor(np.array(column)) for key, column in rows.items()}, [len(actions)])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    env_id=st.sampled_from(SCALAR_IDS),
+    source=st.sampled_from(sorted(SOURCES)),
+    num_envs=st.integers(1, 4),
+    steps=st.integers(1, 40),
+    limit=st.none() | st.integers(1, 15),
+    seed=st.integers(0, 2**31 - 1),
+)
+def test_rows_are_those_of_scalar_environments(
+    env_id: str, source: str, num_envs: int, steps: int, limit: int | None, seed: int
+) -> None:
+    env = SOURCES[source](env_id, num_envs)
+    env.max_frames_per_traj = limit
+    env.set_seed(seed)
+    batch = env.rollout(steps)
+    env.close()
+    rows = batch if num_envs > 1 else batch.unsqueeze(0)
+    assert rows.batch_size == (num_envs, steps)
+    one_hot = 16 if env_id == "FrozenLake-v1" else None
+    for i, row in enumerate(rows.unbind(0)):
+        expected = replay(env_id, seed + i, row["action"], limit, one_hot)
+        torch.testing.assert_close(row["observation"], expected["observation"].float(), rtol=0, atol=0)
+        torch.testing.assert_close(row["next", "observation"], expected["successor"].float(), rtol=0, atol=0)
+        torch.testing.assert_close(row["next", "reward"][:, 0], expected["reward"].float(), rtol=0, atol=0)
+        assert torch.equal(row["next", "terminated"][:, 0], expected["terminated"])
+        assert torch.equal(row["next", "truncated"][:, 0], expected["truncated"])
+
+
+@settings(max_examples=15, deadline=None)
+@given(num_envs=st.integers(2, 6), limit=st.integers(1, 30), seed=st.integers(0, 2**31 - 1))
+def test_native_cartpole_steps_like_the_scalar_one(num_envs: int, limit: int, seed: int) -> None:
+    env = GymEnv("CartPole-v1", num_envs, seed=seed, max_episode_steps=limit)
+    native = env.stepper.driver.env  # type: ignore[attr-defined]
+    assert isinstance(native, CartPoleVectorEnv)
+    scalars = [gym.make("CartPole-v1", max_episode_steps=limit) for _ in range(num_envs)]
+    td = env.reset()
+
+    def restart(i: int) -> None:
+        scalars[i].reset()
+        assert native.state is not None
+        scalars[i].unwrapped.state = native.state[:, i].copy()  # type: ignore[attr-defined]
+
+    for i in range(num_envs):
+        restart(i)
+    generator = np.random.default_rng(seed)
+    for _ in range(60):
+        # Half of them balance the pole and reach the limit, half fall.
+        balance = (td["observation"][:, 2] + td["observation"][:, 3] > 0).numpy()
+        action = np.where(np.arange(num_envs) % 2, balance, generator.random(num_envs) < 0.3).astype(np.int64)
+        td["action"] = torch.from_numpy(action)
+        successor = env.step(td)["next"]
+        td = env.observe()
+        for i, scalar in enumerate(scalars):
+            observation, reward, terminated, truncated, _ = scalar.step(action[i])
+            torch.testing.assert_close(successor["observation"][i], torch.tensor(observation), rtol=1e-5, atol=1e-6)
+            assert [successor[key][i].item() for key in ("reward", "terminated", "truncated")] == [
+                reward,
+                terminated,
+                truncated,
+            ]
+            if terminated or truncated:
+                assert td["observation"][i].abs().max() <= 0.05
+                restart(i)
+            else:
+                assert torch.equal(td["observation"][i], successor["observation"][i])
+
+
+@pytest.mark.parametrize("num_envs", [1, 5])
+@pytest.mark.parametrize("mode", [None, "sync", "async"])
+def test_sums_restart_with_each_episode_and_no_row_is_idle(num_envs: int, mode: str | None) -> None:
+    env = GymEnv("CartPole-v1", num_envs, seed=3, vectorization_mode=mode)
+    batch = env.rollout(120)
+    env.close()
+    rows = batch["next"] if num_envs > 1 else batch["next"].unsqueeze(0)
+    assert bool((rows["reward"] == 1).all())  # Gymnasium's reset steps give 0
+    assert rows["done"].sum() >= 2 * num_envs
+    for row in rows.unbind(0):
+        length = 0
+        for t in range(120):
+            length += 1
+            assert (row["episode_length"][t].item(), row["episode_return"][t].item()) == (length, float(length))
+            length = 0 if row["done"][t] else length
+
+
+def test_the_contract_of_shapes_and_dtypes() -> None:
+    one, many = GymEnv("CartPole-v1").rollout(7), GymEnv("Pendulum-v1", 3).rollout(7)
+    assert one.batch_size == (7,) and many.batch_size == (3, 7)
+    assert one["action"].shape == (7,) and one["action"].dtype == torch.int64
+    assert many["action"].shape == (3, 7, 1) and many["action"].dtype == torch.float32
+    for batch, size in ((one, 4), (many, 3)):
+        assert batch["observation"].shape == (*batch.batch_size, size)
+        assert batch["policy_version"].dtype == torch.int64
+        dtypes = {key: value.dtype for key, value in batch["next"].items()}
+        flags = dict.fromkeys(("done", "terminated", "truncated"), torch.bool)
+        floats = dict.fromkeys(("observation", "reward", "episode_return"), torch.float32)
+        assert dtypes == flags | floats | {"episode_length": torch.int64}
+        assert all(batch["next", key].shape == (*batch.batch_size, 1) for key in dtypes if key != "observation")
+
+
+def test_step_and_reset_one_by_one() -> None:
+    env = GymEnv("CartPole-v1", seed=0)
+    td = env.reset(seed=5)
+    assert td.batch_size == () and td["observation"].shape == (4,)
+    assert torch.equal(td["observation"], torch.tensor(gym.make("CartPole-v1").reset(seed=5)[0]))
+    kept = td["observation"].clone()
+    stepped, following = env.step_and_maybe_reset(td.set("action", torch.tensor(1)))
+    assert torch.equal(td["observation"], kept)
+    assert torch.equal(stepped["next", "observation"], following["observation"])
+    assert stepped["next", "episode_length"].tolist() == [1]
+
+
+@pytest.mark.parametrize("num_envs", [1, 2, 3])
+def test_an_index_one_hot_and_scores_do_the_same(num_envs: int) -> None:
+    env = GymEnv("Acrobot-v1", num_envs)
+    index = torch.randint(3, env.batch_size)
+    one_hot = torch.nn.functional.one_hot(index, 3)
+    results = []
+    for action in (index, one_hot, one_hot.bool(), one_hot * 3.0 - 1.0, index.unsqueeze(-1), index.int()):
+        td = env.reset(seed=1).set("action", action)
+        results.append(env.step(td)["next", "observation"])
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_continuous_actions_are_clipped_on_their_way_only(num_envs: int) -> None:
+    made: list[Scripted] = []
+    bounds = spaces.Box(np.array([-1.0, -np.inf]), np.array([2.0, 0.5]), dtype=np.float64)
+
+    def make() -> Scripted:
+        made.append(Scripted(actions=bounds))
+        return made[-1]
+
+    env = GymEnv(make, num_envs)
+    action = torch.tensor([[9.0, 9.0], [-9.0, -9.0], [0.25, 0.25]])
+    batch = env.rollout(
+        3, lambda td: td.set("action", action[env.stepper.episode_length[0]].expand(*env.batch_size, 2))
+    )
+    assert torch.equal(batch["action"], action.expand(*env.batch_size, 3, 2))
+    assert all(np.array_equal(scripted.seen, [[2.0, 0.5], [-1.0, -9.0], [0.25, 0.25]]) for scripted in made)
+
+
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_a_discrete_action_space_may_start_anywhere(num_envs: int) -> None:
+    made: list[Scripted] = []
+
+    def make() -> Scripted:
+        made.append(Scripted(actions=spaces.Discrete(3, start=-1)))
+        return made[-1]
+
+    env = GymEnv(make, num_envs)
+    assert env.action_spec.shape == (3,) and env.action_spec.n == 3
+    for index in range(3):
+        env.step(TensorDict({"action": torch.full(env.batch_size, index)}, env.batch_size))
+    assert all([int(action) for action in scripted.seen] == [-1, 0, 1] for scripted in made)
+    random = env.rollout(50)["action"]
+    assert random.min() == 0 and random.max() == 2
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize(
+    ("space", "shape", "dtype"),
+    [
+        (spaces.Box(-1, 1, (2, 3), np.float64), (2, 3), torch.float32),
+        (spaces.Box(-5, 5, (4,), np.int64), (4,), torch.float32),
+        (spaces.Box(-1, 1, (), np.float32), (1,), torch.float32),
+        (spaces.Box(0, 255, (8, 8, 3), np.uint8), (8, 8, 3), torch.uint8),
+        (spaces.MultiBinary(5), (5,), torch.float32),
+        (spaces.Discrete(4, start=2), (4,), torch.float32),
+        (spaces.MultiDiscrete([2, 3, 4]), (9,), torch.float32),
+    ],
+    ids=str,
+)
+def test_observation_spaces(num_envs: int, space: spaces.Space, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    env = GymEnv(lambda: Scripted(space), num_envs)
+    spec = env.observation_spec["observation"]
+    assert (tuple(spec.shape), spec.dtype) == (shape, dtype)
+    assert spec.low is not None and spec.high is not None and spec.low.shape == spec.high.shape == shape
+    batch = env.rollout(9)
+    for observation in (batch["observation"], batch["next", "observation"]):
+        assert observation.shape == (*batch.batch_size, *shape) and observation.dtype == dtype
+        assert bool(((observation >= spec.low) & (observation <= spec.high)).all())
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        raw = space.sample()
+        out = np.ones((1, *shape), np.float32)
+        env.stepper._observations.write(np.asarray(raw)[None], out)
+        assert np.array_equal(out[0], spaces.flatten(space, raw))
+
+
+def test_the_same_seed_gives_the_same_rollout() -> None:
+    for env_id, num_envs in (("CartPole-v1", 1), ("CartPole-v1", 4), ("Pendulum-v1", 2)):
+        rollouts = [GymEnv(env_id, num_envs, seed=seed).rollout(60) for seed in (1, 1, 2)]
+        assert bool((rollouts[0] == rollouts[1]).all())
+        assert not torch.equal(rollouts[0]["observation"], rollouts[2]["observation"])
+        env = GymEnv(env_id, num_envs)
+        env.rollout(5)
+        env.set_seed(1)
+        assert bool((env.rollout(60) == rollouts[0]).all())
+
+
+REFUSED: dict[str, tuple[Callable[[], GymEnv], type[Exception], str]] = {
+    "tuple": (lambda: GymEnv("Blackjack-v1"), TypeError, "FlattenObservation"),
+    "dict": (lambda: GymEnv(Scripted(spaces.Dict({"a": spaces.Discrete(2)}))), TypeError, "FlattenObservation"),
+    "actions": (lambda: GymEnv(Scripted(actions=spaces.MultiDiscrete([2, 2]))), TypeError, "Discrete and Box"),
+    "id": (lambda: GymEnv("NoSuchEnv-v0"), gym.error.Error, "NoSuchEnv"),
+    "none": (lambda: GymEnv("CartPole-v1", 0), ValueError, "at least 1"),
+    "width": (lambda: GymEnv(Scripted(), 2), ValueError, "num_envs=2"),
+    "arguments": (lambda: GymEnv(Scripted(), render_mode="human"), ValueError, "no further arguments"),
+    "native": (lambda: GymEnv("CartPole-v1", 2, vectorization_mode="unknown"), ValueError, "unknown"),
+    "no native": (
+        lambda: GymEnv("Acrobot-v1", 2, vectorization_mode="vector_entry_point"),
+        ValueError,
+        "no native vector environment",
+    ),
+    "next step": (lambda: GymEnv(CartPoleVectorEnv(2)), ValueError, "NEXT_STEP"),
+    "next step, sync": (
+        lambda: GymEnv(SyncVectorEnv([Scripted, Scripted])),
+        ValueError,
+        "AutoresetMode.SAME_STEP",
+    ),
+    "vectors of vectors": (lambda: GymEnv(lambda: CartPoleVectorEnv(2), 2), ValueError, "brings its own num_envs"),
+    "limit": (lambda: GymEnv("CartPole-v1", max_frames_per_traj=0), ValueError, "at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_said_clearly(name: str) -> None:
+    make, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_wrong_action_is_an_error() -> None:
+    env = GymEnv("Acrobot-v1", 2)
+    with pytest.raises(ValueError, match=r"index \[2\] or scores \[2, 3\]"):
+        env.step(TensorDict({"action": torch.zeros(2, 4)}, [2]))
+    with pytest.raises(ValueError, match="has shape"):
+        GymEnv("Pendulum-v1").step(TensorDict({"action": torch.zeros(2)}))
+    with pytest.raises(KeyError, match="action"):
+        env.step(env.reset())

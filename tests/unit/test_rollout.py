@@ -1,0 +1,300 @@
+"""The hot loop: what it stores, when it calls what, and that it carries on."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+
+from collectors.envs import GymEnv
+from collectors.rollout import NO_VERSION, Rollout
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """torch wakes all its threads for a softmax of two numbers: 15 ms instead of 5 us while the cores are busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Categorical:
+    """A small sampling policy that also writes other things, and counts its calls."""
+
+    def __init__(self, env: GymEnv, form: str = "index") -> None:
+        torch.manual_seed(0)
+        self.choices = env.action_spec.shape[-1]
+        self.linear = nn.Linear(env.observation_spec["observation"].shape[-1], self.choices)
+        self.form = form
+        self.calls = 0
+
+    def __call__(self, td: TensorDictBase) -> TensorDictBase:
+        self.calls += 1
+        scores = self.linear(td["observation"])
+        index = torch.distributions.Categorical(logits=scores).sample()
+        forms = {"index": index, "one-hot": nn.functional.one_hot(index, self.choices), "scores": scores}
+        td["action"] = forms[self.form]
+        td["action_log_prob"] = scores.log_softmax(-1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
+        td["hidden"] = scores.to(torch.bfloat16)
+        td["nested"] = TensorDict({"scores": scores}, td.batch_size)
+        return td
+
+
+def collected(rollout: Rollout, *steps: int) -> TensorDict:
+    """Collect batches of so many steps, one after the other, and join them in time."""
+    batches = [rollout.collect(rollout.buffer(count)) for count in steps]
+    return torch.cat(batches, dim=-1)  # type: ignore[call-overload]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    env_id=st.sampled_from(["CartPole-v1", "Acrobot-v1"]),
+    num_envs=st.integers(1, 4),
+    steps=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    limit=st.none() | st.integers(1, 12),
+    random=st.integers(0, 50),
+)
+def test_batches_carry_on_where_the_last_one_ended(
+    env_id: str, num_envs: int, steps: list[int], limit: int | None, random: int
+) -> None:
+    def make() -> Rollout:
+        env = GymEnv(env_id, num_envs)
+        made = Rollout(env, Categorical(env), init_random_frames=random, max_frames_per_traj=limit)
+        made.seed(7)
+        return made
+
+    in_parts, whole = collected(make(), *steps), collected(make(), sum(steps))
+    assert bool((in_parts == whole).all())
+    rows = whole if num_envs > 1 else whole.unsqueeze(0)
+    lengths = rows["next", "episode_length"][..., 0]
+    assert limit is None or lengths.max() <= limit
+    ended = rows["next", "done"][:, :-1, 0]
+    assert torch.equal(rows["observation"][:, 1:][~ended], rows["next", "observation"][:, :-1][~ended])
+    assert torch.equal(lengths[:, 1:], torch.where(ended, 1, lengths[:, :-1] + 1))
+    assert torch.equal(rows["next", "done"], rows["next", "terminated"] | rows["next", "truncated"])
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize("form", ["index", "one-hot", "scores"])
+def test_what_the_policy_writes_is_stored_as_it_wrote_it(num_envs: int, form: str) -> None:
+    env = GymEnv("Acrobot-v1", num_envs)
+    policy = Categorical(env, form)
+    batch = collected(Rollout(env, policy), 12)
+    scores = policy.linear(batch["observation"]).detach()
+    torch.testing.assert_close(batch["hidden"], scores, rtol=0.02, atol=0.02)
+    assert batch["hidden"].dtype == torch.float32  # numpy has no bfloat16
+    assert "nested" not in set(batch.keys())
+    if form == "scores":
+        torch.testing.assert_close(batch["action"], scores)
+        return
+    index = batch["action"] if form == "index" else batch["action"].argmax(-1)
+    assert batch["action"].shape == (*env.batch_size, 12, *((3,) if form == "one-hot" else ()))
+    log_probs = scores.log_softmax(-1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(batch["action_log_prob"], log_probs)
+
+
+@pytest.mark.parametrize("form", ["index", "one-hot", "scores"])
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_random_frames_come_first_and_say_so(form: str, num_envs: int) -> None:
+    env = GymEnv("Acrobot-v1", num_envs)
+    policy = Categorical(env, form)
+    rollout = Rollout(env, policy, init_random_frames=10 * num_envs, version=lambda: 3)
+    batch = collected(rollout, 6, 6)
+    assert policy.calls == 1 + 2  # one to see what it writes
+    assert rollout.frames == batch.numel()
+    random, acted = batch[..., :10], batch[..., 10:]
+    assert bool((random["policy_version"] == NO_VERSION).all()) and bool((acted["policy_version"] == 3).all())
+    torch.testing.assert_close(random["action_log_prob"], torch.full((*env.batch_size, 10), -math.log(3)))
+    assert batch["action"].dtype == {"index": torch.int64, "one-hot": torch.int64, "scores": torch.float32}[form]
+    if form != "index":
+        assert bool((random["action"].sum(-1) == 1).all()) and random["action"].max() == 1
+
+
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_random_continuous_frames(num_envs: int) -> None:
+    env = GymEnv("Pendulum-v1", num_envs)
+
+    def still(td: TensorDictBase) -> TensorDictBase:
+        zeros = torch.zeros(env.batch_size)
+        return td.update({"action": zeros.unsqueeze(-1), "action_log_prob": zeros})
+
+    batch = collected(Rollout(env, still, init_random_frames=20 * num_envs), 20)
+    assert batch["action"].std() > 0.5 and batch["action"].abs().max() <= 2
+    torch.testing.assert_close(batch["action_log_prob"], torch.full((*env.batch_size, 20), -math.log(4)))
+
+
+def test_without_a_policy_actions_are_random() -> None:
+    for env_id, num_envs in (("CartPole-v1", 1), ("CartPole-v1", 8), ("Pendulum-v1", 3)):
+        env = GymEnv(env_id, num_envs, seed=0)
+        batch = collected(Rollout(env), 40)
+        assert set(batch.keys()) == {"observation", "action", "policy_version", "next"}
+        assert batch["action"].float().std() > 0.3
+        assert bool((batch["policy_version"] == NO_VERSION).all())
+
+
+class Gate:
+    """Records when it was entered and left."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def __enter__(self) -> None:
+        self.log.append("enter")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.log.append("leave")
+
+
+def test_the_version_is_read_inside_the_gate_and_the_environment_stepped_outside() -> None:
+    log: list[str] = []
+    env = GymEnv("CartPole-v1", 2)
+    versions = iter(range(100))
+
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        log.append("act")
+        return td.set("action", torch.zeros(2, dtype=torch.int64))
+
+    def version() -> int:
+        log.append("version")
+        return next(versions)
+
+    step = env.stepper.step
+    env.stepper.step = lambda action: (log.append("step"), step(action))[1]  # type: ignore[method-assign]
+    rollout = Rollout(env, policy, gate=Gate(log), version=version)
+    batch = rollout.buffer(3)
+    assert log == ["enter", "act", "leave"]
+    log.clear()
+    rollout.collect(batch)
+    assert log == ["enter", "act", "version", "leave", "step"] * 3
+    assert batch["policy_version"].tolist() == [[0, 1, 2]] * 2
+
+
+def test_an_error_comes_out_as_it_is_and_leaves_the_gate() -> None:
+    log: list[str] = []
+    env = GymEnv("CartPole-v1")
+    failing = False
+
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        if failing:
+            raise KeyboardInterrupt
+        return td.set("action", torch.tensor(0))
+
+    rollout = Rollout(env, policy, gate=Gate(log))
+    batch = rollout.buffer(3)
+    failing = True
+    with pytest.raises(KeyboardInterrupt):
+        rollout.collect(batch)
+    assert log[-1] == "leave"
+
+
+def rewrite(td: TensorDictBase, action: torch.Tensor) -> TensorDictBase:
+    return td.update({"observation": td["observation"] * 0 + 77, "action": action})
+
+
+def mutate(td: TensorDictBase, action: torch.Tensor) -> TensorDictBase:
+    td["observation"].fill_(77)
+    return td.set("action", action)
+
+
+def answer_apart(td: TensorDictBase, action: torch.Tensor) -> TensorDictBase:
+    return TensorDict({"action": action}, td.batch_size)
+
+
+def unlearnt(td: TensorDictBase, action: torch.Tensor) -> TensorDictBase:
+    return td.set("action", action).set("scale", nn.Parameter(torch.ones(td.batch_size)))
+
+
+@pytest.mark.parametrize("habit", [rewrite, mutate, answer_apart, unlearnt])
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_a_policy_cannot_spoil_what_is_stored(
+    habit: Callable[[TensorDictBase, torch.Tensor], TensorDictBase], num_envs: int
+) -> None:
+    seen: list[torch.Tensor] = []
+
+    def run(act: Callable[[TensorDictBase, torch.Tensor], TensorDictBase]) -> TensorDict:
+        env = GymEnv("Acrobot-v1", num_envs, seed=0)
+        seen.clear()
+
+        def policy(td: TensorDictBase) -> TensorDictBase:
+            seen.append(td["observation"].clone())
+            return act(td, torch.full(env.batch_size, 2))
+
+        return collected(Rollout(env, policy), 6)
+
+    plain = run(answer_apart).select("observation", "action", "next")
+    spoilt = run(habit).select("observation", "action", "next")
+    assert bool((plain == spoilt).all())
+    assert torch.equal(torch.stack(seen[1:], dim=-2), spoilt["observation"])  # and it sees the truth each time
+
+
+def test_seeds() -> None:
+    def run(seed: int) -> TensorDict:
+        env = GymEnv("CartPole-v1", 2)
+        rollout = Rollout(env, Categorical(env))
+        rollout.seed(seed)
+        return collected(rollout, 30)
+
+    assert bool((run(1) == run(1)).all())
+    assert not torch.equal(run(1)["action"], run(2)["action"])
+
+
+def test_making_a_buffer_draws_no_random_number() -> None:
+    env = GymEnv("CartPole-v1", 2)
+    rollout = Rollout(env, Categorical(env))
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    rollout.buffer(4)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_a_slice_of_shared_memory_is_filled_in_place(num_envs: int) -> None:
+    env = GymEnv("CartPole-v1", num_envs, seed=0)
+    rollout = Rollout(env, Categorical(env))
+    one = rollout.buffer(5)
+    shared = torch.stack([one, one, one]).contiguous().share_memory_()
+    before = shared.clone()
+    mine = shared[1]
+    assert rollout.collect(mine) is mine
+    assert bool((shared[1] == mine).all()) and bool((shared[0] == before[0]).all()) and bool((shared[2] == 0).all())
+    assert bool((shared[1]["next", "reward"] == 1).all())
+
+
+def test_batches_are_not_kept_alive() -> None:
+    env = GymEnv("CartPole-v1")
+    rollout = Rollout(env, Categorical(env))
+    gone = [weakref.ref(rollout.collect(rollout.buffer(2))["observation"]) for _ in range(3)]
+    assert all(reference() is None for reference in gone)
+
+
+def test_bad_input_is_said_clearly() -> None:
+    env = GymEnv("CartPole-v1")
+    with pytest.raises(ValueError, match=r"the policy wrote \['logits'\]"):
+        Rollout(env, lambda td: td.set("logits", torch.zeros(2))).buffer(2)
+    with pytest.raises(ValueError, match="at least one step"):
+        Rollout(env).buffer(0)
+    with pytest.raises(ValueError, match="max_frames_per_traj"):
+        Rollout(env, max_frames_per_traj=-1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_policy_on_another_device() -> None:
+    env = GymEnv("CartPole-v1", 2)
+    policy: Any = Categorical(env)
+    policy.linear.cuda()
+    batch = collected(Rollout(env, policy, device="cuda"), 10)
+    assert batch["action"].device.type == "cpu"
+    torch.testing.assert_close(batch["hidden"], policy.linear(batch["observation"].cuda()).cpu(), rtol=0.02, atol=0.02)
