@@ -11,6 +11,12 @@ import time
 
 STARTED = time.perf_counter()  # before the imports: they are most of the time until the first update
 
+if __name__ == "__main__":  # the workers' fork server makes its imports while this process makes its own
+    from multiprocessing import forkserver
+
+    forkserver.set_forkserver_preload(["collectors.worker", "learning"])
+    forkserver.ensure_running()
+
 import os
 import sys
 from contextlib import closing

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -17,6 +19,23 @@ from collectors.worker import WorkerOptions, main
 from wsync import WorkerDied, WorkerFailed
 
 _GRACE = 5.0  # seconds in which a worker that was hung up on has to end
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Keep a new process from running the trainer's script again.
+
+    What a worker is given is pickled by value where it comes from ``__main__``, so it does not need that module; and a
+    script without an ``if __name__ == "__main__"`` works.
+    """
+    names = vars(sys.modules["__main__"])
+    hidden = {name: names[name] for name in ("__spec__", "__file__") if name in names}
+    names["__spec__"] = None
+    names.pop("__file__", None)
+    try:
+        yield
+    finally:
+        names.update(hidden)
 
 
 def context() -> multiprocessing.context.BaseContext:
@@ -59,7 +78,8 @@ class Pool:
                 mine, theirs = ctx.Pipe()
                 name = f"collector-worker-{chosen.worker_idx}"
                 process = ctx.Process(target=main, args=(theirs, blob, chosen), name=name)  # pyright: ignore[reportAttributeAccessIssue]
-                process.start()
+                with _without_main():
+                    process.start()
                 theirs.close()
                 self.workers.append(Worker(process, mine, chosen.worker_idx))
         except BaseException:
