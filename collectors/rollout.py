@@ -208,6 +208,6 @@ class Rollout:
         }
         if "action" not in outputs:
             raise ValueError(f'the policy wrote {sorted(outputs)}, and no "action" among them')
-        if all(v.is_cpu and not v.requires_grad and v.dtype is not torch.bfloat16 for v in outputs.values()):
+        if all(value.is_cpu and value.dtype is not torch.bfloat16 for value in outputs.values()):
             self._read = torch.Tensor.numpy  # half the time of the general way
         return {key: torch.from_numpy(to_numpy(value)) for key, value in outputs.items()}

@@ -27,7 +27,8 @@ from rich.console import Console
 from rich.table import Table
 from tensordict.nn import TensorDictModuleBase
 
-from collectors.envs import GymEnv
+import wsync
+from collectors import GymEnv, MultiSyncCollector
 from collectors.rollout import Rollout
 from learning.networks import Policy, make_policy
 
@@ -85,9 +86,6 @@ def rollout(width: int, steps: int) -> Iterator[Turn]:
 @contextmanager
 def collector(width: int, steps: int, workers: int) -> Iterator[Turn]:
     """Iterate a synchronous collector whose workers are fed through shared memory."""
-    import wsync
-    from collectors import MultiSyncCollector
-
     with MultiSyncCollector(
         [functools.partial(GymEnv, ENV, num_envs=width)] * workers,
         policy(),
