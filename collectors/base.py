@@ -126,7 +126,7 @@ class BaseCollector(ABC):
         return next(iter(self.weight_sync_schemes))
 
     def get_model(self, model_id: str) -> nn.Module:
-        """The trainer's model called ``model_id``: the policy, a path below this collector, or below the policy.
+        """The trainer's model called ``model_id``: ``"policy"``, or a path below the policy.
 
         Raises:
             LookupError: only the workers have it (or nobody).
@@ -138,7 +138,7 @@ class BaseCollector(ABC):
         """Make what follows reproducible: environment ``i`` of all gets ``seed + i``. Returns the next free seed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters. (Environments have no state that can be saved: episodes begin anew.)"""
+        """The counters; environments have no state that can be saved, so episodes begin anew."""
         return {"frames": self.frames}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 import wsync
 from collectors.base import BaseCollector, EnvMaker
@@ -50,11 +50,11 @@ class MultiCollector(BaseCollector):
 
     def __new__(cls, *_: Any, sync: bool | None = None, **__: Any) -> MultiCollector:
         """Choose the class that ``sync`` says."""
-        if cls is MultiCollector:
-            if sync is None:
-                raise TypeError("MultiCollector needs sync=True or sync=False")
-            cls = MultiSyncCollector if sync else MultiAsyncCollector
-        return super().__new__(cls)
+        if cls is not MultiCollector:
+            return super().__new__(cls)
+        if sync is None:
+            raise TypeError("MultiCollector needs sync=True or sync=False")
+        return super().__new__(MultiSyncCollector if sync else MultiAsyncCollector)
 
     _buffers = 1
 
@@ -165,10 +165,9 @@ class MultiSyncCollector(MultiCollector):
 
     def _gather(self) -> TensorDictBase:
         self._pool.tell(self._pool.workers, "collect", 0)
-        batches = [worker.batches[index] for worker, index in self._heard_or_shut("batch")]
-        if self.cat_results == "stack":
-            return TensorDict.stack(batches)  # pyright: ignore[reportArgumentType]
-        return TensorDict.cat(batches, dim=self.cat_results)  # pyright: ignore[reportArgumentType]
+        batches: Any = [worker.batches[index] for worker, index in self._heard_or_shut("batch")]
+        joined: Any = torch.stack(batches) if self.cat_results == "stack" else torch.cat(batches, self.cat_results)
+        return joined
 
     def _heard_or_shut(self, expected: str) -> list[tuple[Worker, Any]]:
         try:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -38,7 +39,7 @@ def _without_main() -> Iterator[None]:
         names.update(hidden)
 
 
-def context() -> multiprocessing.context.BaseContext:
+def context() -> BaseContext:
     """A fork server with the heavy imports made once, so that a worker starts in a fraction of a second."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["collectors.worker"])
@@ -53,7 +54,7 @@ class Worker:
         self.line = line
         self.worker_idx = worker_idx
         self.num_envs = 0
-        self.batches: Sequence[TensorDict] = ()
+        self.batches: list[TensorDict] = []
 
     @property
     def sentinel(self) -> int:
@@ -150,5 +151,5 @@ class Pool:
                 worker.process.kill()
                 worker.process.join()
             worker.process.close()
-            worker.batches = ()
+            worker.batches = []
         self.workers = []

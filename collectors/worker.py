@@ -121,7 +121,8 @@ class _Worker:
         batches = plan.map(memory, options.buffers)
         try:
             while True:
-                self._obey(*self._line.recv(), batches)
+                command, argument = self._line.recv()
+                self._obey(command, argument, batches)
         finally:
             for scheme in self._schemes.values():
                 scheme.shutdown()

@@ -15,6 +15,7 @@ from tensordict.nn.probabilistic import interaction_type
 from torch import Tensor, distributions, nn
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
+GREEDY = (InteractionType.DETERMINISTIC, InteractionType.MODE, InteractionType.MEAN)
 LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
 
 
@@ -102,9 +103,9 @@ class CategoricalPolicy(Policy):
 class GaussianPolicy(Policy):
     """A diagonal Gaussian over continuous actions; ``action`` is float32 ``[*B, dim]``.
 
-    The network's output is in units of half the action range around its middle; the spread is learnt, and the same
-    everywhere.
-    Samples may leave the range: the environment clips them, the log-probability is that of the sample before the clip.
+    The network's output is in units of half the action range, around its middle; the spread is learnt, and the same for
+    all observations. A sample may leave the range: the environment clips it, and its log-probability is that before the
+    clip, as in https://arxiv.org/abs/1707.06347.
     """
 
     center: Tensor
@@ -124,7 +125,11 @@ class GaussianPolicy(Policy):
         return action, self._log_density(noise)
 
     def _log_density(self, noise: Tensor) -> Tensor:
-        return (-0.5 * noise.square() - self.log_std - self.half_range.log() - LOG_SQRT_2PI).sum(-1)
+        """Return the log-density of the sample that came of standard normal `noise`, ``[*B, dim]`` to ``[*B]``."""
+        return -0.5 * noise.square().sum(-1) - self._log_scale()
+
+    def _log_scale(self) -> Tensor:
+        return (self.log_std + self.half_range.log() + LOG_SQRT_2PI).sum()
 
     def distribution(self, observation: Tensor) -> distributions.Independent:
         """Return the Gaussian over actions at `observation` ``[*B, obs]``, in the environment's units."""
@@ -135,7 +140,7 @@ class GaussianPolicy(Policy):
     def log_prob_and_entropy(self, observation: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-density of `action` ``[*B, dim]`` and the entropy at `observation`, both ``[*B]``, in nats."""
         noise = ((action - self.center) / self.half_range - self.network(observation)) * (-self.log_std).exp()
-        entropy = (self.log_std + self.half_range.log() + LOG_SQRT_2PI + 0.5).sum()
+        entropy = self._log_scale() + 0.5 * noise.shape[-1]
         return self._log_density(noise), entropy.expand(noise.shape[:-1])
 
 
@@ -147,11 +152,10 @@ class Critic(nn.Sequential):
         return super().forward(input).squeeze(-1)
 
 
-GREEDY = (InteractionType.DETERMINISTIC, InteractionType.MODE, InteractionType.MEAN)
-
-
 def _layers(sizes: Sequence[int], activation: str, last_gain: float) -> list[nn.Module]:
     """Make linear layers with activations between; orthogonal init, https://arxiv.org/abs/1312.6120."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {activation!r}: one of {', '.join(ACTIVATIONS)}")
     layers: list[nn.Module] = []
     for i, (fan_in, fan_out) in enumerate(pairwise(sizes)):
         linear = nn.Linear(fan_in, fan_out)
@@ -182,7 +186,6 @@ def make_policy(
         ValueError: an unknown `activation`, or a continuous action without bounds.
 
     """
-    _check_activation(activation)
     network = nn.Sequential(*_layers([observation_dim, *hidden, action_spec.shape[-1]], activation, last_gain=0.01))
     if not action_spec.dtype.is_floating_point:
         return CategoricalPolicy(network)
@@ -195,10 +198,4 @@ def make_policy(
 
 def make_critic(observation_dim: int, hidden: Sequence[int] = (64, 64), activation: str = "tanh") -> Critic:
     """Make a value network, observations ``[*B, observation_dim]`` to values ``[*B]``; see :func:`make_policy`."""
-    _check_activation(activation)
     return Critic(*_layers([observation_dim, *hidden, 1], activation, last_gain=1.0))
-
-
-def _check_activation(activation: str) -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {activation!r}: one of {', '.join(ACTIVATIONS)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +53,9 @@ class PPO:
         normalize_advantage: give a batch's advantages mean 0 and standard deviation 1.
         adam_eps: Adam's epsilon.
 
+    Raises:
+        ValueError: a count below 1.
+
     """
 
     def __init__(
@@ -78,7 +82,8 @@ class PPO:
         normalize_advantage: bool = True,
         adam_eps: float = 1e-5,
     ) -> None:
-        """Make a learner; see the class for the arguments."""
+        if min(epochs, epochs if epochs_final is None else epochs_final, minibatch_size, anneal_frames) < 1:
+            raise ValueError("epochs, epochs_final, minibatch_size and anneal_frames must be at least 1")
         self.policy, self.critic = policy, critic
         self.gamma, self.gae_lambda, self.reward_scale = gamma, gae_lambda, reward_scale
         self.epochs, self.epochs_final = epochs, epochs if epochs_final is None else epochs_final
@@ -89,7 +94,7 @@ class PPO:
         self.value_coef, self.value_clip, self.entropy_coef = value_coef, value_clip, entropy_coef
         self.target_kl, self.normalize_advantage = target_kl, normalize_advantage
         self.frames = 0
-        self.parameters = [*policy.parameters(), *critic.parameters()]
+        self.parameters = [p for p in (*policy.parameters(), *critic.parameters()) if p.requires_grad]
         self.optimizer = FlatAdam(self.parameters, eps=adam_eps, max_grad_norm=max_grad_norm)
 
     def update(self, batch: TensorDictBase) -> dict[str, float]:
@@ -97,6 +102,10 @@ class PPO:
 
         Keys: ``loss_policy``, ``loss_value``, ``entropy`` and ``kl`` (nats), ``clip_fraction``, ``grad_norm``,
         ``explained_variance``, ``value`` (scaled reward), ``epochs`` (passes done), ``lr``, ``clip``.
+
+        Raises:
+            FloatingPointError: the figures are no longer finite; the networks are lost.
+
         """
         lr = self._scheduled(self.lr, self.lr_final)
         clip = self._scheduled(self.clip, self.clip_final)
@@ -108,8 +117,10 @@ class PPO:
             if self.target_kl is not None and passes[-1][KL].item() > self.target_kl:
                 break
         self.frames += batch.numel()
-        means = torch.stack(passes).mean(0).tolist()
-        return dict(zip(STATS, means, strict=True)) | summary | {"epochs": float(len(passes)), "lr": lr, "clip": clip}
+        stats = dict(zip(STATS, torch.stack(passes).mean(0).tolist(), strict=True)) | summary
+        if not all(map(math.isfinite, stats.values())):
+            raise FloatingPointError(f"PPO diverged after {self.frames} frames: {stats}")
+        return stats | {"epochs": float(len(passes)), "lr": lr, "clip": clip}
 
     def _scheduled(self, first: float, final: float) -> float:
         return final + max(0.0, 1.0 - self.frames / self.anneal_frames) * (first - final)
@@ -129,17 +140,17 @@ class PPO:
             lmbda=self.gae_lambda,
         )
         target = advantage + value
-        explained = 1.0 - advantage.var() / target.var().clamp_min(1e-8)
+        explained = 1.0 - advantage.var(correction=0) / target.var(correction=0).clamp_min(1e-8)
         summary = {"explained_variance": explained.item(), "value": value.mean().item()}
         if self.normalize_advantage:
-            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+            advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)
         last = batch.ndim - 1
         tensors = (observation, batch.get("action"), batch.get("action_log_prob"), advantage, target, value)
         return Frames(*(x.flatten(0, last) for x in tensors)), summary
 
     def _epoch(self, frames: Frames, lr: float, clip: float) -> Tensor:
         """Pass once over all frames in random order; returns the figures named by `STATS`."""
-        order = torch.randperm(len(frames.advantage))
+        order = torch.randperm(len(frames.advantage), device=frames.advantage.device)
         frames = Frames(*(x[order] for x in frames))
         minibatches = zip(*(x.split(self.minibatch_size) for x in frames), strict=True)
         steps = [self._step(Frames(*minibatch), lr, clip) for minibatch in minibatches]
@@ -148,17 +159,12 @@ class PPO:
         log_ratio = log_prob - frames.log_prob
         ratio = log_ratio.exp()
         surrogate = torch.min(frames.advantage * ratio, frames.advantage * ratio.clamp(1.0 - clip, 1.0 + clip))
-        figures = (
-            -surrogate.mean(),
-            0.5 * (value - frames.target).square().mean(),
-            entropy.mean(),
-            (
-                ratio - 1.0 - log_ratio
-            ).mean(),  # of low variance and never negative: http://joschu.net/blog/kl-approx.html
-            ((ratio - 1.0).abs() > clip).float().mean(),
-            torch.stack([grad_norm for *_, grad_norm in steps]).mean(),
-        )
-        return torch.stack(figures)
+        squared_error = (value - frames.target).square()
+        kl = ratio - 1.0 - log_ratio  # of low variance and never negative: http://joschu.net/blog/kl-approx.html
+        clipped = ((ratio - 1.0).abs() > clip).float()
+        grad_norm = torch.stack([grad_norm for *_, grad_norm in steps])
+        figures = (-surrogate, 0.5 * squared_error, entropy, kl, clipped, grad_norm)
+        return torch.stack([x.mean() for x in figures])
 
     def _step(self, frames: Frames, lr: float, clip: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Do one gradient step; returns log-probabilities, entropies and values before it, and the gradient's norm."""

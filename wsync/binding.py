@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from wsync.errors import LayoutMismatch
-from wsync.layout import Layout
+from wsync.layout import Layout, copy_all
 from wsync.snapshot import ModuleIndex, describe
 
 
@@ -93,7 +93,7 @@ class Binding:
             self._set_extra(extra)
         if self._copied:
             with torch.no_grad():
-                torch._foreach_copy_([tensor for tensor, _ in self._copied], [views[i] for _, i in self._copied])
+                copy_all([tensor for tensor, _ in self._copied], [views[i] for _, i in self._copied])
         for parameter, i in self._bound:
             parameter.data = views[i]
 

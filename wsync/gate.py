@@ -166,4 +166,5 @@ def _gated_class(original: type[nn.Module]) -> type[nn.Module]:
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
     }
-    return type(original)(original.__name__, (original,), namespace)
+    metaclass: Any = type(original)
+    return metaclass(original.__name__, (original,), namespace)

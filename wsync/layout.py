@@ -95,7 +95,7 @@ class Layout:
         if self.ties:
             tensors, views = [tensors[i] for i in self._leaders], [views[i] for i in self._leaders]
         with torch.no_grad():
-            torch._foreach_copy_(list(views), list(tensors))
+            copy_all(list(views), list(tensors))
 
     @cached_property
     def _leaders(self) -> list[int]:
@@ -155,6 +155,11 @@ class Layout:
         unknown = [f"unknown '{name}'" for name in given if name not in names]
         if missing or unknown:
             raise LayoutMismatch(f"the weights do not fit the model: {describe(missing + unknown)}")
+
+
+def copy_all(destinations: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source into its destination, in one call of PyTorch's."""
+    torch._foreach_copy_(destinations, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _kind(shape: torch.Size, dtype: torch.dtype) -> str:

@@ -116,7 +116,7 @@ class LocalReceiver:
             self.leave()
 
     def leave(self) -> None:
-        """Give back what the forward used. A model that refused the published slot keeps the one that it is bound to."""
+        """Give back what the forward used. A model that refused the published slot keeps the one it is on."""
         if not self._busy:
             return
         self._busy = False

@@ -12,6 +12,7 @@ import ctypes
 import errno
 import os
 import time
+from collections.abc import Callable
 
 from wsync.errors import SyncTimeout
 
@@ -26,7 +27,7 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-def _function(library: ctypes.CDLL, name: str, *argtypes: type) -> ctypes._CFuncPtr:  # pyright: ignore[reportPrivateUsage]
+def _function(library: ctypes.CDLL, name: str, *argtypes: type) -> Callable[..., int]:
     function = library[name]
     function.argtypes = argtypes
     function.restype = ctypes.c_int

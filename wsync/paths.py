@@ -37,14 +37,11 @@ def _follow(context: object, path: str) -> Any:
             raise ValueError(f'\'{path}\' is not a path like "env.value_net" or "transform[0].module"')
         name, index, key = step.groups()
         try:
-            if name is not None:
-                found = getattr(found, name)
-            else:
-                found = found[int(index) if index is not None else key]  # pyright: ignore[reportIndexIssue]
+            item = int(index) if index is not None else key
+            found = getattr(found, name) if name is not None else found[item]  # pyright: ignore[reportIndexIssue]
         except (AttributeError, LookupError, TypeError) as error:
             reached = path[:end] or "the context"
-            raise LookupError(
-                f"no '{path}' in {type(context).__name__}: {reached} has no {step.group().lstrip('.')}"
-            ) from error
+            lacking = f"{reached} has no {step.group().lstrip('.')}"
+            raise LookupError(f"no '{path}' in {type(context).__name__}: {lacking}") from error
         end = step.end()
     return found

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, Self
 
-from tensordict import TensorDictBase
 from torch import nn
 
 from wsync.errors import NotConnected
@@ -273,7 +272,7 @@ class WeightSyncScheme(ABC):
         return self._trainer("send").sender.send(weights, worker_ids, wait=self.sync)
 
     def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
-        """Hand an update over, and return; ``wait_async`` waits. A newer one supersedes it where it was not taken yet."""
+        """Hand an update over, and return; ``wait_async`` waits. A newer one supersedes it if it is not taken yet."""
         self._trainer("send_async").sender.send(weights, worker_ids, wait=False)
 
     def wait_async(self) -> SyncReport | None:
@@ -383,11 +382,7 @@ class WeightSyncScheme(ABC):
         source = role.sender.source.weights if role else None
         if source is None:
             return None
-        if (
-            isinstance(source, Mapping)
-            and not isinstance(source, TensorDictBase)
-            and all(isinstance(k, int) for k in source)
-        ):
+        if is_per_worker(source):
             return {worker: self.strategy.extract_weights(weights) for worker, weights in source.items()}
         return self.strategy.express(snapshot(source))
 
@@ -432,7 +427,7 @@ class WeightSyncScheme(ABC):
 
     def _trainer(self, what: str) -> Trainer:
         if not isinstance(self._role, Trainer):
-            where = "is initialised on a receiver" if self._role else "is not initialised: call init_on_sender() first"
+            where = "is initialised on a receiver" if self._role else "has not seen init_on_sender() yet"
             raise NotConnected(f"{what}() belongs to the sender, and this scheme {where}")
         return self._role
 

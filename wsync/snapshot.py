@@ -9,7 +9,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from wsync.errors import LayoutMismatch
 
@@ -60,7 +60,7 @@ class ModuleIndex:
         for kind, found in ((module._parameters, self.parameters), (module._buffers, self.buffers)):
             self._sizes.append((kind, len(kind)))
             for key, tensor in kind.items():
-                if isinstance(tensor, UninitializedTensorMixin):
+                if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
                     raise LayoutMismatch(
                         f"'{prefix}{key}' has no shape yet (a lazy module): run one forward before it is synchronised"
                     )
@@ -79,13 +79,10 @@ class ModuleIndex:
         """Whether this is the index of ``module``, as it is now."""
         if self._module() is not module:
             return False
-        for where, key, child in self._children:  # plain loops: this stands on every update's way
+        for where, key, child in self._children:  # a plain loop: this stands on every update's way
             if where.get(key) is not child:
                 return False
-        for where, size in self._sizes:
-            if len(where) != size:
-                return False
-        return True
+        return all(len(where) == size for where, size in self._sizes)
 
     @property
     def places(self) -> dict[str, tuple[dict[str, Any], str]]:
@@ -120,9 +117,7 @@ def snapshot(source: object) -> Snapshot:
         pairs = dict(_flatten(source, ""))
         extra = {name: value for name, value in pairs.items() if _is_extra(name)}
         return Snapshot({name: pairs[name] for name in pairs if name not in extra}, extra)
-    raise TypeError(
-        f"weights are a torch.nn.Module, a TensorDict or a state dict, not {type(source).__module__}.{type(source).__name__}"
-    )
+    raise TypeError(f"weights are a torch.nn.Module, a TensorDict or a state dict, not a {type(source).__name__}")
 
 
 def _is_extra(name: str) -> bool:

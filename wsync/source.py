@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from tensordict import TensorDictBase
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ class Reader:
         return tensors, index.extra_state()
 
 
-def is_per_worker(weights: object) -> bool:
+def is_per_worker(weights: object) -> TypeGuard[Mapping[int, Any]]:
     """Whether ``weights`` are ``{worker_idx: weights}``."""
     return (
         isinstance(weights, Mapping)
@@ -102,7 +102,7 @@ class Source:
         """Any one worker's weights: what the layout is made from."""
         given = self.weights if weights is None else weights
         if is_per_worker(given):
-            given = next(iter(given.values()))  # pyright: ignore[reportAttributeAccessIssue]
+            given = next(iter(given.values()))
         return self._reader.read(given)
 
     def parts(self, weights: object, workers: Sequence[int], layout: Layout) -> list[Part]:
@@ -114,10 +114,10 @@ class Source:
         """
         given = self.weights if weights is None else weights
         if is_per_worker(given):
-            odd = sorted(set(given) ^ set(workers))  # pyright: ignore[reportArgumentType]
+            odd = sorted(set(given) ^ set(workers))
             if odd:
                 raise ValueError(f"weights per worker must be for workers {list(workers)}; worker(s) {odd} differ")
-            return [self._part([worker], given[worker], layout) for worker in workers]  # pyright: ignore[reportIndexIssue]
+            return [self._part([worker], given[worker], layout) for worker in workers]
         if self._device_map_fn is None:
             part = self._part(workers, given, layout)
             if self.mirror is not None and given is not self.mirror:

@@ -10,7 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from wsync.binding import Binding
-from wsync.layout import Layout
+from wsync.layout import Layout, copy_all
 from wsync.snapshot import Snapshot, snapshot
 
 Format = Literal["tensordict", "state_dict"]
@@ -81,12 +81,13 @@ class WeightStrategy:
         tensors = Layout.of(own).order(Snapshot(given.tensors))
         if inplace:
             with torch.no_grad():
-                torch._foreach_copy_([own.tensors[name] for name in Layout.of(own).names], tensors)
+                copy_all([own.tensors[name] for name in Layout.of(own).names], tensors)
             return
         replaced = dict(zip(Layout.of(own).names, tensors, strict=True))
         if isinstance(destination, TensorDictBase):
+            flat = set(destination.keys())
             for name, tensor in replaced.items():
-                destination.set(name if name in destination.keys() else tuple(name.split(".")), tensor)
+                destination.set(tuple(name.split(".")) if "." in name and name not in flat else name, tensor)
         elif isinstance(destination, Mapping):
             _replace(destination, replaced, "")
 
