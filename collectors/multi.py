@@ -54,7 +54,8 @@ class MultiCollector(BaseCollector):
             return super().__new__(cls)
         if sync is None:
             raise TypeError("MultiCollector needs sync=True or sync=False")
-        return super().__new__(MultiSyncCollector if sync else MultiAsyncCollector)
+        chosen: Any = MultiSyncCollector if sync else MultiAsyncCollector
+        return super().__new__(chosen)
 
     _buffers = 1
 
@@ -166,8 +167,8 @@ class MultiSyncCollector(MultiCollector):
     def _gather(self) -> TensorDictBase:
         self._pool.tell(self._pool.workers, "collect", 0)
         batches: Any = [worker.batches[index] for worker, index in self._heard_or_shut("batch")]
-        joined: Any = torch.stack(batches) if self.cat_results == "stack" else torch.cat(batches, self.cat_results)
-        return joined
+        how: Any = self.cat_results
+        return torch.stack(batches) if how == "stack" else torch.cat(batches, how)
 
     def _heard_or_shut(self, expected: str) -> list[tuple[Worker, Any]]:
         try:
@@ -197,7 +198,8 @@ class MultiAsyncCollector(MultiCollector):
         except wsync.WeightSyncError:
             self.shutdown()
             raise
-        batch = worker.batches[buffer].clone()
+        batch: Any = worker.batches[buffer]
+        batch = batch.clone()
         pool.tell([worker], "collect", buffer)
         return batch
 

@@ -24,7 +24,7 @@ from wsync.ports import ReceiverPort, SenderPort
 from wsync.receiver import Receiver
 from wsync.sender import Sender
 from wsync.snapshot import snapshot
-from wsync.source import DeviceMap, Source
+from wsync.source import DeviceMap, Source, is_per_worker
 from wsync.strategy import Format, WeightStrategy
 from wsync.transport import ReceiverEnd, SenderEnd, TransportBackend
 from wsync.types import CascadingContext, CollectorContext, SyncReport
