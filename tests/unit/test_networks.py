@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import cloudpickle
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import InteractionType, set_interaction_type
+
+from collectors.specs import Spec
+from learning import CategoricalPolicy, GaussianPolicy, Policy, make_critic, make_policy
+
+CHOICE = Spec(torch.Size([3]), torch.int64, n=3)
+TORQUES = Spec(torch.Size([2]), torch.float32, torch.tensor([-2.0, 0.0]), torch.tensor([2.0, 10.0]))
+both = pytest.mark.parametrize("spec", [CHOICE, TORQUES], ids=["discrete", "continuous"])
+
+
+def policy_of(spec: Spec, seed: int = 0) -> Policy:
+    """A policy that is not indifferent, as a fresh one is."""
+    torch.manual_seed(seed)
+    policy = make_policy(4, spec, (16, 16))
+    with torch.no_grad():
+        for p in policy.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    return policy
+
+
+@torch.no_grad()
+def act(policy: Policy, *batch: int, observation: torch.Tensor | None = None) -> TensorDict:
+    observation = torch.randn(*batch, 4) if observation is None else observation
+    result = policy(TensorDict({"observation": observation}, batch_size=observation.shape[:-1]))
+    assert isinstance(result, TensorDict)
+    return result
+
+
+@both
+@pytest.mark.parametrize("batch", [(), (5,), (2, 3, 5)], ids=str)
+def test_shapes_and_dtypes(spec: Spec, batch: tuple[int, ...]) -> None:
+    td = act(policy_of(spec), *batch)
+    discrete = spec is CHOICE
+    assert td["action"].shape == (batch if discrete else (*batch, 2))
+    assert td["action"].dtype == (torch.int64 if discrete else torch.float32)
+    assert td["action_log_prob"].shape == batch
+    assert td["action_log_prob"].dtype == torch.float32
+
+
+@both
+def test_log_probs_and_entropies_are_those_of_torch_distributions(spec: Spec) -> None:
+    policy = policy_of(spec)
+    td = act(policy, 7, 50)
+    distribution = policy.distribution(td["observation"])
+    torch.testing.assert_close(td["action_log_prob"], distribution.log_prob(td["action"]).float(), rtol=1e-4, atol=1e-4)
+    log_prob, entropy = policy.log_prob_and_entropy(td["observation"], td["action"])
+    torch.testing.assert_close(log_prob, td["action_log_prob"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(entropy, distribution.entropy())
+
+
+@both
+def test_samples_follow_the_distribution(spec: Spec) -> None:
+    policy = policy_of(spec)
+    observation = torch.randn(4).expand(40_000, 4)
+    action = act(policy, observation=observation)["action"]
+    distribution = policy.distribution(observation[0])
+    if isinstance(distribution, torch.distributions.Categorical):
+        share = torch.bincount(action, minlength=3) / len(action)
+        torch.testing.assert_close(share, distribution.probs, atol=0.02, rtol=0.0)
+    else:
+        torch.testing.assert_close(action.mean(0), distribution.mean, atol=0.1, rtol=0.02)
+        torch.testing.assert_close(action.std(0), distribution.stddev, atol=0.1, rtol=0.02)
+
+
+@both
+def test_greedy_acting_takes_the_mode(spec: Spec) -> None:
+    policy = policy_of(spec)
+    with set_interaction_type(InteractionType.DETERMINISTIC):
+        td = act(policy, 50)
+    distribution = policy.distribution(td["observation"])
+    torch.testing.assert_close(td["action"], distribution.mode)
+    torch.testing.assert_close(td["action_log_prob"], distribution.log_prob(distribution.mode), rtol=1e-4, atol=1e-4)
+
+
+@both
+def test_survives_cloudpickle(spec: Spec) -> None:
+    policy = policy_of(spec)
+    copy = cloudpickle.loads(cloudpickle.dumps(policy))
+    observation = torch.randn(6, 4)
+    torch.manual_seed(1)
+    expected = act(policy, observation=observation)
+    torch.manual_seed(1)
+    assert (act(copy, observation=observation) == expected).all()
+    assert (copy.in_keys, copy.out_keys) == (["observation"], ["action", "action_log_prob"])
+
+
+@both
+def test_acting_goes_through_module_call(spec: Spec) -> None:
+    """The forward gate of weight synchronization hangs on it."""
+    policy, calls = policy_of(spec), []
+    policy.register_forward_pre_hook(lambda module, args: calls.append(module))
+    act(policy, 3)
+    assert calls == [policy]
+
+
+def test_a_fresh_policy_is_nearly_indifferent() -> None:
+    observation = torch.randn(100, 4)
+    discrete = make_policy(4, CHOICE).distribution(observation)
+    assert isinstance(discrete, torch.distributions.Categorical)
+    assert (discrete.probs - 1 / 3).abs().max() < 0.02
+    continuous = make_policy(4, TORQUES, initial_std=0.5).distribution(observation)
+    assert (continuous.mean - torch.tensor([0.0, 5.0])).abs().max() < 0.3
+    torch.testing.assert_close(continuous.stddev[0], torch.tensor([1.0, 2.5]))
+
+
+def test_kinds_bounds_and_bad_arguments() -> None:
+    assert isinstance(make_policy(4, CHOICE), CategoricalPolicy)
+    unbounded = make_policy(
+        4, Spec(torch.Size([1]), torch.float32, torch.tensor([-torch.inf]), torch.tensor([torch.inf]))
+    )
+    assert isinstance(unbounded, GaussianPolicy)
+    assert (unbounded.center.item(), unbounded.half_range.item()) == (0.0, 1.0)
+    with pytest.raises(ValueError, match="needs low and high"):
+        make_policy(4, Spec(torch.Size([1]), torch.float32))
+    with pytest.raises(ValueError, match="unknown activation 'thanh': one of tanh"):
+        make_policy(4, CHOICE, activation="thanh")
+    with pytest.raises(ValueError, match="unknown activation"):
+        make_critic(4, activation="thanh")
+
+
+def test_critic_shapes_and_orthogonal_layers() -> None:
+    critic = make_critic(4, (32, 32))
+    assert critic(torch.randn(2, 3, 4)).shape == (2, 3)
+    weight = critic.get_parameter("2.weight")
+    torch.testing.assert_close(weight @ weight.T, 2.0 * torch.eye(32), atol=1e-5, rtol=0.0)
