@@ -168,7 +168,8 @@ class MultiSyncCollector(MultiCollector):
         self._pool.tell(self._pool.workers, "collect", 0)
         batches: Any = [worker.batches[index] for worker, index in self._heard_or_shut("batch")]
         how: Any = self.cat_results
-        return torch.stack(batches) if how == "stack" else torch.cat(batches, how)
+        joined: Any = torch.stack(batches) if how == "stack" else torch.cat(batches, how)
+        return joined
 
     def _heard_or_shut(self, expected: str) -> list[tuple[Worker, Any]]:
         try:

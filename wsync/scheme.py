@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, Self
 
@@ -20,13 +19,12 @@ from wsync.gate import process_gate
 from wsync.in_process import InProcessLine
 from wsync.metrics import SyncMetrics
 from wsync.paths import find_model
-from wsync.ports import ReceiverPort, SenderPort
 from wsync.receiver import Receiver
+from wsync.roles import SchemeView, Trainer, Worker, agreed_count, find_or_none
 from wsync.sender import Sender
-from wsync.snapshot import snapshot
-from wsync.source import DeviceMap, Source, is_per_worker
+from wsync.source import DeviceMap, Source
 from wsync.strategy import Format, WeightStrategy
-from wsync.transport import ReceiverEnd, SenderEnd, TransportBackend
+from wsync.transport import ReceiverEnd, SenderEnd
 from wsync.types import CascadingContext, CollectorContext, SyncReport
 
 BACKENDS = {
@@ -36,32 +34,7 @@ BACKENDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Trainer:
-    """The sender's role."""
-
-    model_id: str
-    context: Any
-    model: Any
-    sender: Sender
-    end: SenderEnd
-    sentinels: Mapping[int, int]
-    pid: int
-    local: Receiver | None = None  # the other end, where it is in this process
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """A receiver's role."""
-
-    model_id: str
-    context: Any
-    model: nn.Module
-    receiver: Receiver
-    worker_idx: int | None
-
-
-class WeightSyncScheme(ABC):
+class WeightSyncScheme(SchemeView, ABC):
     """Carries one model's weights from a trainer to its workers.
 
     Args:
@@ -144,9 +117,9 @@ class WeightSyncScheme(ABC):
         if len(given) > 1:
             raise ValueError(f"give one of model, weights and params_map, not {' and '.join(given)}")
         workers = context.remote_workers if isinstance(context, CollectorContext) else ()
-        count = _agreed_count(num_workers, devices, params_map, workers)
+        count = agreed_count(num_workers, devices, params_map, workers)
         if model is None and not given and context is not None:
-            model = _find_or_none(context, model_id)
+            model = find_or_none(context, model_id)
         source = self._make_source(model_id, params_map or (model if weights is None else weights), device_map_fn)
         end, self._seed = self._make_sender_end(count)
         sender = Sender(
@@ -341,104 +314,6 @@ class WeightSyncScheme(ABC):
         self._role = None
         self._seed = None
 
-    # --- looking at it ---
-
-    @property
-    def context(self) -> Any:
-        """The collector (or other context) of this end, if any."""
-        return self._role.context if self._role else None
-
-    @property
-    def model(self) -> Any:
-        """The model of this end, if it has one."""
-        return self._role.model if self._role else None
-
-    @property
-    def model_id(self) -> str | None:
-        """The model's name; None before init."""
-        return self._role.model_id if self._role else None
-
-    @property
-    def worker_idx(self) -> int | None:
-        """Which worker this is; None on the sender."""
-        if not isinstance(self._role, Worker):
-            return None
-        connected = self._role.receiver.worker_idx
-        return connected if connected >= 0 else self._role.worker_idx
-
-    @property
-    def version(self) -> int:
-        """The newest version sent; on a receiver, the one that the model has. 0 before the first."""
-        if isinstance(self._role, Trainer):
-            return self._role.sender.version
-        return self._role.receiver.version if self._role else 0
-
-    @property
-    def weights(self) -> Any:
-        """This end's weights, live, in the strategy's format; None if there are none yet."""
-        role = self._role
-        if isinstance(role, Worker):
-            return self.strategy.extract_weights(role.model)
-        source = role.sender.source.weights if role else None
-        if source is None:
-            return None
-        if is_per_worker(source):
-            return {worker: self.strategy.extract_weights(weights) for worker, weights in source.items()}
-        return self.strategy.express(snapshot(source))
-
-    @property
-    def num_workers(self) -> int:
-        """How many workers there are to be; 0 before init."""
-        return self._role.sender.num_workers if isinstance(self._role, Trainer) else 0
-
-    @property
-    def sender_transports(self) -> dict[int, TransportBackend]:
-        """On the sender, the line to each worker; empty on a receiver."""
-        if not isinstance(self._role, Trainer):
-            return {}
-        return {worker: self.create_transport(worker_ids=[worker]) for worker in range(self.num_workers)}
-
-    @property
-    def shared_transport(self) -> TransportBackend | None:
-        """On the sender, one line to all workers, where the backend has such a thing."""
-        return None
-
-    @property
-    def receiver_transport(self) -> TransportBackend | None:
-        """On a receiver, the line to the sender."""
-        return ReceiverPort(self._role.receiver, self.timeout) if isinstance(self._role, Worker) else None
-
-    def create_transport(self, *, worker_ids: Sequence[int] | None = None) -> TransportBackend:
-        """The sender's line to some workers (None: all)."""
-        role = self._trainer("create_transport")
-        return SenderPort(role.sender, role.sentinels, worker_ids)
-
-    @property
-    def sender(self) -> Sender:
-        """The send path, for ``synchronize`` and collectors."""
-        return self._trainer("sender").sender
-
-    @property
-    def receiver(self) -> Receiver:
-        """The receive path, for collectors; also of a scheme whose both ends are in this process."""
-        if isinstance(self._role, Trainer) and self._role.local is not None:
-            return self._role.local
-        return self._worker("receiver").receiver
-
-    def _trainer(self, what: str) -> Trainer:
-        if not isinstance(self._role, Trainer):
-            where = "is initialised on a receiver" if self._role else "has not seen init_on_sender() yet"
-            raise NotConnected(f"{what}() belongs to the sender, and this scheme {where}")
-        return self._role
-
-    def _worker(self, what: str) -> Worker:
-        if not isinstance(self._role, Worker):
-            where = (
-                "is initialised on the sender" if self._role else "is not initialised: call init_on_receiver() first"
-            )
-            raise NotConnected(f"{what}() belongs to a receiver, and this scheme {where}")
-        return self._role
-
     def __getstate__(self) -> dict[str, Any]:
         """Options and the way to the sender: no weights, no model, no role."""
         return {**self.__dict__, "_role": None, "metrics": SyncMetrics(self.name)}
@@ -462,33 +337,3 @@ class WeightSyncScheme(ABC):
             raise ValueError(f"unknown backend {name!r}: choose one of {', '.join(sorted(BACKENDS))}")
         module, scheme = BACKENDS[name].split(":")
         return getattr(import_module(module), scheme)(**options)
-
-
-def _find_or_none(context: object, model_id: str) -> nn.Module | None:
-    """The context's model; None where only the workers have it, and every send brings its weights."""
-    try:
-        return find_model(context, model_id)
-    except LookupError:
-        return None
-
-
-def _agreed_count(
-    num_workers: int | None, devices: Sequence[Any] | None, params_map: Mapping[int, Any] | None, workers: Sequence[Any]
-) -> int:
-    counts = {
-        "num_workers": num_workers,
-        "devices": None if devices is None else len(devices),
-        "params_map": None if params_map is None else len(params_map),
-        "the context's workers": len(workers) or None,
-    }
-    said = {name: count for name, count in counts.items() if count is not None}
-    if len(set(said.values())) > 1:
-        raise ValueError("how many workers? " + ", ".join(f"{name}: {count}" for name, count in said.items()))
-    count = next(iter(said.values()), 1)
-    if count < 1:
-        raise ValueError(f"num_workers is at least 1, not {count}")
-    if params_map is not None and set(params_map) != set(range(count)):
-        raise ValueError(
-            f"params_map is {{worker_idx: weights}} for workers 0 to {count - 1}, not for {sorted(params_map)}"
-        )
-    return count
