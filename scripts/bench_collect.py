@@ -145,26 +145,31 @@ def torchrl_env(width: int) -> object:
     return GymWrapper(envs, categorical_action_encoding=True)
 
 
-def contenders(width: int, steps: int, workers: list[int], peer: bool) -> dict[str, Contender]:
-    """Name all that take turns at this width, the bare loop first."""
-    found: dict[str, Contender] = {
-        BARE: functools.partial(bare_loop, width, steps),
-        "rollout, this process": functools.partial(rollout, width, steps),
+def contenders(width: int, steps: int, workers: list[int], peer: bool) -> dict[str, tuple[int, Contender]]:
+    """Name all that take turns at this width, with the number of processes that act; the bare loop first."""
+    found: dict[str, tuple[int, Contender]] = {
+        BARE: (1, functools.partial(bare_loop, width, steps)),
+        "rollout": (1, functools.partial(rollout, width, steps)),
     }
     for count in workers:
-        found[f"MultiSyncCollector, {count} worker(s)"] = functools.partial(collector, width, steps, count)
+        found[f"MultiSyncCollector, {_workers(count)}"] = (count, functools.partial(collector, width, steps, count))
     for count in (0, *workers) if peer else ():
-        name = f"torchrl, {count} worker(s)" if count else "torchrl, this process"
-        found[name] = functools.partial(torchrl_collector, width, steps, count, torchrl_policy)
-        found[f"{name}, our policy"] = functools.partial(torchrl_collector, width, steps, count, policy)
+        name = f"torchrl, {_workers(count)}" if count else "torchrl"
+        run = functools.partial(torchrl_collector, width, steps, count)
+        found[name] = (max(count, 1), functools.partial(run, torchrl_policy))
+        found[f"{name}, our policy"] = (max(count, 1), functools.partial(run, policy))
     return found
 
 
-def measure(entrants: dict[str, Contender], rounds: int, seconds: float) -> dict[str, list[float]]:
+def _workers(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"
+
+
+def measure(entrants: dict[str, tuple[int, Contender]], rounds: int, seconds: float) -> dict[str, list[float]]:
     """Let each contender take its turns for ``seconds``, ``rounds`` times in alternation; return frames/s by round."""
     speeds: dict[str, list[float]] = {name: [] for name in entrants}
     with ExitStack() as stack:
-        turns = {name: stack.enter_context(entrant()) for name, entrant in entrants.items()}
+        turns = {name: stack.enter_context(entrant()) for name, (_, entrant) in entrants.items()}
         for turn in turns.values():
             turn()
         for _ in range(rounds):
@@ -176,12 +181,19 @@ def measure(entrants: dict[str, Contender], rounds: int, seconds: float) -> dict
     return speeds
 
 
-def summarise(speeds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Return, for each contender, the median frames/s and the median of its ratio to the bare loop of its round."""
+def compare(entrants: dict[str, tuple[int, Contender]], rounds: int, seconds: float) -> dict[str, dict[str, float]]:
+    """Measure; return for each contender its median frames/s, and each process's share of the bare loop.
+
+    The share is the median over the rounds of the ratio within a round.
+    """
+    speeds = measure(entrants, rounds, seconds)
     return {
         name: {
+            "processes": entrants[name][0],
             "frames_per_second": statistics.median(values),
-            "of_bare_loop": statistics.median(a / b for a, b in zip(values, speeds[BARE], strict=True)),
+            "of_bare_loop_per_process": statistics.median(
+                speed / bare / entrants[name][0] for speed, bare in zip(values, speeds[BARE], strict=True)
+            ),
         }
         for name, values in speeds.items()
     }
@@ -189,10 +201,13 @@ def summarise(speeds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 def show(results: dict[int, dict[str, dict[str, float]]]) -> None:
     """Print the table."""
-    table = Table("environments", "collected by", "frames/s", "of the bare loop", title=f"Collection, {ENV}, medians")
+    table = Table(title=f"Collection, {ENV}, medians")
+    for heading in ("environments", "collected by", "frames/s", "bare loop, per process"):
+        table.add_column(heading, justify="left" if heading == "collected by" else "right")
     for width, rows in results.items():
         for name, row in rows.items():
-            table.add_row(str(width), name, f"{row['frames_per_second']:,.0f}", f"{row['of_bare_loop']:.2f} x")
+            speed, share = f"{row['frames_per_second']:,.0f}", f"{row['of_bare_loop_per_process']:.2f} x"
+            table.add_row(str(width), name, speed, share)
         table.add_section()
     Console().print(table)
 
@@ -209,7 +224,7 @@ def main(
     """Measure collection and print frames/s, and the ratio to Gymnasium's bare loop."""
     torch.set_num_threads(1)
     counts = [count for count in workers if count > 0]
-    results = {width: summarise(measure(contenders(width, steps, counts, peer), rounds, seconds)) for width in widths}
+    results = {width: compare(contenders(width, steps, counts, peer), rounds, seconds) for width in widths}
     show(results)
     if out is not None:
         machine = {"cores": os.cpu_count(), "torch": torch.__version__, "gymnasium": gym.__version__}
