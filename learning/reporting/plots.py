@@ -77,7 +77,7 @@ def sync_latency(rows: Rows, summary: dict[str, Any], path: Path) -> None:
     subtitle = f"{sync['scheme']}: {sync['updates']:,} updates of {size(sync['bytes'])}, workers: {workers}"
     figure, (left, right) = _figure(10.5, 2, "What a weight sync cost", subtitle, (1.5, 1))
     if updates:
-        _latencies(left, updates, sync["latency_us"])
+        _latencies(left, updates)
         _phases(right, sync)
     else:
         for ax in (left, right):
@@ -86,19 +86,20 @@ def sync_latency(rows: Rows, summary: dict[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
-def _latencies(ax: Axes, latencies: Sequence[float], latency: dict[str, float]) -> None:
+def _latencies(ax: Axes, latencies: Sequence[float]) -> None:
+    percentiles = {f"p{p}": float(np.percentile(latencies, p)) for p in (50, 95, 99)}
     ax.scatter(range(1, len(latencies) + 1), latencies, s=10, color=BLUE, alpha=0.4, linewidths=0, rasterized=True)
     ax.set_yscale("log")
-    low, high = min(*latencies, latency["p50"]) / 1.2, max(*latencies, latency["p99"]) * 1.2
+    low, high = min(latencies) / 1.2, max(latencies) * 1.2
     ax.set_ylim(low, high)
     beside = 0.0
-    for key, style in (("p50", "-"), ("p95", "--"), ("p99", ":")):
-        ax.axhline(latency[key], color=ORANGE, linewidth=1.3, linestyle=style)
-        beside = max(np.log(latency[key] / low) / np.log(high / low), beside)  # close percentiles keep legible labels
+    for (name, value), style in zip(percentiles.items(), ("-", "--", ":"), strict=True):
+        ax.axhline(value, color=ORANGE, linewidth=1.3, linestyle=style)
+        beside = max(np.log(value / low) / np.log(high / low), beside)  # close percentiles keep legible labels
         ax.text(
             1.01,
             beside,
-            f"{key}  {microseconds(latency[key])}",
+            f"{name}  {microseconds(value)}",
             transform=ax.transAxes,
             va="center",
             color=ORANGE,

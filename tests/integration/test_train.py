@@ -1,0 +1,241 @@
+"""train.py as people run it: a process of its own, with real workers."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = ("logger=none", "num_envs=4", "frames_per_batch=256")
+FILES = ("config.yaml", "metrics.jsonl", "summary.json", "learning_curve.png", "sync_latency.png", "checkpoint.pt")
+
+
+def command(folder: Path, *overrides: str) -> list[str]:
+    return [sys.executable, str(ROOT / "train.py"), *QUICK, f"hydra.run.dir={folder}", *overrides]
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONWARNINGS": "ignore", **more}
+
+
+def run(folder: Path, *overrides: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(folder, *overrides), capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL,
+        cwd=folder, env=environment(**more), check=False,
+    )  # fmt: skip
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def descendants(group: int) -> list[str]:
+    """Processes of the process group `group` that are still there."""
+    listed = subprocess.run(["ps", "-eo", "pgid=,stat=,args="], capture_output=True, text=True, check=True).stdout
+    return [line for line in listed.splitlines() if line.split()[0] == str(group) and "Z" not in line.split()[1]]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+    """One short run with each backend: its folder, and what it printed."""
+    result = {}
+    for scheme in ("shared_mem", "multiprocess", "none"):
+        folder = tmp_path_factory.mktemp(scheme)
+        done = run(folder, f"weight_sync={scheme}", "total_frames=1024", "seed=3")
+        assert done.returncode == 0, done.stderr
+        result[scheme] = folder, done.stdout
+    return result
+
+
+@pytest.mark.parametrize("scheme", ["shared_mem", "multiprocess", "none"])
+def test_a_run_leaves_everything_in_its_folder(runs: dict[str, tuple[Path, str]], scheme: str) -> None:
+    folder, printed = runs[scheme]
+    assert all((folder / name).stat().st_size > 0 for name in FILES)
+    told = summary(folder)
+    assert (told["status"], told["solved"], told["frames"], told["seed"]) == ("finished", False, 1024, 3)
+    assert told["weight_sync"]["scheme"] == scheme
+    assert len(rows(folder)) == 4
+    assert "\x1b" not in printed  # no terminal, no control characters
+    assert "frames 1,024/1,024" in printed
+
+
+@pytest.mark.parametrize("scheme", ["shared_mem", "multiprocess"])
+def test_every_batch_is_followed_by_an_update_whose_cost_is_told(
+    runs: dict[str, tuple[Path, str]], scheme: str
+) -> None:
+    folder, _ = runs[scheme]
+    sync = summary(folder)["weight_sync"]
+    assert sync["updates"] == 4
+    assert sync["version"] == rows(folder)[-1]["version"] == 5  # the first weights were version 1
+    assert 0 < sync["latency_us"]["p50"] <= sync["latency_us"]["p99"] <= sync["latency_us"]["max"]
+    assert sync["staleness_mean"] == 0
+    assert sync["over_plain_copy"] > 1
+
+
+def test_the_control_says_that_nothing_arrived(runs: dict[str, tuple[Path, str]]) -> None:
+    folder, printed = runs["none"]
+    sync = summary(folder)["weight_sync"]
+    assert (sync["updates"], sync["latency_us"]["p50"]) == (0, None)
+    assert "Nothing reached the workers" in printed
+    assert "did not learn" in printed
+
+
+def test_how_the_weights_travel_changes_nothing(runs: dict[str, tuple[Path, str]]) -> None:
+    """Synchronous collection from one seed is the same run; without an update it is another after the first batch."""
+    learnt = {
+        scheme: [(row["episode_returns"], row["learning"]) for row in rows(folder)]
+        for scheme, (folder, _) in runs.items()
+    }
+    assert learnt["shared_mem"] == learnt["multiprocess"]
+    assert learnt["shared_mem"][0] == learnt["none"][0]
+    assert learnt["shared_mem"][1] != learnt["none"][1]
+
+
+def test_a_finished_run_that_is_resumed_has_nothing_left_to_do(
+    runs: dict[str, tuple[Path, str]], tmp_path: Path
+) -> None:
+    done = run(tmp_path, f"resume={runs['shared_mem'][0]}")
+    assert done.returncode == 0, done.stderr
+    assert summary(tmp_path)["frames"] == 1024
+    assert rows(tmp_path) == rows(runs["shared_mem"][0])
+
+
+def test_a_checkpoint_that_is_damaged_or_of_another_model_is_refused(
+    runs: dict[str, tuple[Path, str]], tmp_path: Path
+) -> None:
+    other = run(tmp_path, f"resume={runs['shared_mem'][0]}", "policy.hidden=[32]")
+    assert other.returncode == 1
+    assert "does not fit this run" in other.stderr
+    copy = shutil.copytree(runs["shared_mem"][0], tmp_path / "copy")
+    (copy / "checkpoint.pt").write_bytes((copy / "checkpoint.pt").read_bytes()[:1000])
+    cut = run(tmp_path, f"resume={copy}")
+    assert cut.returncode == 1
+    assert "truncated" in cut.stderr
+    assert len(cut.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("collector", ["single", "multi_async"])
+def test_other_collectors(tmp_path: Path, collector: str) -> None:
+    done = run(tmp_path, f"collector={collector}", "total_frames=1024")
+    assert done.returncode == 0, done.stderr
+    assert summary(tmp_path)["weight_sync"]["updates"] >= 4
+
+
+def test_cartpole_is_solved(tmp_path: Path) -> None:
+    done = run(tmp_path, "num_envs=16", "frames_per_batch=1024")
+    assert done.returncode == 0, done.stderr
+    told = summary(tmp_path)
+    assert (told["status"], told["solved"]) == ("solved", True)
+    assert told["episode_return_mean_100"] >= 475
+    assert told["frames"] < 200_000
+
+
+def test_continuous_actions(tmp_path: Path) -> None:
+    done = run(tmp_path, "env=pendulum", "total_frames=2048")
+    assert done.returncode == 0, done.stderr
+    assert summary(tmp_path)["episodes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "whole_group"),
+    [(signal.SIGINT, 130, True), (signal.SIGTERM, 143, True), (signal.SIGTERM, 143, False)],
+    ids=["ctrl-c", "timeout", "kill"],
+)
+def test_a_signal_stops_it_cleanly_and_it_can_go_on(
+    tmp_path: Path, number: signal.Signals, status: int, whole_group: bool
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    process = subprocess.Popen(
+        command(first, "total_frames=100_000_000", "stop_when_solved=false", "seed=7", "algorithm.lr=1e-3"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment(),
+    )  # fmt: skip
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("frames "):
+            break
+    os.killpg(process.pid, number) if whole_group else process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == status, err
+    assert "Traceback" not in err
+    assert "Interrupted" in out
+    told = summary(first)
+    assert told["status"] == "interrupted"
+    assert told["frames"] == rows(first)[-1]["frames"] > 0
+    assert not descendants(process.pid)
+
+    done = run(second, f"resume={first}", f"total_frames={told['frames'] + 512}")
+    assert done.returncode == 0, done.stderr
+    after = summary(second)
+    assert (after["frames"], after["seed"]) == (told["frames"] + 512, 7)
+    assert after["resumed_from"]["frames"] == told["frames"]
+    assert after["episodes"] >= told["episodes"]
+    history = rows(second)
+    assert history[: len(rows(first))] == rows(first)
+    assert [row["frames"] for row in history] == sorted(row["frames"] for row in history)
+    assert "lr: 0.001" in (second / "config.yaml").read_text()
+
+
+FAILING = """
+import gymnasium, os, signal
+from gymnasium.envs.classic_control import CartPoleEnv
+
+class Failing(CartPoleEnv):
+    steps = 0
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 100:
+            if os.environ["HOW"] == "raise":
+                raise ArithmeticError("the pole is gone")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+gymnasium.register("Failing-v0", entry_point=Failing, max_episode_steps=500)
+"""
+
+
+@pytest.mark.parametrize(("how", "said"), [("raise", "ArithmeticError: the pole is gone"), ("kill", "exit code -9")])
+def test_a_worker_that_fails_ends_the_run_with_its_name_and_a_checkpoint(tmp_path: Path, how: str, said: str) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    done = run(tmp_path, "env.id=failing:Failing-v0", HOW=how, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert "worker " in done.stderr
+    assert summary(tmp_path)["status"] == "failed"
+    assert (tmp_path / "checkpoint.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["num_worker=3"], "did you mean 'num_workers'?"),
+        (["collector=single", "num_workers=2"], "num_workers is 1 there"),
+        (["env.id=CartPol-v1"], "env.id=CartPol-v1: "),
+        (["resume=nowhere"], "no run is stored there"),
+        (["weight_sync.strategy=carrier_pigeon"], "carrier_pigeon"),
+    ],
+)
+def test_a_bad_command_line_is_answered_in_one_line(tmp_path: Path, overrides: list[str], said: str) -> None:
+    done = run(tmp_path, *overrides)
+    assert done.returncode in (1, 2)
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stdout == ""
+
+
+def test_a_sweep_runs_them_all_each_in_its_own_folder(tmp_path: Path) -> None:
+    done = run(tmp_path, "weight_sync=shared_mem,none", "total_frames=512", f"hydra.sweep.dir={tmp_path}", "-m")
+    assert done.returncode == 0, done.stderr
+    folders = sorted(path.parent for path in tmp_path.glob("*/summary.json"))
+    assert [summary(folder)["weight_sync"]["scheme"] for folder in folders] == ["shared_mem", "none"]
