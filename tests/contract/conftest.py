@@ -1,0 +1,26 @@
+"""The table of backends that the contract holds: a new backend is one line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import wsync
+
+sys.path.insert(0, str(Path(__file__).parent))  # workers unpickle what is written here
+
+BACKENDS: dict[str, Callable[..., wsync.WeightSyncScheme]] = {
+    "shared_mem": partial(wsync.SharedMemWeightSyncScheme, timeout=30.0),
+    "shared_mem-published": partial(wsync.SharedMemWeightSyncScheme, timeout=30.0, acknowledge="published"),
+    "multiprocess": partial(wsync.MultiProcessWeightSyncScheme, timeout=30.0),
+}
+
+
+@pytest.fixture(params=list(BACKENDS))
+def make_scheme(request: pytest.FixtureRequest) -> Callable[..., wsync.WeightSyncScheme]:
+    """Makes a scheme of each backend in turn."""
+    return BACKENDS[request.param]

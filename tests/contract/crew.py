@@ -1,0 +1,235 @@
+"""Real worker processes that do what the test says, over a pipe."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from contract_models import Tail, digest, fill
+from torch import nn
+
+import wsync
+
+PATIENCE = 30.0  # seconds for an answer on a noisy machine; nothing here needs one
+
+
+class RemoteError(Exception):
+    """What a worker raised."""
+
+    def __init__(self, kinds: list[str], message: str) -> None:
+        super().__init__(f"{kinds[0]}: {message}")
+        self.kinds = kinds
+        self.message = message
+
+
+class Host:
+    """The worker's side: schemes and models by id, and the commands."""
+
+    def __init__(self) -> None:
+        self.schemes: dict[str, wsync.WeightSyncScheme] = {}
+        self.models: dict[str, nn.Module] = {}
+        self.below: Crew | None = None
+
+    def init(self, scheme: wsync.WeightSyncScheme, make: Callable[[], nn.Module], worker: int, model_id: str) -> None:
+        torch.set_num_threads(1)
+        Tail.worker = worker
+        model = make()
+        self.schemes[model_id], self.models[model_id] = scheme, model
+        scheme.init_on_receiver(model_id, model=model, worker_idx=worker)
+
+    def connect(self, model_id: str = "policy") -> int:
+        self.schemes[model_id].connect()
+        return self.schemes[model_id].version
+
+    def join(self, scheme: wsync.WeightSyncScheme, make: Callable[[], nn.Module], worker: int, model_id: str) -> int:
+        self.init(scheme, make, worker, model_id)
+        return self.connect(model_id)
+
+    def forward(self, model_id: str = "policy") -> list[float]:
+        return self.models[model_id]().tolist()
+
+    def digest(self, model_id: str = "policy") -> dict[str, Any]:
+        with wsync.gate():
+            return digest(self.models[model_id])
+
+    def raw_digest(self, model_id: str = "policy") -> dict[str, Any]:
+        return digest(self.models[model_id])
+
+    def version(self, model_id: str = "policy") -> int:
+        with wsync.gate():
+            return self.schemes[model_id].version
+
+    def receive(self, timeout: float | None = None, model_id: str = "policy") -> Any:
+        weights = self.schemes[model_id].receive(timeout)
+        return None if weights is None else (type(weights).__name__, sorted(map(str, weights.keys())))
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(self, *args)
+
+    def shutdown(self) -> list[str]:
+        """Twice; then what is left of it."""
+        for scheme in self.schemes.values():
+            scheme.shutdown()
+            scheme.shutdown()
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("wsync")]
+
+
+def serve(pipe: Any) -> None:
+    """A worker's main: commands in, answers out, until the test hangs up."""
+    host = Host()
+    try:
+        while True:
+            method, args = pipe.recv()
+            try:
+                answer = (True, getattr(host, method)(*args))
+            except Exception as error:  # noqa: BLE001  the test judges it
+                answer = (False, ([kind.__name__ for kind in type(error).__mro__], str(error)))
+            pipe.send(answer)
+    except (EOFError, ConnectionError):
+        host.shutdown()
+
+
+class Remote:
+    """The test's side of one worker."""
+
+    def __init__(self, context: Any) -> None:
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs,))
+        self.process.daemon = False  # it may have workers of its own
+        self.process.start()
+        theirs.close()
+
+    def start(self, method: str, *args: Any) -> None:
+        self.pipe.send((method, args))
+
+    def result(self) -> Any:
+        assert self.pipe.poll(PATIENCE), "a worker did not answer"
+        good, value = self.pipe.recv()
+        if good:
+            return value
+        raise RemoteError(*value)
+
+    def call(self, method: str, *args: Any) -> Any:
+        self.start(method, *args)
+        return self.result()
+
+    def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join(PATIENCE)
+
+    def stop(self) -> None:
+        os.kill(self.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED) if self._is_child() else None
+
+    def resume(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def _is_child(self) -> bool:
+        return False  # a fork server's child: the signal is acted on before the next time slice all the same
+
+    def close(self) -> None:
+        self.pipe.close()
+        self.process.join(PATIENCE)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.process.close()
+
+
+class Crew:
+    """Some workers, and the schemes that they follow."""
+
+    def __init__(self, count: int, method: str = "forkserver") -> None:
+        context = multiprocessing.get_context(method)
+        if method == "forkserver":
+            context.set_forkserver_preload(["collectors.worker"])  # as the collectors do: there is one server
+        self.workers = [Remote(context) for _ in range(count)]
+
+    def __getitem__(self, index: int) -> Remote:
+        return self.workers[index]
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def follow(
+        self, scheme: wsync.WeightSyncScheme, make: Callable[[], nn.Module], model_id: str = "policy"
+    ) -> list[int]:
+        """Connect both ends; the workers' versions."""
+        for index, worker in enumerate(self.workers):
+            worker.start("join", scheme, make, index, model_id)
+        scheme.connect()
+        return self.results()
+
+    def results(self) -> list[Any]:
+        return [worker.result() for worker in self.workers]
+
+    def all(self, method: str, *args: Any) -> list[Any]:
+        for worker in self.workers:
+            worker.start(method, *args)
+        return self.results()
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+
+
+@contextmanager
+def crew(count: int, method: str = "forkserver") -> Iterator[Crew]:
+    workers = Crew(count, method)
+    try:
+        yield workers
+    finally:
+        workers.close()
+
+
+class CascadingHost:
+    """A worker's context with workers of its own."""
+
+    def __init__(self, model: nn.Module, scheme: wsync.WeightSyncScheme) -> None:
+        self.policy = model
+        self.scheme = scheme
+        self.fail = False
+
+    def cascade_weights(self, model_id: str) -> None:
+        if self.fail:
+            raise ArithmeticError("the cascade broke")
+        if self.scheme.sender.connected:
+            self.scheme.send()
+
+
+def become_middle(
+    host: Host,
+    upper: wsync.WeightSyncScheme,
+    lower: wsync.WeightSyncScheme,
+    make: Callable[[], nn.Module],
+) -> list[Any]:
+    """Follow ``upper``, and pass it on to two workers of one's own by ``lower``."""
+    model = fill(make(), -1.0)
+    host.below = Crew(2)
+    lower.init_on_sender("policy", model=model, num_workers=2)
+    context = CascadingHost(model, lower)
+    host.models["policy"], host.schemes["policy"], host.schemes["lower"] = model, upper, lower
+    host.below.follow(lower, make)
+    upper.init_on_receiver("policy", context, worker_idx=0)
+    upper.connect()
+    return host.below.all("forward")
+
+
+def below_forward(host: Host) -> list[Any]:
+    assert host.below is not None
+    return host.below.all("forward")
+
+
+def break_cascade(host: Host, broken: bool) -> None:
+    host.schemes["policy"].context.fail = broken
+
+
+def close_below(host: Host) -> None:
+    assert host.below is not None
+    host.below.close()

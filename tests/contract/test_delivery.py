@@ -1,0 +1,350 @@
+"""What is sent arrives: whole, to whom it was sent, and only then."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from contract_models import Hard, Other, Small, big, digest, double, fill, longer, scramble, strides, ties
+from crew import Host, RemoteError, crew
+from tensordict import TensorDict
+
+import wsync
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def remote_shape(host: Host) -> tuple[dict[str, tuple[int, ...]], bool]:
+    model = host.models["policy"]
+    return strides(model), ties(model)
+
+
+@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+def test_hard_model_bit_for_bit(make_scheme: Any, strategy: str) -> None:
+    model = scramble(Hard(), 1)
+    with crew(2) as workers, make_scheme(strategy=strategy) as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        assert workers.follow(scheme, Hard) == [1, 1]
+        assert workers.all("digest") == [digest(model)] * 2
+        assert workers.all("run", remote_shape) == [(strides(model), True)] * 2
+
+        scramble(model, 2)
+        scheme.send()
+        assert workers.all("digest") == [digest(model)] * 2
+
+        other = scramble(Hard(), 3)
+        scheme.send(other)
+        assert workers.all("digest") == [digest(other)] * 2
+
+        scramble(other, 4)
+        scheme.send(other.state_dict())  # lacks what is not persistent: that is the model's own
+        expected = digest(other) | {"scratch": digest(model)["scratch"]}
+        assert workers.all("digest") == [expected] * 2
+
+        scramble(other, 5)
+        note = expected["tail._extra_state"]
+        scheme.send(TensorDict.from_module(other).data.clone())  # cannot say the extra state: it stays
+        assert workers.all("digest") == [digest(other) | {"tail._extra_state": note}] * 2
+
+        scheme.send(scheme.strategy.extract_weights(other))
+        assert workers.all("digest") == [digest(other)] * 2
+        assert workers.all("run", remote_shape) == [(strides(model), True)] * 2
+
+
+def test_receive_hands_out_the_strategys_format(make_scheme: Any) -> None:
+    for strategy, kind, keys in (("tensordict", "TensorDict", ["weight"]), ("state_dict", "dict", ["weight"])):
+        with crew(1) as workers, make_scheme(strategy=strategy) as scheme:
+            scheme.init_on_sender("policy", model=Small(), num_workers=1)
+            workers.follow(scheme, Small)
+            assert workers[0].call("receive", 0.0) is None  # the first weights count as seen
+            assert workers[0].call("receive", 0.05) is None
+            workers[0].start("receive", 20.0)  # woken by the send, or finds it done
+            scheme.send()
+            assert workers[0].result() == (kind, keys)
+            assert workers[0].call("receive", 0.0) is None
+
+
+def test_worker_ids(make_scheme: Any) -> None:
+    model = fill(Small(), 1)
+    with crew(3) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=3)
+        workers.follow(scheme, Small)
+        scheme.send(fill(model, 2), worker_ids=1)
+        assert [seen[0] for seen in workers.all("forward")] == [1, 2, 1]
+        scheme.send(fill(model, 3), worker_ids=[0, 2])
+        assert [seen[0] for seen in workers.all("forward")] == [3, 2, 3]
+        assert workers.all("version") == [3, 2, 3]
+        for wrong in (3, -1, [0, 7]):
+            with pytest.raises(ValueError, match=r"unknown worker_ids .*0 to 2"):
+                scheme.send(worker_ids=wrong)
+        with pytest.raises(ValueError, match="empty"):
+            scheme.send(worker_ids=[])
+        report = scheme.send(fill(model, 4))
+        assert report is not None and dict(report.workers) == {0: 4, 1: 4, 2: 4}
+        assert report.bytes >= 16 and report.seconds > 0
+        assert [seen[0] for seen in workers.all("forward")] == [4, 4, 4]
+
+
+def test_weights_per_worker(make_scheme: Any) -> None:
+    with crew(2) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", params_map={0: fill(Small(), 1), 1: fill(Small(), 2)})
+        workers.follow(scheme, Small)
+        assert [seen[0] for seen in workers.all("forward")] == [1, 2]
+        for round_ in range(3, 9):
+            scheme.send({0: fill(Small(), round_), 1: fill(Small(), -round_).state_dict()})
+            assert [seen[0] for seen in workers.all("forward")] == [round_, -round_]
+        with pytest.raises(ValueError, match="per worker"):
+            scheme.send({0: Small()})
+        scheme.send(fill(Small(), 9))
+        assert [seen[0] for seen in workers.all("forward")] == [9, 9]
+
+
+def plus_worker(worker: int, weights: Any) -> Any:
+    return {name: value + worker for name, value in weights.items()}
+
+
+def test_device_map_fn(make_scheme: Any) -> None:
+    model = fill(Small(), 10)
+    with crew(2) as workers, make_scheme(strategy="state_dict") as scheme:
+        scheme.init_on_sender("policy", model=model, device_map_fn=plus_worker, num_workers=2)
+        workers.follow(scheme, Small)
+        assert [seen[0] for seen in workers.all("forward")] == [10, 11]
+        fill(model, 20)
+        scheme.send()
+        assert [seen[0] for seen in workers.all("forward")] == [20, 21]
+        assert model.weight[0] == 20
+
+
+def test_send_async_and_wait(make_scheme: Any) -> None:
+    model = fill(Small(), 1)
+    with crew(2) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        workers.follow(scheme, Small)
+        assert scheme.wait_async() is None  # nothing is underway
+        for value in range(2, 30):
+            assert scheme.send_async(fill(model, value)) is None
+        fill(model, -1)  # what was sent is what it was then
+        report = scheme.wait_async()
+        assert report is not None and report.version == 29
+        assert [seen[0] for seen in workers.all("forward")] == [29, 29]
+        scheme.send_async(fill(model, 30), worker_ids=0)
+        scheme.send_async(fill(model, 31), worker_ids=1)
+        scheme.wait_async()
+        assert [seen[0] for seen in workers.all("forward")] == [30, 31]
+
+
+def test_sync_false(make_scheme: Any) -> None:
+    model = fill(Small(), 1)
+    with crew(1) as workers, make_scheme(sync=False) as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=1)
+        workers.follow(scheme, Small)
+        assert scheme.send(fill(model, 2)) is None
+        scheme.wait_async()
+        assert workers[0].call("forward")[0] == 2
+
+
+def test_lazy(make_scheme: Any) -> None:
+    with crew(2) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", num_workers=2)
+        with pytest.raises(wsync.NotConnected):
+            scheme.send(Small())
+        assert workers.follow(scheme, Small) == [0, 0]
+        with pytest.raises(wsync.NotConnected, match="nothing to send"):
+            scheme.send()
+        for worker in workers.workers:
+            worker.start("receive", 20.0)
+        scheme.send(fill(Small(), 5))
+        assert all(workers.results())
+        assert [seen[0] for seen in workers.all("forward")] == [5, 5]
+        with pytest.raises(wsync.LayoutMismatch, match=r"weight.*7"):
+            scheme.send(longer())
+        scheme.send(fill(Small(), 6).state_dict())
+        assert [seen[0] for seen in workers.all("forward")] == [6, 6]
+
+
+def test_first_weights_of_connect(make_scheme: Any) -> None:
+    with crew(1) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", num_workers=1)
+        workers[0].start("join", scheme, Small, 0, "policy")
+        scheme.connect(weights=fill(Small(), 7))
+        assert workers[0].result() == 1
+        assert workers[0].call("forward")[0] == 7
+
+
+def test_live_weights_are_read_anew(make_scheme: Any) -> None:
+    live = TensorDict({"weight": torch.ones(4)})
+    with crew(1) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", weights=live, num_workers=1)
+        workers.follow(scheme, Small)
+        live["weight"].fill_(3)
+        assert workers[0].call("forward")[0] == 1
+        scheme.send()
+        assert workers[0].call("forward")[0] == 3
+
+
+def test_registered_buffers() -> None:
+    scheme = wsync.SharedMemWeightSyncScheme(auto_register=False, timeout=30.0)
+    with crew(1) as workers, scheme:
+        scheme.init_on_sender("policy", model=Small(), num_workers=1)
+        workers.follow(scheme, Small)
+        with pytest.raises(wsync.NotConnected, match="register_shared_weights"):
+            scheme.send()
+    buffers = TensorDict({"weight": torch.ones(4)})
+    scheme = wsync.SharedMemWeightSyncScheme(auto_register=False, timeout=30.0)
+    scheme.register_shared_weights("policy", buffers)
+    with crew(1) as workers, scheme:
+        scheme.init_on_sender("policy", num_workers=1)
+        workers.follow(scheme, Small)
+        assert workers[0].call("forward")[0] == 1
+        buffers["weight"].fill_(2)
+        scheme.send()
+        assert workers[0].call("forward")[0] == 2
+        scheme.send(fill(Small(), 3))
+        assert workers[0].call("forward")[0] == 3 and buffers["weight"][0] == 3
+
+
+def test_per_worker_slots() -> None:
+    scheme = wsync.SharedMemWeightSyncScheme(per_worker_weights=True, timeout=30.0)
+    with crew(2) as workers, scheme:
+        scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=2)
+        workers.follow(scheme, Small)
+        for value in range(2, 8):
+            scheme.send({0: fill(Small(), value), 1: fill(Small(), value * 10)})
+            assert [seen[0] for seen in workers.all("forward")] == [value, value * 10]
+        scheme.send(fill(Small(), 3))
+        assert [seen[0] for seen in workers.all("forward")] == [3, 3]
+
+
+def test_training_reaches_nobody_without_send(make_scheme: Any) -> None:
+    model = fill(Small(), 1)
+    with crew(2) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        workers.follow(scheme, Small)
+        before = workers.all("digest")
+        assert not model.weight.is_shared()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for _ in range(3):
+            model().sum().backward()
+            optimizer.step()
+        assert workers.all("digest") == before
+        scheme.send()
+        assert workers.all("digest") == [digest(model)] * 2
+        assert not model.weight.is_shared()
+
+
+def test_versions_grow_and_send_means_every_forward(make_scheme: Any) -> None:
+    model = fill(Small(), 1)
+    with crew(2) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        workers.follow(scheme, Small)
+        for version in range(2, 60):
+            report = scheme.send(fill(model, version))
+            assert report.version == scheme.version == version
+            assert [seen[0] for seen in workers.all("forward")] == [version] * 2
+        assert workers.all("version") == [59, 59]
+        assert scheme.metrics.updates == 58
+
+
+def test_installed_is_seen_by_a_plain_read(make_scheme: Any) -> None:
+    with crew(1) as workers, make_scheme() as scheme:
+        if getattr(scheme, "acknowledge", "installed") == "published":
+            pytest.skip("published promises forwards, not plain reads")
+        model = fill(Small(), 1)
+        scheme.init_on_sender("policy", model=model, num_workers=1)
+        workers.follow(scheme, Small)
+        for value in range(2, 20):
+            scheme.send(fill(model, value))
+            assert workers[0].call("raw_digest") == digest(model)
+
+
+def test_pickle_holds_no_weights(make_scheme: Any) -> None:
+    with make_scheme() as scheme:
+        model = big()
+        scheme.init_on_sender("policy", model=model, num_workers=1)
+        travelled = pickle.dumps(scheme)
+        assert len(travelled) < 4096
+        assert pickle.loads(travelled).model is None
+        assert copy.deepcopy(model).weight.shape == model.weight.shape
+
+
+@pytest.mark.parametrize(("make", "problem"), [(longer, r"float32\[7\]"), (double, "float64"), (Other, "weight")])
+def test_worker_with_another_model(make_scheme: Any, make: Any, problem: str) -> None:
+    with crew(2) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=2)
+        workers[0].start("join", scheme, Small, 0, "policy")
+        workers[1].start("join", scheme, make, 1, "policy")
+        with pytest.raises(wsync.WorkerFailed, match=rf"(?s)worker 1.*LayoutMismatch.*{problem}") as failed:
+            scheme.connect()
+        assert set(failed.value.workers) == {1}
+        assert workers[0].result() == 1
+        with pytest.raises(RemoteError, match=problem) as remote:
+            workers[1].result()
+        assert "LayoutMismatch" in remote.value.kinds
+
+
+@pytest.mark.parametrize(
+    ("weights", "problem"),
+    [
+        (Other(), "missing 'weight'; unknown 'bias'"),
+        (longer(), r"'weight' is float32\[7\], not float32\[4\]"),
+        (double(), r"'weight' is float64\[4\], not float32\[4\]"),
+        ({}, "missing 'weight'"),
+    ],
+)
+def test_weights_that_do_not_fit(make_scheme: Any, weights: Any, problem: str) -> None:
+    model = fill(Small(), 1)
+    with crew(1) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=1)
+        workers.follow(scheme, Small)
+        with pytest.raises(wsync.LayoutMismatch, match=problem):
+            scheme.send(weights)
+        with pytest.raises(TypeError):
+            scheme.send(3.0)
+        assert workers[0].call("forward")[0] == 1
+        scheme.send(fill(model, 2))
+        assert workers[0].call("forward")[0] == 2
+
+
+def test_fork(make_scheme: Any) -> None:
+    model = scramble(Hard(), 1)
+    scheme = make_scheme()
+    with scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        with crew(2, "fork") as workers:
+            workers.follow(scheme, Hard)
+            assert workers.all("digest") == [digest(model)] * 2
+            scramble(model, 2)
+            scheme.send()
+            assert workers.all("digest") == [digest(model)] * 2
+            assert workers.all("shutdown") == [[], []]
+
+
+def use_inherited(host: Host) -> list[float]:
+    """The scheme as the fork left it, not pickled."""
+    model = Small()
+    _inherited.init_on_receiver("policy", model=model, worker_idx=0)
+    _inherited.connect()
+    host.models["policy"], host.schemes["policy"] = model, _inherited
+    return model().tolist()
+
+
+_inherited: Any = None
+
+
+def test_fork_inherits_a_scheme(make_scheme: Any) -> None:
+    global _inherited
+    with make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=fill(Small(), 3), num_workers=1)
+        _inherited = scheme
+        try:
+            with crew(1, "fork") as workers:
+                workers[0].start("run", use_inherited)
+                scheme.connect()
+                assert workers[0].result()[0] == 3
+                scheme.send(fill(Small(), 4))
+                assert workers[0].call("forward")[0] == 4
+        finally:
+            _inherited = None

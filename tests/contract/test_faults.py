@@ -1,0 +1,316 @@
+"""What goes wrong is named, in time, on the end that can do something about it; everybody else goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from contract_models import Hard, Small, Tail, fill
+from crew import (
+    RemoteError,
+    become_middle,
+    below_forward,
+    break_cascade,
+    close_below,
+    crew,
+)
+
+import wsync
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_dead_worker(make_scheme: Any) -> None:
+    model = fill(Small(), 1)
+    with crew(3) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=3)
+        workers.follow(scheme, Small)
+        workers[1].kill()
+        before = time.monotonic()
+        with pytest.raises(wsync.WorkerDied, match="worker 1") as died:
+            scheme.send(fill(model, 2))
+        assert time.monotonic() - before < 1.0
+        assert set(died.value.workers) == {1}
+        assert workers[0].call("forward")[0] == workers[2].call("forward")[0] == 2
+        for value in range(3, 8):
+            report = scheme.send(fill(model, value))
+            assert set(report.workers) == {0, 2}
+            assert workers[0].call("forward")[0] == workers[2].call("forward")[0] == value
+        with pytest.raises(wsync.WorkerDied, match="1"):
+            scheme.send(worker_ids=1)
+        workers[0].kill()
+        workers[2].kill()
+        with pytest.raises(wsync.WorkerDied):
+            scheme.send()
+        with pytest.raises(wsync.NotConnected, match="nobody"):
+            scheme.send()
+
+
+def test_death_wakes_a_send_that_waits(make_scheme: Any) -> None:
+    model = fill(Small(), 1)
+    with crew(2) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        workers.follow(scheme, Small)
+        workers[1].stop()
+        scheme.send_async(fill(model, 2))  # asked for an answer, which will not come
+        threading.Timer(0.2, workers[1].kill).start()
+        before = time.monotonic()
+        with pytest.raises(wsync.WorkerDied, match="worker 1"):
+            scheme.wait_async()
+        assert time.monotonic() - before < 2.0
+        assert workers[0].call("forward")[0] == 2
+
+
+def test_stopped_worker(make_scheme: Any) -> None:
+    model = fill(Small(), 1)
+    with crew(2) as workers, make_scheme(timeout=2.0) as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        workers.follow(scheme, Small)
+        workers[1].stop()
+        try:
+            before = time.monotonic()
+            with pytest.raises(wsync.SyncTimeout, match="worker 1") as late:
+                scheme.send_async(fill(model, 2))
+                scheme.wait_async()
+            assert 1.5 < time.monotonic() - before < 6.0
+            assert set(late.value.workers) == {1}
+            assert workers[0].call("forward")[0] == 2
+        finally:
+            workers[1].resume()
+        assert workers[1].call("forward")[0] == 2  # late, but it has it
+        scheme.send(fill(model, 3))
+        assert [seen[0] for seen in workers.all("forward")] == [3, 3]
+
+
+def test_apply_that_raises(make_scheme: Any) -> None:
+    good = fill(Tail(), 1)
+    with crew(2) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=good, num_workers=2)
+        workers.follow(scheme, Tail)
+        before = workers.all("digest")
+        bad = fill(Tail(), 2)
+        bad.note = "refuse 1"
+        with pytest.raises(wsync.WorkerFailed, match=r"(?s)worker 1.*set_extra_state.*ArithmeticError") as failed:
+            scheme.send(bad)
+        assert set(failed.value.workers) == {1} and failed.value.version == 2
+        assert workers[1].call("digest") == before[1]
+        assert workers[0].call("forward")[0] == 2
+        assert workers.all("version") == [2, 1]
+        for _ in range(6):  # the one who refused goes on, on a slot that was kept for it
+            with pytest.raises(wsync.WorkerFailed):
+                scheme.send(bad)
+            assert workers[1].call("digest") == before[1]
+        for value in range(3, 9):
+            scheme.send(fill(good, value))
+            assert [seen[0] for seen in workers.all("forward")] == [value, value]
+
+
+def test_first_weights_that_are_refused(make_scheme: Any) -> None:
+    bad = fill(Tail(), 2)
+    bad.note = "refuse"
+    with crew(1) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=bad, num_workers=1)
+        workers[0].start("join", scheme, Tail, 0, "policy")
+        with pytest.raises(wsync.WorkerFailed, match="ArithmeticError"):
+            scheme.connect()
+        with pytest.raises(RemoteError, match="ArithmeticError"):
+            workers[0].result()
+
+
+def test_index_out_of_range_or_taken(make_scheme: Any) -> None:
+    with crew(3) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=Small(), num_workers=2)
+        workers[2].start("join", scheme, Small, 5, "policy")
+        workers[0].start("join", scheme, Small, 0, "policy")
+        connecting = threading.Thread(target=scheme.connect)
+        connecting.start()
+        with pytest.raises(RemoteError, match=r"worker_idx 5 is out of range.*2 workers"):
+            workers[2].result()
+        assert workers[0].result() == 1
+        workers[2].start("join", scheme, Small, 0, "another id")
+        with pytest.raises(RemoteError, match=r"worker_idx 0 is taken"):
+            workers[2].result()
+        workers[1].start("join", scheme, Small, 1, "policy")
+        assert workers[1].result() == 1
+        connecting.join(20)
+        assert not connecting.is_alive()
+
+
+def test_missing_worker(make_scheme: Any) -> None:
+    with crew(1) as workers, make_scheme(timeout=1.0) as scheme:
+        scheme.init_on_sender("policy", model=Small(), num_workers=2)
+        workers[0].start("join", scheme, Small, 0, "policy")
+        with pytest.raises(wsync.SyncTimeout, match=r"worker\(s\) 1 did not connect") as late:
+            scheme.connect()
+        assert set(late.value.workers) == {1}
+
+
+def test_worker_that_dies_before_it_connects(make_scheme: Any) -> None:
+    with crew(2) as workers, make_scheme() as scheme:
+        remote = [SimpleNamespace(worker_idx=i, sentinel=workers[i].process.sentinel) for i in range(2)]
+        scheme.init_on_sender("policy", SimpleNamespace(policy=Small(), remote_workers=remote))
+        workers[0].start("join", scheme, Small, 0, "policy")
+        workers[1].kill()
+        before = time.monotonic()
+        with pytest.raises(wsync.WorkerDied, match="1") as died:
+            scheme.connect()
+        assert set(died.value.workers) == {1} and time.monotonic() - before < 5.0
+
+
+def test_sender_that_leaves(make_scheme: Any) -> None:
+    with crew(1) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=fill(Small(), 3), num_workers=1)
+        workers.follow(scheme, Small)
+        workers[0].start("receive", None)
+        scheme.shutdown()
+        with pytest.raises(RemoteError, match="shut down, or died"):
+            workers[0].result()
+        assert workers[0].call("forward")[0] == 3
+        assert workers[0].call("shutdown") == []
+        assert workers[0].call("forward")[0] == 3  # in memory of its own
+
+
+def test_worker_that_leaves(make_scheme: Any) -> None:
+    model = fill(Small(), 1)
+    with crew(2) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        workers.follow(scheme, Small)
+        assert workers[1].call("shutdown") == []
+        with pytest.raises(wsync.WorkerDied, match="shut down its end"):
+            scheme.send(fill(model, 2))
+        scheme.send(fill(model, 3))
+        assert workers[0].call("forward")[0] == 3
+        assert workers[1].call("forward")[0] in (1, 2)
+
+
+def test_a_dead_worker_is_replaced(make_scheme: Any) -> None:
+    model = fill(Small(), 1)
+    with crew(2) as workers, crew(1) as spare, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        workers.follow(scheme, Small)
+        workers[1].kill()
+        with pytest.raises(wsync.WorkerDied):
+            scheme.send(fill(model, 2))
+        spare[0].start("join", scheme, Small, 1, "policy")
+        scheme.sender.admit(1)
+        assert spare[0].result() == 2
+        assert spare[0].call("forward")[0] == 2
+        scheme.send(fill(model, 3))
+        assert spare[0].call("forward")[0] == workers[0].call("forward")[0] == 3
+
+
+def test_misuse(make_scheme: Any) -> None:
+    with make_scheme() as scheme:
+        for call in (scheme.send, scheme.send_async, scheme.wait_async, scheme.connect, scheme.receive):
+            with pytest.raises(wsync.NotConnected):
+                call()
+        with pytest.raises(RuntimeError, match="sender first"):
+            scheme.init_on_receiver("policy", model=Small())
+        with pytest.raises(ValueError, match="one of model, weights"):
+            scheme.init_on_sender("policy", model=Small(), weights=Small())
+        with pytest.raises(ValueError, match="how many workers"):
+            scheme.init_on_sender("policy", model=Small(), devices=["cpu"], num_workers=2)
+        scheme.init_on_sender("policy", model=Small(), num_workers=1)
+        with pytest.raises(RuntimeError, match="already"):
+            scheme.init_on_sender("policy", model=Small(), num_workers=1)
+        with pytest.raises(wsync.NotConnected, match="connect"):
+            scheme.send()
+    scheme.shutdown()
+
+
+# --- several models ---
+
+
+def test_two_models_together(make_scheme: Any) -> None:
+    actor, critic = fill(Tail(), 1), fill(Tail(), 1)
+    with crew(2) as workers, make_scheme() as first, make_scheme() as second:
+        first.init_on_sender("actor", model=actor, num_workers=2)
+        second.init_on_sender("critic", model=critic, num_workers=2)
+        workers.follow(first, Tail, "actor")
+        workers.follow(second, Tail, "critic")
+        for value in range(2, 12):
+            reports = wsync.synchronize({first: fill(actor, value), second: fill(critic, -value)})
+            assert set(reports) == {"actor", "critic"}
+            assert [seen[0] for seen in workers.all("forward", "actor")] == [value] * 2
+            assert [seen[0] for seen in workers.all("forward", "critic")] == [-value] * 2
+        before = workers.all("digest", "actor"), workers.all("digest", "critic")
+
+        bad = fill(Tail(), 99)
+        bad.note = "refuse 1"  # one model, on one worker
+        with pytest.raises(wsync.WorkerFailed, match=r"(?s)worker 1.*ArithmeticError"):
+            wsync.synchronize({first: fill(Tail(), 98), second: bad})
+        assert (workers.all("digest", "actor"), workers.all("digest", "critic")) == before
+        with pytest.raises(wsync.LayoutMismatch):
+            wsync.synchronize({first: fill(Tail(), 98), second: Small(9)})
+        assert (workers.all("digest", "actor"), workers.all("digest", "critic")) == before
+
+        wsync.synchronize({first: fill(actor, 50), second: fill(critic, 51)}, worker_ids=0)
+        assert [seen[0] for seen in workers.all("forward", "actor")] == [50, 11]
+        assert [seen[0] for seen in workers.all("forward", "critic")] == [51, -11]
+        first.send(fill(actor, 60))
+        second.send(fill(critic, 61))
+        assert [seen[0] for seen in workers.all("forward", "actor")] == [60, 60]
+        assert [seen[0] for seen in workers.all("forward", "critic")] == [61, 61]
+
+
+def test_two_models_and_a_death(make_scheme: Any) -> None:
+    actor, critic = fill(Small(), 1), fill(Small(), 1)
+    with crew(2) as workers, make_scheme() as first, make_scheme() as second:
+        first.init_on_sender("actor", model=actor, num_workers=2)
+        second.init_on_sender("critic", model=critic, num_workers=2)
+        workers.follow(first, Small, "actor")
+        workers.follow(second, Small, "critic")
+        workers[1].kill()
+        with pytest.raises(wsync.WorkerDied):
+            wsync.synchronize({first: fill(actor, 2), second: fill(critic, 2)})
+        assert workers[0].call("forward", "actor")[0] == workers[0].call("forward", "critic")[0] == 1
+        for value in range(3, 6):
+            for _ in range(3):  # each scheme finds out for itself, and says so once
+                try:
+                    wsync.synchronize({first: fill(actor, value), second: fill(critic, value)})
+                    break
+                except wsync.WorkerDied:
+                    continue
+            assert workers[0].call("forward", "actor")[0] == workers[0].call("forward", "critic")[0] == value
+
+
+# --- cascade ---
+
+
+def test_cascade(make_scheme: Any) -> None:
+    model = fill(Small(), 1)
+    with crew(1) as workers, make_scheme() as upper:
+        upper.init_on_sender("policy", model=model, num_workers=1)
+        workers[0].start("run", become_middle, upper, make_scheme(), Small)
+        upper.connect()
+        assert [seen[0] for seen in workers[0].result()] == [1, 1]
+        for value in range(2, 8):
+            upper.send(fill(model, value))
+            workers[0].call("digest")
+            if getattr(upper, "acknowledge", "installed") == "installed":  # the answer waits for those below
+                assert [seen[0] for seen in workers[0].call("run", below_forward)] == [value, value]
+        upper.send_async(fill(model, 8))  # asks for an answer in any case
+        upper.wait_async()
+        assert [seen[0] for seen in workers[0].call("run", below_forward)] == [8, 8]
+        workers[0].call("run", break_cascade, True)
+        with pytest.raises(wsync.WorkerFailed, match=r"(?s)cascade_weights.*the cascade broke"):
+            upper.send_async(fill(model, 9))
+            upper.wait_async()
+        workers[0].call("run", break_cascade, False)
+        upper.send_async(fill(model, 10))
+        upper.wait_async()
+        assert [seen[0] for seen in workers[0].call("run", below_forward)] == [10, 10]
+        workers[0].call("run", close_below)
+
+
+def test_hard_model_survives_a_dead_worker(make_scheme: Any) -> None:
+    with crew(2) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=Hard(), num_workers=2)
+        workers.follow(scheme, Hard)
+        workers[0].kill()
+        with pytest.raises(wsync.WorkerDied, match="worker 0"):
+            scheme.send()
+        scheme.send()

@@ -1,0 +1,96 @@
+"""What a scheme made, it takes away: threads, descriptors, children, shared memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from contract_models import Small, fill
+from crew import crew
+
+pytestmark = pytest.mark.timeout(60)
+
+ROUNDS = int(os.environ.get("WSYNC_ROUNDS", "5"))
+
+
+def mapped() -> int:
+    return sum("wsync" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def census() -> dict[str, Any]:
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return {
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "children": len(children),
+        "segments": sorted(os.listdir("/dev/shm")),
+        "mappings": mapped(),
+    }
+
+
+def census_in_worker(host: Any) -> dict[str, Any]:
+    return census()
+
+
+def one_round(make_scheme: Any, workers: Any) -> None:
+    model = fill(Small(), 1)
+    with make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=len(workers))
+        workers.follow(scheme, Small)
+        for value in range(2, 5):
+            scheme.send(fill(model, value))
+            assert [seen[0] for seen in workers.all("forward")] == [value] * len(workers)
+        assert workers.all("shutdown") == [[]] * len(workers)
+        scheme.shutdown()
+        scheme.shutdown()
+    workers.all("run", forget)
+
+
+def forget(host: Any) -> None:
+    host.schemes.clear()
+    host.models.clear()
+
+
+def without_segments(count: dict[str, Any]) -> dict[str, Any]:
+    """Without /dev/shm, where other programs of this machine come and go."""
+    return {what: count[what] for what in count if what != "segments"}
+
+
+def test_nothing_is_left(make_scheme: Any) -> None:
+    with crew(2) as workers:
+        one_round(make_scheme, workers)  # what the machinery around it makes once, it keeps
+        before, inside = census(), workers.all("run", census_in_worker)
+        for _ in range(ROUNDS):
+            one_round(make_scheme, workers)
+        after = census()
+        assert without_segments(after) == without_segments(before)
+        assert not [name for name in after["segments"] if "wsync" in name]
+        for old, new in zip(inside, workers.all("run", census_in_worker), strict=True):
+            assert without_segments(new) == without_segments(old)
+
+
+def test_nothing_is_left_of_workers_that_were_killed(make_scheme: Any) -> None:
+    def attempt() -> None:
+        with crew(2) as workers, make_scheme() as scheme:
+            scheme.init_on_sender("policy", model=Small(), num_workers=2)
+            workers.follow(scheme, Small)
+            for worker in workers.workers:
+                worker.kill()
+
+    attempt()
+    before = census()
+    for _ in range(2):
+        attempt()
+    assert without_segments(census()) == without_segments(before)
+
+
+def test_a_scheme_that_never_connected_leaves_nothing(make_scheme: Any) -> None:
+    before = census()
+    for _ in range(5):
+        scheme = make_scheme()
+        scheme.init_on_sender("policy", model=Small(), num_workers=2)
+        scheme.shutdown()
+    assert without_segments(census()) == without_segments(before)

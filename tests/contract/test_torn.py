@@ -1,0 +1,41 @@
+"""No torn policy: a hundred thousand forwards during continuous sends, and a control that does tear."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from scripts.check_torn import BACKENDS, Tally, in_collector, standalone
+
+FORWARDS = 100_000
+SHARE = FORWARDS // (len(BACKENDS) + 1)
+
+
+def demand(tally: Tally, forwards: int) -> None:
+    assert tally.faults == 0, tally.example
+    assert tally.forwards >= forwards, f"only {tally.forwards} forwards in {tally.seconds:.0f} s"
+    assert tally.versions > 20, f"too few versions were seen for this to say anything: {tally}"
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_no_forward_is_torn(backend: str) -> None:
+    demand(standalone(BACKENDS[backend], forwards=SHARE, workers=2, mib=0.25, seconds=60.0), SHARE)
+
+
+@pytest.mark.timeout(90)
+def test_no_forward_of_a_collector_is_torn() -> None:
+    make: Any = BACKENDS["shared_mem-published"]
+    demand(in_collector(make, forwards=SHARE, workers=2, mib=0.25, seconds=60.0), SHARE)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_without_the_gate_forwards_are_torn(backend: str) -> None:
+    tally = standalone(BACKENDS[backend], forwards=10**6, workers=1, mib=4.0, seconds=30.0, bypass=True)
+    assert tally.mixed > 0, tally
