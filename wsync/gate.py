@@ -15,6 +15,7 @@ parameters. Hold the gate yourself for those, and around forward *and* backward 
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import os
 import threading
@@ -148,6 +149,11 @@ def release(module: nn.Module) -> None:
             return
 
 
+def _new(cls: type, *arguments: Any) -> Any:
+    """An empty instance, as unpickling needs it."""
+    return cls.__new__(cls, *arguments)
+
+
 def _gated_class(original: type[nn.Module]) -> type[nn.Module]:
     inner = original.__call__
 
@@ -157,6 +163,8 @@ def _gated_class(original: type[nn.Module]) -> type[nn.Module]:
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         function, arguments, *rest = original.__reduce_ex__(self, protocol)
+        if function is copyreg.__newobj__:  # pyright: ignore[reportAttributeAccessIssue]
+            function = _new  # pickle refuses the other one for an object whose class is not the named one
         return (function, tuple(original if item is type(self) else item for item in arguments), *rest)
 
     namespace = {
