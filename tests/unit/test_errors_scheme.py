@@ -1,0 +1,47 @@
+"""Schemes by name, their options, and one family of errors."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+import wsync
+
+
+def test_one_family() -> None:
+    for kind in (wsync.LayoutMismatch, wsync.NotConnected, wsync.SyncTimeout, wsync.WorkerDied, wsync.WorkerFailed):
+        assert issubclass(kind, wsync.WeightSyncError)
+    assert issubclass(wsync.SyncTimeout, TimeoutError)
+
+
+def test_worker_errors_cross_processes() -> None:
+    error = pickle.loads(pickle.dumps(wsync.WorkerDied("worker 1 died", {1: "killed"}, 3)))
+    assert (error.workers, error.version, str(error)) == ({1: "killed"}, 3, "worker 1 died")
+
+
+@pytest.mark.parametrize("name", ["shared_mem", "multiprocess", "none"])
+def test_from_backend(name: str) -> None:
+    scheme = wsync.WeightSyncScheme.from_backend(name, strategy="state_dict", timeout=3.0)
+    assert scheme.name == name and scheme.timeout == 3.0 and scheme.strategy.extract_as == "state_dict"
+    scheme.shutdown()
+    scheme.shutdown()
+
+
+def test_bad_options() -> None:
+    with pytest.raises(ValueError, match="multiprocess, none, shared_mem"):
+        wsync.WeightSyncScheme.from_backend("carrier_pigeon")
+    with pytest.raises(ValueError, match="timeout"):
+        wsync.SharedMemWeightSyncScheme(timeout=0)
+    with pytest.raises(ValueError, match="installed"):
+        wsync.SharedMemWeightSyncScheme(acknowledge="maybe")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="strategy"):
+        wsync.MultiProcessWeightSyncScheme("json")
+
+
+def test_none_carries_nothing() -> None:
+    scheme = wsync.NoWeightSyncScheme()
+    scheme.init_on_sender("policy")
+    scheme.connect()
+    scheme.send()
+    assert scheme.receive() is False

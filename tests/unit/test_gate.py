@@ -1,0 +1,80 @@
+"""The gate: re-entrant, open again whatever happens, and no part of the module."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import wsync
+from wsync.gate import Gate, guard, process_gate, release
+
+
+class News:
+    """A feed that counts."""
+
+    def __init__(self) -> None:
+        self.entered = self.left = 0
+
+    def enter(self) -> bool:
+        self.entered += 1
+        return False
+
+    def leave(self) -> None:
+        self.left += 1
+
+
+class Raises(nn.Module):
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self) -> None:
+        raise self.error
+
+
+def test_only_the_outermost_asks_for_news() -> None:
+    gate, news = Gate(), News()
+    gate.attach(news)
+    with gate.hold():
+        with gate.hold():
+            assert gate.call(lambda: 3) == 3
+        assert (news.entered, news.left) == (1, 0)
+    assert (news.entered, news.left) == (1, 1)
+    gate.detach(news)
+    with gate.hold():
+        pass
+    assert news.entered == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), SystemExit(1)])
+def test_open_again_whatever_the_forward_raised(error: BaseException) -> None:
+    model, news = Raises(error), News()
+    guard(model)
+    process_gate().attach(news)
+    try:
+        for _ in range(2):
+            with pytest.raises(type(error)):
+                model()
+            with pytest.raises(type(error)), wsync.gate():
+                model()
+        assert (news.entered, news.left) == (4, 4)
+    finally:
+        process_gate().detach(news)
+
+
+def test_copies_are_ungated_and_of_the_original_class() -> None:
+    model = nn.Linear(2, 2)
+    guard(model)
+    assert type(model) is not nn.Linear and isinstance(model, nn.Linear)
+    assert type(model).__name__ == "Linear"
+    for twin in (copy.deepcopy(model), copy.copy(model), pickle.loads(pickle.dumps(model))):
+        assert type(twin) is nn.Linear
+        assert torch.equal(twin.weight, model.weight)
+    assert type(model) is not nn.Linear
+    release(model)
+    assert type(model) is nn.Linear

@@ -1,0 +1,69 @@
+"""Layouts: what is packed is what is viewed, and what does not fit is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from wsync import LayoutMismatch
+from wsync.layout import Layout
+from wsync.snapshot import Snapshot
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+
+
+@st.composite
+def tensors(draw: Any) -> Tensor:
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    dtype = draw(st.sampled_from(DTYPES))
+    size = max(1, torch.Size(shape).numel()) * dtype.itemsize
+    data = torch.randint(0, 2 if dtype is torch.bool else 256, (size,), dtype=torch.uint8)
+    tensor = data.view(dtype)[: torch.Size(shape).numel()].reshape(shape)
+    tensor = tensor.permute(draw(st.permutations(range(len(shape)))))
+    if tensor.dim() and draw(st.booleans()):
+        tensor = tensor.unsqueeze(0).expand(2, *tensor.shape)[0 if draw(st.booleans()) else slice(None)]
+    return tensor
+
+
+def raw(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(tensors(), min_size=1, max_size=6))
+def test_round_trip(given_: list[Tensor]) -> None:
+    snapshot = Snapshot({f"t{i}": tensor for i, tensor in enumerate(given_)})
+    layout = Layout.of(snapshot)
+    views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
+    layout.pack(layout.order(snapshot), views)
+    for name, view in zip(layout.names, views, strict=True):
+        original = snapshot.tensors[name]
+        assert view.shape == original.shape and view.dtype == original.dtype
+        assert raw(view) == raw(original)
+
+
+def test_mismatches_are_named() -> None:
+    layout = Layout.of(Snapshot({"a": torch.zeros(2), "b": torch.zeros(3)}))
+    for wrong, problem in [
+        ({"a": torch.zeros(2)}, "missing 'b'"),
+        ({"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(1)}, "unknown 'c'"),
+        ({"a": torch.zeros(2), "b": torch.zeros(4)}, r"'b' is float32\[4\], not float32\[3\]"),
+        ({"a": torch.zeros(2).long(), "b": torch.zeros(3)}, r"'a' is int64\[2\], not float32\[2\]"),
+    ]:
+        with pytest.raises(LayoutMismatch, match=problem):
+            layout.order(Snapshot(wrong))
+    with pytest.raises(LayoutMismatch, match="empty"):
+        Layout.of(Snapshot({}))
+
+
+def test_ties_are_stored_once() -> None:
+    tensor = torch.rand(1000)
+    layout = Layout.of(Snapshot({"a": tensor, "b": tensor}))
+    assert layout.nbytes < 2 * 4000 and len(layout.ties) == 1
+    with pytest.raises(LayoutMismatch, match="tied"):
+        layout.order(Snapshot({"a": tensor, "b": tensor + 1}))

@@ -1,0 +1,67 @@
+"""The robust mutex outlives its owner; an arena's switch names what is used."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import signal
+
+import pytest
+import torch
+
+from wsync import SyncTimeout, mutex
+from wsync.arena import Arena
+from wsync.layout import Layout
+from wsync.mutex import Mutex
+from wsync.snapshot import Snapshot
+
+
+def test_mutex_of_a_dead_owner_is_free() -> None:
+    memory = mmap.mmap(-1, 4096)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    mutex.initialise(address)
+    lock = Mutex(address, memory)
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        lock.lock()
+        os.write(tell, b"x")
+        signal.pause()
+    os.read(told, 1)
+    with pytest.raises(SyncTimeout):
+        lock.lock(0.05)
+    lock.unlock()  # not ours: refused without harm
+    with pytest.raises(SyncTimeout):
+        lock.lock(0.05)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    for _ in range(3):
+        lock.lock(1.0)
+        lock.unlock()
+    os.close(told)
+    os.close(tell)
+
+
+def test_switch_names_what_is_used() -> None:
+    arena = Arena(Layout.of(Snapshot({"a": torch.zeros(4)})), 2)
+    try:
+        assert arena.free_slot(()) is None
+        assert [arena.grow() for _ in range(3)] == [0, 1, 2]
+        switch = arena.switches[0]
+        assert switch.published() == (0, 0) and switch.used() == (-1, -1)
+        switch.publish(1, 2, False, 1.0)
+        assert switch.enter(0, -1, False) == (1, 2, False)
+        assert switch.used() == (2, -1) and switch.taken() == 1
+        assert switch.await_free(1.0)
+        switch.publish(2, 0, True, 1.0)
+        assert switch.used() == (2, -1)  # the forward that runs keeps its slot
+        assert switch.leave()
+        assert switch.enter(1, 2, True) == (2, 0, True)
+        assert switch.used() == (0, 2)
+        assert not switch.leave()
+        assert arena.switches[1].published() == (0, 0)
+        arena.write_extra(1, b"blob")
+        assert (arena.read_extra(0), arena.read_extra(1)) == (b"", b"blob")
+    finally:
+        arena.close()
