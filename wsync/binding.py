@@ -113,7 +113,7 @@ class Binding:
         if not self._is_current():
             self._resolve()
         for first, other in self._agree:
-            if not torch.equal(views[first], views[other]):
+            if not same_bits(views[first], views[other]):
                 names = self._layout.names
                 raise LayoutMismatch(f"'{names[first]}' and '{names[other]}' are tied here, but got different values")
 

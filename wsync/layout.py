@@ -144,7 +144,7 @@ class Layout:
             if ties
             and not problems
             and tensors[follower].data_ptr() != tensors[leader].data_ptr()
-            and not torch.equal(tensors[follower], tensors[leader])
+            and not same_bits(tensors[follower], tensors[leader])
         ]
         if problems:
             raise LayoutMismatch(f"the weights do not fit the model: {describe(problems)}")
@@ -160,6 +160,13 @@ class Layout:
 def copy_all(destinations: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each source into its destination, in one call of PyTorch's."""
     torch._foreach_copy_(destinations, sources)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are alike, NaNs included."""
+    if torch.equal(one, other):
+        return True
+    return torch.equal(*(tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
 
 
 def _kind(shape: torch.Size, dtype: torch.dtype) -> str:
