@@ -67,3 +67,9 @@ def test_ties_are_stored_once() -> None:
     assert layout.nbytes < 2 * 4000 and len(layout.ties) == 1
     with pytest.raises(LayoutMismatch, match="tied"):
         layout.order(Snapshot({"a": tensor, "b": tensor + 1}))
+
+
+def test_tied_tensors_may_hold_nans() -> None:
+    tensor = torch.full((4,), torch.nan)
+    layout = Layout.of(Snapshot({"a": tensor, "b": tensor}))
+    layout.order(Snapshot({"a": tensor.clone(), "b": tensor.clone()}))
