@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from wsync.errors import LayoutMismatch
-from wsync.layout import Layout, copy_all
+from wsync.layout import Layout, copy_all, same_bits
 from wsync.snapshot import ModuleIndex, describe
 
 
