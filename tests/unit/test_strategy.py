@@ -1,0 +1,30 @@
+"""Strategies: either format is applied to anything, whole or not at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from wsync import LayoutMismatch, WeightStrategy
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize("taken", ["tensordict", "state_dict"])
+@pytest.mark.parametrize("given", ["tensordict", "state_dict"])
+def test_formats_cross(taken: Any, given: Any, inplace: bool) -> None:
+    source, model = nn.Linear(2, 3), nn.Linear(2, 3)
+    WeightStrategy(given).apply_weights(model, WeightStrategy(taken).extract_weights(source), inplace=inplace)
+    assert torch.equal(model.weight, source.weight) and torch.equal(model.bias, source.bias)
+
+
+def test_what_does_not_fit_changes_nothing() -> None:
+    model = nn.Linear(2, 3)
+    before = model.weight.detach().clone()
+    with pytest.raises(LayoutMismatch, match="bias"):
+        WeightStrategy().apply_weights(model, {"weight": torch.zeros(3, 2)})
+    assert torch.equal(model.weight, before)
+    with pytest.raises(ValueError, match="json"):
+        WeightStrategy("json")  # pyright: ignore[reportArgumentType]
