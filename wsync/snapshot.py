@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_leaf_nontensor
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
@@ -127,12 +127,12 @@ def _is_extra(name: str) -> bool:
 def _of_tensordict(source: TensorDictBase) -> Snapshot:
     tensors: dict[str, Tensor] = {}
     extra: dict[str, Any] = {}
-    for path, value in source.items(include_nested=True, leaves_only=True):
+    for path, value in source.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor):
         name = path if isinstance(path, str) else ".".join(path)
-        if isinstance(value, Tensor) and not _is_extra(name):
+        if _is_extra(name):
+            extra[name] = value if isinstance(value, Tensor) else source[path]
+        elif isinstance(value, Tensor):
             tensors[name] = value
-        elif _is_extra(name):
-            extra[name] = source.get(path) if isinstance(value, Tensor) else source[path]
         else:
             raise TypeError(f"'{name}' is a {type(value).__name__}; weights are tensors")
     return Snapshot(tensors, extra or None)
