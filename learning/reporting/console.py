@@ -24,7 +24,7 @@ def microseconds(value: float | None) -> str:
     if value is None:
         return "–"
     if value < 1e3:
-        return f"{value:.1f} µs" if value < 10 else f"{value:.0f} µs"
+        return f"{value:.1f} µs" if 0 < value < 10 else f"{value:.0f} µs"
     return f"{value / 1e3:.1f} ms" if value < 1e6 else f"{value / 1e6:.1f} s"
 
 

@@ -55,6 +55,7 @@ class WandbLogger(Reporter):
         self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self._ending = threading.Event()
         self._summary: dict[str, Any] = {}
+        self._where: str | None = None
         self._thread: threading.Thread | None = None
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
@@ -78,9 +79,9 @@ class WandbLogger(Reporter):
         self._ending.set()
         self._thread.join(self._close_within)
         if self._thread.is_alive():
-            log.warning(
-                "wandb: not done within %g s, left behind; `wandb sync` in the run's folder", self._close_within
-            )
+            log.warning("wandb: not done within %g s, left behind; `wandb sync` sends the rest", self._close_within)
+        elif self._where is not None:
+            print(f"wandb: {self._where}")
 
     def _guarded(self) -> None:
         self._ending.wait(self._start_after)
@@ -107,9 +108,8 @@ class WandbLogger(Reporter):
         if latencies:
             run.log({"frames": figures["frames"], "weight_sync/latency_histogram_us": wandb.Histogram(latencies)})
         run.summary.update(self._summary)
-        where = run.url if not run.offline else f"offline, `wandb sync {Path(run.dir).parent}` sends it"
+        self._where = f"offline; send it with: wandb sync {Path(run.dir).parent}" if run.offline else run.url
         run.finish(exit_code=1 if self._summary.get("status") == "failed" else 0)
-        log.info("wandb: %s", where)
 
     def _start(self, module: Any) -> wandb.Run:
         settings = module.Settings(console="off", silent=True, init_timeout=self._close_within / 2)
