@@ -31,7 +31,7 @@ lint: install
 	$(BIN)/pyright
 
 bench: $(VENV)/.bench
-	$(BIN)/python scripts/bench_collectors.py $(ARGS)
+	$(BIN)/python scripts/bench_collect.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info
