@@ -1,0 +1,34 @@
+"""What the README shows runs as it stands there."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_an_example_runs(tmp_path: Path, number: int) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(EXAMPLES[number], encoding="utf-8")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=90, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "phases" in done.stdout or "µs" in done.stdout
+
+
+def test_the_tables_name_every_option() -> None:
+    for group in ("weight_sync", "env", "policy", "algorithm", "logger", "experiment"):
+        for path in (ROOT / "conf" / group).glob("*.yaml"):
+            assert f"`{path.stem}`" in README, f"{group}={path.stem} is not in the README"
+
+
+def test_the_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"make (\w+)", README):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
