@@ -167,6 +167,7 @@ class Receiver:
                     self._decide(event)
                 else:
                     assert isinstance(event, News)  # entering the gate was all
+                self._told_at = 0.0  # the acting thread may have been first, and another update is another matter
             self._pass_on()
         return True
 

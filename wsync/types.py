@@ -71,6 +71,11 @@ class SyncReport:
     phases: Mapping[str, float] = field(default_factory=dict)
     workers: Mapping[int, int] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        phases = ", ".join(f"{phase} {seconds * 1e6:.0f}" for phase, seconds in self.phases.items())
+        to = ", ".join(str(worker) for worker in self.workers)
+        return f"version {self.version} → workers {to}: {self.bytes:,} bytes in {self.seconds * 1e6:.0f} µs ({phases})"
+
 
 @runtime_checkable
 class RemoteWorker(Protocol):
