@@ -73,7 +73,7 @@ class Revealing(nn.Module):
 class RevealingPolicy(Revealing):
     """The same, acting in ``FloorEnv``."""
 
-    def forward(self, observation: TensorDictBase) -> TensorDictBase:
+    def forward(self, observation: TensorDictBase) -> TensorDictBase:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Write "action", "reveal" and "process"."""
         observation.set("reveal", super().forward())
         observation.set("process", torch.tensor(os.getpid()))
