@@ -62,9 +62,10 @@ class LocalReceiver:
     def _unpack(self, message: Message) -> None:
         num_workers, self._layout = pickle.loads(message.payload)
         if self._layout is not None:
-            self._arena = Arena(self._layout, num_workers, (message.fds[0], message.fds[1]))
-            self._switch = self._arena.switches[self._worker]
+            arena = Arena(self._layout, num_workers, (message.fds[0], message.fds[1]))
+            self._switch = arena.switches[self._worker]
             self._may_fail = self._retains and bool(self._layout.extra)
+            self._arena = arena  # last: an acting thread that sees it uses the others
 
     def fileno(self) -> int:
         """The line's descriptor."""

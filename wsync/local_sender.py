@@ -28,7 +28,7 @@ from wsync.rendezvous import (
     wait_readable,
 )
 from wsync.transport import Buffer
-from wsync.types import Ack
+from wsync.types import ANY_VERSION, Ack
 
 _SWITCH_TIMEOUT = 5.0  # seconds; it is held for a microsecond, unless its holder was stopped right then
 STAGED = struct.Struct("<QI")  # transaction, slot
@@ -203,7 +203,11 @@ class LocalSender:
         self._reserved.discard(buffer.slot)
 
     def _switch(self, worker: int, version: int, slot: int, acknowledge: bool) -> None:
-        wants_call = self.arena.switches[worker].publish(version, slot, acknowledge, _SWITCH_TIMEOUT)
+        try:
+            wants_call = self.arena.switches[worker].publish(version, slot, acknowledge, _SWITCH_TIMEOUT)
+        except SyncTimeout as error:
+            self._answers[worker] = Ack(worker, ANY_VERSION, error=f"could not be switched: {error}")
+            return
         if (acknowledge or wants_call) and worker in self._peers:
             self._say(worker, Message(Kind.NEWS, worker, version))
 
