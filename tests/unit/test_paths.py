@@ -1,0 +1,50 @@
+"""A model is found by its id: a path of attributes, indices and keys, or whatever the context's get_model says."""
+
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from wsync import find_model
+
+NET = nn.Linear(1, 1)
+CONTEXT = SimpleNamespace(
+    policy=NET,
+    env=SimpleNamespace(value_net=NET, made=3),
+    transform=[SimpleNamespace(module=NET)],
+    models={"a-b": NET},
+)
+
+
+@pytest.mark.parametrize(
+    "path", ["policy", "env.value_net", "transform[0].module", "transform[-1].module", "models['a-b']"]
+)
+def test_a_path_leads_to_a_model(path):
+    assert find_model(CONTEXT, path) is NET
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "message"),
+    [
+        ("polcy", LookupError, "the context has no polcy"),
+        ("env.critic", LookupError, "env has no critic"),
+        ("transform[3].module", LookupError, r"transform has no \[3\]"),
+        ("policy[0]", LookupError, r"policy has no \[0\]"),
+        ("env.made", TypeError, "is a int"),
+        ("env..made", ValueError, "is not a path"),
+        ("", TypeError, "SimpleNamespace"),
+    ],
+)
+def test_a_wrong_path_says_how_far_it_leads(path, error, message):
+    with pytest.raises(error, match=message):
+        find_model(CONTEXT, path)
+
+
+def test_the_context_may_know_better():
+    class Shelf:
+        def get_model(self, model_id):
+            return {"critic": NET}[model_id]
+
+    assert find_model(Shelf(), "critic") is NET
+    with pytest.raises(LookupError):
+        find_model(Shelf(), "actor")
