@@ -146,6 +146,10 @@ class MultiCollector(BaseCollector):
         """The worker processes, by index."""
         return self._pool.workers if "_pool" in self.__dict__ else ()
 
+    def cascade_weights(self, model_id: str) -> None:
+        """Pass on an update that this collector's own model has just been given by a scheme above."""
+        self.update_policy_weights_(model_id=model_id)
+
     def set_seed(self, seed: int) -> int:
         """Worker ``w``'s environment ``i`` gets ``seed + w * num_envs + i``."""
         for worker in self._pool.workers:

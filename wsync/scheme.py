@@ -223,7 +223,9 @@ class WeightSyncScheme(SchemeView, ABC):
         else:
             raise NotConnected("call init_on_sender() or init_on_receiver() before connect()")
 
-    synchronize_weights = connect
+    def synchronize_weights(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
+        """The older name of ``connect``, which delivers the first weights."""
+        self.connect(worker_idx=worker_idx, weights=weights)
 
     def send(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> SyncReport | None:
         """Deliver an update. When this returns, every forward that starts in a worker uses it.

@@ -1,5 +1,6 @@
 """Collectors with real worker processes: weights in every form, failures with names, nothing left behind."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -181,6 +182,33 @@ def test_older_names_and_the_choosing_class():
         assert isinstance(collector, MultiAsyncCollector)
     with pytest.raises(TypeError, match="sync"):
         multi(MultiCollector)
+
+
+def middle(scheme, line):
+    """A worker of the trainer's that has workers of its own."""
+    with multi() as inner:
+        scheme.init_on_receiver("policy", context=inner, worker_idx=0)
+        scheme.connect()
+        line.send(chosen(next(inner)))
+        line.recv()
+        line.send(chosen(next(inner)))
+        scheme.shutdown()
+
+
+def test_an_update_cascades_to_the_workers_of_a_worker():
+    context = multiprocessing.get_context("forkserver")
+    mine, theirs = context.Pipe()
+    with wsync.SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", model=policy(-1.0), num_workers=1)
+        process = context.Process(target=middle, args=(scheme, theirs))
+        process.start()
+        scheme.connect()
+        assert mine.recv() == 0.0, "the first weights went down to the bottom"
+        scheme.send(policy(1.0))
+        mine.send("go on")
+        assert mine.recv() == 1.0
+        process.join(20)
+        assert process.exitcode == 0
 
 
 class Broken(gymnasium.Env):
