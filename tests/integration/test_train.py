@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,14 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def descendants(group: int) -> list[str]:
-    """Processes of the process group `group` that are still there."""
-    listed = subprocess.run(["ps", "-eo", "pgid=,stat=,args="], capture_output=True, text=True, check=True).stdout
-    return [line for line in listed.splitlines() if line.split()[0] == str(group) and "Z" not in line.split()[1]]
+def left_of(group: int, within: float = 10.0) -> list[str]:
+    """Processes of the process group `group` that are still there after so many seconds."""
+    deadline = time.monotonic() + within
+    while True:
+        listed = subprocess.run(["ps", "-eo", "pgid=,stat=,args="], capture_output=True, text=True, check=True).stdout
+        left = [line for line in listed.splitlines() if line.split()[0] == str(group) and "Z" not in line.split()[1]]
+        if not left or time.monotonic() > deadline:
+            return left
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +178,7 @@ def test_a_signal_stops_it_cleanly_and_it_can_go_on(
     told = summary(first)
     assert told["status"] == "interrupted"
     assert told["frames"] == rows(first)[-1]["frames"] > 0
-    assert not descendants(process.pid)
+    assert not left_of(process.pid)
 
     done = run(second, f"resume={first}", f"total_frames={told['frames'] + 512}")
     assert done.returncode == 0, done.stderr
