@@ -38,7 +38,7 @@ def gae(
 
     """
     delta = torch.addcmul(reward - value, next_value, terminated.logical_not(), value=gamma)
-    decay = done.logical_not() * (gamma * lmbda)
+    decay = done.logical_not().to(reward.dtype) * (gamma * lmbda)
     advantage = torch.zeros_like(delta[..., 0])
     backwards = []
     for delta_t, decay_t in zip(reversed(delta.unbind(-1)), reversed(decay.unbind(-1)), strict=True):

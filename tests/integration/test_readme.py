@@ -1,5 +1,6 @@
 """What the README shows runs as it stands there."""
 
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,10 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 def test_an_example_runs(tmp_path: Path, number: int) -> None:
     script = tmp_path / "example.py"
     script.write_text(EXAMPLES[number], encoding="utf-8")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=90, cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=90, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert done.stdout != ""
