@@ -6,12 +6,14 @@ import pickle
 from collections.abc import Sequence
 
 from wsync.arena import Arena
+from wsync.deadlines import wait_readable
 from wsync.errors import NotConnected, SyncTimeout
 from wsync.layout import Layout
 from wsync.local_sender import STAGED
-from wsync.rendezvous import Connection, Endpoint, Kind, Message, knock, wait_readable
+from wsync.rendezvous import Connection, Endpoint, knock
 from wsync.transport import Closed, Decision, Event, News, Stage
 from wsync.types import Ack, Update
+from wsync.words import Kind, Message
 
 
 class LocalReceiver:
@@ -48,7 +50,7 @@ class LocalReceiver:
     def connect(self, worker_idx: int, deadline: float | None) -> None:
         """Knock, and wait to be let in."""
         line = knock(self._endpoint, worker_idx)
-        if not wait_readable([line.fileno(), line.pidfd], deadline):
+        if not wait_readable(line.signs, deadline):
             line.close()
             raise SyncTimeout(f"worker {worker_idx}: the sender did not answer: does it call connect() too?")
         message = line.receive()

@@ -17,10 +17,10 @@ from typing import Any
 from torch import nn
 
 from wsync.binding import Binding, load_extra
+from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected, WeightSyncError
 from wsync.gate import guard, process_gate, release
 from wsync.receiver_thread import receiver_thread
-from wsync.rendezvous import deadline_in, remaining
 from wsync.strategy import WeightStrategy
 from wsync.transport import Closed, Decision, News, ReceiverEnd, Stage
 from wsync.types import ANY_VERSION, Ack, Update

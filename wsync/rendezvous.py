@@ -11,50 +11,17 @@ from __future__ import annotations
 
 import os
 import secrets
-import select
 import socket
 import struct
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
+from wsync.deadlines import deadline_in, wait_readable
 from wsync.errors import NotConnected
+from wsync.words import HEADER_SIZE, PROTOCOL, Kind, Message, length_in, unpack
 
-PROTOCOL = 1
-_HEADER = struct.Struct("<BxxxiQQdd")  # kind, worker, version, length, wait, apply
 _INLINE = 32_768  # bytes; a longer payload goes through a memory file, whose descriptor is attached
 _ATTACHED = 1 << 63
-
-
-class Kind(IntEnum):
-    """What a message says. The first six go to a worker, the others come from one."""
-
-    WELCOME = 1  # payload: the layout, or nothing yet; descriptors of the arena
-    REFUSED = 2  # payload: why
-    LAYOUT = 3  # the layout, after a lazy start; descriptors of the arena
-    NEWS = 4  # a version is published: pass through the gate
-    STAGE = 5  # check a version and keep it ready; payload: transaction
-    DROP = 6  # the transaction is off
-    HELLO = 16  # payload: protocol, token
-    ACK = 17  # a version is installed
-    STAGED = 18  # a version is checked and ready
-    FAILED = 19  # it is not; payload: the traceback
-    FREED = 20  # a slot that the sender waits for is free
-    BYE = 21  # this worker leaves of its own will
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One message between the two ends; ``fds`` are owned by whoever received it."""
-
-    kind: Kind
-    worker: int = -1
-    version: int = 0
-    payload: bytes = b""
-    wait: float = 0.0
-    apply: float = 0.0
-    fds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +30,6 @@ class Endpoint:
 
     address: bytes
     token: bytes
-
-
-def remaining(deadline: float | None) -> float | None:
-    """Seconds until ``deadline`` (on ``time.monotonic``'s clock), not below 0; ``None`` for no deadline."""
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
-
-
-def deadline_in(timeout: float | None) -> float | None:
-    """The moment ``timeout`` seconds from now; ``None`` for none."""
-    return None if timeout is None else time.monotonic() + timeout
-
-
-def wait_readable(descriptors: Iterable[int], deadline: float | None) -> list[int]:
-    """Those of ``descriptors`` that are readable (or closed), as soon as one is; empty at the deadline."""
-    poller = select.poll()
-    for descriptor in descriptors:
-        poller.register(descriptor, select.POLLIN)
-    left = remaining(deadline)
-    return [descriptor for descriptor, _ in poller.poll(None if left is None else -(-left * 1000 // 1))]
 
 
 class Connection:
@@ -96,6 +44,16 @@ class Connection:
         except ProcessLookupError:
             sock.close()
             raise NotConnected("the other end died while it was connecting") from None
+
+    @property
+    def peer(self) -> str:
+        """The other process."""
+        return f"process {self.pid}"
+
+    @property
+    def signs(self) -> Sequence[int]:
+        """The socket's descriptor, and the process's."""
+        return (self._socket.fileno(), self.pidfd)
 
     def fileno(self) -> int:
         """The socket's descriptor."""
@@ -115,7 +73,7 @@ class Connection:
                 file.write(payload)
             fds.append(attached)
             payload, length = b"", length | _ATTACHED
-        header = _HEADER.pack(message.kind, message.worker, message.version, length, message.wait, message.apply)
+        header = message.header(length)
         try:
             if fds:
                 socket.send_fds(self._socket, [header + payload], fds)
@@ -127,28 +85,25 @@ class Connection:
 
     def call(self, message: Message) -> None:
         """Send a message without payload, unless the other end has not read so many that one more says nothing new."""
-        header = _HEADER.pack(message.kind, message.worker, message.version, 0, message.wait, message.apply)
         try:
-            self._socket.send(header, socket.MSG_DONTWAIT)
+            self._socket.send(message.header(0), socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
 
     def receive(self) -> Message | None:
         """The next message, once the descriptor is readable; ``None`` if the other end is gone."""
         try:
-            data, fds, _, _ = socket.recv_fds(self._socket, _INLINE + _HEADER.size, 4)
+            data, fds, _, _ = socket.recv_fds(self._socket, _INLINE + HEADER_SIZE, 4)
         except ConnectionError:
             return None
         if not data:
             return None
-        kind, worker, version, length, wait, apply = _HEADER.unpack_from(data)
-        payload = data[_HEADER.size :]
-        if length & _ATTACHED:
-            *fds, attached = fds
-            with os.fdopen(attached, "rb") as file:
-                file.seek(0)
-                payload = file.read()
-        return Message(Kind(kind), worker, version, payload, wait, apply, tuple(fds))
+        if not length_in(data) & _ATTACHED:
+            return unpack(data, fds=tuple(fds))
+        *fds, attached = fds
+        with os.fdopen(attached, "rb") as file:
+            file.seek(0)
+            return unpack(data, file.read(), tuple(fds))
 
     def close(self) -> None:
         """Close the line; harmless when repeated."""
@@ -204,9 +159,3 @@ def knock(endpoint: Endpoint, worker: int) -> Connection:
         sock.close()
         raise NotConnected(f"worker {worker}: the sender is gone, or has been shut down ({error})") from error
     return connection
-
-
-def close_all(fds: Sequence[int]) -> None:
-    """Close descriptors."""
-    for fd in fds:
-        os.close(fd)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from wsync.binding import dump_extra
+from wsync.deadlines import deadline_in
 from wsync.errors import NotConnected, SyncTimeout, WorkerDied, WorkerError, WorkerFailed
 from wsync.layout import Layout
-from wsync.rendezvous import deadline_in
 from wsync.source import Part, Source
 from wsync.transport import Buffer, SenderEnd
 from wsync.types import Ack, SyncReport

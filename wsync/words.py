@@ -1,0 +1,126 @@
+"""What the two ends of a line say to each other, whatever the line is made of."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+PROTOCOL = 2
+_HEADER = struct.Struct("<BxxxiQQdd")  # kind, worker, version, length, wait, apply
+HEADER_SIZE = _HEADER.size
+
+
+class Kind(IntEnum):
+    """What a message says. The first seven go to a worker, the others come from one."""
+
+    WELCOME = 1  # payload: the layout, or nothing yet
+    REFUSED = 2  # payload: why
+    LAYOUT = 3  # the layout, after a lazy start
+    NEWS = 4  # a version is published: pass through the gate
+    STAGE = 5  # check a version and keep it ready; payload: transaction
+    DROP = 6  # the transaction is off
+    DECIDE = 7  # install what is staged in the transaction
+    HELLO = 16  # payload: protocol, token
+    ACK = 17  # a version is installed
+    STAGED = 18  # a version is checked and ready
+    FAILED = 19  # it is not; payload: the traceback
+    FREED = 20  # a slot that the sender waits for is free
+    BYE = 21  # this end leaves of its own will
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message between the two ends; ``fds`` are owned by whoever received it."""
+
+    kind: Kind
+    worker: int = -1
+    version: int = 0
+    payload: bytes = b""
+    wait: float = 0.0
+    apply: float = 0.0
+    fds: tuple[int, ...] = ()
+
+    def header(self, length: int) -> bytes:
+        """The fixed part, ``HEADER_SIZE`` bytes, for a payload of ``length`` bytes."""
+        return _HEADER.pack(self.kind, self.worker, self.version, length, self.wait, self.apply)
+
+    def pack(self) -> bytes:
+        """Header and payload."""
+        return self.header(len(self.payload)) + self.payload
+
+
+def length_in(header: bytes) -> int:
+    """The length of the payload, as ``header`` says."""
+    return _HEADER.unpack_from(header)[3]
+
+
+def unpack(data: bytes, payload: bytes | None = None, fds: tuple[int, ...] = ()) -> Message:
+    """The message whose header ``data`` begins with; its payload follows there, unless it came apart.
+
+    Raises:
+        ValueError: this is no message.
+    """
+    try:
+        kind, worker, version, _, wait, apply = _HEADER.unpack_from(data)
+        return Message(
+            Kind(kind), worker, version, data[HEADER_SIZE:] if payload is None else payload, wait, apply, fds
+        )
+    except struct.error as error:
+        raise ValueError(f"a message is at least {HEADER_SIZE} bytes, not {len(data)}") from error
+
+
+class Line(Protocol):
+    """One end of the conversation between a sender and one worker."""
+
+    @property
+    def peer(self) -> str:
+        """Who is at the other end, for people."""
+        ...
+
+    @property
+    def signs(self) -> Sequence[int]:
+        """Descriptors that become readable when the other end has said something, or has died; ``fileno`` first."""
+        ...
+
+    def fileno(self) -> int:
+        """Readable when there is something to ``receive``."""
+        ...
+
+    def send(self, message: Message) -> None:
+        """Send one message, whole.
+
+        Raises:
+            ConnectionError: the other end is gone.
+        """
+        ...
+
+    def call(self, message: Message) -> None:
+        """Send a message without payload that may be left out where many like it wait to be read."""
+        ...
+
+    def receive(self) -> Message | None:
+        """The next message, once the descriptor is readable; None if the other end is gone."""
+        ...
+
+    def close(self) -> None:
+        """Hang up; harmless when repeated."""
+        ...
+
+
+class Door(Protocol):
+    """Where a sender lets workers in."""
+
+    def fileno(self) -> int:
+        """Readable when somebody is at the door."""
+        ...
+
+    def accept(self) -> tuple[Line, Message] | None:
+        """Who is at the door, and its hello; None if it was a stranger, or gone again."""
+        ...
+
+    def close(self) -> None:
+        """Shut it; harmless when repeated."""
+        ...
