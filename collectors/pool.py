@@ -1,116 +1,83 @@
-"""The trainer's side of its worker processes: start them, talk to them, hear of their failures, end them."""
+"""The trainer's side of its workers, however they are reached: talk to them, hear of their failures, end them."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import sys
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing import reduction
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import BaseContext
-from multiprocessing.process import BaseProcess
-from typing import Any
+from collections.abc import Collection
+from typing import Any, Generic, TypeVar
 
+import torch
 from tensordict import TensorDict
 
-from collectors.worker import WorkerOptions, main
+from collectors.shared_batch import BatchPlan
 from wsync import WorkerDied, WorkerFailed
 
-_GRACE = 5.0  # seconds in which a worker that was hung up on has to end
+GRACE = 5.0  # seconds in which a worker that was told to end has to
 
 
-@contextmanager
-def _without_main() -> Iterator[None]:
-    """Keep a new process from running the trainer's script again.
+class Worker(ABC):
+    """One worker (a ``wsync.RemoteWorker``).
 
-    What a worker is given is pickled by value where it comes from ``__main__``, so it does not need that module; and a
-    script without an ``if __name__ == "__main__"`` works.
+    Attributes:
+        worker_idx: its index.
+        num_envs: its environments, once it is ready.
+        buffers: what it brings, as bytes.
+        batches: the same, as TensorDicts; written again when the worker is told to fill that buffer again.
     """
-    names = vars(sys.modules["__main__"])
-    hidden = {name: names[name] for name in ("__spec__", "__file__") if name in names}
-    names["__spec__"] = None
-    names.pop("__file__", None)
-    try:
-        yield
-    finally:
-        names.update(hidden)
 
-
-def context() -> BaseContext:
-    """A fork server with the heavy imports made once, so that a worker starts in a fraction of a second."""
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["collectors.worker"])
-    return server
-
-
-class Worker:
-    """One worker process (a ``wsync.RemoteWorker``)."""
-
-    def __init__(self, process: BaseProcess, line: Connection, worker_idx: int) -> None:
-        self.process = process
-        self.line = line
+    def __init__(self, worker_idx: int) -> None:
         self.worker_idx = worker_idx
         self.num_envs = 0
+        self.buffers: list[torch.Tensor] = []
         self.batches: list[TensorDict] = []
 
     @property
+    @abstractmethod
     def sentinel(self) -> int:
-        """Readable when the process has ended."""
-        return self.process.sentinel
+        """A descriptor that is readable when the worker has ended."""
+
+    def ready(self, plan: BatchPlan, buffers: list[torch.Tensor], num_envs: int) -> None:
+        """It has built its environments, and its batches will lie in ``buffers``."""
+        self.num_envs, self.buffers = num_envs, buffers
+        self.batches = [plan.view(buffer) for buffer in buffers]
 
 
-class Pool:
-    """Worker processes, each with a line of its own.
+W = TypeVar("W", bound=Worker)
 
-    Args:
-        parts: what each is to act with, pickled.
-        options: one per worker.
+
+class Pool(ABC, Generic[W]):
+    """Workers that are there, but have nothing to act with yet: they are told ``build`` first.
+
+    A command is answered once, but for ``seed``: ``build`` by ``ready``, ``connect`` by ``connected``, ``collect`` by
+    ``batch``, which is in the worker's ``batches`` then. Each worker takes its commands in order.
     """
 
-    def __init__(self, parts: Sequence[bytes], options: Sequence[WorkerOptions]) -> None:
-        self.workers: list[Worker] = []
-        self._heard: deque[tuple[Worker, str, Any]] = deque()
-        ctx = context()
-        try:
-            for blob, chosen in zip(parts, options, strict=True):
-                mine, theirs = ctx.Pipe()
-                name = f"collector-worker-{chosen.worker_idx}"
-                process = ctx.Process(target=main, args=(theirs, blob, chosen), name=name)  # pyright: ignore[reportAttributeAccessIssue]
-                with _without_main():
-                    process.start()
-                theirs.close()
-                self.workers.append(Worker(process, mine, chosen.worker_idx))
-        except BaseException:
-            self.close()
-            raise
+    def __init__(self) -> None:
+        self.workers: list[W] = []
+        self._heard: deque[tuple[W, str, Any]] = deque()
 
-    def tell(self, workers: Collection[Worker], command: str, argument: Any = None) -> None:
-        """Send a command; who is gone is heard of when one listens."""
-        for worker in workers:
-            try:
-                worker.line.send((command, argument))
-            except ConnectionError:
-                continue
+    @abstractmethod
+    def tell(self, workers: Collection[W], command: str, argument: Any = None) -> None:
+        """Give a command; who is gone is heard of when one listens."""
 
-    def hear(self, expected: str, workers: Collection[Worker]) -> tuple[Worker, Any]:
+    @abstractmethod
+    def _listen(self, workers: Collection[W]) -> None:
+        """Wait until one of ``workers`` has answered or ended, and put that into ``_heard``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let all workers end, and end those who do not. Harmless when repeated."""
+
+    def hear(self, expected: str, workers: Collection[W]) -> tuple[W, Any]:
         """The next answer from one of ``workers``.
 
         Raises:
             WorkerFailed: one raised; carries its traceback.
-            WorkerDied: one's process ended.
+            WorkerDied: one has ended.
         """
         while not self._heard:
-            lines = {worker.line: worker for worker in workers}
-            sentinels = {worker.sentinel: worker for worker in workers}
-            ready = wait([*lines, *sentinels])
-            # What a worker said before it ended comes first.
-            for line in sorted(ready, key=lambda one: isinstance(one, int)):
-                worker = sentinels[line] if isinstance(line, int) else lines[line]  # pyright: ignore[reportArgumentType]
-                if not isinstance(line, int) or not worker.line.poll():
-                    self._listen(worker)
+            self._listen(workers)
         worker, kind, answer = self._heard.popleft()
         if kind == "error":
             cause = f"worker {worker.worker_idx} failed:\n{answer}"
@@ -120,7 +87,7 @@ class Pool:
         assert kind == expected, f"a worker answered {kind} where {expected} was due"
         return worker, answer
 
-    def hear_all(self, expected: str) -> list[tuple[Worker, Any]]:
+    def hear_all(self, expected: str) -> list[tuple[W, Any]]:
         """One answer from every worker, in the order of their indices."""
         missing, answers = set(self.workers), []
         while missing:
@@ -128,28 +95,3 @@ class Pool:
             missing.discard(worker)
             answers.append((worker, answer))
         return sorted(answers, key=lambda pair: pair[0].worker_idx)
-
-    def _listen(self, worker: Worker) -> None:
-        try:
-            kind, answer = worker.line.recv()
-            if kind == "ready":
-                plan, worker.num_envs = answer
-                descriptor = reduction.recv_handle(worker.line)  # pyright: ignore[reportAttributeAccessIssue]
-                worker.batches = plan.map(descriptor, os.fstat(descriptor).st_size // plan.nbytes)
-        except (EOFError, ConnectionError):
-            worker.process.join(_GRACE)
-            kind, answer = "died", f"(process {worker.process.pid}) died with exit code {worker.process.exitcode}"
-        self._heard.append((worker, kind, answer))
-
-    def close(self) -> None:
-        """Hang up on all, wait for them to end, and end those who do not."""
-        for worker in self.workers:
-            worker.line.close()
-        for worker in self.workers:
-            worker.process.join(_GRACE)
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
-            worker.process.close()
-            worker.batches = []
-        self.workers = []

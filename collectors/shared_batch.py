@@ -1,4 +1,4 @@
-"""A TensorDict in anonymous shared memory: made by a worker, mapped by the trainer, and never pickled."""
+"""A batch as one flat buffer: planned once, then written and read through views, and never pickled."""
 
 from __future__ import annotations
 
@@ -29,21 +29,26 @@ class BatchPlan:
             end += -(-value.numel() * value.element_size() // _ALIGNMENT) * _ALIGNMENT
         return cls(tuple(columns), batch.batch_size, max(end, _ALIGNMENT))
 
-    def create(self, count: int) -> int:
-        """A memory file for ``count`` batches; its descriptor."""
+    def share(self, count: int) -> int:
+        """An anonymous memory file for ``count`` batches; its descriptor."""
         fd = os.memfd_create("wsync-batches", os.MFD_CLOEXEC)
         os.posix_fallocate(fd, 0, self.nbytes * count)
         return fd
 
-    def map(self, fd: int, count: int) -> list[TensorDict]:
-        """The batches in a memory file, and the file closed: the memory goes with the last of them."""
+    def map(self, fd: int, count: int) -> list[torch.Tensor]:
+        """The buffers in a memory file, and the file closed: the memory goes with the last of them."""
         memory = torch.frombuffer(mmap.mmap(fd, self.nbytes * count), dtype=torch.uint8)
         os.close(fd)
-        return [self._batch(memory[i * self.nbytes : (i + 1) * self.nbytes]) for i in range(count)]
+        return list(memory.view(count, self.nbytes).unbind())
 
-    def _batch(self, flat: torch.Tensor) -> TensorDict:
+    def allocate(self, count: int) -> list[torch.Tensor]:
+        """Buffers for ``count`` batches in this process's own memory."""
+        return list(torch.zeros(count, self.nbytes, dtype=torch.uint8).unbind())
+
+    def view(self, buffer: torch.Tensor) -> TensorDict:
+        """The batch that lies in ``buffer``, uint8 ``[nbytes]``, without a copy."""
         batch = TensorDict({}, self.batch_size)
         for key, dtype, shape, offset in self.columns:
             nbytes = shape.numel() * dtype.itemsize
-            batch.set(key, flat[offset : offset + nbytes].view(dtype).view(shape))
+            batch.set(key, buffer[offset : offset + nbytes].view(dtype).view(shape))
         return batch

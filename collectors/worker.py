@@ -1,4 +1,4 @@
-"""A worker process: builds its environment and policy, connects its schemes, and gathers batches on demand."""
+"""What a worker does, whoever brings it the commands: act, gather batches, and let its weights be updated."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import os
 import select
 import signal
 import threading
-import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import reduction
-from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
 import torch
+from tensordict import TensorDict
 
 import wsync
 from collectors.acting import Actor, policy_scheme
@@ -29,7 +27,6 @@ class WorkerOptions:
 
     Attributes:
         worker_idx: its index.
-        trainer: the trainer's process; when it dies, the worker ends.
         frames: in a batch, rounded up to a multiple of the environments.
         buffers: batches that can be underway: 1 for synchronous collection, 2 so that it need not wait.
         device: where the policy acts.
@@ -38,7 +35,6 @@ class WorkerOptions:
     """
 
     worker_idx: int
-    trainer: int
     frames: int
     buffers: int
     device: str | None = None
@@ -58,35 +54,89 @@ class Parts:
     schemes: Mapping[str, wsync.WeightSyncScheme]
 
 
-def main(line: Connection, parts: bytes, options: WorkerOptions) -> None:
-    """Serve the trainer at the other end of ``line`` until it says so, or is gone.
+class Core:
+    """A worker's environment, policy and schemes, and the batches that it fills.
 
-    The trainer says ``connect``, then any number of ``("collect", buffer)`` and ``("seed", n)``, then hangs up.
-    Answers are ``("ready", plan)`` with the batches' memory file, ``("connected", None)``, ``("batch", buffer)``, or
-    ``("error", traceback)`` and the end.
+    The trainer's commands are ``connect``, then any number of ``seed`` (a number) and ``collect`` (a buffer's index).
+
+    Args:
+        parts: pickled ``Parts``.
+        options: see there.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the trainer ends its workers
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _end_with(options.trainer)
+
+    def __init__(self, parts: bytes, options: WorkerOptions) -> None:
+        unpickled: Parts = cloudpickle.loads(parts)
+        self._worker_idx = options.worker_idx
+        self._schemes = dict(unpickled.schemes)
+        factory = unpickled.policy_factory
+        self._actor = Actor(
+            make_env(unpickled.create_env_fn),
+            unpickled.policy if factory is None else factory(),
+            device=options.device,
+            init_random_frames=options.init_random_frames,
+            max_frames_per_traj=options.max_frames_per_traj,
+        )
+        for model_id, scheme in self._schemes.items():
+            scheme.init_on_receiver(model_id, context=self._actor, worker_idx=options.worker_idx)
+        self.num_envs: int = self._actor.env.num_envs
+        self.plan = BatchPlan.of(self._actor.rollout.buffer(-(-options.frames // self.num_envs)))
+        self._batches: list[TensorDict] = []
+
+    def fill(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Use ``buffers`` for the batches from now on; they are laid out as ``plan`` says."""
+        self._batches = [self.plan.view(buffer) for buffer in buffers]
+
+    def obey(self, command: str, argument: Any) -> tuple[str, Any] | None:
+        """Do what the trainer says; the answer, if there is one: ``connected``, or ``batch`` and its buffer's index."""
+        if command == "connect":
+            self._connect()
+            return "connected", None
+        if command == "seed":
+            self._actor.rollout.seed(argument)
+            return None
+        index: int = argument
+        self._actor.rollout.collect(self._batches[index])
+        return "batch", index
+
+    def _connect(self) -> None:
+        for scheme in self._schemes.values():
+            scheme.connect(worker_idx=self._worker_idx)
+            if not isinstance(scheme, wsync.NoWeightSyncScheme):
+                scheme.receiver.quiet()  # it acts through the gate alone
+        followed = policy_scheme(self._schemes)
+        if followed is not None:
+            self._actor.follow(followed)
+
+    def close(self) -> None:
+        """Let schemes and environments go."""
+        for scheme in self._schemes.values():
+            scheme.shutdown()
+        self._actor.env.close()
+
+
+def be_a_worker(options: WorkerOptions) -> None:
+    """Settings of a process that is nothing but a worker."""
     torch.set_num_threads(options.threads)
     name = f"worker {options.worker_idx}"
     logging.basicConfig(level=options.log_level, format=f"[{name}] %(levelname)s %(name)s: %(message)s", force=True)
-    try:
-        _Worker(line, cloudpickle.loads(parts), options).serve()
-    except (EOFError, ConnectionError):
-        return  # the trainer has hung up
-    except Exception:  # noqa: BLE001  whatever it is, the trainer raises it again with this traceback
-        line.send(("error", traceback.format_exc()))
-    finally:
-        line.close()
 
 
-def _end_with(trainer: int) -> None:
-    """End this process when the trainer dies, whatever it is doing."""
+def leave_signals_to_the_trainer() -> None:
+    """Ctrl-C reaches the whole process group: the trainer ends its workers then, in order."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def end_with_process(trainer: int) -> None:
+    """End this process when the trainer's dies, whatever it is doing."""
     try:
-        descriptor = os.pidfd_open(trainer)
+        end_with(os.pidfd_open(trainer))
     except ProcessLookupError:
         os._exit(1)
+
+
+def end_with(descriptor: int) -> None:
+    """End this process when ``descriptor`` is readable or closed by its other end, whatever it is doing."""
 
     def wait() -> None:
         poller = select.poll()
@@ -95,51 +145,3 @@ def _end_with(trainer: int) -> None:
         os._exit(1)
 
     threading.Thread(target=wait, name="trainer-watch", daemon=True).start()
-
-
-class _Worker:
-    def __init__(self, line: Connection, parts: Parts, options: WorkerOptions) -> None:
-        self._line = line
-        self._options = options
-        self._schemes = dict(parts.schemes)
-        self._actor = Actor(
-            make_env(parts.create_env_fn),
-            parts.policy if parts.policy_factory is None else parts.policy_factory(),
-            device=options.device,
-            init_random_frames=options.init_random_frames,
-            max_frames_per_traj=options.max_frames_per_traj,
-        )
-
-    def serve(self) -> None:
-        for model_id, scheme in self._schemes.items():
-            scheme.init_on_receiver(model_id, context=self._actor, worker_idx=self._options.worker_idx)
-        rollout, options = self._actor.rollout, self._options
-        plan = BatchPlan.of(rollout.buffer(-(-options.frames // self._actor.env.num_envs)))
-        memory = plan.create(options.buffers)
-        self._line.send(("ready", (plan, self._actor.env.num_envs)))
-        reduction.send_handle(self._line, memory, options.trainer)  # pyright: ignore[reportAttributeAccessIssue]
-        batches = plan.map(memory, options.buffers)
-        try:
-            while True:
-                command, argument = self._line.recv()
-                self._obey(command, argument, batches)
-        finally:
-            for scheme in self._schemes.values():
-                scheme.shutdown()
-            self._actor.env.close()
-
-    def _obey(self, command: str, argument: int, batches: list[Any]) -> None:
-        if command == "connect":
-            for scheme in self._schemes.values():
-                scheme.connect(worker_idx=self._options.worker_idx)
-                if not isinstance(scheme, wsync.NoWeightSyncScheme):
-                    scheme.receiver.quiet()  # it acts through the gate alone
-            followed = policy_scheme(self._schemes)
-            if followed is not None:
-                self._actor.follow(followed)
-            self._line.send(("connected", None))
-        elif command == "seed":
-            self._actor.rollout.seed(argument)
-        else:
-            self._actor.rollout.collect(batches[argument])
-            self._line.send(("batch", argument))

@@ -1,0 +1,193 @@
+"""What all collectors with several workers have in common, however the workers are reached."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, Required, TypedDict
+
+import torch
+from tensordict import TensorDictBase
+
+import wsync
+from collectors.base import BaseCollector, EnvMaker
+from collectors.gathering import FirstCome, Gathering, Together
+from collectors.pool import Pool, Worker
+from collectors.single import pickled
+from collectors.worker import Parts, WorkerOptions
+
+
+class CrewOptions(TypedDict, total=False):
+    """What every collector with several workers takes; ``CrewCollector`` says what each means."""
+
+    policy_factory: Callable[[], Any] | None
+    frames_per_batch: Required[int]
+    total_frames: int
+    device: torch.device | str | Sequence[torch.device | str] | None
+    storing_device: torch.device | str | None
+    weight_sync_schemes: Mapping[str, wsync.WeightSyncScheme] | None
+    max_frames_per_traj: int | None
+    init_random_frames: int
+    cat_results: int | Literal["stack"]
+    track_policy_version: bool
+    threads: int
+
+
+class CrewCollector(BaseCollector):
+    """Gathers batches with several workers, each with its own environments and its own copy of the policy.
+
+    Args:
+        create_env_fn: one function per worker; each makes an environment (lambdas are fine).
+        policy: a module that reads "observation" and writes "action"; or any function of a TensorDict; None acts at
+            random. Workers get copies.
+        sync: whether all workers wait for each other, and for new weights; otherwise a batch is one worker's.
+        start: makes the pool of so many workers.
+        policy_factory: makes the policy in each worker, instead.
+        frames_per_batch: frames of a batch, over all workers (of each worker's batch, if asynchronous).
+        total_frames: the end; -1 for none.
+        device: where the policies act; one, or one per worker.
+        storing_device: where batches are put.
+        weight_sync_schemes: ``{model_id: scheme}``; by default one through shared memory for the policy.
+        max_frames_per_traj: episodes are truncated after so many steps.
+        init_random_frames: so many frames, over all workers, begin with random actions.
+        cat_results: how workers' batches are joined: along a dimension (0), or ``"stack"`` with a new leading one.
+        track_policy_version: whether batches have ``policy_version``.
+        threads: torch threads of each worker.
+
+    Raises:
+        TypeError: something that a worker needs cannot be pickled.
+        ValueError: no environment, or numbers out of range.
+        wsync.WorkerFailed: a worker could not start; carries its traceback. No worker is left.
+        wsync.WorkerDied: a worker ended.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: EnvMaker | Sequence[EnvMaker],
+        policy: Any = None,
+        *,
+        sync: bool,
+        start: Callable[[int], Pool[Any]],
+        policy_factory: Callable[[], Any] | None = None,
+        frames_per_batch: int,
+        total_frames: int = -1,
+        device: torch.device | str | Sequence[torch.device | str] | None = None,
+        storing_device: torch.device | str | None = None,
+        weight_sync_schemes: Mapping[str, wsync.WeightSyncScheme] | None = None,
+        max_frames_per_traj: int | None = None,
+        init_random_frames: int = 0,
+        cat_results: int | Literal["stack"] = 0,
+        track_policy_version: bool = True,
+        threads: int = 1,
+    ) -> None:
+        super().__init__(
+            policy,
+            frames_per_batch=frames_per_batch,
+            total_frames=total_frames,
+            storing_device=storing_device,
+            weight_sync_schemes=weight_sync_schemes,
+            track_policy_version=track_policy_version,
+        )
+        makers = [create_env_fn] if callable(create_env_fn) else list(create_env_fn or ())
+        if not makers:
+            raise ValueError("no environment: create_env_fn is a list of functions, one for each worker")
+        self.num_workers = len(makers)
+        together = Together(cat_results)
+        self._gathering: Gathering = together if sync else FirstCome()
+        devices = _spread(device, len(makers))
+        options = [
+            WorkerOptions(
+                worker_idx=i,
+                frames=self._share(),
+                buffers=self._gathering.buffers,
+                device=devices[i],
+                init_random_frames=-(-init_random_frames // len(makers)),
+                max_frames_per_traj=max_frames_per_traj,
+                threads=threads,
+                log_level=logging.getLogger().getEffectiveLevel(),
+            )
+            for i in range(len(makers))
+        ]
+        carried = None if policy_factory is not None else policy
+        for thing, name in ((carried, "policy"), (policy_factory, "policy_factory"), (makers, "create_env_fn")):
+            pickled(thing, name)  # before any worker is started, and each alone: the error then says which it is
+        self._pool = start(len(makers))
+        self._at_exit = partial(_shut_down, weakref.ref(self))
+        atexit.register(self._at_exit)  # before multiprocessing's own, which would wait for workers
+        try:
+            for model_id, scheme in self.weight_sync_schemes.items():
+                scheme.init_on_sender(model_id, context=self, num_workers=len(makers))
+            parts = [Parts(maker, carried, policy_factory, self.weight_sync_schemes) for maker in makers]
+            self._connect([pickled(one, "schemes") for one in parts], options)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _share(self) -> int:
+        workers, frames = self.num_workers, self.frames_per_batch
+        share = self._gathering.share(frames, workers)
+        if isinstance(self._gathering, Together) and share * workers != frames:
+            warnings.warn(
+                f"frames_per_batch={frames} does not divide by {workers} workers: each takes {share}, "
+                f"{share * workers} in all",
+                stacklevel=4,
+            )
+        return share
+
+    def _connect(self, parts: Sequence[bytes], options: Sequence[WorkerOptions]) -> None:
+        pool = self._pool
+        for worker in pool.workers:
+            pool.tell([worker], "build", (parts[worker.worker_idx], options[worker.worker_idx]))
+        pool.hear_all("ready")
+        pool.tell(pool.workers, "connect")
+        for scheme in self.weight_sync_schemes.values():
+            scheme.connect()
+        pool.hear_all("connected")
+
+    def _gather(self) -> TensorDictBase:
+        try:
+            return self._gathering.gather(self._pool)
+        except wsync.WeightSyncError:
+            self.shutdown()
+            raise
+
+    @property
+    def remote_workers(self) -> Sequence[Worker]:
+        """The workers, by index."""
+        return self._pool.workers
+
+    def cascade_weights(self, model_id: str) -> None:
+        """Pass on an update that this collector's own model has just been given by a scheme above."""
+        self.update_policy_weights_(model_id=model_id)
+
+    def set_seed(self, seed: int) -> int:
+        """Worker ``w``'s environment ``i`` gets ``seed + w * num_envs + i``."""
+        for worker in self._pool.workers:
+            self._pool.tell([worker], "seed", seed)
+            seed += worker.num_envs
+        return seed
+
+    def _close(self) -> None:
+        self._pool.close()
+        for scheme in self.weight_sync_schemes.values():
+            scheme.shutdown()
+        atexit.unregister(self._at_exit)
+
+
+def _spread(device: Any, workers: int) -> list[str | None]:
+    """One device name per worker."""
+    if device is None or isinstance(device, str | torch.device):
+        return [None if device is None else str(device)] * workers
+    if len(device) != workers:
+        raise ValueError(f"{len(device)} devices for {workers} workers")
+    return [str(one) for one in device]
+
+
+def _shut_down(reference: weakref.ref[CrewCollector]) -> None:
+    collector = reference()
+    if collector is not None:
+        collector.shutdown()

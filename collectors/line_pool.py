@@ -1,0 +1,65 @@
+"""Workers with a line each, in processes that the trainer has started or that have joined it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection
+from multiprocessing.connection import wait
+from typing import Any, TypeVar
+
+from collectors.lines import Line
+from collectors.pool import GRACE, Pool, Worker
+
+
+class LineWorker(Worker):
+    """A worker at the other end of a line.
+
+    Args:
+        worker_idx: its index.
+        line: owned by this end.
+    """
+
+    def __init__(self, worker_idx: int, line: Line) -> None:
+        super().__init__(worker_idx)
+        self.line = line
+
+    @abstractmethod
+    def last_words(self) -> str:
+        """What there is to say of its end, in an error that begins with its name."""
+
+
+L = TypeVar("L", bound=LineWorker)
+
+
+class LinePool(Pool[L]):
+    """Talks to workers by their lines, and waits for the words and for the ends of all of them at once."""
+
+    def tell(self, workers: Collection[L], command: str, argument: Any = None) -> None:
+        """See Pool."""
+        for worker in workers:
+            try:
+                worker.line.connection.send((command, argument))
+            except ConnectionError:
+                continue
+
+    def _listen(self, workers: Collection[L]) -> None:
+        sources: dict[Any, L] = {worker.line.connection: worker for worker in workers}
+        sources |= {worker.sentinel: worker for worker in workers}
+        for worker in {sources[source] for source in wait(list(sources))}:
+            self._heard.append((worker, *self._word(worker)))
+
+    def _word(self, worker: L) -> tuple[str, Any]:
+        """What ``worker`` says; if it has ended, what it said before that comes first."""
+        line = worker.line
+        try:
+            if not line.connection.poll(GRACE):
+                return "died", worker.last_words()
+            kind, answer = line.connection.recv()
+            if kind == "ready":
+                plan, count, num_envs = answer
+                worker.ready(plan, line.accept(plan, count), num_envs)
+            elif kind == "batch":
+                line.pull(worker.buffers[answer])
+        except (EOFError, OSError):
+            return "died", worker.last_words()
+        return kind, answer

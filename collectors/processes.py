@@ -1,0 +1,123 @@
+"""Processes that the trainer starts on its own machine, and workers in them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from collectors.line_pool import LinePool, LineWorker
+from collectors.lines import SharedMemoryLine, serve
+from collectors.pool import GRACE
+from collectors.worker import end_with_process, leave_signals_to_the_trainer
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Keep a new process from running the trainer's script again.
+
+    What a worker is given is pickled by value where it comes from ``__main__``, so it does not need that module; and a
+    script without an ``if __name__ == "__main__"`` works.
+    """
+    names = vars(sys.modules["__main__"])
+    hidden = {name: names[name] for name in ("__spec__", "__file__") if name in names}
+    names["__spec__"] = None
+    names.pop("__file__", None)
+    try:
+        yield
+    finally:
+        names.update(hidden)
+
+
+def _context() -> BaseContext:
+    """A fork server with the heavy imports made once, so that a worker starts in a fraction of a second."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["collectors.worker"])
+    return server
+
+
+def _begin(target: Callable[..., None], trainer: int, arguments: tuple[Any, ...]) -> None:
+    leave_signals_to_the_trainer()
+    end_with_process(trainer)
+    target(*arguments)
+
+
+def start(target: Callable[..., None], worker_idx: int, *arguments: Any) -> BaseProcess:
+    """A process that runs ``target(*arguments)``, leaves signals to the trainer, and ends with it."""
+    process = _context().Process(  # pyright: ignore[reportAttributeAccessIssue]
+        target=_begin, args=(target, os.getpid(), arguments), name=f"collector-worker-{worker_idx}"
+    )
+    with _without_main():
+        process.start()
+    return process
+
+
+def pipe() -> tuple[Connection, Connection]:
+    """The trainer's end and the process's end of a pipe."""
+    return _context().Pipe()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def end_of(process: BaseProcess) -> str:
+    """How a process has ended."""
+    process.join(GRACE)
+    return f"(process {process.pid}) died with exit code {process.exitcode}"
+
+
+def end(processes: Collection[BaseProcess]) -> None:
+    """Wait for processes that were told to end, and kill those who do not."""
+    for process in processes:
+        process.join(GRACE)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        process.close()
+
+
+class ProcessWorker(LineWorker):
+    """A worker in a process of its own."""
+
+    def __init__(self, worker_idx: int, line: SharedMemoryLine, process: BaseProcess) -> None:
+        super().__init__(worker_idx, line)
+        self.process = process
+
+    @property
+    def sentinel(self) -> int:
+        """Readable when the process has ended."""
+        return self.process.sentinel
+
+    def last_words(self) -> str:
+        """See LineWorker."""
+        return end_of(self.process)
+
+
+class ProcessPool(LinePool[ProcessWorker]):
+    """Worker processes on this machine, whose batches lie in memory that is shared with them."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        try:
+            for i in range(count):
+                mine, theirs = pipe()
+                process = start(_main, i, theirs, os.getpid())
+                theirs.close()
+                self.workers.append(ProcessWorker(i, SharedMemoryLine(mine, os.getpid()), process))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """See Pool."""
+        for worker in self.workers:
+            worker.line.connection.close()
+        end([worker.process for worker in self.workers])
+        self.workers = []
+
+
+def _main(connection: Connection, trainer: int) -> None:
+    serve(SharedMemoryLine(connection, trainer))
