@@ -40,6 +40,7 @@ BACKENDS: dict[str, Callable[[], wsync.WeightSyncScheme]] = {
     "shared_mem": partial(wsync.SharedMemWeightSyncScheme),
     "shared_mem-published": partial(wsync.SharedMemWeightSyncScheme, acknowledge="published"),
     "multiprocess": partial(wsync.MultiProcessWeightSyncScheme),
+    "distributed": partial(wsync.DistributedWeightSyncScheme),
 }
 LAYERS = 8
 _PATIENCE = 30.0  # seconds in which a worker has to end

@@ -1,5 +1,6 @@
 """Weight synchronization for reinforcement learning: a trainer's weights, in every worker, whole and in order."""
 
+from wsync.backends.distributed import DistributedTransport, DistributedWeightSyncScheme
 from wsync.backends.multiprocess import MPTransport, MultiProcessWeightSyncScheme
 from wsync.backends.none import NoWeightSyncScheme
 from wsync.backends.shared_mem import SharedMemTransport, SharedMemWeightSyncScheme
@@ -16,6 +17,8 @@ from wsync.types import CascadingContext, CollectorContext, RemoteWorker, SyncRe
 __all__ = [
     "CascadingContext",
     "CollectorContext",
+    "DistributedTransport",
+    "DistributedWeightSyncScheme",
     "LayoutMismatch",
     "MPTransport",
     "MetricsSink",

@@ -8,6 +8,7 @@ import torch
 
 from wsync.gate import process_gate
 from wsync.layout import Layout
+from wsync.receiver_thread import Told
 from wsync.transport import Buffer, Event
 from wsync.types import Ack, Update
 
@@ -79,12 +80,14 @@ class InProcessLine:
     def connect(self, worker_idx: int, deadline: float | None) -> None:
         """The sender is here."""
 
-    def fileno(self) -> int:
-        """No descriptor: the sender comes through the gate itself."""
-        return -1
+    def attach(self, receiver: Told) -> None:
+        """Nobody has to be told: the sender comes through the gate itself."""
+
+    def detach(self, receiver: Told) -> None:
+        """As ``attach``."""
 
     def events(self) -> Sequence[Event]:
-        """None: see ``fileno``."""
+        """None: see ``attach``."""
         return ()
 
     def call(self, wanted: bool) -> None:

@@ -52,7 +52,7 @@ class Lines:
         self._lines: dict[int, Line] = {}
         self._gone: set[int] = set()
         self._of: dict[int, int] = {}  # descriptor -> worker
-        self._poll = select.epoll()
+        self._poll = select.poll()  # not an epoll: a forked child would share that
         self._answers: dict[int, Ack] = {}
         self._departed: dict[int, Ack] = {}
 
@@ -66,9 +66,10 @@ class Lines:
         """Those that were connected once, and have no successor yet."""
         return self._gone
 
-    def fileno(self) -> int:
-        """Readable when a worker has said something, or has gone."""
-        return self._poll.fileno()
+    @property
+    def signs(self) -> Collection[int]:
+        """Descriptors, one of which is readable when a worker has said something, or has gone."""
+        return self._of.keys()
 
     def admit(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
         """Let workers in until all of ``workers`` are there.
@@ -122,7 +123,7 @@ class Lines:
         self._lines[worker] = line
         for fd in line.signs:
             self._of[fd] = worker
-            self._poll.register(fd, select.EPOLLIN)
+            self._poll.register(fd, select.POLLIN)
         line.send(welcome)
         self._owner.joined(worker, hello, deadline)
         return worker
@@ -138,6 +139,11 @@ class Lines:
         line.close()
         self._gone.add(worker)
         self._owner.left(worker)
+
+    def lose(self, worker: int, cause: str) -> None:
+        """Take it that a worker is gone, and hang up."""
+        self.forget(worker)
+        self._departed[worker] = Ack(worker, 0, died=True, error=cause)
 
     def say(self, worker: int, message: Message) -> None:
         """Send; a line that has broken is noticed, and reported, by the next read."""
@@ -172,8 +178,7 @@ class Lines:
 
     def read(self, deadline: float | None) -> bool:
         """Take in what workers say, once somebody does; False at the deadline."""
-        left = milliseconds(deadline)
-        ready = self._poll.poll(None if left is None else left / 1000)
+        ready = self._poll.poll(milliseconds(deadline))
         # Lines before process descriptors: a worker that answered and then died has answered.
         for fd, _ in sorted(ready, key=lambda pair: self._is_sentinel(pair[0])):
             worker = self._of.get(fd)
@@ -182,9 +187,7 @@ class Lines:
             line = self._lines[worker]
             message = None if fd != line.fileno() else line.receive()
             if message is None or message.kind is Kind.BYE:
-                self.forget(worker)
-                cause = "it has shut down its end" if message else f"it ({line.peer}) died"
-                self._departed[worker] = Ack(worker, 0, died=True, error=cause)
+                self.lose(worker, "it has shut down its end" if message else f"it ({line.peer}) died")
                 continue
             if message.kind is not Kind.FREED:
                 error = message.payload.decode() if message.kind is Kind.FAILED else ""
@@ -201,7 +204,6 @@ class Lines:
         for worker in list(self._lines):
             self.forget(worker)
         self._door.close()
-        self._poll.close()
 
 
 def names(workers: Collection[int]) -> str:

@@ -10,6 +10,7 @@ from wsync.deadlines import wait_readable
 from wsync.errors import NotConnected, SyncTimeout
 from wsync.layout import Layout
 from wsync.local_sender import STAGED
+from wsync.receiver_thread import Told, receiver_thread
 from wsync.rendezvous import Connection, Endpoint, knock
 from wsync.transport import Closed, Decision, Event, News, Stage
 from wsync.types import Ack, Update
@@ -69,9 +70,13 @@ class LocalReceiver:
             self._may_fail = self._retains and bool(self._layout.extra)
             self._arena = arena  # last: an acting thread that sees it uses the others
 
-    def fileno(self) -> int:
-        """The line's descriptor."""
-        return self._connection().fileno()
+    def attach(self, receiver: Told) -> None:
+        """Have the process's thread listen."""
+        receiver_thread().register(self._connection().fileno(), receiver)
+
+    def detach(self, receiver: Told) -> None:
+        """Listen no more."""
+        receiver_thread().unregister(receiver)
 
     def events(self) -> Sequence[Event]:
         """What one message says."""

@@ -20,7 +20,6 @@ from wsync.binding import Binding, load_extra
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected, WeightSyncError
 from wsync.gate import guard, process_gate, release
-from wsync.receiver_thread import receiver_thread
 from wsync.strategy import WeightStrategy
 from wsync.transport import Closed, Decision, News, ReceiverEnd, Stage
 from wsync.types import ANY_VERSION, Ack, Update
@@ -88,8 +87,7 @@ class Receiver:
             pass  # the first weights are there, if there are any: entering installs them
         self._pass_on()
         self._seen = self.version
-        if self._end.fileno() >= 0:
-            receiver_thread().register(self)
+        self._end.attach(self)
         if self._error:
             error = self._error
             self.close()
@@ -146,10 +144,6 @@ class Receiver:
             self._end.answer(Ack(self.worker_idx, update.version, self._error, False, wait, apply))
 
     # --- called by the receiver thread ---
-
-    def fileno(self) -> int:
-        """What the thread waits on."""
-        return self._end.fileno()
 
     def heed(self) -> bool:
         """Do what the sender has said; False when it is gone."""
@@ -228,7 +222,7 @@ class Receiver:
 
     def close(self) -> None:
         """Give the model its own memory and class back, and hang up."""
-        receiver_thread().unregister(self)
+        self._end.detach(self)
         gate = process_gate()
         with gate.hold():
             gate.detach(self)

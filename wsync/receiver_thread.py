@@ -9,11 +9,7 @@ from typing import Protocol
 
 
 class Told(Protocol):
-    """A receiver, as the thread sees it."""
-
-    def fileno(self) -> int:
-        """Readable when the sender has said something."""
-        ...
+    """A receiver, as the loop sees it."""
 
     def heed(self) -> bool:
         """Do what the sender said; False when there will be nothing more."""
@@ -23,53 +19,68 @@ class Told(Protocol):
 class ReceiverThread:
     """Waits for all senders of this process at once, and costs nothing meanwhile.
 
-    It runs while somebody is registered, and is joined with the last one.
+    It runs while somebody is registered, and is waited for with the last one. Where somebody else's thread has been
+    lent for it (a call that Ray runs beside the others), that one runs the loop: see ``lend``.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._serving = threading.RLock()  # held while a receiver heeds
         self._told: dict[int, Told] = {}
-        self._thread: threading.Thread | None = None
+        self._runner: threading.Thread | None = None
+        self._ended = threading.Event()  # of the runner's run
         self._wake = -1
 
-    def register(self, receiver: Told) -> None:
-        """Listen for ``receiver``."""
+    def register(self, descriptor: int, receiver: Told, *, start: bool = True) -> None:
+        """Listen for ``receiver``; without ``start``, only when a thread is lent."""
         with self._lock:
-            self._told[receiver.fileno()] = receiver
-            if self._thread is None:
-                self._wake = os.eventfd(0, os.EFD_CLOEXEC)
-                self._thread = threading.Thread(
-                    target=self._run, args=(self._wake,), name="wsync-receiver", daemon=True
-                )
-                self._thread.start()
-            else:
+            self._told[descriptor] = receiver
+            if self._runner is not None:
                 os.eventfd_write(self._wake, 1)
+            elif start:
+                thread = threading.Thread(target=self._run, name="wsync-receiver", daemon=True)
+                self._appoint(thread)
+                thread.start()
+
+    def lend(self) -> None:
+        """Run the loop in this thread while there is somebody to listen for; return at once if it runs already."""
+        with self._lock:
+            if self._runner is not None or not self._told:
+                return
+            self._appoint(threading.current_thread())
+        self._run()
+
+    def _appoint(self, runner: threading.Thread) -> None:
+        self._runner, self._ended, self._wake = runner, threading.Event(), os.eventfd(0, os.EFD_CLOEXEC)
 
     def unregister(self, receiver: Told) -> None:
-        """Listen for ``receiver`` no more; return when the thread is surely not inside it."""
+        """Listen for ``receiver`` no more; return when the loop is surely not inside it."""
         with self._lock:
             self._told = {fd: other for fd, other in self._told.items() if other is not receiver}
-            thread = self._thread
-            if thread is None:
+            runner, ended = self._runner, self._ended
+            if runner is None:
                 return
-            if not self._told:
-                self._thread = None
-            os.eventfd_write(self._wake, 1)
             last = not self._told
-        if thread is threading.current_thread():
+            if last:
+                self._runner = None
+            os.eventfd_write(self._wake, 1)
+        if runner is threading.current_thread():
             return
         if last:
-            thread.join()
+            ended.wait()
         else:
             with self._serving:
                 return
 
-    def _run(self, wake: int) -> None:
+    def _run(self) -> None:
+        ended, wake = self._ended, self._wake
         try:
             while True:
                 with self._lock:
-                    if self._thread is not threading.current_thread():
+                    if self._ended is not ended or self._runner is None:
+                        return
+                    if not self._told:  # their senders have gone
+                        self._runner = None
                         return
                     told = dict(self._told)
                 poller = select.poll()
@@ -79,6 +90,7 @@ class ReceiverThread:
                     pass
         finally:
             os.close(wake)
+            ended.set()
 
     def _serve(self, poller: select.poll, told: dict[int, Told], wake: int) -> bool:
         """Serve whoever was told something; True when the list of receivers has changed."""

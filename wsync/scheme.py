@@ -30,6 +30,7 @@ from wsync.types import CascadingContext, CollectorContext, SyncReport
 BACKENDS = {
     "shared_mem": "wsync.backends.shared_mem:SharedMemWeightSyncScheme",
     "multiprocess": "wsync.backends.multiprocess:MultiProcessWeightSyncScheme",
+    "distributed": "wsync.backends.distributed:DistributedWeightSyncScheme",
     "none": "wsync.backends.none:NoWeightSyncScheme",
 }
 
@@ -69,6 +70,10 @@ class WeightSyncScheme(SchemeView, ABC):
     @abstractmethod
     def _make_receiver_end(self, seed: Any) -> ReceiverEnd:
         """A worker's end."""
+
+    def _can_meet(self, model_id: str) -> bool:
+        """Whether a worker finds the sender of ``model_id`` without a seed."""
+        return False
 
     def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None) -> Source:
         return Source(weights, self.strategy, device_map_fn=device_map_fn)
@@ -158,7 +163,7 @@ class WeightSyncScheme(SchemeView, ABC):
             self._role.end.close()  # a forked child has inherited the trainer's end
             self._role = None
         self._require_fresh()
-        if self._seed is None:
+        if self._seed is None and not self._can_meet(model_id):
             raise RuntimeError(
                 "initialise this scheme on the sender first, then hand it (pickled or forked) to the worker"
             )

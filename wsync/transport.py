@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from wsync.layout import Layout
+from wsync.receiver_thread import Told
 from wsync.strategy import WeightStrategy
 from wsync.types import Ack, Update
 
@@ -109,8 +110,12 @@ class ReceiverEnd(Protocol):
         """
         ...
 
-    def fileno(self) -> int:
-        """A descriptor that becomes readable when ``events`` has something, or the sender is gone."""
+    def attach(self, receiver: Told) -> None:
+        """See to it that ``receiver.heed()`` is called when ``events`` has something, or the sender is gone."""
+        ...
+
+    def detach(self, receiver: Told) -> None:
+        """No more; return when no such call is under way, unless this is one."""
         ...
 
     def events(self) -> Sequence[Event]:

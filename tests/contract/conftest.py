@@ -17,6 +17,7 @@ BACKENDS: dict[str, Callable[..., wsync.WeightSyncScheme]] = {
     "shared_mem": partial(wsync.SharedMemWeightSyncScheme, timeout=30.0),
     "shared_mem-published": partial(wsync.SharedMemWeightSyncScheme, timeout=30.0, acknowledge="published"),
     "multiprocess": partial(wsync.MultiProcessWeightSyncScheme, timeout=30.0),
+    "distributed": partial(wsync.DistributedWeightSyncScheme, timeout=30.0),
 }
 
 

@@ -1,0 +1,177 @@
+"""A pair of ranks, a trainer and one worker, and the ``torch.distributed`` group in which weights go between them.
+
+One group per worker: groups are static, so that a worker which is started anew can have a new one, and the death of
+another worker is none of its business. They meet through a ``TCPStore`` that the trainer keeps, on an address that it
+chose and a port that the system chose. No default group is needed, and none of the user's is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import (
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    ProcessGroupGloo,
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
+
+from wsync.deadlines import remaining
+from wsync.errors import NotConnected
+from wsync.network import listen_on
+
+BACKENDS = ("gloo", "nccl")
+_FOREVER = timedelta(days=365)
+
+
+# Stores that a fork has copied: their threads are the parent's, so they can neither be used nor taken down here.
+_inherited: list[Store] = []
+
+
+class Work(Protocol):
+    """A transfer under way."""
+
+    def wait(self, timeout: timedelta = ...) -> bool:
+        """Return when it is done; raises RuntimeError if it cannot be."""
+        ...
+
+
+class Pair:
+    """One end of a line of tensors.
+
+    Args:
+        group: has both ends in it.
+        other: the other end's rank there.
+        tag: of every message.
+    """
+
+    def __init__(self, group: Any, other: int, tag: int = 0) -> None:
+        self._group: Any = group
+        self._other = other
+        self._tag = tag
+
+    def send(self, flat: Tensor) -> Work:
+        """Begin to send; ``flat`` must not change until the other end has answered."""
+        return self._group.send([flat], self._other, self._tag)
+
+    def receive(self, flat: Tensor) -> Work:
+        """Begin to receive into ``flat``."""
+        return self._group.recv([flat], self._other, self._tag)
+
+    def close(self) -> None:
+        """Let go of the group; whatever is under way in a group of our own ends with it."""
+        self._group = None
+
+
+def finish(work: Work, timeout: float | None, device: torch.device) -> None:
+    """Wait until ``work`` is done, and its data can be read.
+
+    Raises:
+        RuntimeError: the other end is gone, or silent for so many seconds.
+    """
+    work.wait(_FOREVER if timeout is None else timedelta(seconds=timeout))
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where pairs are formed: the trainer's store. Travels in a pickled scheme."""
+
+    host: str
+    port: int
+    backend: str
+
+    def join(self, worker: int, generation: int, deadline: float | None) -> Pair:
+        """A worker's half of ``MeetingPlace.pair``.
+
+        Raises:
+            NotConnected: there is no store (any more), or it cannot be reached.
+            RuntimeError: the group was not formed before the deadline.
+        """
+        try:
+            store = TCPStore(self.host, self.port, is_master=False, timeout=_timeout(deadline))
+        except RuntimeError as error:
+            raise NotConnected(
+                f"worker {worker}: the store at {self.host} port {self.port} cannot be reached: {error}"
+            ) from error
+        return _form(store, self.backend, (worker, generation), 1, _address_towards(self.host, self.port), deadline)
+
+
+class MeetingPlace:
+    """The trainer's store, and its half of every pair.
+
+    Args:
+        host: the address that it listens on.
+        backend: ``"gloo"`` or ``"nccl"``.
+    """
+
+    def __init__(self, host: str, backend: str) -> None:
+        if backend not in BACKENDS:
+            raise ValueError(f"unknown backend {backend!r} of torch.distributed: choose one of {', '.join(BACKENDS)}")
+        if backend == "nccl" and not distributed.is_nccl_available():
+            raise ValueError("this build of PyTorch has no nccl: choose backend=gloo")
+        self._pid = os.getpid()
+        # The store's own listening would be on every interface; given a socket, it takes the address of that.
+        with listen_on(host) as sock:
+            self.meeting = Meeting(host, sock.getsockname()[1], backend)
+            self._store: Store | None = TCPStore(
+                host,
+                self.meeting.port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=_given_away(sock),
+            )
+
+    def pair(self, worker: int, generation: int, deadline: float | None) -> Pair:
+        """Form a group with a worker, who calls ``Meeting.join`` meanwhile.
+
+        Raises:
+            RuntimeError: it did not, before the deadline.
+        """
+        assert self._store is not None, "the meeting place is closed"
+        return _form(self._store, self.meeting.backend, (worker, generation), 0, self.meeting.host, deadline)
+
+    def close(self) -> None:
+        """Close the store; harmless when repeated."""
+        if os.getpid() != self._pid and self._store is not None:
+            _inherited.append(self._store)
+        self._store = None
+
+
+def _given_away(sock: socket.socket) -> int:
+    """A descriptor that its receiver closes."""
+    return sock.dup().detach()
+
+
+def _address_towards(host: str, port: int) -> str:
+    """The address of this machine by which ``host`` reaches it."""
+    family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as sock:
+        sock.connect(where)  # sends nothing
+        return sock.getsockname()[0]
+
+
+def _timeout(deadline: float | None) -> timedelta:
+    left = remaining(deadline)
+    return _FOREVER if left is None else timedelta(seconds=max(left, 0.001))
+
+
+def _form(store: Any, backend: str, name: tuple[int, int], rank: int, host: str, deadline: float | None) -> Pair:
+    apart = PrefixStore("wsync/{}/{}".format(*name), store)
+    apart.set_timeout(_timeout(deadline))
+    if backend == "nccl":
+        from torch.distributed import ProcessGroupNCCL  # only builds for CUDA have it
+
+        return Pair(ProcessGroupNCCL(apart, rank, 2, ProcessGroupNCCL.Options()), 1 - rank)
+    options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    options._threads = 1  # sends and receives need none
+    options._timeout = _timeout(deadline)
+    return Pair(ProcessGroupGloo(apart, rank, 2, options), 1 - rank)

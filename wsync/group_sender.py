@@ -1,0 +1,281 @@
+"""The trainer's end of lines to workers anywhere: words by one way, weights by ``torch.distributed``.
+
+Each worker has a *lane*, with at most one parcel under way; what comes after it waits, and a newer version takes an
+older one's place there. So a slow worker delays nobody, finds the newest when it is ready, and memory is bounded: one
+buffer for each parcel under way, one that waits, one that is being packed. Whoever waits for answers moves the lanes
+on; while the trainer is away, a courier (a thread that lives as long as something waits) does.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from wsync.deadlines import wait_readable
+from wsync.errors import SyncTimeout
+from wsync.group import Pair, Work
+from wsync.layout import Layout
+from wsync.lines import Lines
+from wsync.transport import Buffer
+from wsync.types import Ack
+from wsync.words import PROTOCOL, Door, Kind, Message
+
+TRANSACTION = struct.Struct("<Q")
+FormPair = Callable[[int, int, float | None], Pair]
+"""``(worker, generation, deadline) -> pair``: the trainer's half of the rendezvous of a pair."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    kind: Kind
+    version: int
+    payload: bytes
+    slot: int
+
+
+@dataclass(slots=True)
+class _Lane:
+    pair: Pair | None = None
+    under_way: _Parcel | None = None
+    work: Work | None = None  # of the parcel under way; a transfer ends with its handle
+    waiting: deque[_Parcel] = field(default_factory=deque)
+    generation: int = 0
+
+    def append(self, parcel: _Parcel) -> None:
+        """Queue a parcel; news takes the place of older news."""
+        if self.waiting and parcel.kind is Kind.NEWS and self.waiting[-1].kind is Kind.NEWS:
+            self.waiting.pop()
+        self.waiting.append(parcel)
+
+    def clear(self) -> None:
+        """Forget everything that was to be sent."""
+        self.under_way = self.work = None
+        self.waiting.clear()
+
+
+class GroupSender:
+    """The trainer's end (a ``SenderEnd``).
+
+    Args:
+        num_workers: how many workers there can be.
+        door: where they knock.
+        form_pair: makes a worker's line of tensors.
+        close: lets go of what the pairs were formed with.
+        device: where weights are packed.
+        greet: called with the index and the greeting of each worker that has joined.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        door: Door,
+        form_pair: FormPair,
+        close: Callable[[], None],
+        device: torch.device,
+        greet: Callable[[int, Message], None] = lambda worker, hello: None,
+    ) -> None:
+        self._lines = Lines(door, num_workers, self)
+        self._num_workers = num_workers
+        self._form_pair = form_pair
+        self._let_go = close
+        self._device = device
+        self._greet = greet
+        self._layout: Layout | None = None
+        self._lanes = [_Lane() for _ in range(num_workers)]
+        self._slots: list[tuple[Tensor, Sequence[Tensor]]] = []
+        self._reserved: set[int] = set()
+        self._latest: _Parcel | None = None  # for who joins late
+        self._staged: dict[int, _Parcel] = {}  # transaction -> what was staged last
+        self._lock = threading.RLock()
+        self._courier: threading.Thread | None = None
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._closed = False
+
+    @property
+    def workers(self) -> Collection[int]:
+        """Those that are connected and alive."""
+        return self._lines.workers
+
+    def prepare(self, layout: Layout) -> None:
+        """Tell those who are connected already."""
+        with self._lock:
+            self._layout = layout
+            for worker in self.workers:
+                self._lines.say(worker, Message(Kind.LAYOUT, worker, payload=pickle.dumps(layout)))
+
+    def admit(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
+        """Let workers in until all of ``workers`` are there."""
+        with self._lock:
+            self._lines.admit(workers, sentinels, deadline)
+
+    # --- what the lines tell (``lines.Owner``) ---
+
+    def joining(self, worker: int, again: bool) -> Message:
+        """Say what waits: the version that the worker is to have before it begins."""
+        lane = self._lanes[worker]
+        lane.generation += 1
+        if again:
+            lane.clear()
+            if self._latest is not None:
+                lane.append(self._latest)
+        version = lane.waiting[0].version if lane.waiting else 0
+        payload = pickle.dumps((PROTOCOL, lane.generation, self._layout))
+        return Message(Kind.WELCOME, worker, version, payload)
+
+    def joined(self, worker: int, hello: Message, deadline: float | None) -> None:
+        """Form the pair, and send what waits."""
+        lane = self._lanes[worker]
+        try:
+            lane.pair = self._form_pair(worker, lane.generation, deadline)
+        except RuntimeError as error:
+            self._lines.forget(worker)
+            raise SyncTimeout(
+                f"worker {worker} did not join its process group: {error}", {worker: str(error)}
+            ) from error
+        self._greet(worker, hello)
+        self._move_on(worker)
+
+    def left(self, worker: int) -> None:
+        """End what was under way."""
+        lane = self._lanes[worker]
+        lane.clear()
+        if lane.pair is not None:
+            lane.pair.close()
+            lane.pair = None
+
+    def answered(self, worker: int, message: Message) -> None:
+        """It has what was under way, or does not want it: the next, please."""
+        lane = self._lanes[worker]
+        if lane.under_way is not None and message.version >= lane.under_way.version:
+            lane.under_way = lane.work = None
+            self._move_on(worker)
+
+    def _move_on(self, worker: int) -> None:
+        lane = self._lanes[worker]
+        if lane.pair is None or lane.under_way is not None or not lane.waiting:
+            return
+        parcel = lane.under_way = lane.waiting.popleft()
+        self._lines.say(worker, Message(parcel.kind, worker, parcel.version, parcel.payload))
+        try:
+            lane.work = lane.pair.send(self._slots[parcel.slot][0])
+        except RuntimeError as error:
+            while self._lines.read(0.0):  # it may have said why
+                pass
+            if worker in self.workers:
+                self._lines.lose(worker, f"its process group has broken: {error}")
+
+    # --- slots ---
+
+    def reserve(self, workers: Collection[int], deadline: float | None) -> Buffer:
+        """A buffer that is not on its way to anybody, nor to be."""
+        with self._lock:
+            layout = self._layout
+            assert layout is not None, "prepare() comes first"
+            taken = self._taken()
+            slot = next((slot for slot in range(len(self._slots)) if slot not in taken), len(self._slots))
+            if slot == len(self._slots):
+                flat = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self._device)
+                self._slots.append((flat, layout.views(flat)))
+            self._reserved.add(slot)
+            return Buffer(self._slots[slot][1], slot)
+
+    def _taken(self) -> set[int]:
+        parcels = [*self._staged.values(), *(lane.under_way for lane in self._lanes), self._latest]
+        parcels += [parcel for lane in self._lanes for parcel in lane.waiting]
+        return self._reserved | {parcel.slot for parcel in parcels if parcel is not None}
+
+    def release(self, buffers: Sequence[Buffer]) -> None:
+        """Free buffers that were reserved and not published."""
+        with self._lock:
+            self._reserved.difference_update(buffer.slot for buffer in buffers)
+
+    # --- updates ---
+
+    def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
+        """Send a packed buffer to workers who are ready for it; others get it, or a newer one, when they are."""
+        self._latest = _Parcel(Kind.NEWS, version, extra, buffer.slot)
+        self._dispatch(self._latest, workers)
+
+    def _dispatch(self, parcel: _Parcel, workers: Collection[int]) -> None:
+        with self._lock:
+            for worker in workers:
+                self._lanes[worker].append(parcel)
+                self._move_on(worker)
+            self._reserved.discard(parcel.slot)
+            if self._courier is None and self._somebody_waits():
+                self._courier = threading.Thread(target=self._carry, name="wsync-courier", daemon=True)
+                self._courier.start()
+
+    def _somebody_waits(self) -> bool:
+        return any(lane.waiting for lane in self._lanes if lane.pair is not None)
+
+    def _carry(self) -> None:
+        """The courier: move lanes on as workers become ready, until nothing waits."""
+        while True:
+            with self._lock:
+                signs = [self._wake, *self._lines.signs]
+            wait_readable(signs, None)
+            with self._lock:
+                if not self._closed:
+                    self._lines.read(0.0)
+                if self._closed or not self._somebody_waits():
+                    self._courier = None
+                    return
+
+    def stage(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
+        """Send a packed buffer for workers to check and keep."""
+        parcel = _Parcel(Kind.STAGE, version, TRANSACTION.pack(transaction) + extra, buffer.slot)
+        self._staged[transaction] = parcel
+        self._dispatch(parcel, workers)
+
+    def decide(self, version: int, workers: Collection[int], transaction: int) -> None:
+        """Say the word."""
+        with self._lock:
+            staged = self._staged.pop(transaction)
+            extra = staged.payload[TRANSACTION.size :]
+            self._latest = _Parcel(Kind.NEWS, staged.version, extra, staged.slot)
+            for worker in workers:
+                self._lines.say(worker, Message(Kind.DECIDE, worker, version, TRANSACTION.pack(transaction)))
+
+    def drop(self, workers: Collection[int], transaction: int) -> None:
+        """Have workers forget what was staged."""
+        with self._lock:
+            if self._staged.pop(transaction, None) is None:
+                return
+            for worker in workers:
+                lane = self._lanes[worker]
+                mark = TRANSACTION.pack(transaction)
+                lane.waiting = deque(
+                    parcel
+                    for parcel in lane.waiting
+                    if parcel.kind is not Kind.STAGE or not parcel.payload.startswith(mark)
+                )
+                self._lines.say(worker, Message(Kind.DROP, worker, payload=mark))
+
+    def collect(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
+        """Wait for an answer, an error or the death of each of ``workers``."""
+        with self._lock:
+            return self._lines.collect(workers, version, deadline)
+
+    def close(self) -> None:
+        """Hang up on every worker, shut the door, and let groups, store and memory go."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            courier = self._courier
+            os.eventfd_write(self._wake, 1)
+            self._lines.close()
+            self._let_go()
+            self._slots.clear()
+        if courier is not None:
+            courier.join()
+        os.close(self._wake)

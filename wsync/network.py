@@ -1,0 +1,218 @@
+"""How processes meet over a network: a TCP socket, to an address that the sender chose and told.
+
+The same words as on one machine (``rendezvous.py``), without descriptors. Loopback unless somebody says otherwise, a
+port that the system chose, and a random token that a worker must know. The end of a process closes its socket, and so
+wakes every wait; where a socket may outlive its process in a child that inherited it, a process descriptor of the other
+end helps, if it runs on this machine. A machine that vanishes is noticed within some ten seconds by TCP's own probes.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from wsync.deadlines import deadline_in, remaining, wait_readable
+from wsync.errors import NotConnected
+from wsync.words import HEADER_SIZE, PROTOCOL, Kind, Message, length_in, unpack
+
+_FRAME_TIMEOUT = 5.0  # seconds that a begun message may take to end
+_MOST = 1 << 30  # bytes of one message; a longer one is a stranger's
+_TOKEN = 16  # bytes
+_IDENTITY = struct.Struct("<i")
+_PROBES = (
+    (socket.TCP_KEEPIDLE, 4),
+    (socket.TCP_KEEPINTVL, 2),
+    (socket.TCP_KEEPCNT, 3),
+    (socket.TCP_USER_TIMEOUT, 10_000),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NetEndpoint:
+    """Where a sender listens, and what a worker must know to be let in. Travels in a pickled scheme."""
+
+    host: str
+    port: int
+    token: bytes
+
+
+def machine() -> bytes:
+    """Equal for two processes that can see each other's process ids."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}".encode()
+
+
+def identity() -> bytes:
+    """This process, as ``NetLine.recognise`` understands it."""
+    return _IDENTITY.pack(os.getpid()) + machine()
+
+
+class NetLine:
+    """One end of the line between a sender and one worker (a ``Line``)."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._pidfd = -1
+        self._pid = -1
+        host, port, *_ = sock.getpeername()
+        self._where = f"{host} port {port}"
+        sock.settimeout(_FRAME_TIMEOUT)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _PROBES:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    def recognise(self, who: bytes) -> None:
+        """Take the other end's ``identity``: watch its process, if it runs here."""
+        if who[_IDENTITY.size :] != machine():
+            return
+        (self._pid,) = _IDENTITY.unpack_from(who)
+        try:
+            self._pidfd = os.pidfd_open(self._pid)
+        except ProcessLookupError:
+            return  # the socket says so, too
+
+    @property
+    def peer(self) -> str:
+        """The other process."""
+        return f"process {self._pid}" if self._pid >= 0 else self._where
+
+    @property
+    def signs(self) -> Sequence[int]:
+        """The socket's descriptor, and the process's if it is known."""
+        return (self._socket.fileno(),) if self._pidfd < 0 else (self._socket.fileno(), self._pidfd)
+
+    def fileno(self) -> int:
+        """The socket's descriptor."""
+        return self._socket.fileno()
+
+    def send(self, message: Message) -> None:
+        """Send one message, whole.
+
+        Raises:
+            ConnectionError: the other end is gone, or has stopped reading long ago.
+        """
+        try:
+            self._socket.sendall(message.pack())
+        except TimeoutError as error:
+            raise ConnectionError(f"{self.peer} does not read") from error
+
+    def call(self, message: Message) -> None:
+        """Send a message without payload."""
+        self.send(message)
+
+    def receive(self) -> Message | None:
+        """The next message, once the descriptor is readable; None if the other end is gone, or talks nonsense."""
+        try:
+            header = self._exactly(HEADER_SIZE)
+            length = length_in(header) if header else 0
+            if not header or length > _MOST:
+                return None
+            payload = self._exactly(length)
+            return None if len(payload) < length else unpack(header, payload)
+        except (OSError, ValueError):
+            return None
+
+    def _exactly(self, count: int) -> bytes:
+        """``count`` bytes; empty if the line ends first."""
+        data = bytearray(count)
+        view, done = memoryview(data), 0
+        while done < count:
+            got = self._socket.recv_into(view[done:])
+            if not got:
+                return b""
+            done += got
+        return bytes(data)
+
+    def close(self) -> None:
+        """Close the line; harmless when repeated."""
+        if self._socket.fileno() >= 0:
+            self._socket.close()
+            if self._pidfd >= 0:
+                os.close(self._pidfd)
+
+
+class NetListener:
+    """The sender's open door (a ``Door``).
+
+    Args:
+        host: the address to listen on.
+
+    Raises:
+        OSError: this machine has no such address.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._socket = listen_on(host)
+        self.endpoint = NetEndpoint(host, self._socket.getsockname()[1], secrets.token_bytes(_TOKEN))
+
+    def fileno(self) -> int:
+        """Readable when somebody is at the door."""
+        return self._socket.fileno()
+
+    def accept(self) -> tuple[NetLine, Message] | None:
+        """Let in who is at the door; None if it was a stranger, or gone again.
+
+        A worker sends its greeting right behind its connection, so the wait for it is bounded to a second.
+        """
+        line = NetLine(self._socket.accept()[0])
+        if wait_readable([line.fileno()], deadline_in(1.0)):
+            hello = line.receive()
+            if hello and hello.kind is Kind.HELLO:
+                token, who, rest = _split(hello.payload)
+                if secrets.compare_digest(token, self.endpoint.token):
+                    line.recognise(who)
+                    return line, replace(hello, payload=rest)
+        line.close()
+        return None
+
+    def close(self) -> None:
+        """Shut the door; harmless when repeated."""
+        self._socket.close()
+
+
+def listen_on(host: str) -> socket.socket:
+    """A socket that listens on ``host``, on a port that the system chose.
+
+    Raises:
+        OSError: this machine has no such address.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, 0), family=family, backlog=128)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot listen on host={host!r}: {error.strerror}") from error
+
+
+def dial(endpoint: NetEndpoint, worker: int, deadline: float | None, more: bytes = b"") -> NetLine:
+    """Connect to a sender as worker ``worker``; ``more`` goes with the greeting.
+
+    Raises:
+        NotConnected: no sender listens there (any more), or it cannot be reached.
+    """
+    try:
+        sock = socket.create_connection((endpoint.host, endpoint.port), timeout=remaining(deadline))
+        line = NetLine(sock)
+        line.send(Message(Kind.HELLO, worker, PROTOCOL, endpoint.token + _prefixed(identity()) + more))
+    except OSError as error:
+        where = f"{endpoint.host} port {endpoint.port}"
+        raise NotConnected(
+            f"worker {worker}: the sender at {where} is gone, has been shut down, or cannot be reached ({error})"
+        ) from error
+    return line
+
+
+def _prefixed(part: bytes) -> bytes:
+    return struct.pack("<H", len(part)) + part
+
+
+def _split(payload: bytes) -> tuple[bytes, bytes, bytes]:
+    """Token, identity, and the rest of a greeting."""
+    (length,) = struct.unpack_from("<H", payload, _TOKEN) if len(payload) >= _TOKEN + 2 else (0,)
+    begin = _TOKEN + 2
+    return payload[:_TOKEN], payload[begin : begin + length], payload[begin + length :]
