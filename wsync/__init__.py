@@ -1,5 +1,8 @@
 """Weight synchronization for reinforcement learning: a trainer's weights, in every worker, whole and in order."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from wsync.backends.distributed import DistributedTransport, DistributedWeightSyncScheme
 from wsync.backends.multiprocess import MPTransport, MultiProcessWeightSyncScheme
 from wsync.backends.none import NoWeightSyncScheme
@@ -14,6 +17,9 @@ from wsync.transaction import synchronize
 from wsync.transport import TransportBackend
 from wsync.types import CascadingContext, CollectorContext, RemoteWorker, SyncReport
 
+if TYPE_CHECKING:
+    from wsync.backends.ray import RayModuleTransformScheme, RayTransport, RayWeightSyncScheme
+
 __all__ = [
     "CascadingContext",
     "CollectorContext",
@@ -25,6 +31,9 @@ __all__ = [
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
     "NotConnected",
+    "RayModuleTransformScheme",
+    "RayTransport",
+    "RayWeightSyncScheme",
     "RemoteWorker",
     "SharedMemTransport",
     "SharedMemWeightSyncScheme",
@@ -41,3 +50,12 @@ __all__ = [
     "gate",
     "synchronize",
 ]
+
+_WITH_RAY = {"RayModuleTransformScheme", "RayTransport", "RayWeightSyncScheme"}
+
+
+def __getattr__(name: str) -> object:
+    """What needs Ray is imported when it is asked for: Ray is slow to import, and most runs do without."""
+    if name in _WITH_RAY:
+        return getattr(import_module("wsync.backends.ray"), name)
+    raise AttributeError(f"module 'wsync' has no attribute '{name}'")

@@ -19,68 +19,53 @@ class Told(Protocol):
 class ReceiverThread:
     """Waits for all senders of this process at once, and costs nothing meanwhile.
 
-    It runs while somebody is registered, and is waited for with the last one. Where somebody else's thread has been
-    lent for it (a call that Ray runs beside the others), that one runs the loop: see ``lend``.
+    It runs while somebody is registered, and is joined with the last one.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._serving = threading.RLock()  # held while a receiver heeds
         self._told: dict[int, Told] = {}
-        self._runner: threading.Thread | None = None
-        self._ended = threading.Event()  # of the runner's run
+        self._thread: threading.Thread | None = None
         self._wake = -1
 
-    def register(self, descriptor: int, receiver: Told, *, start: bool = True) -> None:
-        """Listen for ``receiver``; without ``start``, only when a thread is lent."""
+    def register(self, descriptor: int, receiver: Told) -> None:
+        """Listen for ``receiver``, on its line's descriptor."""
         with self._lock:
             self._told[descriptor] = receiver
-            if self._runner is not None:
+            if self._thread is not None:
                 os.eventfd_write(self._wake, 1)
-            elif start:
-                thread = threading.Thread(target=self._run, name="wsync-receiver", daemon=True)
-                self._appoint(thread)
-                thread.start()
-
-    def lend(self) -> None:
-        """Run the loop in this thread while there is somebody to listen for; return at once if it runs already."""
-        with self._lock:
-            if self._runner is not None or not self._told:
-                return
-            self._appoint(threading.current_thread())
-        self._run()
-
-    def _appoint(self, runner: threading.Thread) -> None:
-        self._runner, self._ended, self._wake = runner, threading.Event(), os.eventfd(0, os.EFD_CLOEXEC)
+            else:
+                self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._wake,), name="wsync-receiver", daemon=True
+                )
+                self._thread.start()
 
     def unregister(self, receiver: Told) -> None:
         """Listen for ``receiver`` no more; return when the loop is surely not inside it."""
         with self._lock:
             self._told = {fd: other for fd, other in self._told.items() if other is not receiver}
-            runner, ended = self._runner, self._ended
-            if runner is None:
+            thread = self._thread
+            if thread is None:
                 return
             last = not self._told
             if last:
-                self._runner = None
+                self._thread = None
             os.eventfd_write(self._wake, 1)
-        if runner is threading.current_thread():
+        if thread is threading.current_thread():
             return
         if last:
-            ended.wait()
+            thread.join()
         else:
             with self._serving:
                 return
 
-    def _run(self) -> None:
-        ended, wake = self._ended, self._wake
+    def _run(self, wake: int) -> None:
         try:
             while True:
                 with self._lock:
-                    if self._ended is not ended or self._runner is None:
-                        return
-                    if not self._told:  # their senders have gone
-                        self._runner = None
+                    if self._thread is not threading.current_thread():
                         return
                     told = dict(self._told)
                 poller = select.poll()
@@ -90,7 +75,6 @@ class ReceiverThread:
                     pass
         finally:
             os.close(wake)
-            ended.set()
 
     def _serve(self, poller: select.poll, told: dict[int, Told], wake: int) -> bool:
         """Serve whoever was told something; True when the list of receivers has changed."""

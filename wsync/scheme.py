@@ -31,6 +31,8 @@ BACKENDS = {
     "shared_mem": "wsync.backends.shared_mem:SharedMemWeightSyncScheme",
     "multiprocess": "wsync.backends.multiprocess:MultiProcessWeightSyncScheme",
     "distributed": "wsync.backends.distributed:DistributedWeightSyncScheme",
+    "ray": "wsync.backends.ray:RayWeightSyncScheme",
+    "ray_module_transform": "wsync.backends.ray:RayModuleTransformScheme",
     "none": "wsync.backends.none:NoWeightSyncScheme",
 }
 

@@ -1,95 +1,34 @@
-"""``torch.distributed``: workers anywhere on a network, in groups of two that disturb nobody else's.
+"""``torch.distributed``: workers anywhere on a network, each in a group of two that disturbs nobody else's.
 
-The rendezvous is over a ``TCPStore``; weights go by ``send`` and ``recv`` of one flat tensor. Words (what is coming,
-what was installed) go by a TCP line beside the group: neither a store nor a group can be waited for together with a
-deadline, a death and other lines, and a gloo ``recv`` that timed out cannot be taken up again.
+The rendezvous is over a ``TCPStore``, whose address travels in the pickled scheme; or the user's store, or group.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import distributed as dist
 from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from wsync.deadlines import remaining
-from wsync.errors import NotConnected, SyncTimeout
-from wsync.group import Meeting, MeetingPlace, Pair
+from wsync.errors import SyncTimeout
 from wsync.group_receiver import GroupReceiver
 from wsync.group_sender import GroupSender
-from wsync.network import NetEndpoint, NetListener, dial
+from wsync.network_ends import Seed, network_receiver, network_sender
 from wsync.ports import SenderPort
-from wsync.receiver_thread import Told, receiver_thread
 from wsync.roles import Trainer
 from wsync.scheme import WeightSyncScheme
-from wsync.words import Line
 
 _inits: Counter[str] = Counter()  # how often a model of that name was initialised here: both ends count alike
 
 
 class DistributedTransport(SenderPort):
     """The sender's line to some workers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Seed:
-    """What a worker needs to find the sender, and the pair with it.
-
-    Attributes:
-        endpoint: where the sender listens.
-        meeting: where pairs are formed; None if they are in a group of the user's.
-        rank: the sender's, in the user's group.
-        tag: of messages in the user's group.
-    """
-
-    endpoint: NetEndpoint
-    meeting: Meeting | None
-    rank: int = 0
-    tag: int = 0
-
-
-class Threaded:
-    """Receivers are told by the process's thread (an ``Attach``)."""
-
-    def attach(self, line: Line, receiver: Told) -> None:
-        """Listen."""
-        receiver_thread().register(line.fileno(), receiver)
-
-    def detach(self, line: Line, receiver: Told) -> None:
-        """Listen no more."""
-        receiver_thread().unregister(receiver)
-
-
-class _Route:
-    """A worker's way to the sender, looked for when it connects."""
-
-    def __init__(
-        self, seed: Seed | None, find: Callable[[int, float | None], Seed], group: dist.ProcessGroup | None
-    ) -> None:
-        self._seed = seed
-        self._find = find
-        self._group = group
-
-    def dial(self, worker: int, deadline: float | None) -> Line:
-        if self._seed is None:
-            self._seed = self._find(worker, deadline)
-        return dial(self._seed.endpoint, worker, deadline)
-
-    def pair(self, worker: int, generation: int, deadline: float | None) -> Pair:
-        assert self._seed is not None, "dial() comes first"
-        if self._seed.meeting is not None:
-            return self._seed.meeting.join(worker, generation, deadline)
-        if self._group is None:
-            raise NotConnected(f"worker {worker}: the sender was given a process group; give this end the same one")
-        return Pair(self._group, self._seed.rank, self._seed.tag)
 
 
 class DistributedWeightSyncScheme(WeightSyncScheme):
@@ -130,7 +69,6 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         self._group = group
         self._store = store
         self._key = ""
-        self._device = torch.device("cuda" if backend == "nccl" else "cpu")
 
     def init_on_sender(self, model_id: str = "policy", context: Any = None, **given: Any) -> None:
         """Set up the trainer's end: see ``WeightSyncScheme.init_on_sender``."""
@@ -150,36 +88,11 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         return DistributedTransport(role.sender, role.sentinels, worker_ids)
 
     def _make_sender_end(self, num_workers: int) -> tuple[GroupSender, Seed]:
-        place = None if self._group is not None else MeetingPlace(self.host, self.backend)
-        try:
-            door = NetListener(self.host)
-        except OSError:
-            if place is not None:
-                place.close()
-            raise
-        if place is not None:
-            seed = Seed(door.endpoint, place.meeting)
-            return GroupSender(num_workers, door, place.pair, place.close, self._device), seed
-        group = self._group
-        assert group is not None
-        seed = Seed(door.endpoint, None, group.rank(), zlib.crc32(door.endpoint.token) >> 1)
-
-        def pair(worker: int, generation: int, deadline: float | None) -> Pair:
-            return Pair(group, worker + (worker >= seed.rank), seed.tag)
-
-        return GroupSender(num_workers, door, pair, lambda: None, self._device), seed
+        return network_sender(num_workers, self.host, self.backend, self._group)
 
     def _make_receiver_end(self, seed: Seed | None) -> GroupReceiver:
-        route = _Route(seed, self._find_sender, self._group)
-        return GroupReceiver(
-            route.dial,
-            route.pair,
-            Threaded(),
-            retains=self.bind,
-            device=self._device,
-            timeout=self.timeout,
-            ahead=self.backend == "gloo" and self._group is None,
-        )
+        find = self._find_sender if seed is None else lambda worker, deadline: seed
+        return network_receiver(find, backend=self.backend, retains=self.bind, timeout=self.timeout, group=self._group)
 
     def _can_meet(self, model_id: str) -> bool:
         self._key = _next_key(model_id)

@@ -1,0 +1,224 @@
+"""Ray: actors coordinate, ``torch.distributed`` carries.
+
+The sender drives both ends of any actor that it is given: it has the actor join by a call through Ray. From then on
+news come by a line of their own, and are installed beside whatever the actor does; a Ray call for each update would
+queue behind a rollout, or need a concurrency group that the actor's class has to declare (a call in a group that it has
+not declared ends the actor's process).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import ray
+from ray.actor import ActorHandle
+
+from wsync.errors import NotConnected, WeightSyncError, WorkerFailed
+from wsync.group_receiver import GroupReceiver
+from wsync.group_sender import GroupSender
+from wsync.network_ends import Seed, network_receiver, network_sender
+from wsync.ports import SenderPort
+from wsync.roles import Trainer
+from wsync.scheme import WeightSyncScheme
+
+_GRACE = 5.0  # seconds in which an actor has to let go of a scheme; a busy one does it later
+_joined: dict[str, WeightSyncScheme] = {}  # in an actor: what the sender had it join
+
+
+@runtime_checkable
+class ActorContext(Protocol):
+    """A context that says which actors have the model."""
+
+    @property
+    def actors(self) -> Sequence[ActorHandle]:
+        """By worker index."""
+        ...
+
+
+class RayTransport(SenderPort):
+    """The sender's line to some actors."""
+
+
+class RayWeightSyncScheme(WeightSyncScheme):
+    """Weight synchronization to Ray actors.
+
+    Given actors (``init_on_sender(..., actors=[…])``), the sender alone drives both ends: ``connect()`` has each actor
+    find the model in itself, at the path ``model_id``, and join. Otherwise each actor calls ``init_on_receiver`` and
+    ``connect`` on the scheme that it was sent.
+
+    Args:
+        strategy: the format in which weights are handed out.
+        backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
+        sync: whether ``send`` waits until its promise holds.
+        timeout: seconds for ``connect`` and ``send``; None for no limit.
+        host: the sender's address. Loopback, unless somebody says which interface may be reached from other nodes;
+            ``"node"`` is this node's address in the Ray cluster.
+        bind: whether parameters may be bound to received memory. Say False for actors that train.
+    """
+
+    name = "ray"
+
+    def __init__(
+        self,
+        strategy: Any = "tensordict",
+        backend: str = "gloo",
+        *,
+        sync: bool = True,
+        timeout: float | None = 60.0,
+        host: str = "127.0.0.1",
+        bind: bool = True,
+    ) -> None:
+        super().__init__(strategy, sync, timeout=timeout, bind=bind)
+        self.backend = backend
+        self.host = host
+        self._actors: Sequence[ActorHandle] = ()
+
+    def init_on_sender(
+        self,
+        model_id: str = "policy",
+        context: Any = None,
+        *,
+        actors: Sequence[ActorHandle] | None = None,
+        **given: Any,
+    ) -> None:
+        """Set up the trainer's end: see ``WeightSyncScheme.init_on_sender``.
+
+        Args:
+            model_id: the model's name, and its path in each actor.
+            context: a collector; or what has ``actors``.
+            actors: those that the sender is to have join, by worker index.
+            given: as there.
+
+        Raises:
+            NotConnected: Ray is not initialised.
+        """
+        if not ray.is_initialized():
+            raise NotConnected(
+                "Ray is not initialised: call ray.init(), or ray.init(address=…), before init_on_sender()"
+            )
+        if actors is None and isinstance(context, ActorContext):
+            actors = context.actors
+        if actors is not None:
+            given["num_workers"] = given.get("num_workers") or len(actors)
+            if given["num_workers"] != len(actors):
+                raise ValueError(f"how many workers? num_workers: {given['num_workers']}, actors: {len(actors)}")
+        super().init_on_sender(model_id, context, **given)
+        self._actors = list(actors or ())
+
+    def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
+        """The rendezvous: see ``WeightSyncScheme.connect``. Has the actors join that the sender was given."""
+        if not self._actors or not isinstance(self._role, Trainer):
+            super().connect(worker_idx=worker_idx, weights=weights)
+            return
+        calls = _Calls({i: _call(actor, _join, self, self.model_id, i) for i, actor in enumerate(self._actors)})
+        try:
+            self._role.sender.connect(weights, calls.sentinels)
+        except WeightSyncError as error:
+            raise calls.explain(error) from error
+        finally:
+            calls.close()
+
+    def shutdown(self) -> None:
+        """Let everything go, in the actors that the sender had join as well."""
+        actors, self._actors = self._actors, ()
+        name = _name(self) if actors else ""
+        super().shutdown()
+        if actors and ray.is_initialized():
+            left = [_call(actor, _leave, name) for actor in actors]
+            ray.wait(left, num_returns=len(left), timeout=_GRACE)  # one that is dead has left
+
+    def create_transport(self, *, worker_ids: Sequence[int] | None = None) -> RayTransport:
+        """The sender's line to some actors (None: all)."""
+        role = self._trainer("create_transport")
+        return RayTransport(role.sender, role.sentinels, worker_ids)
+
+    def _make_sender_end(self, num_workers: int) -> tuple[GroupSender, Seed]:
+        host = ray.util.get_node_ip_address() if self.host == "node" else self.host
+        return network_sender(num_workers, host, self.backend)
+
+    def _make_receiver_end(self, seed: Seed) -> GroupReceiver:
+        return network_receiver(
+            lambda worker, deadline: seed, backend=self.backend, retains=self.bind, timeout=self.timeout
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Options and the way to the sender."""
+        return {**super().__getstate__(), "_actors": ()}
+
+
+class RayModuleTransformScheme(RayWeightSyncScheme):
+    """Weight synchronization to a module inside a ``RayModuleTransform``, an environment transform in a Ray actor.
+
+    The sender drives both ends: it is initialised with the transform (``context=transform``) or its actors, and
+    ``connect()`` is called on the sender alone.
+    """
+
+    name = "ray_module_transform"
+
+    def init_on_sender(self, model_id: str = "module", context: Any = None, **given: Any) -> None:
+        """Set up the trainer's end: see ``RayWeightSyncScheme.init_on_sender``.
+
+        Raises:
+            ValueError: neither the transform nor its actors were given.
+        """
+        if given.get("actors") is None and not isinstance(context, ActorContext):
+            raise ValueError("RayModuleTransformScheme needs context=<the RayModuleTransform>, or actors=[…]")
+        super().init_on_sender(model_id, context, **given)
+
+
+def _call(actor: ActorHandle, function: Callable[..., None], *args: Any) -> ray.ObjectRef:
+    """Have ``actor`` run ``function(itself, *args)``."""
+    return actor.__ray_call__.remote(function, *args)
+
+
+def _join(instance: Any, scheme: RayWeightSyncScheme, model_id: str, worker_idx: int) -> None:
+    """In an actor: follow the sender."""
+    scheme.init_on_receiver(model_id, context=instance, worker_idx=worker_idx)
+    scheme.connect()
+    _joined[_name(scheme)] = scheme
+
+
+def _leave(instance: Any, name: str) -> None:
+    """In an actor: follow it no more; the model keeps its weights."""
+    scheme = _joined.pop(name, None)
+    if scheme is not None:
+        scheme.shutdown()
+
+
+def _name(scheme: RayWeightSyncScheme) -> str:
+    return scheme._seed.endpoint.token.hex()
+
+
+class _Calls:
+    """Calls to actors that are under way; a failure wakes whoever waits for the actor."""
+
+    def __init__(self, refs: Mapping[int, ray.ObjectRef]) -> None:
+        self._lock = threading.Lock()
+        self.sentinels = {worker: os.eventfd(0, os.EFD_CLOEXEC) for worker in refs}
+        self._errors: dict[int, BaseException] = {}
+        for worker, ref in refs.items():
+            ref.future().add_done_callback(lambda future, worker=worker: self._done(worker, future.exception()))
+
+    def _done(self, worker: int, error: BaseException | None) -> None:
+        with self._lock:
+            if error is not None and worker in self.sentinels:
+                self._errors[worker] = error
+                os.eventfd_write(self.sentinels[worker], 1)
+
+    def explain(self, error: WeightSyncError) -> WeightSyncError:
+        """The actors' own errors, where there are any."""
+        errors = {worker: str(cause) for worker, cause in self._errors.items()}
+        if not errors:
+            return error
+        lines = "\n".join(f"worker {worker}: {cause}" for worker, cause in sorted(errors.items()))
+        return WorkerFailed(f"{len(errors)} actor(s) could not join:\n{lines}", errors)
+
+    def close(self) -> None:
+        """Let the descriptors go."""
+        with self._lock:
+            descriptors, self.sentinels = self.sentinels, {}
+        for descriptor in descriptors.values():
+            os.close(descriptor)

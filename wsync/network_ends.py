@@ -1,0 +1,120 @@
+"""The two ends of a line across a network: TCP for words, ``torch.distributed`` for weights.
+
+Neither a store nor a group can be waited for together with a deadline, a death and other lines, and a gloo ``recv``
+that timed out cannot be taken up again; so words go by a socket beside the group, and a transfer is waited for only
+when it was announced.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import ProcessGroup
+
+from wsync.errors import NotConnected
+from wsync.group import Meeting, MeetingPlace, Pair
+from wsync.group_receiver import GroupReceiver
+from wsync.group_sender import GroupSender
+from wsync.network import NetEndpoint, NetListener, dial
+from wsync.receiver_thread import Told, receiver_thread
+from wsync.words import Line
+
+
+@dataclass(frozen=True, slots=True)
+class Seed:
+    """What a worker needs to find the sender, and the pair with it. Travels in a pickled scheme.
+
+    Attributes:
+        endpoint: where the sender listens.
+        meeting: where pairs are formed; None if they are in a group of the user's.
+        rank: the sender's, in the user's group.
+        tag: of messages in the user's group.
+    """
+
+    endpoint: NetEndpoint
+    meeting: Meeting | None
+    rank: int = 0
+    tag: int = 0
+
+
+def device_of(backend: str) -> torch.device:
+    """Where ``backend`` has weights packed and received."""
+    return torch.device("cuda" if backend == "nccl" else "cpu")
+
+
+def network_sender(
+    num_workers: int, host: str, backend: str, group: ProcessGroup | None = None
+) -> tuple[GroupSender, Seed]:
+    """The trainer's end, listening on ``host``; pairs are in ``group``, or in groups of their own.
+
+    Raises:
+        OSError: this machine has no such address.
+        ValueError: no such backend.
+    """
+    if group is not None:
+        door = NetListener(host)
+        seed = Seed(door.endpoint, None, group.rank(), zlib.crc32(door.endpoint.token) >> 1)
+
+        def pair(worker: int, generation: int, deadline: float | None) -> Pair:
+            return Pair(group, worker + (worker >= seed.rank), seed.tag)
+
+        return GroupSender(num_workers, door, pair, lambda: None, device_of(backend)), seed
+    place = MeetingPlace(host, backend)
+    door = NetListener(host)
+    sender = GroupSender(num_workers, door, place.pair, place.close, device_of(backend))
+    return sender, Seed(door.endpoint, place.meeting)
+
+
+def network_receiver(
+    find: Callable[[int, float | None], Seed],
+    *,
+    backend: str,
+    retains: bool,
+    timeout: float | None,
+    group: ProcessGroup | None = None,
+) -> GroupReceiver:
+    """A worker's end; ``find(worker, deadline)`` says where the sender is, when it connects."""
+    route = _Route(find, group)
+    return GroupReceiver(
+        route.dial,
+        route.pair,
+        _Threaded(),
+        retains=retains,
+        device=device_of(backend),
+        timeout=timeout,
+        ahead=backend == "gloo" and group is None,
+    )
+
+
+class _Route:
+    """A worker's way to the sender, looked for when it connects."""
+
+    def __init__(self, find: Callable[[int, float | None], Seed], group: ProcessGroup | None) -> None:
+        self._find = find
+        self._group = group
+        self._seed: Seed | None = None
+
+    def dial(self, worker: int, deadline: float | None) -> Line:
+        self._seed = self._find(worker, deadline)
+        return dial(self._seed.endpoint, worker, deadline)
+
+    def pair(self, worker: int, generation: int, deadline: float | None) -> Pair:
+        assert self._seed is not None, "dial() comes first"
+        if self._seed.meeting is not None:
+            return self._seed.meeting.join(worker, generation, deadline)
+        if self._group is None:
+            raise NotConnected(f"worker {worker}: the sender was given a process group; give this end the same one")
+        return Pair(self._group, self._seed.rank, self._seed.tag)
+
+
+class _Threaded:
+    """Receivers are told by the process's thread (an ``Attach``)."""
+
+    def attach(self, line: Line, receiver: Told) -> None:
+        receiver_thread().register(line.fileno(), receiver)
+
+    def detach(self, line: Line, receiver: Told) -> None:
+        receiver_thread().unregister(receiver)
