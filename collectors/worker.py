@@ -7,7 +7,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,13 +135,27 @@ def end_with_process(trainer: int) -> None:
         os._exit(1)
 
 
-def end_with(descriptor: int) -> None:
-    """End this process when ``descriptor`` is readable or closed by its other end, whatever it is doing."""
+def end_with(descriptor: int) -> Callable[[], None]:
+    """End this process when ``descriptor`` is readable or closed by its other end, whatever it is doing.
+
+    Returns:
+        A function that ends the watch instead.
+    """
+    enough = os.eventfd(0, os.EFD_CLOEXEC)
 
     def wait() -> None:
         poller = select.poll()
         poller.register(descriptor, select.POLLIN)
-        poller.poll()
-        os._exit(1)
+        poller.register(enough, select.POLLIN)
+        if enough not in (ready for ready, _ in poller.poll()):
+            os._exit(1)
 
-    threading.Thread(target=wait, name="trainer-watch", daemon=True).start()
+    thread = threading.Thread(target=wait, name="trainer-watch", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        os.eventfd_write(enough, 1)
+        thread.join()
+        os.close(enough)
+
+    return stop

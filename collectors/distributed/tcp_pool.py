@@ -1,0 +1,156 @@
+"""The trainer's side of workers that it reaches over TCP, started by itself or by others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, Literal
+
+from collectors.distributed import torchrun
+from collectors.distributed.doors import Door, Hello
+from collectors.distributed.tcp_worker import join, own_key
+from collectors.line_pool import LinePool, LineWorker
+from collectors.lines import StreamLine
+from collectors.pool import GRACE
+from collectors.processes import end, end_of, start
+from wsync import SyncTimeout, WorkerDied
+
+Launcher = Literal["local", "join"]
+_log = logging.getLogger(__name__)
+
+
+class TcpWorker(LineWorker):
+    """A worker that has joined.
+
+    Args:
+        worker_idx: its index.
+        line: to it.
+        life: ends when it does.
+        last_words: see LineWorker.
+    """
+
+    def __init__(self, worker_idx: int, line: StreamLine, life: Connection, last_words: Callable[[], str]) -> None:
+        super().__init__(worker_idx, line)
+        self.life = life
+        self._last_words = last_words
+
+    @property
+    def sentinel(self) -> int:
+        """Readable when the worker has ended."""
+        return self.life.fileno()
+
+    def last_words(self) -> str:
+        """See LineWorker."""
+        return self._last_words()
+
+
+class TcpPool(LinePool[TcpWorker]):
+    """Waits until so many workers have joined; then nobody listens any more.
+
+    Args:
+        count: how many.
+        host: the interface to listen on; None: this machine alone, or the one that torchrun's other nodes know.
+        port: 0 for any that is free.
+        launcher: ``"local"`` starts them on this machine, ``"join"`` lets others start them.
+        timeout: seconds in which they have to join.
+
+    Raises:
+        SyncTimeout: somebody did not join; says who.
+        WorkerDied: one that was started here ended before it had joined.
+        ValueError: workers that torchrun has not started, or no key.
+        OSError: it cannot listen there.
+    """
+
+    def __init__(self, count: int, *, host: str | None, port: int, launcher: Launcher, timeout: float) -> None:
+        super().__init__()
+        self._count = count
+        self._processes: dict[int, BaseProcess] = {}
+        self._met: dict[bytes, dict[str, tuple[Connection, Hello]]] = {}
+        torchruns = launcher == "join" and torchrun.under_torchrun()
+        authkey = secrets.token_bytes(32) if launcher == "local" or torchruns else own_key(os.environ)
+        if torchruns and torchrun.world_size() != count + 1:
+            raise ValueError(
+                f"torchrun has started {torchrun.world_size()} processes: a trainer and "
+                f"{torchrun.world_size() - 1} workers, not {count}; set num_workers to that"
+            )
+        door = Door(host or (torchrun.trainers_host() if torchruns else "127.0.0.1"), port, authkey)
+        kept: Any = None
+        try:
+            if torchruns:
+                kept = torchrun.publish(door.address, authkey, timeout)
+            elif launcher == "local":
+                for i in range(count):
+                    self._processes[i] = start(join, i, door.address, authkey, i, timeout)
+            else:
+                _log.info("waiting at %s:%d for %d workers to join", *door.address, count)
+            self._gather_in(door, timeout)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            del kept
+            door.close()
+
+    def _gather_in(self, door: Door, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        joined: dict[int, TcpWorker] = {}
+        while len(joined) < self._count:
+            starting = {process.sentinel: i for i, process in self._processes.items() if i not in joined}
+            ready = wait([door.fileno(), *starting], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                missing = sorted(set(range(self._count)) - joined.keys())
+                raise SyncTimeout(
+                    f"worker(s) {', '.join(map(str, missing))} did not join within {timeout:g} s",
+                    {i: "never joined" for i in missing},
+                )
+            if door.fileno() in ready:
+                self._meet(door, joined)
+            else:
+                dead = starting[next(fd for fd in ready if isinstance(fd, int))]
+                raise WorkerDied(f"worker {dead} {end_of(self._processes[dead])}, before it had joined", {dead: "died"})
+            self.workers = [joined[i] for i in sorted(joined)]
+
+    def _meet(self, door: Door, joined: dict[int, TcpWorker]) -> None:
+        """Let one visitor in; a worker has joined with its second connection."""
+        visitor = door.admit()
+        if visitor is None:
+            return
+        hello = visitor[1]
+        both = self._met.setdefault(hello.pair, {})
+        both[hello.purpose] = visitor
+        if len(both) < 2:
+            return
+        del self._met[hello.pair]
+        (line, _), (life, _) = both["line"], both["life"]
+        free = [i for i in range(self._count) if i not in joined]
+        index = free[0] if hello.worker_idx == -1 else hello.worker_idx
+        if index not in free:
+            line.send(("refused", f"there is a worker {index} already, or there are only {self._count}"))
+            line.close()
+            life.close()
+            return
+        line.send(("welcome", index))
+        gone = f"{hello.name} is gone: it was killed, or its machine or the network failed"
+        own = self._processes.get(index)
+        joined[index] = TcpWorker(index, StreamLine(line), life, partial(end_of, own) if own else lambda: gone)
+
+    def close(self) -> None:
+        """See Pool."""
+        for worker in self.workers:
+            worker.line.connection.close()
+        deadline = time.monotonic() + GRACE
+        for worker in self.workers:
+            wait([worker.life], max(0.0, deadline - time.monotonic()))
+        end(list(self._processes.values()))
+        for worker in self.workers:
+            worker.life.close()  # the end of one that has not ended by now
+        for half in self._met.values():
+            for connection, _ in half.values():
+                connection.close()
+        self.workers, self._processes, self._met = [], {}, {}
