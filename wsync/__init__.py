@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from wsync.backends.distributed import DistributedTransport, DistributedWeightSyncScheme
 from wsync.backends.multiprocess import MPTransport, MultiProcessWeightSyncScheme
 from wsync.backends.none import NoWeightSyncScheme
+from wsync.backends.rpc import RPCTransport, RPCWeightSyncScheme
 from wsync.backends.shared_mem import SharedMemTransport, SharedMemWeightSyncScheme
 from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, WeightSyncError, WorkerDied, WorkerFailed
 from wsync.gate import gate
@@ -31,6 +32,8 @@ __all__ = [
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
     "NotConnected",
+    "RPCTransport",
+    "RPCWeightSyncScheme",
     "RayModuleTransformScheme",
     "RayTransport",
     "RayWeightSyncScheme",

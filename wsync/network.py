@@ -8,22 +8,20 @@ end helps, if it runs on this machine. A machine that vanishes is noticed within
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from wsync.deadlines import deadline_in, remaining, wait_readable
 from wsync.errors import NotConnected
+from wsync.identity import Watch, identity
 from wsync.words import HEADER_SIZE, PROTOCOL, Kind, Message, length_in, unpack
 
 _FRAME_TIMEOUT = 5.0  # seconds that a begun message may take to end
 _MOST = 1 << 30  # bytes of one message; a longer one is a stranger's
 _TOKEN = 16  # bytes
-_IDENTITY = struct.Struct("<i")
 _PROBES = (
     (socket.TCP_KEEPIDLE, 4),
     (socket.TCP_KEEPINTVL, 2),
@@ -41,24 +39,12 @@ class NetEndpoint:
     token: bytes
 
 
-def machine() -> bytes:
-    """Equal for two processes that can see each other's process ids."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}".encode()
-
-
-def identity() -> bytes:
-    """This process, as ``NetLine.recognise`` understands it."""
-    return _IDENTITY.pack(os.getpid()) + machine()
-
-
 class NetLine:
     """One end of the line between a sender and one worker (a ``Line``)."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._pidfd = -1
-        self._pid = -1
+        self._watch = Watch()
         host, port, *_ = sock.getpeername()
         self._where = f"{host} port {port}"
         sock.settimeout(_FRAME_TIMEOUT)
@@ -69,23 +55,17 @@ class NetLine:
 
     def recognise(self, who: bytes) -> None:
         """Take the other end's ``identity``: watch its process, if it runs here."""
-        if who[_IDENTITY.size :] != machine():
-            return
-        (self._pid,) = _IDENTITY.unpack_from(who)
-        try:
-            self._pidfd = os.pidfd_open(self._pid)
-        except ProcessLookupError:
-            return  # the socket says so, too
+        self._watch = Watch(who)
 
     @property
     def peer(self) -> str:
         """The other process."""
-        return f"process {self._pid}" if self._pid >= 0 else self._where
+        return f"process {self._watch.pid}" if self._watch.pid >= 0 else self._where
 
     @property
     def signs(self) -> Sequence[int]:
         """The socket's descriptor, and the process's if it is known."""
-        return (self._socket.fileno(),) if self._pidfd < 0 else (self._socket.fileno(), self._pidfd)
+        return (self._socket.fileno(), *self._watch.descriptors)
 
     def fileno(self) -> int:
         """The socket's descriptor."""
@@ -133,8 +113,7 @@ class NetLine:
         """Close the line; harmless when repeated."""
         if self._socket.fileno() >= 0:
             self._socket.close()
-            if self._pidfd >= 0:
-                os.close(self._pidfd)
+            self._watch.close()
 
 
 class NetListener:

@@ -31,6 +31,7 @@ BACKENDS = {
     "shared_mem": "wsync.backends.shared_mem:SharedMemWeightSyncScheme",
     "multiprocess": "wsync.backends.multiprocess:MultiProcessWeightSyncScheme",
     "distributed": "wsync.backends.distributed:DistributedWeightSyncScheme",
+    "rpc": "wsync.backends.rpc:RPCWeightSyncScheme",
     "ray": "wsync.backends.ray:RayWeightSyncScheme",
     "ray_module_transform": "wsync.backends.ray:RayModuleTransformScheme",
     "none": "wsync.backends.none:NoWeightSyncScheme",
@@ -49,6 +50,7 @@ class WeightSyncScheme(SchemeView, ABC):
     """
 
     name: ClassVar[str]
+    delivers_at_connect: ClassVar[bool] = True  # the first weights; otherwise with the first send
 
     def __init__(
         self, strategy: Format = "tensordict", sync: bool = True, *, timeout: float | None = 60.0, bind: bool = True
@@ -134,6 +136,7 @@ class WeightSyncScheme(SchemeView, ABC):
             source,
             count,
             self.timeout,
+            delivers_at_connect=self.delivers_at_connect,
             published=self._published,
             record=self._recorder(model_id),
         )

@@ -39,6 +39,7 @@ class Sender:
         source: where weights come from when a call brings none.
         num_workers: how many workers there are to be.
         timeout: seconds for ``connect`` and ``send``; None for no limit.
+        delivers_at_connect: whether the first weights come with ``connect``, or with the first ``send``.
         published: a send is finished when every worker is bound to use it, not when every worker has said so.
         record: told of each finished update.
     """
@@ -50,6 +51,7 @@ class Sender:
         num_workers: int,
         timeout: float | None,
         *,
+        delivers_at_connect: bool = True,
         published: bool = False,
         record: Callable[[SyncReport], None],
     ) -> None:
@@ -60,6 +62,7 @@ class Sender:
         self.connected = False
         self._end = end
         self._timeout = timeout
+        self._delivers_at_connect = delivers_at_connect
         self._published = published
         self._record = record
         self._extra: dict[int, bytes] = {}  # each worker's extra state, as last sent
@@ -77,8 +80,10 @@ class Sender:
         with self._lock:
             everyone = range(self.num_workers)
             posted = None
-            if weights is not None or self.source.weights is not None:
+            if weights is not None or (self._delivers_at_connect and self.source.weights is not None):
                 posted = self._post(weights, everyone, acknowledge=True)
+            elif self.source.weights is not None:
+                self._layout(None)
             deadline = posted.deadline if posted else deadline_in(self._timeout)
             self._end.admit(everyone, sentinels, deadline)
             self.connected = True

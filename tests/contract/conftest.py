@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -12,16 +12,24 @@ import pytest
 import wsync
 
 sys.path.insert(0, str(Path(__file__).parent))  # workers unpickle what is written here
+import crew
 
 BACKENDS: dict[str, Callable[..., wsync.WeightSyncScheme]] = {
     "shared_mem": partial(wsync.SharedMemWeightSyncScheme, timeout=30.0),
     "shared_mem-published": partial(wsync.SharedMemWeightSyncScheme, timeout=30.0, acknowledge="published"),
     "multiprocess": partial(wsync.MultiProcessWeightSyncScheme, timeout=30.0),
     "distributed": partial(wsync.DistributedWeightSyncScheme, timeout=30.0),
+    "rpc": partial(wsync.RPCWeightSyncScheme, timeout=30.0),
+    "ray": partial(wsync.RayWeightSyncScheme, timeout=30.0),
 }
 
 
+WORKERS = {"rpc": "rpc", "ray": "ray"}  # of another kind than plain processes
+
+
 @pytest.fixture(params=list(BACKENDS))
-def make_scheme(request: pytest.FixtureRequest) -> Callable[..., wsync.WeightSyncScheme]:
-    """Makes a scheme of each backend in turn."""
-    return BACKENDS[request.param]
+def make_scheme(request: pytest.FixtureRequest) -> Iterator[Callable[..., wsync.WeightSyncScheme]]:
+    """Makes a scheme of each backend in turn; ``crew`` then has the workers that it needs."""
+    crew.current_kind = WORKERS.get(request.param, "process")
+    yield BACKENDS[request.param]
+    crew.current_kind = "process"

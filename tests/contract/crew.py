@@ -1,4 +1,4 @@
-"""Real worker processes that do what the test says, over a pipe."""
+"""Real workers that do what the test says: processes with a pipe, processes that RPC knows as well, Ray actors."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from contract_models import Tail, digest, fill
 from torch import nn
@@ -82,39 +83,47 @@ class Host:
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("wsync")]
 
 
-def serve(pipe: Any) -> None:
+def obey(host: Host, method: str, args: Any) -> tuple[bool, Any]:
+    """Do it; what came of it."""
+    try:
+        return True, getattr(host, method)(*args)
+    except Exception as error:  # noqa: BLE001  the test judges it
+        return False, ([kind.__name__ for kind in type(error).__mro__], str(error))
+
+
+def serve(pipe: Any, session: Any = None) -> None:
     """A worker's main: commands in, answers out, until the test hangs up."""
     host = Host()
+    if session is not None:
+        session.join()
     try:
         while True:
             method, args = pipe.recv()
             if method == "bye":  # a forked worker has inherited the other end as well: nobody can hang up on it
                 raise EOFError
-            try:
-                answer = (True, getattr(host, method)(*args))
-            except Exception as error:  # noqa: BLE001  the test judges it
-                answer = (False, ([kind.__name__ for kind in type(error).__mro__], str(error)))
-            pipe.send(answer)
+            pipe.send(obey(host, method, args))
     except (EOFError, ConnectionError):
         host.shutdown()
+    if session is not None:
+        session.leave()
 
 
 class Remote:
     """The test's side of one worker."""
 
-    def __init__(self, context: Any) -> None:
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs,))
-        self.process.daemon = False  # it may have workers of its own
-        self.process.start()
-        theirs.close()
-
     def start(self, method: str, *args: Any) -> None:
-        self.pipe.send((method, args))
+        raise NotImplementedError
+
+    def answer(self) -> tuple[bool, Any]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    process: Any
 
     def result(self) -> Any:
-        assert self.pipe.poll(PATIENCE), "a worker did not answer"
-        good, value = self.pipe.recv()
+        good, value = self.answer()
         if good:
             return value
         raise RemoteError(*value)
@@ -138,6 +147,24 @@ class Remote:
     def resume(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)
 
+
+class ProcessRemote(Remote):
+    """A process with a pipe."""
+
+    def __init__(self, context: Any, session: Any = None) -> None:
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, session))
+        self.process.daemon = False  # it may have workers of its own
+        self.process.start()
+        theirs.close()
+
+    def start(self, method: str, *args: Any) -> None:
+        self.pipe.send((method, args))
+
+    def answer(self) -> tuple[bool, Any]:
+        assert self.pipe.poll(PATIENCE), "a worker did not answer"
+        return self.pipe.recv()
+
     def close(self) -> None:
         with suppress(ConnectionError):
             self.start("bye")
@@ -149,14 +176,41 @@ class Remote:
         self.process.close()
 
 
+def establish(scheme: wsync.WeightSyncScheme, **first: Any) -> None:
+    """The sender's half of the rendezvous, and of the delivery of the first weights, if there are any."""
+    scheme.connect(**first)
+    if not scheme.delivers_at_connect and scheme.weights is not None:
+        scheme.send()
+
+
+current_kind = "process"
+"""Of the workers that the backend under test has: conftest.py says."""
+
+
+def kind() -> str:
+    """Of workers, that the backend under test has."""
+    return current_kind
+
+
 class Crew:
     """Some workers, and the schemes that they follow."""
 
-    def __init__(self, count: int, method: str = "forkserver") -> None:
+    def __init__(self, count: int, method: str = "forkserver", kind: str | None = None) -> None:
+        kind = kind or current_kind
+        if kind == "ray":
+            from ray_crew import hire
+
+            self.workers: list[Remote] = hire(count)
+            return
         context = multiprocessing.get_context(method)
         if method == "forkserver":
             context.set_forkserver_preload(["collectors.worker"])  # as the collectors do: there is one server
-        self.workers = [Remote(context) for _ in range(count)]
+        if kind == "rpc":
+            from rpc_crew import invitations
+
+            self.workers = [ProcessRemote(context, invitation) for invitation in invitations(count)]
+        else:
+            self.workers = [ProcessRemote(context) for _ in range(count)]
 
     def __getitem__(self, index: int) -> Remote:
         return self.workers[index]
@@ -167,11 +221,14 @@ class Crew:
     def follow(
         self, scheme: wsync.WeightSyncScheme, make: Callable[[], nn.Module], model_id: str = "policy"
     ) -> list[int]:
-        """Connect both ends; the workers' versions."""
+        """Connect both ends, with the first weights; the workers' versions."""
         for index, worker in enumerate(self.workers):
             worker.start("join", scheme, make, index, model_id)
-        scheme.connect()
-        return self.results()
+        establish(scheme)
+        self.results()
+        if not scheme.delivers_at_connect and scheme.weights is not None:
+            self.all("receive", PATIENCE, model_id)  # seen, as elsewhere after connect
+        return self.all("version", model_id)
 
     def results(self) -> list[Any]:
         return [worker.result() for worker in self.workers]
@@ -188,11 +245,26 @@ class Crew:
 
 @contextmanager
 def crew(count: int, method: str = "forkserver") -> Iterator[Crew]:
-    workers = Crew(count, method)
-    try:
-        yield workers
-    finally:
-        workers.close()
+    if method == "fork" and current_kind != "process":
+        pytest.skip(f"nobody forks {current_kind} workers")
+    with session():
+        workers = Crew(count, method)
+        try:
+            yield workers
+        finally:
+            workers.close()
+
+
+@contextmanager
+def session() -> Iterator[None]:
+    """What the trainer has to have for workers of the current kind."""
+    if current_kind != "rpc":
+        yield
+        return
+    from rpc_crew import open_session
+
+    with open_session():
+        yield
 
 
 class CascadingHost:

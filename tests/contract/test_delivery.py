@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from contract_models import Hard, Other, Small, big, digest, double, fill, longer, scramble, strides, ties
-from crew import Host, RemoteError, crew
+from crew import Host, RemoteError, crew, establish
 from tensordict import TensorDict
 
 import wsync
@@ -240,12 +240,13 @@ def test_versions_grow_and_send_means_every_forward(make_scheme: Any) -> None:
     with crew(2) as workers, make_scheme() as scheme:
         scheme.init_on_sender("policy", model=model, num_workers=2)
         workers.follow(scheme, Small)
+        before = scheme.metrics.updates
         for version in range(2, 60):
             report = scheme.send(fill(model, version))
             assert report.version == scheme.version == version
             assert [seen[0] for seen in workers.all("forward")] == [version] * 2
         assert workers.all("version") == [59, 59]
-        assert scheme.metrics.updates == 58
+        assert scheme.metrics.updates == before + 58
 
 
 def test_installed_is_seen_by_a_plain_read(make_scheme: Any) -> None:
@@ -277,9 +278,10 @@ def test_worker_with_another_model(make_scheme: Any, make: Any, problem: str) ->
         workers[0].start("join", scheme, Small, 0, "policy")
         workers[1].start("join", scheme, make, 1, "policy")
         with pytest.raises(wsync.WorkerFailed, match=rf"(?s)worker 1.*LayoutMismatch.*{problem}") as failed:
-            scheme.connect()
+            establish(scheme)
         assert set(failed.value.workers) == {1}
-        assert workers[0].result() == 1
+        workers[0].result()
+        assert workers[0].call("version") == 1
         with pytest.raises(RemoteError, match=problem) as remote:
             workers[1].result()
         assert "LayoutMismatch" in remote.value.kinds
@@ -342,7 +344,7 @@ def test_fork_inherits_a_scheme(make_scheme: Any) -> None:
         try:
             with crew(1, "fork") as workers:
                 workers[0].start("run", use_inherited)
-                scheme.connect()
+                establish(scheme)
                 assert workers[0].result()[0] == 3
                 scheme.send(fill(Small(), 4))
                 assert workers[0].call("forward")[0] == 4

@@ -16,6 +16,8 @@ from crew import (
     break_cascade,
     close_below,
     crew,
+    establish,
+    kind,
 )
 
 import wsync
@@ -116,9 +118,10 @@ def test_first_weights_that_are_refused(make_scheme: Any) -> None:
         scheme.init_on_sender("policy", model=bad, num_workers=1)
         workers[0].start("join", scheme, Tail, 0, "policy")
         with pytest.raises(wsync.WorkerFailed, match="ArithmeticError"):
-            scheme.connect()
-        with pytest.raises(RemoteError, match="ArithmeticError"):
-            workers[0].result()
+            establish(scheme)
+        if scheme.delivers_at_connect:
+            with pytest.raises(RemoteError, match="ArithmeticError"):
+                workers[0].result()
 
 
 def test_index_out_of_range_or_taken(make_scheme: Any) -> None:
@@ -130,12 +133,12 @@ def test_index_out_of_range_or_taken(make_scheme: Any) -> None:
         connecting.start()
         with pytest.raises(RemoteError, match=r"worker_idx 5 is out of range.*2 workers"):
             workers[2].result()
-        assert workers[0].result() == 1
+        workers[0].result()
         workers[2].start("join", scheme, Small, 0, "another id")
         with pytest.raises(RemoteError, match=r"worker_idx 0 is taken"):
             workers[2].result()
         workers[1].start("join", scheme, Small, 1, "policy")
-        assert workers[1].result() == 1
+        workers[1].result()
         connecting.join(20)
         assert not connecting.is_alive()
 
@@ -285,8 +288,10 @@ def test_cascade(make_scheme: Any) -> None:
     model = fill(Small(), 1)
     with crew(1) as workers, make_scheme() as upper:
         upper.init_on_sender("policy", model=model, num_workers=1)
-        workers[0].start("run", become_middle, upper, make_scheme(), Small)
-        upper.connect()
+        # What has sent by RPC or Ray to a machine goes on there by its memory, as a node's workers would have it.
+        lower = make_scheme() if kind() == "process" else wsync.SharedMemWeightSyncScheme(timeout=30.0)
+        workers[0].start("run", become_middle, upper, lower, Small)
+        establish(upper)
         assert [seen[0] for seen in workers[0].result()] == [1, 1]
         for value in range(2, 8):
             upper.send(fill(model, value))

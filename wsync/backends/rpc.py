@@ -1,0 +1,110 @@
+"""``torch.distributed.rpc`` tells the workers, ``torch.distributed`` carries; no thread of our own at either end."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from wsync.group import Meeting, MeetingPlace
+from wsync.group_receiver import GroupReceiver
+from wsync.group_sender import GroupSender
+from wsync.network_ends import device_of
+from wsync.ports import SenderPort
+from wsync.receiver_thread import Told
+from wsync.rpc_lines import RpcDoor, WorkerLine, own_name
+from wsync.scheme import WeightSyncScheme
+from wsync.words import Line
+
+
+@dataclass(frozen=True, slots=True)
+class RpcSeed:
+    """What a worker needs to find the sender."""
+
+    key: str
+    meeting: Meeting
+
+
+class RPCTransport(SenderPort):
+    """The sender's line to some workers."""
+
+
+class RPCWeightSyncScheme(WeightSyncScheme):
+    """Weight synchronization to workers that the trainer reaches by ``torch.distributed.rpc``.
+
+    ``init_rpc`` has been called in all of them. The first weights come with the first ``send``.
+
+    Args:
+        strategy: the format in which weights are handed out.
+        backend: what carries the weights, ``"gloo"``, or ``"nccl"`` for weights on GPUs.
+        sync: whether ``send`` waits until its promise holds.
+        timeout: seconds for ``connect`` and ``send``; None for no limit.
+        host: the sender's address, where groups are formed. Loopback, unless somebody says which interface may be
+            reached from outside.
+        bind: whether parameters may be bound to received memory. Say False for workers that train.
+        trainer: the name by which RPC knows the sender.
+    """
+
+    name = "rpc"
+    delivers_at_connect = False
+
+    def __init__(
+        self,
+        strategy: Any = "tensordict",
+        backend: str = "gloo",
+        *,
+        sync: bool = True,
+        timeout: float | None = 60.0,
+        host: str = "127.0.0.1",
+        bind: bool = True,
+        trainer: str = "trainer",
+    ) -> None:
+        super().__init__(strategy, sync, timeout=timeout, bind=bind)
+        self.backend = backend
+        self.host = host
+        self.trainer = trainer
+
+    def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
+        """The rendezvous: see ``WeightSyncScheme.connect``. Weights are delivered only if they are given here.
+
+        Raises:
+            NotConnected: RPC is not initialised here, or the trainer has another name there than ``trainer``.
+        """
+        if self._role is not None:
+            own_name()
+        super().connect(worker_idx=worker_idx, weights=weights)
+
+    def create_transport(self, *, worker_ids: Sequence[int] | None = None) -> RPCTransport:
+        """The sender's line to some workers (None: all)."""
+        role = self._trainer("create_transport")
+        return RPCTransport(role.sender, role.sentinels, worker_ids)
+
+    def _make_sender_end(self, num_workers: int) -> tuple[GroupSender, RpcSeed]:
+        place = MeetingPlace(self.host, self.backend)
+        key = secrets.token_hex(16)
+        end = GroupSender(num_workers, RpcDoor(key), place.pair, place.close, device_of(self.backend))
+        return end, RpcSeed(key, place.meeting)
+
+    def _make_receiver_end(self, seed: RpcSeed) -> GroupReceiver:
+        return GroupReceiver(
+            lambda worker, deadline: WorkerLine(seed.key, self.trainer, worker),
+            seed.meeting.join,
+            _Called(),
+            retains=self.bind,
+            device=device_of(self.backend),
+            timeout=self.timeout,
+            ahead=self.backend == "gloo",
+        )
+
+
+class _Called:
+    """Receivers are told by calls (an ``Attach``)."""
+
+    def attach(self, line: Line, receiver: Told) -> None:
+        assert isinstance(line, WorkerLine)
+        line.attach(receiver)
+
+    def detach(self, line: Line, receiver: Told) -> None:
+        assert isinstance(line, WorkerLine)
+        line.detach()
