@@ -287,7 +287,7 @@ def become_middle(
     upper: wsync.WeightSyncScheme,
     lower: wsync.WeightSyncScheme,
     make: Callable[[], nn.Module],
-) -> list[Any]:
+) -> None:
     """Follow ``upper``, and pass it on to two workers of one's own by ``lower``."""
     model = fill(make(), -1.0)
     host.below = Crew(2)
@@ -297,7 +297,6 @@ def become_middle(
     host.below.follow(lower, make)
     upper.init_on_receiver("policy", context, worker_idx=0)
     upper.connect()
-    return host.below.all("forward")
 
 
 def below_forward(host: Host) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,7 +63,8 @@ class RayRemote(Remote):
 def hire(count: int) -> list[Remote]:
     """``count`` actors."""
     if not ray.is_initialized():
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+        here = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}}  # actors unpickle what is written here
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error", runtime_env=here)
         atexit.register(ray.shutdown)
     hired: list[Any] = [_idle.pop() for _ in range(min(count, len(_idle)))]
     fresh = [RayRemote() for _ in range(count - len(hired))]

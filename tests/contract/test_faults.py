@@ -292,7 +292,8 @@ def test_cascade(make_scheme: Any) -> None:
         lower = make_scheme() if kind() == "process" else wsync.SharedMemWeightSyncScheme(timeout=30.0)
         workers[0].start("run", become_middle, upper, lower, Small)
         establish(upper)
-        assert [seen[0] for seen in workers[0].result()] == [1, 1]
+        workers[0].result()
+        assert [seen[0] for seen in workers[0].call("run", below_forward)] == [1, 1]
         for value in range(2, 8):
             upper.send(fill(model, value))
             workers[0].call("digest")
