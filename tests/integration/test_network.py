@@ -1,0 +1,219 @@
+"""Schemes across a network: torchrun, a group and a store of the user's, other addresses, another host."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import wsync
+from wsync.network import NetEndpoint, NetLine, NetListener, dial, listen_on
+from wsync.words import Kind, Message
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.mark.parametrize("mode", ["agent", "default", "group"])
+def test_torchrun(mode: str) -> None:
+    """Meet in torchrun's store, in that of an initialised default group, and send within a group of the user's."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"),
+        *(str(Path(__file__).parent / "torchrun_sync.py"), mode),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=80)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("is content") == 3
+
+
+def serve(scheme: wsync.WeightSyncScheme, line: Any) -> None:
+    model = nn.Linear(3, 2)
+    with scheme:
+        scheme.init_on_receiver("policy", model=model, worker_idx=0)
+        scheme.connect()
+        line.send(float(model.bias.sum()))
+        while line.recv() is not None:
+            line.send(float(model.bias.detach().sum()))
+
+
+@contextmanager
+def worker(scheme: wsync.WeightSyncScheme) -> Iterator[Any]:
+    context = multiprocessing.get_context("forkserver")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(scheme, theirs))
+    process.start()
+    try:
+        yield mine
+        mine.send(None)
+    finally:
+        process.join(10)
+        process.kill()
+        process.join()
+
+
+def exchange(scheme: wsync.WeightSyncScheme) -> None:
+    model = nn.Linear(3, 2)
+    scheme.init_on_sender("policy", model=model, num_workers=1)
+    with scheme, worker(scheme) as line:
+        scheme.connect()
+        assert line.poll(30)
+        assert line.recv() == pytest.approx(float(model.bias.detach().sum()))
+        for value in range(5):
+            nn.init.constant_(model.bias, value)
+            scheme.send()
+            line.send("look")
+            assert line.recv() == 2.0 * value
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.7", "localhost", "::1"])
+def test_other_addresses(host: str) -> None:
+    try:
+        listen_on(host).close()
+    except OSError as error:
+        pytest.skip(f"this machine has no {host}: {error}")
+    exchange(wsync.DistributedWeightSyncScheme(host=host, timeout=30.0))
+
+
+def test_an_address_that_there_is_not() -> None:
+    scheme = wsync.DistributedWeightSyncScheme(host="192.0.2.77")
+    with pytest.raises(OSError, match=r"host='192\.0\.2\.77'"):
+        scheme.init_on_sender("policy", model=nn.Linear(1, 1))
+
+
+def listening() -> set[str]:
+    """Addresses on which something of this process listens."""
+    mine = {path.readlink().name for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for row in Path(table).read_text().splitlines()[1:]:
+            columns = row.split()
+            if columns[3] == "0A" and f"socket:[{columns[9]}]" in mine:
+                found.add(columns[1].split(":")[0])
+    return found
+
+
+def test_loopback_unless_said_otherwise() -> None:
+    before = listening()
+    scheme = wsync.DistributedWeightSyncScheme()
+    scheme.init_on_sender("policy", model=nn.Linear(1, 1))
+    with scheme:
+        assert listening() - before <= {"0100007F"}, "127.0.0.1, as the kernel writes it"
+        assert "0100007F" in listening()
+
+
+def test_wrong_backends() -> None:
+    with pytest.raises(ValueError, match="choose one of gloo, nccl"):
+        wsync.DistributedWeightSyncScheme(backend="mpi").init_on_sender("policy", model=nn.Linear(1, 1))
+    if not torch.distributed.is_nccl_available():
+        with pytest.raises(ValueError, match="no nccl"):
+            wsync.DistributedWeightSyncScheme(backend="nccl").init_on_sender("policy", model=nn.Linear(1, 1))
+
+
+def test_a_sender_that_never_comes() -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    scheme = wsync.DistributedWeightSyncScheme(timeout=0.5, store=store)
+    scheme.init_on_receiver("policy", model=nn.Linear(1, 1), worker_idx=3)
+    before = time.monotonic()
+    with pytest.raises(wsync.SyncTimeout, match=r"worker 3: no sender has announced itself"):
+        scheme.connect()
+    assert time.monotonic() - before < 5.0
+
+
+def test_a_stranger_is_not_let_in() -> None:
+    door = NetListener("127.0.0.1")
+    for token in (b"", b"\0" * 16):
+        line = dial(NetEndpoint("127.0.0.1", door.endpoint.port, token), 0, None)
+        assert door.accept() is None
+        assert line.receive() is None
+        line.close()
+    with socket.create_connection(("127.0.0.1", door.endpoint.port)) as stranger:
+        stranger.send(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" + b"\xff" * 64)
+        assert door.accept() is None
+    door.close()
+
+
+def test_messages_come_whole() -> None:
+    with listen_on("127.0.0.1") as door:
+        near = NetLine(socket.create_connection(door.getsockname()))
+        far = NetLine(door.accept()[0])
+    payloads = [b"", b"x", b"y" * 3_000_000, b"z" * 70_000]
+    talking = threading.Thread(
+        target=lambda: [near.send(Message(Kind.ACK, i, i, payload, 0.5)) for i, payload in enumerate(payloads)]
+    )
+    talking.start()
+    for i, payload in enumerate(payloads):
+        assert far.receive() == Message(Kind.ACK, i, i, payload, 0.5)
+    talking.join()
+    near.close()
+    assert far.receive() is None
+    far.close()
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@pytest.fixture
+def namespace() -> Iterator[str]:
+    """Another host, as far as the network goes: a namespace of its own, with a cable to this one."""
+    if shutil.which("ip") is None:
+        pytest.skip("needs iproute2's `ip`")
+    name = "wsync-test"
+    try:
+        run("ip", "netns", "add", name)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"this machine lets nobody make a network namespace: {error.stderr.decode().strip()}")
+    try:
+        run("ip", "link", "add", "wsync-a", "type", "veth", "peer", "name", "wsync-b", "netns", name)
+        run("ip", "addr", "add", "10.211.7.1/24", "dev", "wsync-a")
+        run("ip", "link", "set", "wsync-a", "up")
+        for arguments in (("addr", "add", "10.211.7.2/24", "dev", "wsync-b"), ("link", "set", "wsync-b", "up")):
+            run("ip", "netns", "exec", name, "ip", *arguments)
+        run("ip", "netns", "exec", name, "ip", "link", "set", "lo", "up")
+        yield name
+    finally:
+        run("ip", "netns", "delete", name)
+
+
+REMOTE = """
+import pickle, sys
+from torch import nn
+scheme = pickle.loads(bytes.fromhex(sys.argv[1]))
+model = nn.Linear(3, 2)
+scheme.init_on_receiver("policy", model=model, worker_idx=0)
+scheme.connect()
+while scheme.version < 5:
+    scheme.receive(timeout=30.0)
+print("bias", model.bias.tolist())
+scheme.shutdown()
+"""
+
+
+def test_between_two_hosts(namespace: str) -> None:
+    import pickle
+
+    model = nn.Linear(3, 2)
+    scheme = wsync.DistributedWeightSyncScheme(host="10.211.7.1", timeout=30.0)
+    scheme.init_on_sender("policy", model=model, num_workers=1)
+    with scheme:
+        travelled = pickle.dumps(scheme).hex()
+        command = ["ip", "netns", "exec", namespace, sys.executable, "-c", REMOTE, travelled]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as remote:
+            scheme.connect()
+            for value in range(4):
+                nn.init.constant_(model.bias, value)
+                scheme.send()
+            assert remote.stdout is not None
+            assert remote.stdout.read().strip() == "bias [3.0, 3.0]"
