@@ -32,13 +32,68 @@ class MultiProcessConfig:
 
 
 @dataclass
+class DistributedConfig:
+    """``DistributedWeightSyncScheme``."""
+
+    _target_: str = "wsync.DistributedWeightSyncScheme"
+    backend: str = "gloo"
+    sync: bool = True
+    strategy: str = "tensordict"
+    timeout: float | None = 60.0
+    host: str = "127.0.0.1"
+    bind: bool = True
+
+
+@dataclass
+class RPCConfig:
+    """``RPCWeightSyncScheme``."""
+
+    _target_: str = "wsync.RPCWeightSyncScheme"
+    strategy: str = "tensordict"
+    backend: str = "gloo"
+    sync: bool = True
+    timeout: float | None = 60.0
+    host: str = "127.0.0.1"
+    bind: bool = True
+    trainer: str = "trainer"
+
+
+@dataclass
+class RayConfig:
+    """``RayWeightSyncScheme``."""
+
+    _target_: str = "wsync.RayWeightSyncScheme"
+    strategy: str = "tensordict"
+    backend: str = "gloo"
+    sync: bool = True
+    timeout: float | None = 60.0
+    host: str = "127.0.0.1"
+    bind: bool = True
+
+
+@dataclass
+class RayModuleTransformConfig(RayConfig):
+    """``RayModuleTransformScheme``."""
+
+    _target_: str = "wsync.RayModuleTransformScheme"
+
+
+@dataclass
 class NoneConfig:
     """``NoWeightSyncScheme``."""
 
     _target_: str = "wsync.NoWeightSyncScheme"
 
 
-CONFIGS: dict[str, type] = {"shared_mem": SharedMemConfig, "multiprocess": MultiProcessConfig, "none": NoneConfig}
+CONFIGS: dict[str, type] = {
+    "shared_mem": SharedMemConfig,
+    "multiprocess": MultiProcessConfig,
+    "distributed": DistributedConfig,
+    "rpc": RPCConfig,
+    "ray": RayConfig,
+    "ray_module_transform": RayModuleTransformConfig,
+    "none": NoneConfig,
+}
 
 
 def register_configs() -> None:

@@ -1,0 +1,114 @@
+"""Ray actors of the user's own: the sender has them join, on one node or several, and says what is wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray.cluster_utils import Cluster
+from torch import nn
+
+import wsync
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Three raylets."""
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    for _ in range(2):
+        nodes.add_node(num_cpus=1)
+    ray.init(address=nodes.address, logging_level="error", log_to_driver=False)
+    yield nodes
+    ray.shutdown()
+    nodes.shutdown()
+
+
+def actors(count: int, **given: Any) -> list[Any]:
+    class Worker:
+        """Somebody's actor; it knows nothing of wsync."""
+
+        def __init__(self, size: int = 2) -> None:
+            self.nets = {"policy": nn.Linear(3, size)}
+            self.broken = "no module"
+
+        def act(self) -> list[float]:
+            return self.nets["policy"](torch.zeros(3)).tolist()
+
+        def where(self) -> tuple[str, int, bool]:
+            return ray.get_runtime_context().get_node_id(), os.getpid(), type(self.nets["policy"]) is nn.Linear
+
+    return [ray.remote(Worker).options(num_cpus=1).remote(**given) for _ in range(count)]
+
+
+@pytest.fixture
+def three(cluster: Cluster) -> Iterator[list[Any]]:
+    """One actor on each node."""
+    made = actors(3)
+    yield made
+    for actor in made:
+        ray.kill(actor)
+
+
+def test_before_ray_is_initialised() -> None:
+    assert not ray.is_initialized(), "this test comes first"
+    with pytest.raises(wsync.NotConnected, match=r"ray\.init"):
+        wsync.RayWeightSyncScheme().init_on_sender("policy", model=nn.Linear(1, 1), num_workers=1)
+
+
+def test_several_nodes(three: list[Any]) -> None:
+    model = nn.Linear(3, 2)
+    path = "nets['policy']"
+    with wsync.RayWeightSyncScheme(timeout=60.0) as scheme:
+        scheme.init_on_sender(path, model=model, actors=three)
+        scheme.connect()
+        assert len({node for node, _, _ in ray.get([actor.where.remote() for actor in three])}) == 3
+        expected = pytest.approx(model.bias.tolist())
+        assert ray.get([actor.act.remote() for actor in three]) == [expected] * 3
+        for version in range(2, 30):
+            nn.init.constant_(model.bias, version)
+            report = scheme.send()
+            assert report is not None and dict(report.workers) == dict.fromkeys(range(3), version)
+            assert ray.get([actor.act.remote() for actor in three]) == [[version, version]] * 3
+        os.kill(ray.get(three[1].where.remote())[1], 9)
+        with pytest.raises(wsync.WorkerDied, match="worker 1"):
+            for _ in range(100):  # Ray may take a moment to have it killed
+                scheme.send()
+        nn.init.constant_(model.bias, -1)
+        scheme.send()
+        assert ray.get([three[0].act.remote(), three[2].act.remote()]) == [[-1, -1]] * 2
+    assert ray.get(three[0].where.remote())[2], "the actor's model is its own again"
+
+
+def test_the_address_of_the_node(three: list[Any]) -> None:
+    with wsync.RayWeightSyncScheme(timeout=60.0, host="node") as scheme:
+        scheme.init_on_sender("nets['policy']", model=nn.Linear(3, 2), actors=three)
+        scheme.connect()
+        scheme.send()
+
+
+@pytest.mark.parametrize(
+    ("path", "size", "problem"),
+    [("critic", 2, "no 'critic'"), ("broken", 2, "not a torch.nn.Module"), ("nets['policy']", 5, r"float32\[5")],
+)
+def test_actors_that_cannot_join(cluster: Cluster, path: str, size: int, problem: str) -> None:
+    made = actors(2, size=size)
+    with wsync.RayWeightSyncScheme(timeout=30.0) as scheme:
+        scheme.init_on_sender(path, model=nn.Linear(3, 2), actors=made)
+        with pytest.raises(wsync.WorkerFailed, match=problem) as failed:
+            scheme.connect()
+        assert set(failed.value.workers) <= {0, 1}
+    for actor in made:
+        ray.kill(actor)
+
+
+def test_misuse(cluster: Cluster) -> None:
+    with pytest.raises(ValueError, match="how many workers"):
+        wsync.RayWeightSyncScheme().init_on_sender("policy", model=nn.Linear(1, 1), actors=[], num_workers=2)
+    with pytest.raises(ValueError, match="context="):
+        wsync.RayModuleTransformScheme().init_on_sender("module", model=nn.Linear(1, 1))
