@@ -1,6 +1,22 @@
 """Collectors whose workers are reached by other means than pipes: TCP, RPC, Ray."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from collectors.distributed.tcp import DistributedCollector
 from collectors.distributed.tcp_worker import is_worker, join_trainer
 
-__all__ = ["DistributedCollector", "is_worker", "join_trainer"]
+if TYPE_CHECKING:
+    from collectors.distributed.ray_collector import RayCollector
+    from collectors.distributed.rpc import RPCCollector
+
+__all__ = ["DistributedCollector", "RPCCollector", "RayCollector", "is_worker", "join_trainer"]
+
+# Ray is heavy, and RPC starts nothing but is not everybody's: who does not use them does not import them.
+_LAZY = {"RPCCollector": "collectors.distributed.rpc", "RayCollector": "collectors.distributed.ray_collector"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return vars(import_module(_LAZY[name]))[name]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,21 +21,37 @@ import cloudpickle
 import gymnasium
 import numpy as np
 import pytest
+import ray
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
+from torch.distributed import rpc
 
 import wsync
 from collectors import GymEnv, MultiSyncCollector
-from collectors.distributed import DistributedCollector
+from collectors.distributed import DistributedCollector, RayCollector, RPCCollector
 from collectors.distributed.tcp_worker import join
 
 ROOT = Path(__file__).parents[2]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker has this file in its path
 
-FAMILIES = {"tcp": DistributedCollector}
+FAMILIES = {"tcp": DistributedCollector, "rpc": RPCCollector, "ray": RayCollector}
 every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.init("local", num_cpus=2, include_dashboard=False, logging_level=logging.ERROR)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def needs_a_cluster(request):
+    names = request.fixturenames
+    if "family" in names and "how" not in names and request.getfixturevalue("family") == "ray":
+        request.getfixturevalue("cluster")
 
 
 class Scores(nn.Module):
@@ -56,8 +74,10 @@ def cartpole():
     return GymEnv("CartPole-v1", 2)
 
 
-def collect_with(family, *, workers=2, scheme="shared_mem", trained=None, env=cartpole, **options):
-    options.setdefault("weight_sync_schemes", {"policy": wsync.WeightSyncScheme.from_backend(scheme)})
+def collect_with(family, *, workers=2, workers_of=None, trained=None, env=cartpole, **options):
+    if workers_of is not None:
+        options["workers"] = workers_of
+    options.setdefault("weight_sync_schemes", {"policy": wsync.WeightSyncScheme.from_backend("shared_mem")})
     options.setdefault("frames_per_batch", 16)
     kind = FAMILIES[family] if isinstance(family, str) else family
     return kind([env] * workers, policy() if trained is None else trained, **options)
@@ -119,8 +139,9 @@ def pids_of(batch) -> set[int]:
 
 @every_family
 def test_every_calling_convention_reaches_every_worker(family):
-    trained = policy(1.0)
-    with collect_with(family, trained=trained) as collector:
+    trained, critic = policy(1.0), nn.Linear(4, 1)
+    schemes = {name: wsync.WeightSyncScheme.from_backend("shared_mem") for name in ("policy", "module.critic")}
+    with collect_with(family, trained=trained, weight_sync_schemes=schemes, cat_results="stack") as collector:
         assert chosen(next(collector)) == 1.0
         calls = [
             lambda: collector.update_policy_weights_(),
@@ -128,7 +149,7 @@ def test_every_calling_convention_reaches_every_worker(family):
             lambda: collector.update_policy_weights_(TensorDict.from_module(trained)),
             lambda: collector.update_policy_weights_(policy=trained),
             lambda: collector.update_policy_weights_(weights=trained.state_dict(), model_id="policy"),
-            lambda: collector.update_policy_weights_(weights_dict={"policy": trained}),
+            lambda: collector.update_policy_weights_(weights_dict={"policy": trained, "module.critic": critic}),
         ]
         for number, call in enumerate(calls, start=2):
             with torch.no_grad():
@@ -139,59 +160,69 @@ def test_every_calling_convention_reaches_every_worker(family):
             after = next(collector)
             assert chosen(after) == float(number % 2 == 1)
             assert after["policy_version"].unique().tolist() == [number]
-
-
-@every_family
-def test_workers_and_models_apart_and_together(family):
-    schemes = {name: wsync.WeightSyncScheme.from_backend("multiprocess") for name in ("policy", "module.critic")}
-    with collect_with(family, weight_sync_schemes=schemes, cat_results="stack") as collector:
-        collector.update_policy_weights_(policy(-1.0), model_id="policy", worker_ids=1)
+        with pytest.raises(wsync.LayoutMismatch, match="bias"):
+            collector.update_policy_weights_(weights_dict={"policy": policy(-1.0), "module.critic": nn.Linear(4, 7)})
+        assert chosen(next(collector)) == 1.0, "the good half of a refused update was applied"
+        collector.update_policy_weights_(policy(-1.0), worker_ids=1)
         batch = next(collector)
         assert batch.batch_size == (2, 2, 4)
         assert chosen(batch[0]) == 1.0 and chosen(batch[1]) == 0.0
-        assert batch["policy_version"][:, 0, 0].tolist() == [1, 2]
-        with pytest.raises(wsync.LayoutMismatch, match="bias"):
-            collector.update_policy_weights_(weights_dict={"policy": policy(1.0), "module.critic": nn.Linear(4, 7)})
-        assert chosen(next(collector)[1]) == 0.0, "the good half of a refused update was applied"
 
 
 @every_family
-def test_asynchronous_collection_never_goes_back_in_version_and_never_writes_a_batch_again(family):
-    with collect_with(family, sync=False, frames_per_batch=64) as collector:
-        newest, kept = 0, []
+def test_asynchronous_collection_until_a_worker_is_killed(family):
+    """No version goes back, no batch is written again, and the death ends a wait."""
+    with collect_with(family, sync=False, frames_per_batch=64, env=Pids) as collector:
+        newest, kept = {}, []
         for _ in range(20):
             batch = next(collector)
-            assert batch.batch_size == (2, 32)
+            assert batch.batch_size == (64,)
             kept.append((batch, batch.clone()))
-            assert (batch["policy_version"].diff(dim=-1) >= 0).all()
-            newest = max(newest, int(batch["policy_version"].max()))
+            (worker,) = pids_of(batch)
+            versions = torch.cat([torch.tensor([newest.get(worker, 0)]), batch["policy_version"]])
+            assert (versions.diff() >= 0).all()
+            newest[worker] = int(versions[-1])
             collector.update_policy_weights_()
-        assert newest > 5
+        assert max(newest.values()) > 5
         assert all((batch == copy).all() for batch, copy in kept)
+        threading.Timer(0.2, os.kill, (next(iter(newest)), signal.SIGKILL)).start()
+        with pytest.raises(wsync.WorkerDied, match=r"worker [01] \("):
+            while True:
+                next(collector)
+    assert collector.closed and all(ends(pid) for pid in newest)
 
 
 @every_family
-def test_the_same_seed_collects_what_worker_processes_collect(family):
-    def run(kind):
-        with collect_with(kind, total_frames=64) as collector:
-            assert collector.set_seed(7) == 11
-            return torch.cat(list(collector), -1)
+def test_the_same_seed_collects_what_worker_processes_collect_until_ctrl_c(family):
+    """The terminal sends Ctrl-C to all of them; it is the trainer that ends the workers."""
 
-    expected, batches = run(MultiSyncCollector), run(family)
-    assert batches.batch_size == (4, 16)
-    assert (batches == expected).all()
+    def begin(kind):
+        collector = collect_with(kind, workers=2, frames_per_batch=32)
+        assert collector.set_seed(7) == 11
+        return collector
+
+    with begin(MultiSyncCollector) as collector:
+        expected = torch.cat([next(collector) for _ in range(2)], -1)
+    with pytest.raises(KeyboardInterrupt), begin(family) as collector:
+        batches = torch.cat([next(collector) for _ in range(2)], -1)
+        assert batches.batch_size == (4, 16) and (batches == expected).all()
+        assert collector.remote_workers[1].worker_idx == 1
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        while True:
+            next(collector)
+    assert collector.closed
 
 
 @every_family
 def test_an_environment_that_raises_is_an_error_with_its_traceback(family):
-    collector = collect_with(family, env=lambda: Pids(fails_after=12), sync=False)
-    workers = set()
-    with pytest.raises(wsync.WorkerFailed, match=r"worker [01] failed:(.|\n)*the cart fell off the table"):
-        while True:
-            workers |= pids_of(next(collector))
-    assert collector.closed and all(ends(pid) for pid in workers)
-    with pytest.raises(RuntimeError, match="shut down"):
-        next(collector)
+    with collect_with(family, env=lambda: Pids(fails_after=12), sync=False) as collector:
+        workers = set()
+        with pytest.raises(wsync.WorkerFailed, match=r"worker [01] failed:(.|\n)*the cart fell off the table"):
+            while True:
+                workers |= pids_of(next(collector))
+        assert collector.closed and all(ends(pid) for pid in workers)
+        with pytest.raises(RuntimeError, match="shut down"):
+            next(collector)
 
 
 def explode():
@@ -199,26 +230,19 @@ def explode():
 
 
 @every_family
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (dict(env=explode), wsync.WorkerFailed, "no such table"),
-        (dict(trained=threading.Lock()), TypeError, "policy cannot be sent to a worker"),
-        (dict(weight_sync_schemes={"polcy": wsync.SharedMemWeightSyncScheme()}), wsync.WorkerFailed, "polcy"),
-    ],
-)
-def test_bad_arguments_are_clear_errors_and_leave_nothing(family, arguments, error, message):
-    started = time.monotonic()
-    with pytest.raises(error, match=message):
-        collect_with(family, **arguments)
-    assert time.monotonic() - started < 20
-    with collect_with(family) as collector:  # and the next one works
-        assert next(collector).numel() == 16
+def test_a_worker_that_cannot_be_built_is_an_error_and_nothing_is_left(family):
+    with pytest.raises(TypeError, match="policy cannot be sent to a worker"):
+        collect_with(family, trained=threading.Lock())
+    with pytest.raises(wsync.WorkerFailed, match=r"worker 0 failed:(.|\n)*no such table"):
+        collect_with(family, env=explode, workers=1)
 
 
 @every_family
 def test_a_killed_worker_is_named_by_the_update_and_by_the_batch(family):
     with collect_with(family, env=Pids, cat_results="stack") as collector:
+        workers = pids_of(next(collector))
+        for pid in workers:
+            os.kill(pid, signal.SIGINT)  # which none of them minds
         victim = pids_of(next(collector)[1]).pop()
         os.kill(victim, signal.SIGKILL)
         assert ends(victim)
@@ -229,28 +253,18 @@ def test_a_killed_worker_is_named_by_the_update_and_by_the_batch(family):
         with pytest.raises(wsync.WorkerDied, match="worker 1"):
             next(collector)
         assert time.monotonic() - started < 10
-
-
-@every_family
-def test_a_worker_killed_in_the_middle_ends_the_wait(family):
-    with collect_with(family, env=Pids, sync=False, frames_per_batch=512) as collector:
-        victim = pids_of(next(collector)).pop()
-        threading.Timer(0.3, os.kill, (victim, signal.SIGKILL)).start()
-        with pytest.raises(wsync.WorkerDied, match=r"worker [01]"):
-            while True:
-                next(collector)
+    assert all(ends(pid) for pid in workers)
 
 
 @every_family
 def test_rounds_of_start_and_stop_leave_nothing(family):
     def count():
         gc.collect()
-        with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
-            children = len(file.read().split())
-        return threading.active_count(), len(os.listdir("/proc/self/fd")), children, len(os.listdir("/dev/shm"))
+        children = len(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
+        return threading.active_count(), len(os.listdir("/proc/self/fd")), children
 
     def round_of(sync):
-        with collect_with(family, env=Pids, sync=sync) as collector:
+        with collect_with(family, env=Pids, workers=1, sync=sync) as collector:
             workers = pids_of(next(collector))
             collector.update_policy_weights_()
             next(collector)
@@ -259,22 +273,16 @@ def test_rounds_of_start_and_stop_leave_nothing(family):
 
     round_of(sync=True)
     before = count()
-    for sync in (True, False, True):
+    for sync in (True, False):
         round_of(sync)
     assert count() == before
 
 
-@every_family
-def test_ctrl_c_ends_the_trainers_wait_and_then_the_workers(family):
-    """The terminal sends it to all of them; it is the trainer that ends the workers."""
-    with pytest.raises(KeyboardInterrupt), collect_with(family, env=Pids, frames_per_batch=4096) as collector:
-        workers = pids_of(next(collector))
-        for pid in workers:
-            os.kill(pid, signal.SIGINT)
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        while True:
-            next(collector)
-    assert collector.closed and all(ends(pid) for pid in workers)
+@pytest.fixture
+def short_path():
+    """A folder whose name leaves room for Ray's sockets."""
+    with tempfile.TemporaryDirectory(prefix="w", dir="/tmp", ignore_cleanup_errors=True) as path:
+        yield path
 
 
 SCRIPT = """
@@ -291,6 +299,7 @@ class Scores(torch.nn.Linear):
 def main():
     if distributed.is_worker():
         sys.exit(distributed.join_trainer())
+    assert "ray" not in sys.modules and "collectors.distributed.rpc" not in sys.modules, "imported for nothing"
     collector = distributed.{kind}(
         [lambda: GymEnv("CartPole-v1", 2)] * 2, TensorDictModule(Scores(), ["observation"], ["action"]),
         frames_per_batch=16, {options})
@@ -313,6 +322,11 @@ def environment(**more) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), **more}
 
 
+def workers_of(pid: int) -> set[int]:
+    """Its descendants, but for two helpers of Ray's, which look after their parents only now and then."""
+    return {one for one in descendants(pid) if "Agent" not in Path(f"/proc/{one}/cmdline").read_text()}
+
+
 def descendants(pid: int) -> set[int]:
     found = set()
     for task in Path(f"/proc/{pid}/task").iterdir():
@@ -321,28 +335,30 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
-@every_family
-@pytest.mark.parametrize("how", ["forgets to shut down", "is killed"])
-def test_workers_end_with_a_trainer_that(how, family, tmp_path):
-    if family == "tcp" and how != "is killed":
-        pytest.skip("test_torchrun_… does")
+@pytest.mark.parametrize(
+    ("how", "family"),
+    [("is killed", "tcp"), ("forgets to shut down", "rpc"), ("is killed", "ray"), ("forgets to shut down", "ray")],
+)
+def test_workers_end_with_a_trainer_that(how, family, tmp_path, short_path):
     end = "" if how != "is killed" else "for batch in collector: pass"
     with subprocess.Popen(
         [sys.executable, *script(tmp_path, family, end=end)],
-        env=environment(),
+        env=environment(TMPDIR=short_path),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as trainer:
         assert trainer.stdout is not None and trainer.stderr is not None
         assert [trainer.stdout.readline() for _ in range(2)] == ["versions [1]\n", "versions [2]\n"]
-        workers = descendants(trainer.pid) if how == "is killed" else set()
+        workers = workers_of(trainer.pid) if how == "is killed" else set()
         if how == "is killed":
             trainer.kill()
         errors = trainer.stderr.read()
         status = trainer.wait(20)
+    left = os.listdir(short_path)
     assert (status, errors) == (-signal.SIGKILL if how == "is killed" else 0, "")
     assert all(ends(pid) for pid in workers)
+    assert how == "is killed" or not left
 
 
 # --- TCP ---
@@ -414,3 +430,68 @@ def test_torchrun_makes_a_trainer_and_its_workers(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["versions [1]", "versions [2]"]
+
+
+# --- RPC ---
+
+
+def member(rank, path):
+    """A process of the user's own, in an RPC group of the user's own."""
+    os.environ |= {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}", rpc_timeout=30)
+    rpc.init_rpc(f"mine{rank}", rank=rank, world_size=3, rpc_backend_options=options)
+    if rank:
+        threading.Event().wait()
+
+
+@pytest.mark.filterwarnings("ignore:You are using a Backend")
+def test_workers_of_a_group_that_there_is_already(tmp_path, monkeypatch):
+    for name in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")
+    with pytest.raises(RuntimeError, match=r"init_rpc\(\) first"):
+        collect_with("rpc", workers_of=["mine1", "mine2"])
+    context = multiprocessing.get_context("forkserver")
+    others = [context.Process(target=member, args=(rank, tmp_path / "group"), daemon=True) for rank in (1, 2)]
+    for other in others:
+        other.start()
+    member(0, tmp_path / "group")
+    try:
+        with pytest.raises(RuntimeError, match="belongs to an RPC group already"):
+            collect_with("rpc")
+        for _ in range(2):
+            with collect_with("rpc", workers_of=["mine1", "mine2"], env=Pids) as collector:
+                assert pids_of(next(collector)) == {other.pid for other in others}
+                collector.update_policy_weights_()
+                assert next(collector)["policy_version"].unique().tolist() == [2]
+        assert all(other.is_alive() for other in others), "they are not ours to end"
+        with collect_with("rpc", workers_of=["mine1", "mine2"], sync=False) as collector:
+            next(collector)
+            others[1].kill()
+            with pytest.raises(wsync.WorkerDied, match=r"worker 1 \('mine2'"):
+                while True:
+                    next(collector)
+    finally:
+        for other in others:
+            other.kill()
+            other.join()
+        rpc.shutdown(graceful=False)
+
+
+# --- Ray ---
+
+
+def test_a_cluster_that_is_not_there_is_an_error_within_seconds(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    started = time.monotonic()
+    with pytest.raises(ConnectionError, match=f"at 127.0.0.1:{port}"):
+        collect_with("ray", address=f"127.0.0.1:{port}")
+    assert time.monotonic() - started < 8
+
+
+def test_actors_that_have_no_place_are_named(cluster):
+    with pytest.raises(wsync.SyncTimeout, match=r"worker\(s\) 0, 1 had no place.*'num_cpus': 64"):
+        collect_with("ray", resources={"num_cpus": 64}, timeout=0.5)
+    with pytest.raises(ConnectionError, match=r"connected to the Ray cluster at .*, not at 10\.0\.0\.1:6379"):
+        collect_with("ray", address="10.0.0.1:6379")

@@ -1,0 +1,74 @@
+"""The Ray cluster that a collector's actors live in: the one that there is, one to connect to, or one of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import tempfile
+from typing import Any
+
+import ray
+
+_REACH = 5.0  # seconds in which an address has to answer
+
+
+class Cluster:
+    """A connection to Ray, which this process needs only one of.
+
+    Args:
+        address: of a cluster, as ``ray.init`` takes it. None: the one that ``ray.init`` or ``RAY_ADDRESS`` has chosen;
+            without them, one is started on this machine, and stopped by ``close``.
+
+    Raises:
+        ConnectionError: there is no cluster at ``address``; or this process is connected to another one.
+    """
+
+    def __init__(self, address: str | None) -> None:
+        self._started = False
+        self._folder: str | None = None
+        if ray.is_initialized():
+            here = ray.get_runtime_context().gcs_address
+            if address not in (None, "auto", "local", here):
+                raise ConnectionError(f"this process is connected to the Ray cluster at {here}, not at {address}")
+            return
+        address = address or os.environ.get("RAY_ADDRESS") or "local"
+        self._started = True
+        if address == "local":
+            # Nobody else looks at this cluster: no dashboard, no report to anybody, and its logs go with it.
+            self._folder = tempfile.mkdtemp(prefix="wsync-ray-")
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            self._init(address, include_dashboard=False, _temp_dir=self._folder)
+            return
+        _reach(address)
+        self._init(address)
+
+    def _init(self, address: str, **options: Any) -> None:
+        try:
+            ray.init(address, configure_logging=True, logging_level=logging.WARNING, **options)
+        except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
+            self.close()
+            raise ConnectionError(f"no Ray cluster can be reached at {address} ({error})") from error
+
+    def close(self) -> None:
+        """Disconnect, and stop what was started, if this was the one who did."""
+        if self._started:
+            self._started = False
+            ray.shutdown()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)  # its last processes may still be writing their logs
+
+
+def _reach(address: str) -> None:
+    """Find out whether anybody listens at ``host:port``: Ray itself would try for a minute."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return  # "auto" and the like, which Ray answers at once
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _REACH).close()
+    except OSError as error:
+        raise ConnectionError(
+            f"no Ray cluster can be reached at {address} ({error}): start one there (ray start --head), or leave the "
+            "address out for one on this machine"
+        ) from error

@@ -1,0 +1,198 @@
+"""Workers that are Ray actors: the actor, and the trainer's side of it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import wait
+from typing import Any
+
+import ray
+import torch
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from collectors.distributed.calls import Answer, CalledWorker, CallPool, Signal
+from collectors.distributed.ray_cluster import Cluster
+from collectors.pool import GRACE
+from collectors.worker import Core, WorkerOptions
+from wsync import SyncTimeout
+
+_NOTHING = Answer()
+
+
+class Acting:
+    """The actor. Its commands come in order; beside them the group ``weights`` is for whoever brings weights.
+
+    Args:
+        path: where the trainer finds its modules.
+    """
+
+    def __init__(self, path: Sequence[str]) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C may reach the whole process group
+        sys.path.extend(entry for entry in path if entry not in sys.path)
+        self._core: list[Core] = []  # none before it is built
+        self._buffers: list[torch.Tensor] = []
+        self._failed = False
+
+    def life(self) -> None:
+        """Never return: the trainer's call breaks when the process ends."""
+        threading.Event().wait()
+
+    def hello(self) -> None:
+        """Return at once: the actor is there."""
+
+    def obey(self, command: str, argument: Any) -> Answer:
+        """Do a command; after one that failed, nothing but ``end``."""
+        if command == "end":
+            return self._end()
+        if self._failed:
+            return _NOTHING
+        try:
+            return self._build(*argument) if command == "build" else self._work(command, argument)
+        except Exception:  # noqa: BLE001  whatever it is, the trainer raises it again with this traceback
+            self._failed = True
+            return Answer("error", traceback.format_exc())
+
+    def _build(self, parts: bytes, options: WorkerOptions) -> Answer:
+        torch.set_num_threads(options.threads)
+        core = Core(parts, options)
+        self._core.append(core)
+        self._buffers = core.plan.allocate(options.buffers)
+        core.fill(self._buffers)
+        return Answer("ready", (core.plan, options.buffers, core.num_envs))
+
+    def _work(self, command: str, argument: Any) -> Answer:
+        answer = self._core[0].obey(command, argument)
+        if answer is None:
+            return _NOTHING
+        kind, value = answer
+        return Answer(kind, value, self._buffers[value].numpy() if kind == "batch" else None)
+
+    def _end(self) -> Answer:
+        for core in self._core:
+            core.close()
+        self._core.clear()
+        return Answer("ended")
+
+
+class RayWorker(CalledWorker):
+    """An actor.
+
+    Args:
+        worker_idx: its index.
+        actor: owned by this end.
+    """
+
+    def __init__(self, worker_idx: int, actor: ActorHandle) -> None:
+        super().__init__(worker_idx)
+        self.actor = actor
+        self._end = Signal()
+        life: Any = actor.life
+        self._watch(life.options(concurrency_group="life").remote(), lambda _: self._end.set())
+
+    @property
+    def sentinel(self) -> int:
+        """Readable when the worker or its process has ended."""
+        return self._end.fileno()
+
+    def call(self, command: str, argument: Any, answered: Callable[[Answer], None]) -> None:
+        """See CalledWorker."""
+        try:
+            self._watch(self.actor.obey.remote(command, argument), answered)
+        except RayError as error:
+            answered(self._died(error))
+
+    def _watch(self, reference: Any, answered: Callable[[Answer], None]) -> None:
+        def on_done(future: Any) -> None:
+            error = future.exception()
+            answered(future.result() if error is None else self._died(error))
+
+        reference.future().add_done_callback(on_done)
+
+    def _died(self, error: BaseException) -> Answer:
+        return Answer("died", f"(a Ray actor) died: {str(error).strip()}")
+
+    def hello(self) -> Any:
+        """A reference that is there when the actor is."""
+        return self.actor.hello.remote()
+
+    def kill(self) -> None:
+        """End the process."""
+        ray.kill(self.actor, no_restart=True)
+
+    def close(self) -> None:
+        """Let go of what this end has of it."""
+        self._end.close()
+
+
+class RayPool(CallPool[RayWorker]):
+    """Actors of a Ray cluster.
+
+    Args:
+        count: how many.
+        address: see ``Cluster``.
+        resources: options of each actor, as ``ray.remote`` takes them.
+        scheduling_strategy: where they are placed, as Ray takes it.
+        timeout: seconds in which they have to be there.
+
+    Raises:
+        ConnectionError: see ``Cluster``.
+        SyncTimeout: the cluster had no place for an actor in time.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        address: str | None,
+        resources: Mapping[str, Any],
+        scheduling_strategy: Any,
+        timeout: float,
+    ) -> None:
+        super().__init__()
+        self._cluster = Cluster(address)
+        self._here = False
+        options = {"num_cpus": 0, **resources, "scheduling_strategy": scheduling_strategy}
+        try:
+            remote: Any = ray.remote
+            kind = remote(concurrency_groups={"weights": 1, "life": 1})(Acting)
+            for i in range(count):
+                self.workers.append(RayWorker(i, kind.options(**options).remote(sys.path)))
+            self._await_all(resources, timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def _await_all(self, resources: Mapping[str, Any], timeout: float) -> None:
+        hellos = {worker.hello(): worker.worker_idx for worker in self.workers}
+        here, missing = ray.wait(list(hellos), num_returns=len(hellos), timeout=timeout)
+        if missing:
+            names = {hellos[one]: "never started" for one in missing}
+            raise SyncTimeout(
+                f"worker(s) {', '.join(map(str, sorted(names)))} had no place in the Ray cluster within {timeout:g} s: "
+                f"each needs {dict(resources) or 'nothing special'}, and there is {ray.available_resources()}",
+                names,
+            )
+        self._here = True
+        ray.get(here)  # raises what kept an actor from being made
+
+    def close(self) -> None:
+        """See Pool."""
+        if ray.is_initialized():
+            if self._here:
+                self._end_work()
+            for worker in self.workers:
+                worker.kill()
+            deadline = time.monotonic() + GRACE
+            for worker in self.workers:
+                wait([worker.sentinel], max(0.0, deadline - time.monotonic()))
+        for worker in self.workers:
+            worker.close()
+        self.workers = []
+        self._some.close()
+        self._cluster.close()

@@ -1,0 +1,49 @@
+"""The collector whose workers are reached by ``torch.distributed.rpc``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Unpack
+
+from collectors.base import EnvMaker
+from collectors.crew import CrewCollector, CrewOptions
+from collectors.distributed.rpc_pool import RpcPool
+
+
+class RPCCollector(CrewCollector):
+    """Gathers batches with workers that are called by RPC (TensorPipe).
+
+    By default it starts its workers itself, on this machine, and a group in which the trainer is ``"trainer"`` and
+    they are ``"worker0"``, ``"worker1"`` …; both end with it. Or it uses members of a group that this process has
+    joined by ``init_rpc``; those stay in it afterwards.
+
+    Args:
+        create_env_fn: one function per worker; each makes an environment (lambdas are fine).
+        policy: as ``CrewCollector``.
+        sync: whether all workers wait for each other, and for new weights; otherwise a batch is one worker's.
+        workers: names in the group that this process belongs to, one per worker.
+        host: the interface of a group that is started. Unless ``TP_SOCKET_IFNAME`` says otherwise, a loopback address
+            keeps all of its traffic on the loopback interface.
+        timeout: seconds in which the workers have to be there.
+        options: as ``CrewCollector``.
+
+    Raises:
+        RuntimeError: a process has one group: there is one and no ``workers``, or ``workers`` and none.
+        wsync.SyncTimeout: a worker did not join in time.
+        Exception: else as ``CrewCollector``.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: EnvMaker | Sequence[EnvMaker],
+        policy: Any = None,
+        *,
+        sync: bool = True,
+        workers: Sequence[str] | None = None,
+        host: str = "127.0.0.1",
+        timeout: float = 60.0,
+        **options: Unpack[CrewOptions],
+    ) -> None:
+        start = partial(RpcPool, names=workers, host=host, timeout=timeout)
+        super().__init__(create_env_fn, policy, sync=sync, start=start, **options)

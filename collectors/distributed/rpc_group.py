@@ -1,0 +1,158 @@
+"""A ``torch.distributed.rpc`` group of the trainer and the workers that it has started; and how to leave it quietly.
+
+No port is guessed: the trainer's store listens on one that the system has chosen. And a group can be made again and
+again in one process, which ``torch`` does not foresee: what it counts per process is set back.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import Any
+from urllib.parse import parse_qs, urlparse
+
+from torch.distributed import (
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+    register_rendezvous_handler,  # pyright: ignore[reportPrivateImportUsage]
+    rpc,
+)
+
+from collectors.distributed.calls import Signal
+from collectors.distributed.doors import Address
+from wsync import SyncTimeout
+
+TRAINER = "trainer"
+_LOOPBACK = {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+_stores: dict[str, Store] = {}  # by the name in the address that torch is given
+
+
+def _existing_store(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
+    where = urlparse(url)
+    query = parse_qs(where.query)
+    # Popped, so that torch's own reference to this generator does not keep the store's port open.
+    yield _stores.pop(where.netloc), int(query["rank"][0]), int(query["world_size"][0])
+
+
+register_rendezvous_handler("wsync", _existing_store)
+
+
+def host_store(host: str) -> tuple[Store, Address]:
+    """A store that listens on a free port of ``host``; and where that is."""
+    with socket.create_server((host, 0)) as listening:
+        address: Address = listening.getsockname()[:2]
+        store = TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    return store, address
+
+
+def is_member() -> bool:
+    """Whether this process belongs to an RPC group."""
+    try:
+        rpc.get_worker_info()
+    except RuntimeError:
+        return False
+    return True
+
+
+def join_group(name: str, rank: int, size: int, address: Address, timeout: float) -> None:
+    """Join the group whose store is at ``address``, as soon as all the others do."""
+    limit = timedelta(seconds=timeout)
+    store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=limit)
+    key = f"{name}-{address[1]}"
+    _stores[key] = store
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"wsync://{key}", rpc_timeout=timeout)
+    with _as_the_first_group(), _loopback(address), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)  # torch's own affair
+        rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)
+
+
+@contextmanager
+def _as_the_first_group() -> Iterator[None]:
+    """Have torch count from 0: the count is part of names on which all members must agree, young and old processes."""
+    before, gathered = rpc._init_counter, dict(rpc.api._all_gather_sequence_id)
+    rpc._init_counter = 0
+    rpc.api._all_gather_sequence_id.clear()
+    try:
+        yield
+    finally:
+        rpc._init_counter = before
+        rpc.api._all_gather_sequence_id.clear()
+        rpc.api._all_gather_sequence_id.update(gathered)
+
+
+@contextmanager
+def _loopback(address: Address) -> Iterator[None]:
+    """Have gloo and TensorPipe talk over the loopback interface, if the store does and nobody has said otherwise."""
+    mine = {name: value for name, value in _LOOPBACK.items() if name not in os.environ}
+    if not address[0].startswith("127."):
+        mine = {}
+    os.environ.update(mine)
+    try:
+        yield
+    finally:
+        for name in mine:
+            del os.environ[name]
+
+
+def join_or_end(size: int, address: Address, sentinels: Sequence[int], timeout: float) -> int | None:
+    """Join as the trainer; or, if one of ``sentinels`` becomes readable first, return that one.
+
+    torch cannot be told to give up: another thread waits for it, and ends when the store goes.
+
+    Raises:
+        SyncTimeout: the others did not join in time.
+    """
+    done, errors = Signal(), []
+
+    def attempt() -> None:
+        try:
+            join_group(TRAINER, 0, size, address, timeout)
+        except Exception as error:  # noqa: BLE001  raised below, in the thread that waits
+            errors.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=attempt, name="rpc-join", daemon=True).start()
+    ready = wait([done.fileno(), *sentinels], timeout)
+    joined = done.fileno() in ready
+    done.close()
+    if errors:
+        raise errors[0]
+    if joined:
+        return None
+    if not ready:
+        raise SyncTimeout(f"the RPC group was not complete after {timeout:g} s")
+    return next(fd for fd in ready if isinstance(fd, int))
+
+
+def leave_group() -> None:
+    """Leave, whoever else is still there.
+
+    A graceful end needs everybody, and works once in a process (torch counts). The other end makes torch complain of
+    each connection that it closes itself: those lines are left out.
+    """
+    with _without_lines("tensorpipe_agent.cpp"):
+        rpc.shutdown(graceful=False)
+
+
+@contextmanager
+def _without_lines(word: str) -> Iterator[None]:
+    """Hold back what is written to stderr's descriptor, and pass on all lines but those with ``word``."""
+    stderr, held = os.dup(2), os.memfd_create("wsync-stderr", os.MFD_CLOEXEC)
+    os.dup2(held, 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        with os.fdopen(held, "rb") as file:
+            file.seek(0)
+            lines = [line for line in file if word.encode() not in line]
+        if lines:
+            os.write(2, b"".join(lines))

@@ -1,0 +1,197 @@
+"""The trainer's side of workers that it reaches by RPC: those that it starts itself, or the user's."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import rpc
+from torch.futures import Future
+
+from collectors.distributed import rpc_worker
+from collectors.distributed.calls import Answer, CalledWorker, CallPool, Signal
+from collectors.distributed.rpc_group import host_store, is_member, join_or_end, leave_group
+from collectors.pool import GRACE
+from collectors.processes import end, end_of, pipe, start
+from wsync import SyncTimeout, WorkerDied
+
+
+class RpcWorker(CalledWorker):
+    """A member of the RPC group.
+
+    Args:
+        worker_idx: its index.
+        name: in the group.
+        token: of the collector that it works for.
+    """
+
+    def __init__(self, worker_idx: int, name: str, token: str) -> None:
+        super().__init__(worker_idx)
+        self.name = name
+        self._token = token
+        self._number = 0
+
+    @abstractmethod
+    def last_words(self, error: str) -> str:
+        """What there is to say of its end, in an error that begins with its name."""
+
+    def close(self) -> None:
+        """Let go of what this end has of it."""
+
+    def call(self, command: str, argument: Any, answered: Callable[[Answer], None]) -> None:
+        """See CalledWorker."""
+
+        def on_done(future: Future[tuple[str, Any, Tensor | None]]) -> None:
+            try:
+                kind, value, payload = future.value()
+            except Exception as error:  # noqa: BLE001  what the worker raised is an answer: this is the way to it
+                answered(Answer("died", self.last_words(_first_line(error))))
+            else:
+                answered(Answer(kind, value, None if payload is None else payload.numpy()))
+
+        number, self._number = self._number, self._number + 1
+        try:
+            rpc.rpc_async(
+                self.name, rpc_worker.command, args=(self._token, number, command, argument), timeout=0
+            ).add_done_callback(on_done)
+        except RuntimeError as error:
+            answered(Answer("died", self.last_words(_first_line(error))))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+class OwnRpcWorker(RpcWorker):
+    """A worker in a process that the trainer has started."""
+
+    def __init__(self, worker_idx: int, token: str, process: BaseProcess, line: Connection) -> None:
+        super().__init__(worker_idx, f"worker{worker_idx}", token)
+        self.process = process
+        self.line = line
+
+    @property
+    def sentinel(self) -> int:
+        """Readable when the process has ended."""
+        return self.process.sentinel
+
+    def last_words(self, error: str) -> str:
+        """See RpcWorker."""
+        if wait([self.process.sentinel], GRACE):
+            return end_of(self.process)
+        return f"(process {self.process.pid}) cannot be reached any more: {error}"
+
+    def close(self) -> None:
+        """See RpcWorker."""
+        self.line.close()
+
+
+class UsersRpcWorker(RpcWorker):
+    """A worker in a process that somebody else has started; a call that does not return watches over it."""
+
+    def __init__(self, worker_idx: int, name: str, token: str) -> None:
+        super().__init__(worker_idx, name, token)
+        self._end = Signal()
+        rpc.rpc_async(name, rpc_worker.life, args=(token,), timeout=0).add_done_callback(lambda _: self._end.set())
+
+    @property
+    def sentinel(self) -> int:
+        """Readable when the worker or its process has ended."""
+        return self._end.fileno()
+
+    def last_words(self, error: str) -> str:
+        """See RpcWorker."""
+        return f"('{self.name}' of the RPC group) cannot be reached any more: {error}"
+
+    def close(self) -> None:
+        """See RpcWorker."""
+        self._end.close()
+
+
+class RpcPool(CallPool[RpcWorker]):
+    """Workers of an RPC group.
+
+    Args:
+        count: how many.
+        names: of members of a group that this process belongs to; None starts workers, and a group of theirs.
+        host: the interface of that group.
+        timeout: seconds in which they have to be there.
+
+    Raises:
+        WorkerDied: one that was started here ended before it had joined.
+        SyncTimeout: the group was not complete in time.
+        RuntimeError: there is a group already, and no names; or names, and no group.
+        ValueError: another number of names.
+    """
+
+    def __init__(self, count: int, *, names: Sequence[str] | None, host: str, timeout: float) -> None:
+        super().__init__()
+        self._token = secrets.token_hex(8)
+        self._store: Any = None
+        self._joined = False
+        if names is not None:
+            self._enlist(count, names, timeout)
+            return
+        if is_member():
+            raise RuntimeError(
+                "this process belongs to an RPC group already: give the names of its workers (workers=[…]), "
+                "or shut the other collector down (rpc.shutdown() ends a group of your own)"
+            )
+        try:
+            self._start(count, host, timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def _enlist(self, count: int, names: Sequence[str], timeout: float) -> None:
+        if not is_member():
+            raise RuntimeError("workers=[…] are names in an RPC group: call torch.distributed.rpc.init_rpc() first")
+        if len(names) != count:
+            raise ValueError(f"{len(names)} names of workers for {count} environment functions")
+        for i, name in enumerate(names):
+            rpc.rpc_sync(name, rpc_worker.enlist, args=(self._token,), timeout=timeout)
+            self.workers.append(UsersRpcWorker(i, name, self._token))
+
+    def _start(self, count: int, host: str, timeout: float) -> None:
+        self._store, address = host_store(host)
+        deadline = time.monotonic() + timeout
+        for i in range(count):
+            mine, theirs = pipe()
+            process = start(rpc_worker.main, i, theirs, i, count + 1, address, self._token, timeout)
+            theirs.close()
+            self.workers.append(OwnRpcWorker(i, self._token, process, mine))
+        own = [worker for worker in self.workers if isinstance(worker, OwnRpcWorker)]
+        for worker in own:
+            if not worker.line.poll(max(0.0, deadline - time.monotonic())):
+                raise SyncTimeout(
+                    f"worker {worker.worker_idx} was not there after {timeout:g} s",
+                    {worker.worker_idx: "never joined"},
+                )
+        dead = join_or_end(count + 1, address, [worker.sentinel for worker in own], timeout)
+        for worker in own:
+            if worker.sentinel == dead:
+                cause = f"{end_of(worker.process)}, before it had joined"
+                raise WorkerDied(f"worker {worker.worker_idx} {cause}", {worker.worker_idx: cause})
+        self._joined = True
+
+    def close(self) -> None:
+        """See Pool."""
+        if self._joined or not isinstance(next(iter(self.workers), None), OwnRpcWorker):
+            ended = self._end_work()
+            for worker in ended:
+                if isinstance(worker, UsersRpcWorker):
+                    rpc.rpc_async(worker.name, rpc_worker.dismiss, args=(self._token,))
+        if self._joined:
+            leave_group()  # the trainer first: who is left alone complains
+            self._joined = False
+        for worker in self.workers:
+            worker.close()
+        end([worker.process for worker in self.workers if isinstance(worker, OwnRpcWorker)])
+        self.workers, self._store = [], None
+        self._some.close()

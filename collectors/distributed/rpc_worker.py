@@ -1,0 +1,133 @@
+"""A worker's side over RPC: takes commands from RPC's threads, and obeys them one after another."""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from collections.abc import Generator
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import rpc
+from torch.futures import Future
+
+from collectors.distributed.doors import Address
+from collectors.distributed.rpc_group import join_group, leave_group
+from collectors.worker import Core, be_a_worker
+
+Reply = tuple[str, Any, Tensor | None]
+_NOTHING: Reply = ("", None, None)
+_servants: dict[str, Servant] = {}  # by the collector that each serves
+
+
+class Servant:
+    """Obeys one trainer. RPC's threads may bring commands out of order; they are numbered.
+
+    Args:
+        alone: whether this process is nothing but this worker.
+    """
+
+    def __init__(self, *, alone: bool) -> None:
+        self._alone = alone
+        self._commands: dict[int, tuple[str, Any, Future[Reply]]] = {}
+        self._come = threading.Condition()
+        self.life: Future[None] = Future()
+
+    def take(self, number: int, command: str, argument: Any) -> Future[Reply]:
+        """Have a command done when it is its turn."""
+        reply: Future[Reply] = Future()
+        with self._come:
+            self._commands[number] = command, argument, reply
+            self._come.notify()
+        return reply
+
+    def serve(self) -> None:
+        """Do commands until one is ``end``; after one that failed, that is the only one that is done."""
+        work = self._work()
+        next(work)
+        number, failed = 0, False
+        while True:
+            command, argument, reply = self._next(number)
+            number += 1
+            if command == "end":
+                work.close()
+                if self._alone:
+                    # When the trainer leaves the group torch complains, and there is nothing left to say here.
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+                reply.set_result(("ended", None, None))
+                self.life.set_result(None)
+                return
+            if failed:
+                reply.set_result(_NOTHING)
+                continue
+            try:
+                reply.set_result(work.send((command, argument)))
+            except Exception:  # noqa: BLE001  whatever it is, the trainer raises it again with this traceback
+                failed = True
+                reply.set_result(("error", traceback.format_exc(), None))
+
+    def _work(self) -> Generator[Reply, tuple[str, Any], None]:
+        """Takes ``build``, then what a core obeys; gives the replies."""
+        parts, options = (yield _NOTHING)[1]
+        if self._alone:
+            be_a_worker(options)
+        core = Core(parts, options)
+        try:
+            buffers = core.plan.allocate(options.buffers)
+            core.fill(buffers)
+            reply: Reply = ("ready", (core.plan, options.buffers, core.num_envs), None)
+            while True:
+                answer = core.obey(*(yield reply))
+                if answer is None:
+                    reply = _NOTHING
+                elif answer[0] == "batch":
+                    reply = (*answer, buffers[answer[1]])
+                else:
+                    reply = (*answer, None)
+        finally:
+            core.close()
+
+    def _next(self, number: int) -> tuple[str, Any, Future[Reply]]:
+        with self._come:
+            self._come.wait_for(lambda: number in self._commands)
+            return self._commands.pop(number)
+
+
+def enlist(token: str) -> None:
+    """Called by a trainer in a process of the user's own: a thread of it becomes a worker."""
+    servant = _servants[token] = Servant(alone=False)
+    threading.Thread(target=servant.serve, name="collector-worker", daemon=True).start()
+
+
+@rpc.functions.async_execution
+def command(token: str, number: int, what: str, argument: Any) -> Future[Reply]:
+    """Called by a trainer: see ``Servant.take``."""
+    return _servants[token].take(number, what, argument)
+
+
+@rpc.functions.async_execution
+def life(token: str) -> Future[None]:
+    """Called by a trainer: returns when the worker ends."""
+    return _servants[token].life
+
+
+def dismiss(token: str) -> None:
+    """Called by a trainer that has heard of the end."""
+    _servants.pop(token, None)
+
+
+def main(line: Connection, worker_idx: int, size: int, address: Address, token: str, timeout: float) -> None:
+    """The main function of a process that the trainer has started: it says when it is here, and ends when hung up on.
+
+    RPC is there before any scheme connects.
+    """
+    servant = _servants[token] = Servant(alone=True)
+    line.send("here")
+    join_group(f"worker{worker_idx}", worker_idx + 1, size, address, timeout)
+    servant.serve()
+    with suppress(EOFError, ConnectionError):
+        line.recv()
+    leave_group()
