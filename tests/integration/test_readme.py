@@ -22,7 +22,7 @@ def test_an_example_runs(tmp_path: Path, number: int) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert done.stderr == "" or "import ray" in EXAMPLES[number]  # Ray has something to say whatever one does
     assert done.stdout != ""
 
 
