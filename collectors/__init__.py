@@ -1,9 +1,16 @@
 """Collectors: they gather experience with copies of a policy, and carry its updates to wherever those act."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from collectors.base import BaseCollector
 from collectors.envs import GymEnv
 from collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from collectors.single import Collector
+from collectors.transforms import ModuleTransform
+
+if TYPE_CHECKING:
+    from collectors.ray_transform import RayModuleTransform
 
 SyncDataCollector = Collector
 MultiSyncDataCollector = MultiSyncCollector
@@ -13,10 +20,21 @@ __all__ = [
     "BaseCollector",
     "Collector",
     "GymEnv",
+    "ModuleTransform",
     "MultiAsyncCollector",
     "MultiCollector",
     "MultiSyncCollector",
     "MultiSyncDataCollector",
     "MultiaSyncDataCollector",
+    "RayModuleTransform",
     "SyncDataCollector",
 ]
+
+_WITH_RAY = {"RayModuleTransform": "collectors.ray_transform"}
+
+
+def __getattr__(name: str) -> object:
+    """What needs Ray is imported when it is asked for: Ray is slow to import, and most runs do without."""
+    if name in _WITH_RAY:
+        return getattr(import_module(_WITH_RAY[name]), name)
+    raise AttributeError(f"module 'collectors' has no attribute '{name}'")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Self
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 
 from collectors.rollout import Policy, Rollout
 from collectors.specs import Spec, to_numpy
-from collectors.stepper import Stepper
+from collectors.stepper import Stepper, Steps
+from collectors.transforms import Transform
 from collectors.vector import EnvSource, make_driver
 
 
@@ -19,6 +21,10 @@ class GymEnv:
     ``batch_size`` is ``[]`` for one environment and ``[E]`` for several. An ended episode begins anew within the same
     step, so that every row is a real frame: ("next", "observation") is the true successor, also at an episode's end,
     and ``observe()`` what to act on next.
+
+    Attributes:
+        transform: the transforms in their order; ``append_transform`` adds one. A collector's schemes find the module
+            of the first one by the name ``"env.transform[0].module"``.
     """
 
     def __init__(
@@ -29,6 +35,7 @@ class GymEnv:
         seed: int | None = None,
         max_frames_per_traj: int | None = None,
         vectorization_mode: str | None = None,
+        transforms: Iterable[Transform] = (),
         **make_kwargs: Any,
     ) -> None:
         """Make the environment; it is reset when it is first used.
@@ -40,6 +47,7 @@ class GymEnv:
             max_frames_per_traj: truncate episodes after so many steps.
             vectorization_mode: "sync", "async" or "vector_entry_point"; by default Gymnasium's native vector
                 environment where rows of it can be reset when they end (CartPole), else "sync".
+            transforms: what changes observations and rewards on their way out; see ``append_transform``.
             **make_kwargs: for ``gymnasium.make``.
 
         Raises:
@@ -49,10 +57,30 @@ class GymEnv:
         """
         if num_envs is not None and num_envs < 1:
             raise ValueError(f"num_envs is at least 1, not {num_envs}")
-        self.stepper = Stepper(make_driver(env, num_envs, vectorization_mode, make_kwargs), seed)
+        self.stepper: Steps = Stepper(make_driver(env, num_envs, vectorization_mode, make_kwargs), seed)
         self.num_envs = self.stepper.num_envs
         self.batch_size = torch.Size(() if self.num_envs == 1 else (self.num_envs,))
         self.max_frames_per_traj = max_frames_per_traj
+        self.transform: list[Transform] = []
+        for transform in transforms:
+            self.append_transform(transform)
+
+    def append_transform(self, transform: Transform) -> Self:
+        """Have ``transform`` change what comes out, after the transforms that are there; return this environment.
+
+        "observation" and ("next", "observation") are then what an encoder makes of them (``observation_spec`` follows),
+        ("next", "reward") what a reward model says; "episode_return" goes on counting the environment's own reward.
+        A rollout or a collector that has the environment already keeps what it was given.
+
+        Raises:
+            TypeError: this is no transform, or one that gives no tensor.
+            ValueError: one of a wrong shape.
+        """
+        if not isinstance(transform, Transform):
+            raise TypeError(f"{transform!r} is not a transform: wrap a module in a ModuleTransform")
+        self.stepper = transform.around(self.stepper)
+        self.transform.append(transform)
+        return self
 
     @property
     def observation_spec(self) -> dict[str, Spec]:

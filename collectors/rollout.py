@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from collectors.specs import to_numpy
-from collectors.stepper import Stepper
+from collectors.stepper import Steps
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 NO_VERSION = -1
@@ -21,7 +21,7 @@ NO_VERSION = -1
 class Steppable(Protocol):
     """What a rollout needs of an environment (``GymEnv``)."""
 
-    stepper: Stepper
+    stepper: Steps
     batch_size: torch.Size
 
 
@@ -49,7 +49,7 @@ class Columns:
             for key in ("reward", "done", "terminated", "truncated", "episode_return", "episode_length")
         )
 
-    def write_result(self, t: int, stepper: Stepper) -> None:
+    def write_result(self, t: int, stepper: Steps) -> None:
         """Write what the step gave into row ``t``."""
         self.successor[t] = stepper.observation
         self.reward[t] = stepper.reward

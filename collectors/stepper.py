@@ -2,13 +2,65 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
 
-from collectors.specs import action_codec, observation_codec
+from collectors.specs import Spec, action_codec, observation_codec
 from collectors.vector import Array, Driver
 
 _NUMPY = {torch.float32: np.float32, torch.uint8: np.uint8}
+
+
+class Steps(Protocol):
+    """What can be stepped: a ``Stepper``, or one with transforms around it. See there for what each means."""
+
+    driver: Driver
+    num_envs: int
+    observation_spec: Spec
+    action_spec: Spec
+    uniform_log_prob: float
+    observation: Array
+    reward: Array
+    terminated: Array
+    truncated: Array
+    done: Array
+    episode_return: Array
+    episode_length: Array
+
+    @property
+    def is_reset(self) -> bool:
+        """Whether it can be stepped as it is."""
+        ...
+
+    @property
+    def max_frames_per_traj(self) -> int | None:
+        """Steps after which an episode is truncated."""
+        ...
+
+    @max_frames_per_traj.setter
+    def max_frames_per_traj(self, limit: int | None) -> None: ...
+
+    def seed(self, seed: int) -> None:
+        """Make what follows reproducible."""
+        ...
+
+    def reset(self, seed: int | None = None) -> None:
+        """Begin new episodes in all environments."""
+        ...
+
+    def sample(self) -> Array:
+        """Return random actions."""
+        ...
+
+    def step(self, action: Array) -> None:
+        """Apply ``action``; then all results may be read."""
+        ...
+
+    def reset_ended(self) -> None:
+        """Begin new episodes where ``done``."""
+        ...
 
 
 class Stepper:

@@ -1,0 +1,184 @@
+"""A transform whose module lives in a Ray actor of its own, and serves all environments that have a pickle of it."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from torch import nn
+
+from collectors.transforms import Key, Transform, call, call_without_trace
+from collectors.vector import Array
+from wsync import NotConnected, SyncTimeout, WorkerDied, WorkerFailed
+
+_NAMESPACE = "wsync"
+
+
+class ModuleHost:
+    """What the actor is: a module, and the calls of the environments."""
+
+    def __init__(self, make_module: Callable[[], nn.Module]) -> None:
+        """Make the module; ``wsync.RayModuleTransformScheme`` finds it by the name ``"module"``."""
+        self.module = make_module()
+
+    def ready(self) -> None:
+        """Answer, which says that the module has been made."""
+
+    def evaluate(self, *inputs: Array) -> Array:
+        """Call the module, without gradients."""
+        return call(self.module, inputs)
+
+    def probe(self, *inputs: Array) -> Array:
+        """Call the module in evaluation mode."""
+        return call_without_trace(self.module, inputs)
+
+
+class RayModuleTransform(Transform):
+    """A transform whose function is a module in a Ray actor, shared by all environments that have a pickle of it.
+
+    The pickle is an address: a process that has not joined a Ray cluster yet, such as a worker of a
+    ``MultiSyncCollector``, joins the actor's when it first needs the module. The one who made the transform updates the
+    module, and ends the actor::
+
+        scheme = wsync.RayModuleTransformScheme()
+        scheme.init_on_sender("module", context=transform, model=trained)
+        scheme.connect()
+        scheme.send()
+
+    Args:
+        make_module: called in the actor; what it makes takes the tensors of ``in_keys``, gives one tensor.
+        in_keys: see ``Transform``.
+        out_keys: see ``Transform``.
+        timeout: seconds for the actor to start, and to answer a call; None for no limit.
+        actor_options: Ray's options of an actor (``num_cpus``, 0 by default, ``num_gpus``, ``resources``).
+
+    Raises:
+        ValueError: unknown keys, or keys that do not go together.
+        wsync.NotConnected: Ray is not initialised.
+        wsync.WorkerDied: the actor could not start; carries its error.
+        wsync.SyncTimeout: it did not start in time.
+    """
+
+    def __init__(
+        self,
+        make_module: Callable[[], nn.Module],
+        in_keys: Sequence[Key],
+        out_keys: Sequence[Key],
+        *,
+        timeout: float | None = 60.0,
+        **actor_options: Any,
+    ) -> None:
+        super().__init__(in_keys, out_keys)
+        if not ray.is_initialized():
+            raise NotConnected("Ray is not initialised: call ray.init(), or ray.init(address=…), before this")
+        self.timeout = timeout
+        self._address: str = ray.get_runtime_context().gcs_address
+        self._name = f"module-transform-{uuid.uuid4().hex}"
+        self._closed = False
+        options = {"num_cpus": 0, **actor_options, "name": self._name, "namespace": _NAMESPACE}
+        actor: Any = ray.remote(ModuleHost).options(**options).remote(make_module)
+        self._actor: ActorHandle | None = actor
+        try:
+            self._answer(actor.ready.remote(), "start")
+        except BaseException:
+            ray.kill(actor)
+            raise
+
+    @property
+    def actors(self) -> list[ActorHandle]:
+        """The actor, as a scheme wants it: a list of one.
+
+        Raises:
+            wsync.NotConnected: the transform is shut down, or the actor's cluster cannot be reached.
+            wsync.WorkerDied: the actor is gone.
+        """
+        return [self._connected()]
+
+    def evaluate(self, *inputs: Array) -> Array:
+        """Have the actor call the module.
+
+        Raises:
+            wsync.NotConnected: the transform is shut down, or the actor's cluster cannot be reached.
+            wsync.SyncTimeout: no answer within ``timeout`` seconds.
+            wsync.WorkerDied: the actor is gone.
+            wsync.WorkerFailed: the module raised; carries the traceback.
+        """
+        return self._answer(self._connected().evaluate.remote(*inputs), "call the module")
+
+    def probe(self, *inputs: Array) -> Array:
+        """``evaluate``, in evaluation mode."""
+        return self._answer(self._connected().probe.remote(*inputs), "call the module")
+
+    def shutdown(self) -> None:
+        """End the actor, for everybody. Harmless when repeated, or after ``ray.shutdown``.
+
+        Raises:
+            wsync.SyncTimeout: it has not ended within ``timeout`` seconds.
+        """
+        actor, self._actor, self._closed = self._actor, None, True
+        if actor is None or not ray.is_initialized():
+            return
+        ray.kill(actor)
+        try:
+            ray.get(actor.ready.remote(), timeout=self.timeout)  # raises when it has ended
+        except RayActorError:
+            return
+        except GetTimeoutError as error:
+            raise SyncTimeout(f"{self} was told to end, and has not within {self.timeout} s") from error
+
+    def _answer(self, ref: ray.ObjectRef, what: str) -> Any:
+        try:
+            return ray.get(ref, timeout=self.timeout)
+        except GetTimeoutError as error:
+            raise SyncTimeout(f"{self} did not {what} within {self.timeout} s: it is stuck, or busy") from error
+        except RayActorError as error:
+            raise WorkerDied(f"{self} is dead, and could not {what}: {error}") from error
+        except RayTaskError as error:
+            raise WorkerFailed(f"{self} could not {what}: {error}") from error
+
+    def _connected(self) -> ActorHandle:
+        if self._closed:
+            raise NotConnected(f"{self} was shut down")
+        if self._actor is None:
+            _join(self._address, self.timeout)
+            try:
+                self._actor = ray.get_actor(self._name, namespace=_NAMESPACE)
+            except ValueError as error:
+                raise WorkerDied(f"{self} is dead: the Ray cluster at {self._address} has no such actor") from error
+        return self._actor
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The way to the actor."""
+        return {**self.__dict__, "_actor": None}
+
+    def __str__(self) -> str:
+        return f"RayModuleTransform (actor {self._name})"
+
+    def __enter__(self) -> Self:
+        """Use as a context manager: shut down at its end."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Shut down."""
+        self.shutdown()
+
+
+def _join(address: str, timeout: float | None) -> None:
+    """Have this process be in the Ray cluster at ``address``."""
+    if ray.is_initialized():
+        own = ray.get_runtime_context().gcs_address
+        if own != address:
+            raise NotConnected(f"the module is in the Ray cluster at {address}, and this process in the one at {own}")
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout).close()  # Ray itself would try for long
+        ray.init(address, namespace=_NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
+    except (OSError, RuntimeError) as error:  # a ConnectionError is an OSError
+        raise NotConnected(f"the module's Ray cluster at {address} cannot be reached: {error}") from error
