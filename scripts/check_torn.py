@@ -33,6 +33,7 @@ from rich.table import Table
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+import collectors.distributed
 import wsync
 from collectors import MultiAsyncCollector
 
@@ -41,7 +42,11 @@ BACKENDS: dict[str, Callable[[], wsync.WeightSyncScheme]] = {
     "shared_mem-published": partial(wsync.SharedMemWeightSyncScheme, acknowledge="published"),
     "multiprocess": partial(wsync.MultiProcessWeightSyncScheme),
     "distributed": partial(wsync.DistributedWeightSyncScheme),
+    "rpc": partial(wsync.RPCWeightSyncScheme),
+    "ray": lambda: wsync.RayWeightSyncScheme(),  # Ray is imported when it is asked for
 }
+REMOTE = {"distributed": "DistributedCollector", "rpc": "RPCCollector", "ray": "RayCollector"}
+STANDALONE = [name for name in BACKENDS if name not in ("rpc", "ray")]  # whose workers are plain processes
 LAYERS = 8
 _PATIENCE = 30.0  # seconds in which a worker has to end
 
@@ -224,16 +229,15 @@ def standalone(
     return total
 
 
-def in_collector(
-    make: Callable[[], wsync.WeightSyncScheme], *, forwards: int, workers: int, mib: float, seconds: float
-) -> Tally:
+def in_collector(backend: str, *, forwards: int, workers: int, mib: float, seconds: float) -> Tally:
     """Workers of an asynchronous collector, who act in an environment."""
-    scheme, policy, total = make(), RevealingPolicy(mib), Tally()
+    scheme, policy, total = BACKENDS[backend](), RevealingPolicy(mib), Tally()
+    policy.become(int(scheme.delivers_at_connect))  # what workers begin with is version 1, or none yet
     learner = RevealingPolicy(mib)  # what the trainer changes; the collector's own stays as it is
     stop, errors = threading.Event(), []
     with (
         _floor() as (path, note),
-        MultiAsyncCollector(
+        _asynchronous(backend)(
             [partial(FloorEnv, path)] * workers,
             policy,
             frames_per_batch=200,
@@ -261,6 +265,12 @@ def in_collector(
     if errors:
         raise errors[0]
     return total
+
+
+def _asynchronous(backend: str) -> Callable[..., Any]:
+    """The asynchronous collector that goes with ``backend``."""
+    name = REMOTE.get(backend)
+    return partial(getattr(collectors.distributed, name), sync=False) if name else MultiAsyncCollector
 
 
 def _see_batch(total: Tally, batch: TensorDictBase) -> None:
@@ -301,9 +311,10 @@ def main(
     """Count forwards that saw two versions, an older one than before, or an older one than was sent."""
     if collector and bypass_gate:
         raise typer.BadParameter("a collector's workers always act through the gate")
-    chosen = backend or list(BACKENDS)
-    if unknown := set(chosen) - BACKENDS.keys():
-        raise typer.BadParameter(f"unknown backend {', '.join(sorted(unknown))}: choose from {', '.join(BACKENDS)}")
+    known = list(BACKENDS) if collector else STANDALONE
+    chosen = backend or known
+    if unknown := set(chosen) - set(known):
+        raise typer.BadParameter(f"unknown backend {', '.join(sorted(unknown))}: choose from {', '.join(known)}")
     share = -(-forwards // len(chosen))
     table = Table(title=f"{'collector' if collector else 'standalone'}, {workers} workers, {mib:g} MiB")
     for column in ("backend", "forwards", "sends", "versions seen", "mixed", "went back", "stale", "s"):
@@ -312,9 +323,7 @@ def main(
     for name in chosen:
         options = {"forwards": share, "workers": workers, "mib": mib, "seconds": seconds}
         tally = (
-            in_collector(BACKENDS[name], **options)
-            if collector
-            else standalone(BACKENDS[name], **options, bypass=bypass_gate)
+            in_collector(name, **options) if collector else standalone(BACKENDS[name], **options, bypass=bypass_gate)
         )
         counts = (tally.forwards, tally.updates, tally.versions, tally.mixed, tally.backwards, tally.stale)
         table.add_row(name, *(f"{count:,}" for count in counts), f"{tally.seconds:.1f}")
