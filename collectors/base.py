@@ -39,7 +39,7 @@ class BaseCollector(ABC):
         if total_frames != -1 and total_frames < 1:
             raise ValueError(f"total_frames is at least 1, or -1 for no end, not {total_frames}")
         if weight_sync_schemes is None and isinstance(policy, nn.Module):
-            weight_sync_schemes = {"policy": wsync.SharedMemWeightSyncScheme(acknowledge="published")}
+            weight_sync_schemes = {"policy": self._default_scheme()}
         self.policy = policy
         self.frames_per_batch = frames_per_batch
         self.total_frames = total_frames
@@ -48,6 +48,10 @@ class BaseCollector(ABC):
         self.track_policy_version = track_policy_version
         self.frames = 0
         self.closed = False
+
+    def _default_scheme(self) -> wsync.WeightSyncScheme:
+        """What carries the policy if nobody says."""
+        return wsync.SharedMemWeightSyncScheme(acknowledge="published")
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Batches, until ``total_frames`` have been gathered."""

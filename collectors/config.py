@@ -15,6 +15,13 @@ LOCAL_SCHEMES = frozenset({"SharedMemWeightSyncScheme", "MultiProcessWeightSyncS
 CARRIES = {
     "collectors.MultiSyncCollector": LOCAL_SCHEMES,
     "collectors.MultiAsyncCollector": LOCAL_SCHEMES,
+    "collectors.distributed.DistributedCollector": frozenset({"DistributedWeightSyncScheme", "NoWeightSyncScheme"}),
+    "collectors.distributed.RPCCollector": frozenset(
+        {"RPCWeightSyncScheme", "DistributedWeightSyncScheme", "NoWeightSyncScheme"}
+    ),
+    "collectors.distributed.RayCollector": frozenset(
+        {"RayWeightSyncScheme", "DistributedWeightSyncScheme", "NoWeightSyncScheme"}
+    ),
 }
 IN_PROCESS = "collectors.Collector"
 
@@ -74,6 +81,50 @@ class MultiAsyncConfig(CollectorConfig):
     _target_: str = "collectors.MultiAsyncCollector"
 
 
+@dataclass
+class RemoteConfig(CollectorConfig):
+    """Workers that are reached over a network.
+
+    Attributes:
+        sync: whether a batch has a share of each worker, and all wait for new weights; otherwise it is one worker's.
+        timeout: seconds in which the workers have to be there.
+    """
+
+    sync: bool = True
+    cat_results: str = "stack"
+    timeout: float = 60.0
+    _convert_: str = "all"  # lists and dictionaries reach the collector as such
+
+
+@dataclass
+class DistributedConfig(RemoteConfig):
+    """Workers that are reached over TCP: processes of this machine, or whatever joins; see ``DistributedCollector``."""
+
+    _target_: str = "collectors.distributed.DistributedCollector"
+    launcher: str = "local"
+    host: str | None = None
+    port: int = 0
+
+
+@dataclass
+class RPCConfig(RemoteConfig):
+    """Workers that are called by ``torch.distributed.rpc``; see ``RPCCollector``."""
+
+    _target_: str = "collectors.distributed.RPCCollector"
+    workers: list[str] | None = None
+    host: str = "127.0.0.1"
+
+
+@dataclass
+class RayConfig(RemoteConfig):
+    """Ray actors; see ``RayCollector``."""
+
+    _target_: str = "collectors.distributed.RayCollector"
+    address: str | None = None
+    resources: dict[str, Any] = field(default_factory=dict)
+    scheduling_strategy: str = "DEFAULT"
+
+
 def check(collector: str, scheme: str, num_workers: int) -> None:
     """Raise ConfigError if the `collector` cannot carry the `scheme` (dotted names), or not with so many workers."""
     name, scheme_name = collector.rpartition(".")[2], scheme.rpartition(".")[2]
@@ -118,3 +169,6 @@ def register_configs() -> None:
     store_once("collector", "base_single", SingleConfig)
     store_once("collector", "base_multi_sync", MultiSyncConfig)
     store_once("collector", "base_multi_async", MultiAsyncConfig)
+    store_once("collector", "base_distributed", DistributedConfig)
+    store_once("collector", "base_rpc", RPCConfig)
+    store_once("collector", "base_ray", RayConfig)

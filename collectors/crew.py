@@ -51,7 +51,7 @@ class CrewCollector(BaseCollector):
         total_frames: the end; -1 for none.
         device: where the policies act; one, or one per worker.
         storing_device: where batches are put.
-        weight_sync_schemes: ``{model_id: scheme}``; by default one through shared memory for the policy.
+        weight_sync_schemes: ``{model_id: scheme}``; by default one for the policy, which suits the workers.
         max_frames_per_traj: episodes are truncated after so many steps.
         init_random_frames: so many frames, over all workers, begin with random actions.
         cat_results: how workers' batches are joined: along a dimension (0), or ``"stack"`` with a new leading one.

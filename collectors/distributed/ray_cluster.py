@@ -14,6 +14,11 @@ import ray
 _REACH = 5.0  # seconds in which an address has to answer
 
 
+def starts_one(address: str | None) -> bool:
+    """Whether ``Cluster(address)`` would start one on this machine."""
+    return not ray.is_initialized() and (address or os.environ.get("RAY_ADDRESS") or "local") == "local"
+
+
 class Cluster:
     """A connection to Ray, which this process needs only one of.
 
@@ -39,14 +44,14 @@ class Cluster:
             # Nobody else looks at this cluster: no dashboard, no report to anybody, and its logs go with it.
             self._folder = tempfile.mkdtemp(prefix="wsync-ray-")
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            self._init(address, include_dashboard=False, _temp_dir=self._folder)
+            self._init(address, include_dashboard=False, _temp_dir=self._folder, logging_level=logging.ERROR)
             return
         _reach(address)
-        self._init(address)
+        self._init(address, logging_level=logging.WARNING)
 
     def _init(self, address: str, **options: Any) -> None:
         try:
-            ray.init(address, configure_logging=True, logging_level=logging.WARNING, **options)
+            ray.init(address, **options)
         except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
             self.close()
             raise ConnectionError(f"no Ray cluster can be reached at {address} ({error})") from error

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Unpack
 
+import wsync
 from collectors.base import EnvMaker
 from collectors.crew import CrewCollector, CrewOptions
+from collectors.distributed.ray_cluster import starts_one
 from collectors.distributed.ray_pool import RayPool
 
 
@@ -47,6 +49,7 @@ class RayCollector(CrewCollector):
         timeout: float = 60.0,
         **options: Unpack[CrewOptions],
     ) -> None:
+        self._own_cluster = starts_one(address)
         start = partial(
             RayPool,
             address=address,
@@ -55,3 +58,6 @@ class RayCollector(CrewCollector):
             timeout=timeout,
         )
         super().__init__(create_env_fn, policy, sync=sync, start=start, **options)
+
+    def _default_scheme(self) -> wsync.WeightSyncScheme:
+        return wsync.WeightSyncScheme.from_backend("ray", host="127.0.0.1" if self._own_cluster else "node")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Unpack
 
+import wsync
 from collectors.base import EnvMaker
 from collectors.crew import CrewCollector, CrewOptions
 from collectors.distributed.rpc_pool import RpcPool
@@ -45,5 +46,9 @@ class RPCCollector(CrewCollector):
         timeout: float = 60.0,
         **options: Unpack[CrewOptions],
     ) -> None:
+        self._host = host
         start = partial(RpcPool, names=workers, host=host, timeout=timeout)
         super().__init__(create_env_fn, policy, sync=sync, start=start, **options)
+
+    def _default_scheme(self) -> wsync.WeightSyncScheme:
+        return wsync.DistributedWeightSyncScheme(host=self._host)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Unpack
 
+import wsync
 from collectors.base import EnvMaker
 from collectors.crew import CrewCollector, CrewOptions
-from collectors.distributed.tcp_pool import Launcher, TcpPool
+from collectors.distributed.tcp_pool import Launcher, TcpPool, default_host
 
 
 class DistributedCollector(CrewCollector):
@@ -49,5 +50,9 @@ class DistributedCollector(CrewCollector):
     ) -> None:
         if launcher not in ("local", "join"):
             raise ValueError(f"launcher is 'local' or 'join', not {launcher!r}")
-        start = partial(TcpPool, host=host, port=port, launcher=launcher, timeout=timeout)
+        self._host = host or default_host(launcher)
+        start = partial(TcpPool, host=self._host, port=port, launcher=launcher, timeout=timeout)
         super().__init__(create_env_fn, policy, sync=sync, start=start, **options)
+
+    def _default_scheme(self) -> wsync.WeightSyncScheme:
+        return wsync.DistributedWeightSyncScheme(host=self._host)

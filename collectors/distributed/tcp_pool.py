@@ -25,6 +25,11 @@ Launcher = Literal["local", "join"]
 _log = logging.getLogger(__name__)
 
 
+def default_host(launcher: Launcher) -> str:
+    """Where to listen: for this machine alone, or on the interface that torchrun's other nodes know."""
+    return torchrun.trainers_host() if launcher == "join" and torchrun.under_torchrun() else "127.0.0.1"
+
+
 class TcpWorker(LineWorker):
     """A worker that has joined.
 
@@ -55,7 +60,7 @@ class TcpPool(LinePool[TcpWorker]):
 
     Args:
         count: how many.
-        host: the interface to listen on; None: this machine alone, or the one that torchrun's other nodes know.
+        host: the interface to listen on.
         port: 0 for any that is free.
         launcher: ``"local"`` starts them on this machine, ``"join"`` lets others start them.
         timeout: seconds in which they have to join.
@@ -67,7 +72,7 @@ class TcpPool(LinePool[TcpWorker]):
         OSError: it cannot listen there.
     """
 
-    def __init__(self, count: int, *, host: str | None, port: int, launcher: Launcher, timeout: float) -> None:
+    def __init__(self, count: int, *, host: str, port: int, launcher: Launcher, timeout: float) -> None:
         super().__init__()
         self._count = count
         self._processes: dict[int, BaseProcess] = {}
@@ -79,7 +84,7 @@ class TcpPool(LinePool[TcpWorker]):
                 f"torchrun has started {torchrun.world_size()} processes: a trainer and "
                 f"{torchrun.world_size() - 1} workers, not {count}; set num_workers to that"
             )
-        door = Door(host or (torchrun.trainers_host() if torchruns else "127.0.0.1"), port, authkey)
+        door = Door(host, port, authkey)
         kept: Any = None
         try:
             if torchruns:

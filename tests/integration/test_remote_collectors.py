@@ -77,7 +77,6 @@ def cartpole():
 def collect_with(family, *, workers=2, workers_of=None, trained=None, env=cartpole, **options):
     if workers_of is not None:
         options["workers"] = workers_of
-    options.setdefault("weight_sync_schemes", {"policy": wsync.WeightSyncScheme.from_backend("shared_mem")})
     options.setdefault("frames_per_batch", 16)
     kind = FAMILIES[family] if isinstance(family, str) else family
     return kind([env] * workers, policy() if trained is None else trained, **options)
@@ -140,7 +139,7 @@ def pids_of(batch) -> set[int]:
 @every_family
 def test_every_calling_convention_reaches_every_worker(family):
     trained, critic = policy(1.0), nn.Linear(4, 1)
-    schemes = {name: wsync.WeightSyncScheme.from_backend("shared_mem") for name in ("policy", "module.critic")}
+    schemes = {name: wsync.WeightSyncScheme.from_backend("distributed") for name in ("policy", "module.critic")}
     with collect_with(family, trained=trained, weight_sync_schemes=schemes, cat_results="stack") as collector:
         assert chosen(next(collector)) == 1.0
         calls = [
@@ -167,6 +166,20 @@ def test_every_calling_convention_reaches_every_worker(family):
         batch = next(collector)
         assert batch.batch_size == (2, 2, 4)
         assert chosen(batch[0]) == 1.0 and chosen(batch[1]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme", "first"), [("rpc", "rpc", 0), ("tcp", "multiprocess", 1), ("tcp", "none", 0)]
+)
+def test_other_schemes_that_it_carries(family, scheme, first):
+    schemes = {"policy": wsync.WeightSyncScheme.from_backend(scheme)}
+    with collect_with(family, weight_sync_schemes=schemes) as collector:
+        before = next(collector)
+        collector.update_policy_weights_(policy(-1.0))
+        after = next(collector)
+    assert before["policy_version"].unique().tolist() == [first] and chosen(before) == 1.0
+    updated = scheme != "none"
+    assert after["policy_version"].unique().tolist() == [first + updated] and chosen(after) == float(not updated)
 
 
 @every_family

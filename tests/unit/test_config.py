@@ -51,7 +51,9 @@ def refusal(*overrides: str) -> str:
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids="=".join)
 def test_every_option_composes(group: str, option: str) -> None:
-    checked = config(f"{group}={option}")
+    remote = option.removesuffix("_async")
+    carried = [f"weight_sync={remote}"] if group == "collector" and remote in ("distributed", "rpc", "ray") else []
+    checked = config(f"{group}={option}", *carried)
     learning.config.check(checked)
     collectors.config.check(checked.collector._target_, checked.weight_sync._target_, checked.num_workers)
 
@@ -106,7 +108,10 @@ def test_a_scheme_config_is_accepted_by_its_class() -> None:
         ("num_workers=1.5", "num_workers=1.5: Value '1.5' of type 'float' could not be converted to Integer"),
         ("weight_sync.timeout=soon", "weight_sync.timeout=soon: Value 'soon'"),
         ("policy.hidden=64", "policy.hidden=64: "),
-        ("weight_sync=sharedmem", "there is no such option; did you mean 'shared_mem'?; there are: multiprocess, none"),
+        (
+            "weight_sync=sharedmem",
+            "there is no such option; did you mean 'shared_mem'?; there are: distributed, multiprocess, none",
+        ),
         ("env.kwargs.gravity=3", "say +env.kwargs.gravity=… to add it"),
         ("seed=[", "this override cannot be read: "),
     ],
