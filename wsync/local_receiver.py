@@ -36,6 +36,7 @@ class LocalReceiver:
         self._slot = -1  # that the model is bound to
         self._refused = 0  # the newest version that could not be installed
         self._may_fail = False
+        self._wanted = True
         self._busy = False
 
     @property
@@ -68,6 +69,7 @@ class LocalReceiver:
             arena = Arena(self._layout, num_workers, (message.fds[0], message.fds[1]))
             self._switch = arena.switches[self._worker]
             self._may_fail = self._retains and bool(self._layout.extra)
+            self._switch.call(self._wanted)
             self._arena = arena  # last: an acting thread that sees it uses the others
 
     def attach(self, receiver: Told) -> None:
@@ -99,7 +101,8 @@ class LocalReceiver:
         return Update(version, self._arena.views(slot), self._arena.read_extra(slot), slot, acknowledge)
 
     def call(self, wanted: bool) -> None:
-        """Set this worker's word for it; before there is an arena, it is called anyhow."""
+        """Set this worker's word for it, as soon as there is one."""
+        self._wanted = wanted
         if self._arena is not None:
             self._switch.call(wanted)
 

@@ -12,7 +12,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from wsync.deadlines import deadline_in, remaining, wait_readable
 from wsync.errors import NotConnected
@@ -146,7 +146,7 @@ class NetListener:
                 token, who, rest = _split(hello.payload)
                 if secrets.compare_digest(token, self.endpoint.token):
                     line.recognise(who)
-                    return line, replace(hello, payload=rest)
+                    return line, hello._replace(payload=rest)
         line.close()
         return None
 

@@ -58,6 +58,7 @@ class Receiver:
         self._owed: Update | None = None  # installed, but its answer has to wait for the cascade
         self._binding: Binding | None = None
         self._seen = 0
+        self._quiet = False
         self._closed = False
         self._told_at = 0.0
         self._error = ""
@@ -202,23 +203,28 @@ class Receiver:
             NotConnected: the sender is gone, and there will be nothing more.
         """
         deadline = deadline_in(timeout)
-        if not self._closed:
-            self._end.call(True)
+        self._call(True)
         with process_gate().hold():
             pass
         with self._changed:
             self._changed.wait_for(lambda: self.version > self._seen or self._closed, remaining(deadline))
             if self.version > self._seen:
                 self._seen = self.version
+                self._call(not self._quiet)
                 return self._strategy.extract_weights(self.model)
             if self._closed:
                 raise NotConnected("the sender has shut down, or died: there will be no more weights")
+        self._call(not self._quiet)
         return None
 
     def quiet(self) -> None:
         """Do not be woken for updates that nobody waits for: this worker acts through the gate alone."""
-        if self._cascade is None:
-            self._end.call(False)
+        self._quiet = self._cascade is None
+        self._call(not self._quiet)
+
+    def _call(self, wanted: bool) -> None:
+        if not self._closed:
+            self._end.call(wanted)
 
     def close(self) -> None:
         """Give the model its own memory and class back, and hang up."""

@@ -22,6 +22,7 @@ from wsync.words import HEADER_SIZE, PROTOCOL, Kind, Message, length_in, unpack
 
 _INLINE = 32_768  # bytes; a longer payload goes through a memory file, whose descriptor is attached
 _ATTACHED = 1 << 63
+_ROOM = socket.CMSG_SPACE(4 * 4)  # for four descriptors
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +94,19 @@ class Connection:
     def receive(self) -> Message | None:
         """The next message, once the descriptor is readable; ``None`` if the other end is gone."""
         try:
-            data, fds, _, _ = socket.recv_fds(self._socket, _INLINE + HEADER_SIZE, 4)
+            data, attached, _, _ = self._socket.recvmsg(_INLINE + HEADER_SIZE, _ROOM)
         except ConnectionError:
             return None
         if not data:
             return None
+        if not attached:
+            return unpack(data)
+        fds = struct.unpack(f"{len(attached[0][2]) // 4}i", attached[0][2])
         if not length_in(data) & _ATTACHED:
-            return unpack(data, fds=tuple(fds))
-        *fds, attached = fds
-        with os.fdopen(attached, "rb") as file:
+            return unpack(data, fds=fds)
+        with os.fdopen(fds[-1], "rb") as file:
             file.seek(0)
-            return unpack(data, file.read(), tuple(fds))
+            return unpack(data, file.read(), fds[:-1])
 
     def close(self) -> None:
         """Close the line; harmless when repeated."""

@@ -230,6 +230,8 @@ class WeightSyncScheme(SchemeView, ABC):
             if index is None:
                 raise ValueError("which worker is this? give worker_idx to init_on_receiver() or connect()")
             role.receiver.connect(index, self.timeout)
+            if self._published:
+                role.receiver.quiet()
         else:
             raise NotConnected("call init_on_sender() or init_on_receiver() before connect()")
 

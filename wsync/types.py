@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -12,8 +12,7 @@ ANY_VERSION = 2**62  # newer than every version: an answer to whichever the send
 PHASES = ("extract", "pack", "transfer", "wait", "apply", "acknowledge")
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     """One version of a model's weights, as a worker installs it.
 
     Attributes:
@@ -31,8 +30,7 @@ class Update:
     acknowledge: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Ack:
+class Ack(NamedTuple):
     """A worker's answer to one update.
 
     Attributes:

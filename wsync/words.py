@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 PROTOCOL = 2
 _HEADER = struct.Struct("<BxxxiQQdd")  # kind, worker, version, length, wait, apply
@@ -31,8 +30,10 @@ class Kind(IntEnum):
     BYE = 21  # this end leaves of its own will
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+_KINDS = {int(kind): kind for kind in Kind}  # a fifth of the time of Kind(number)
+
+
+class Message(NamedTuple):
     """One message between the two ends; ``fds`` are owned by whoever received it."""
 
     kind: Kind
@@ -66,10 +67,12 @@ def unpack(data: bytes, payload: bytes | None = None, fds: tuple[int, ...] = ())
     try:
         kind, worker, version, _, wait, apply = _HEADER.unpack_from(data)
         return Message(
-            Kind(kind), worker, version, data[HEADER_SIZE:] if payload is None else payload, wait, apply, fds
+            _KINDS[kind], worker, version, data[HEADER_SIZE:] if payload is None else payload, wait, apply, fds
         )
     except struct.error as error:
         raise ValueError(f"a message is at least {HEADER_SIZE} bytes, not {len(data)}") from error
+    except KeyError as error:
+        raise ValueError(f"there is no message of kind {error}") from error
 
 
 class Line(Protocol):

@@ -57,7 +57,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         per_worker_weights: whether each worker has slots of its own, as is right if they are given different weights.
         timeout: seconds for ``connect`` and ``send``; None for no limit.
         acknowledge: when a ``send`` is finished: ``"installed"``, when every worker has said that its model has the
-            weights; ``"published"``, when every forward that starts from then on will use them, which needs no answer.
+            weights; ``"published"``, when every forward that starts from then on will use them, which needs no answer:
+            a worker then takes them on its way into a forward, or while it waits in ``receive``.
         bind: whether parameters may be bound to the shared memory. Say False for workers that train.
     """
 
