@@ -7,17 +7,18 @@
 The composition root: the only file that knows wsync, collectors, learning and Hydra.
 """
 
+import os
 import time
 
 STARTED = time.perf_counter()  # before the imports: they are most of the time until the first update
 
-if __name__ == "__main__":  # the workers' fork server makes its imports while this process makes its own
+# The workers' fork server makes its imports while this process makes its own; ranks that torchrun starts need none.
+if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     from multiprocessing import forkserver
 
     forkserver.set_forkserver_preload(["collectors.worker", "learning"])
     forkserver.ensure_running()
 
-import os
 import sys
 from contextlib import closing
 from functools import partial
@@ -36,6 +37,7 @@ import collectors.config
 import learning.config
 import wsync.config
 from collectors import GymEnv
+from collectors.distributed import is_worker, join_trainer
 from learning import make_critic, make_policy
 from learning.checkpoint import CheckpointError
 from learning.complaints import one_line
@@ -126,6 +128,8 @@ def complaint(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
+    if is_worker():  # torchrun starts all ranks alike: those above 0 collect
+        sys.exit(join_trainer())
     verbose = "HYDRA_FULL_ERROR" in os.environ
     os.environ["HYDRA_FULL_ERROR"] = "1"  # have Hydra raise what it would print, so that it can be said in one line
     try:
