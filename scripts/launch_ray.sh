@@ -5,7 +5,8 @@
 #   scripts/launch_ray.sh head                           # a cluster: on the first node …
 #   HEAD=10.0.0.1:6379 scripts/launch_ray.sh worker      # … on every other one …
 #   HEAD=10.0.0.1:6379 scripts/launch_ray.sh run num_workers=16 'collector.resources={num_cpus:1}'
-#   scripts/launch_ray.sh stop                           # … and on each, when all is done
+#   scripts/launch_ray.sh stop                           # … and on each, when all is done: ends all Ray processes of
+#                                                        # yours there
 #
 # Every node needs this project where its Python finds it.
 set -eu

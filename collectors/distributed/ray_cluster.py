@@ -44,7 +44,8 @@ class Cluster:
             # Nobody else looks at this cluster: no dashboard, no report to anybody, and its logs go with it.
             self._folder = tempfile.mkdtemp(prefix="wsync-ray-")
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            self._init(address, include_dashboard=False, _temp_dir=self._folder, logging_level=logging.ERROR)
+            options = {"include_dashboard": False, "_temp_dir": self._folder, "_node_ip_address": "127.0.0.1"}
+            self._init(address, logging_level=logging.ERROR, **options)
             return
         _reach(address)
         self._init(address, logging_level=logging.WARNING)
