@@ -77,12 +77,15 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> int:
     training.facts |= {"env": cfg.env.id, "seed": cfg.seed, "num_workers": cfg.num_workers, "num_envs": cfg.num_envs}
 
     with StopRequest() as stop:
-        collector = instantiate(cfg.collector, _partial_=True)(
-            [make_env] * cfg.num_workers,
-            policy,
-            frames_per_batch=cfg.frames_per_batch,
-            weight_sync_schemes={"policy": scheme},
-        )
+        try:
+            collector = instantiate(cfg.collector, _partial_=True)(
+                [make_env] * cfg.num_workers,
+                policy,
+                frames_per_batch=cfg.frames_per_batch,
+                weight_sync_schemes={"policy": scheme},
+            )
+        except (OSError, ValueError) as error:  # an address that there is not, or settings that contradict another
+            raise ConfigError(str(error)) from error
         with collector:
             collector.set_seed(cfg.seed)
             title = f"{cfg.env.id}, {scheme.name}, {cfg.num_workers} × {cfg.num_envs} environments, seed {cfg.seed}"

@@ -123,7 +123,7 @@ class NetListener:
         host: the address to listen on.
 
     Raises:
-        OSError: this machine has no such address.
+        NotConnected: this machine has no such address.
     """
 
     def __init__(self, host: str) -> None:
@@ -159,13 +159,13 @@ def listen_on(host: str) -> socket.socket:
     """A socket that listens on ``host``, on a port that the system chose.
 
     Raises:
-        OSError: this machine has no such address.
+        NotConnected: this machine has no such address.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, 0), family=family, backlog=128)
     except OSError as error:
-        raise OSError(error.errno, f"cannot listen on host={host!r}: {error.strerror}") from error
+        raise NotConnected(f"cannot listen on host={host}, which has to be an address of this machine: {error}") from error
 
 
 def dial(endpoint: NetEndpoint, worker: int, deadline: float | None, more: bytes = b"") -> NetLine:

@@ -51,7 +51,7 @@ def network_sender(
     """The trainer's end, listening on ``host``; pairs are in ``group``, or in groups of their own.
 
     Raises:
-        OSError: this machine has no such address.
+        NotConnected: this machine has no such address.
         ValueError: no such backend.
     """
     if group is not None:
