@@ -1,0 +1,348 @@
+"""Modules inside an environment: what they read and write, on every row, and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+import collectors
+import wsync
+from collectors.acting import Actor
+from collectors.envs import GymEnv
+from collectors.rollout import Rollout
+from collectors.transforms import Key, ModuleTransform
+
+OBSERVATION: list[Key] = ["observation"]
+REWARD: list[Key] = [("next", "reward")]
+ALL: list[Key] = ["observation", "action", ("next", "observation"), ("next", "reward")]
+
+
+class Counter(gym.Env):
+    """Observes how many steps it has taken in all its life, which restarts at 100 × the episode; ends after three."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
+
+    def __init__(self, actions: spaces.Space | None = None) -> None:
+        self.action_space = actions or spaces.Discrete(3)
+        self.episode, self.count = -1, 0
+
+    def seen(self) -> np.ndarray:
+        return np.array([100.0 * self.episode, self.count])
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.episode, self.count = self.episode + 1, 0
+        return self.seen(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.count += 1
+        return self.seen(), float(self.count), self.count == 3, False, {}
+
+
+class Sum(nn.Module):
+    """An encoder into one number more: both, and their sum times a weight. Notes the batches that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.batches: list[int] = []
+
+    def forward(self, observation: Tensor) -> Tensor:
+        assert observation.dtype is torch.float32 and not torch.is_grad_enabled()
+        self.batches.append(len(observation))
+        return torch.cat([observation, self.weight * observation.sum(-1, keepdim=True)], -1)
+
+
+class Judge(nn.Module):
+    """A reward model that remembers what it was given."""
+
+    def __init__(self, flat: bool = False) -> None:
+        super().__init__()
+        self.flat = flat
+        self.calls: list[tuple[Tensor, ...]] = []
+
+    def forward(self, observation: Tensor, action: Tensor, successor: Tensor, reward: Tensor) -> Tensor:
+        assert all(one.dtype is torch.float32 for one in (observation, action, successor, reward))
+        self.calls.append((observation, action, successor, reward))
+        judged = 10 * reward + successor[:, 1:] - observation[:, 1:]
+        return judged[:, 0] if self.flat else judged
+
+
+class Function(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(*inputs)
+
+
+def encoded(observation: Tensor) -> Tensor:
+    return torch.cat([observation, observation.sum(-1, keepdim=True)], -1)
+
+
+def rows(batch: TensorDictBase, *key: str) -> Tensor:
+    """``[E, T, ...]``, also of one environment."""
+    value = batch.get(key)
+    return value if batch.ndim == 2 else value.unsqueeze(0)
+
+
+def pair(num_envs: int) -> tuple[GymEnv, GymEnv]:
+    """A bare environment, and one with an encoder."""
+    return GymEnv(Counter, num_envs), GymEnv(Counter, num_envs, transforms=[ModuleTransform(Sum(), *[OBSERVATION] * 2)])
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_every_observation_of_a_rollout_is_encoded(num_envs: int) -> None:
+    bare, env = pair(num_envs)
+    raw, batch = bare.rollout(8), env.rollout(8)
+    for key in (("observation",), ("next", "observation")):  # final ones and those after a reset among them
+        assert torch.equal(rows(batch, *key), encoded(rows(raw, *key)))
+    ended = rows(batch, "next", "done")[..., 0]
+    assert ended.sum() == 2 * num_envs
+    assert (rows(batch, "next", "observation")[ended][:, 1] == 3).all()
+    assert (rows(batch, "observation")[:, 1:][ended[:, :-1]][:, 1] == 0).all()
+    for key in ("reward", "episode_return", "episode_length", "done"):
+        assert torch.equal(batch["next", key], raw["next", key])
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_step_by_step_it_is_the_same(num_envs: int) -> None:
+    bare, env = pair(num_envs)
+    raw, td = bare.reset(), env.reset()
+    for _ in range(7):
+        assert td["observation"].shape == (*env.batch_size, 3)
+        assert torch.equal(td["observation"], encoded(raw["observation"]))
+        action = torch.zeros(env.batch_size, dtype=torch.int64)
+        raw, td = bare.step(raw.set("action", action)), env.step(td.set("action", action))
+        assert torch.equal(td["next", "observation"], encoded(raw["next", "observation"]))
+        raw, td = bare.observe(), env.observe()
+
+
+def test_one_call_for_a_step_and_one_for_the_rows_that_begin_anew() -> None:
+    module = Sum()
+    env = GymEnv(Counter, 3, transforms=[ModuleTransform(module, OBSERVATION, OBSERVATION)])
+    assert module.batches == [3]  # the probe
+    env.reset()
+    td = TensorDict({"action": torch.zeros(3, dtype=torch.int64)}, [3])
+    for _ in range(3):
+        env.step(td)
+    assert module.batches == [3, 3, 3, 3, 3, 3]
+    env.stepper.driver.env.envs[1].count = 2  # type: ignore[attr-defined]
+    env.step(td)
+    assert module.batches[6:] == [3, 1]
+
+
+def test_the_policy_sees_the_encoded_observation_and_the_spec_follows() -> None:
+    env = GymEnv(Counter, 2)
+    assert env.observation_spec["observation"].shape == (2,)
+    assert env.append_transform(ModuleTransform(Sum(), OBSERVATION, OBSERVATION)) is env
+    env.append_transform(ModuleTransform(nn.Linear(3, 5), OBSERVATION, OBSERVATION))
+    spec = env.observation_spec["observation"]
+    assert spec.shape == (5,) and spec.dtype is torch.float32 and spec.low is None
+    shapes = []
+
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        shapes.append(td["observation"].shape)
+        return td.set("action", td["observation"][:, :3])
+
+    batch = env.rollout(4, policy)
+    assert set(shapes) == {torch.Size([2, 5])} and batch["observation"].shape == (2, 4, 5)
+    linear = env.transform[1]
+    assert isinstance(linear, ModuleTransform)
+    raw = GymEnv(Counter, 2).rollout(4)["observation"]
+    torch.testing.assert_close(batch["observation"], linear.module(encoded(raw)).detach())
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_reward_model_reads_the_step_and_the_episode_counts_the_environments_own(num_envs: int, flat: bool) -> None:
+    judge = Judge(flat)
+    env = GymEnv(Counter, num_envs, transforms=[ModuleTransform(judge, ALL, REWARD)])
+    batch = env.rollout(7)
+    own = torch.tensor([1.0, 2, 3, 1, 2, 3, 1]).expand(num_envs, 7)
+    assert torch.equal(rows(batch, "next", "reward")[..., 0], 10 * own + 1)
+    sums = torch.tensor([1.0, 3, 6, 1, 3, 6, 1]).expand(num_envs, 7)
+    assert torch.equal(rows(batch, "next", "episode_return")[..., 0], sums)
+    given = [torch.stack(column, 1) for column in zip(*judge.calls[1:], strict=True)]  # the first is the probe
+    assert torch.equal(given[0], rows(batch, "observation"))
+    assert torch.equal(given[1], nn.functional.one_hot(rows(batch, "action"), 3).float())
+    assert torch.equal(given[2], rows(batch, "next", "observation"))
+    assert torch.equal(given[3][..., 0], own)
+
+
+def test_a_continuous_action_reaches_the_reward_model_as_it_was_taken() -> None:
+    judge = Judge()
+    box = spaces.Box(-1, 1, (2,), np.float32)
+    env = GymEnv(partial(Counter, box), 2, transforms=[ModuleTransform(judge, ALL, REWARD)])
+    env.step(TensorDict({"action": torch.tensor([[9.0, 0.5], [-9.0, -0.5]])}, [2]))
+    assert torch.equal(judge.calls[-1][1], torch.tensor([[1.0, 0.5], [-1.0, -0.5]]))
+
+
+def test_scores_and_indices_are_the_same_choice_to_the_reward_model() -> None:
+    judge = Judge()
+    env = GymEnv(Counter, 2, transforms=[ModuleTransform(judge, ALL, REWARD)])
+    for action in (torch.tensor([2, 0]), torch.tensor([[0.1, 0.2, 0.9], [3.0, 1.0, 2.0]])):
+        env.step(TensorDict({"action": action}, [2]))
+        assert torch.equal(judge.calls[-1][1], torch.tensor([[0.0, 0, 1], [1, 0, 0]]))
+
+
+def test_transforms_are_applied_in_their_order() -> None:
+    judge, late = Judge(), Function(lambda reward, successor: reward + 1000 * successor[:, 2:])
+    env = GymEnv(Counter, 2)
+    env.append_transform(ModuleTransform(judge, ALL, REWARD))
+    env.append_transform(ModuleTransform(Sum(), OBSERVATION, OBSERVATION))
+    env.append_transform(ModuleTransform(late, [*REWARD, ("next", "observation")], REWARD))
+    reward = env.rollout(3)["next", "reward"][0, :, 0]
+    assert judge.calls[-1][0].shape == (2, 2)  # it came before the encoder
+    assert reward.tolist() == [1011.0, 2021.0, 3031.0]
+
+
+def test_images_are_given_as_float32() -> None:
+    class Images(Counter):
+        observation_space = spaces.Box(0, 255, (2,), np.uint8)
+
+        def seen(self) -> np.ndarray:
+            return np.full(2, self.count, np.uint8)
+
+    env = GymEnv(Images, 2, transforms=[ModuleTransform(Sum(), OBSERVATION, OBSERVATION)])
+    assert env.rollout(3)["next", "observation"][0].tolist() == [[1, 1, 2], [2, 2, 4], [3, 3, 6]]
+
+
+def test_an_encoder_may_give_a_number_for_each_environment() -> None:
+    env = GymEnv(Counter, 2, transforms=[ModuleTransform(Function(lambda seen: seen[:, 1]), OBSERVATION, OBSERVATION)])
+    assert env.observation_spec["observation"].shape == (1,)
+    assert env.rollout(4)["observation"][0, :, 0].tolist() == [0, 1, 2, 0]
+
+
+def test_limits_and_seeds_reach_the_environment() -> None:
+    def make(*transforms: ModuleTransform) -> GymEnv:
+        return GymEnv("CartPole-v1", 3, seed=4, transforms=transforms)
+
+    env = make(ModuleTransform(nn.Identity(), OBSERVATION, OBSERVATION))
+    env.max_frames_per_traj = 5
+    batch = env.rollout(12)
+    assert env.max_frames_per_traj == 5 and batch["next", "episode_length"].max() == 5
+    bare = make()
+    bare.max_frames_per_traj = 5
+    assert bool((batch == bare.rollout(12)).all())
+    carried_on = Rollout(env, max_frames_per_traj=3)
+    assert carried_on.collect(carried_on.buffer(6))["next", "episode_length"][:, 3:].max() <= 3
+
+
+def test_an_environment_without_transforms_has_the_bare_stepper() -> None:
+    assert type(GymEnv("CartPole-v1", 2).stepper).__name__ == "Stepper"
+
+
+def test_a_transform_that_comes_between_two_steps_encodes_what_is_there() -> None:
+    env = GymEnv(Counter, 2)
+    env.step(env.reset().set("action", torch.zeros(2, dtype=torch.int64)))
+    env.append_transform(ModuleTransform(Sum(), OBSERVATION, OBSERVATION))
+    assert env.observe()["observation"][0].tolist() == [0, 1, 1]
+
+
+def test_the_probe_leaves_no_trace() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(), nn.Linear(2, 3).eval())
+    before, drawn = module.state_dict(), torch.get_rng_state()
+    values = {key: value.clone() for key, value in before.items()}
+    GymEnv(Counter, 2, transforms=[ModuleTransform(module, OBSERVATION, OBSERVATION)])
+    assert all(torch.equal(value, values[key]) for key, value in module.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert [part.training for part in module] == [True, True, False]
+
+
+def test_the_module_gets_tensors_of_its_own() -> None:
+    env = GymEnv(
+        Counter, 2, transforms=[ModuleTransform(Function(lambda seen: seen.zero_()), OBSERVATION, OBSERVATION)]
+    )
+    own = env.stepper.inner.observation  # type: ignore[attr-defined]
+    env.rollout(2)
+    assert own[0].tolist() == [0, 2]
+
+
+WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "unknown in": (lambda: ModuleTransform(Sum(), ["obs"], REWARD), ValueError, r"unknown key 'obs'.*'observation'"),
+    "unknown out": (lambda: ModuleTransform(Sum(), OBSERVATION, ["action"]), ValueError, "unknown key|out_keys is"),
+    "a string": (lambda: ModuleTransform(Sum(), "observation", OBSERVATION), ValueError, "a list of keys"),
+    "none": (lambda: ModuleTransform(Sum(), [], REWARD), ValueError, "no key"),
+    "two out": (lambda: ModuleTransform(Sum(), OBSERVATION, [*OBSERVATION, *REWARD]), ValueError, "out_keys is"),
+    "greedy encoder": (lambda: ModuleTransform(Sum(), ALL, OBSERVATION), ValueError, "a reset gives nothing else"),
+    "a module": (lambda: GymEnv(Counter, transforms=[Sum()]), TypeError, "ModuleTransform"),  # type: ignore[list-item]
+    "no tensor": (lambda: refused(lambda seen: [seen], OBSERVATION), TypeError, "gave a list, not one tensor"),
+    "encoder's rows": (lambda: refused(lambda seen: seen[:1], OBSERVATION), ValueError, r"\[1, 2\] for 2 environ"),
+    "encoder's scalar": (lambda: refused(lambda seen: seen.sum(), OBSERVATION), ValueError, r"shape \[\] for 2"),
+    "rewards": (lambda: refused(lambda seen: seen, REWARD), ValueError, r"shape \[2, 2\].*\[2\] or \[2, 1\]"),
+    "one reward": (lambda: refused(lambda seen: seen.sum(), REWARD), ValueError, r"shape \[\].*one number for each"),
+}
+
+
+def refused(function: Callable[..., Any], out_keys: list[Key]) -> GymEnv:
+    return GymEnv(Counter, 2, transforms=[ModuleTransform(Function(function), OBSERVATION, out_keys)])
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_is_said_clearly(name: str) -> None:
+    make, error, message = WRONG[name]
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_shape_that_changes_on_the_way_is_an_error() -> None:
+    env = refused(lambda seen: seen if seen[0, 1] < 2 else seen[:, :1], OBSERVATION)
+    with pytest.raises(ValueError, match=r"ModuleTransform\(Function\) gave observations of shape \[2, 1\]"):
+        env.rollout(3)
+
+
+def test_a_worker_finds_the_module_and_an_update_is_in_the_next_step() -> None:
+    make = partial(GymEnv, Counter, 2, transforms=[ModuleTransform(Sum(), OBSERVATION, OBSERVATION)])
+    actor = Actor(make(), None, device=None, init_random_frames=0, max_frames_per_traj=None)
+    assert isinstance(actor.get_model("env.transform[0].module"), Sum)
+    ours = Sum()
+    scheme = wsync.SharedMemWeightSyncScheme()
+    with collectors.Collector(
+        lambda: cloudpickle.loads(cloudpickle.dumps(make))(),
+        frames_per_batch=4,
+        weight_sync_schemes={"env.transform[0].module": scheme},
+    ) as batches:
+        assert next(batches)["next", "observation"][0].tolist() == [[0, 1, 1], [0, 2, 2]]
+        nn.init.constant_(ours.weight, 7.0)
+        batches.update_policy_weights_(ours, model_id="env.transform[0].module")
+        assert next(batches)["next", "observation"][0].tolist() == [[0, 3, 21], [100, 1, 707]]
+
+
+@pytest.mark.timeout(100)
+def test_policy_and_encoder_are_updated_together_in_worker_processes() -> None:
+    class Acting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+
+        def forward(self, td: TensorDictBase) -> TensorDictBase:
+            one = self.weight.expand(td.batch_size)
+            return td.set("weight", one.clone()).set("action", one.long())
+
+    ours, encoder = Acting(), Sum()
+    make = partial(GymEnv, Counter, 2, transforms=[ModuleTransform(Sum(), OBSERVATION, OBSERVATION)])
+    names = ("policy", "env.transform[0].module")
+    schemes = {name: wsync.SharedMemWeightSyncScheme() for name in names}
+    with collectors.MultiSyncCollector([make] * 2, ours, frames_per_batch=16, weight_sync_schemes=schemes) as batches:
+        next(batches)
+        for value in (1.0, 2.0):
+            nn.init.constant_(ours.weight, value)
+            nn.init.constant_(encoder.weight, value)
+            batches.update_policy_weights_(weights_dict={"policy": ours, "env.transform[0].module": encoder})
+            batch = next(batches)
+            successor = batch["next", "observation"]
+            assert (batch["weight"] == value).all()
+            assert torch.equal(successor[..., 2], value * successor[..., :2].sum(-1))
+        assert {scheme.version for scheme in schemes.values()} == {3, 2}  # the policy's first went with connect
