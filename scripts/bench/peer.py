@@ -1,0 +1,163 @@
+"""TorchRL's side of a case: its schemes alone, or its collectors. Imported only when somebody asks for it.
+
+What it is spared: a first update before the rounds (its Ray collector connects then), and being timed while it polls
+for a port. What it is denied: the very object that it was given, whose memory some of its schemes share with workers,
+so that training it would reach them with no update at all.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import os
+import socket
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torchrl  # pyright: ignore[reportMissingImports]
+from tensordict import TensorDict
+from torch import multiprocessing, nn
+from torchrl import weight_update  # pyright: ignore[reportMissingImports]
+from torchrl.collectors import Collector, MultiSyncCollector  # pyright: ignore[reportMissingImports]
+from torchrl.envs import GymEnv  # pyright: ignore[reportMissingImports]
+
+from bench.cases import BenchError, Case
+from bench.crews import started
+from bench.meters import MemoryMeter
+from bench.models import Revealing, become, revealing_policy
+from bench.sides import Collecting, Side, Standalone, given, named
+
+VERSION: str = torchrl.__version__
+_ENDLESS = 10**12
+_SCHEMES = {
+    "shared_mem": weight_update.SharedMemWeightSyncScheme,
+    "multiprocess": weight_update.MultiProcessWeightSyncScheme,
+    "distributed": weight_update.DistributedWeightSyncScheme,
+    "rpc": weight_update.RPCWeightSyncScheme,
+    "ray": weight_update.RayWeightSyncScheme,
+}
+
+
+def make_side(case: Case, trainer: int) -> AbstractContextManager[Side]:
+    """A ``MakeSide``.
+
+    Raises:
+        BenchError: its scheme does not work without a collector.
+    """
+    warnings.filterwarnings("ignore")
+    logging.getLogger("torchrl").setLevel(logging.ERROR)
+    if case.kind == "update":
+        return _update_side(case, trainer)
+    if case.backend not in ("shared_mem", "multiprocess"):
+        raise BenchError(f"its {case.backend} scheme works in its collector only: kind=update")
+    return _send_side(case, trainer)
+
+
+@contextmanager
+def _send_side(case: Case, trainer: int) -> Iterator[Standalone]:
+    scheme, model = _SCHEMES[case.backend](), Revealing(case.mib, case.tensors)
+    first: Any = TensorDict.from_module(copy.deepcopy(model))
+    scheme.init_on_sender(
+        model_id="policy",
+        weights=first.data,
+        devices=[torch.device("cpu")] * case.workers,
+        num_workers=case.workers,
+        ctx=multiprocessing.get_context("forkserver"),
+    )
+    with started(case, functools.partial(_follow, scheme)) as (lines, _):
+        pids = named(lines.hear())
+        memory = MemoryMeter({"trainer": trainer, **pids})
+        lines.say("follow")
+        scheme.connect()
+        lines.hear()
+
+        def deliver() -> Mapping[str, float]:
+            scheme.send(weights=given(case, model))
+            return {}
+
+        yield Standalone(model, lines, pids, memory, deliver)
+        lines.say("leave")
+        lines.hear()
+        scheme.shutdown()
+
+
+def _follow(scheme: Any, line: Connection, model: nn.Module, worker: int) -> Callable[[], None]:
+    """A worker's half."""
+    line.recv()
+    scheme.init_on_receiver(model_id="policy", model=model, worker_idx=worker)
+    scheme.connect(worker_idx=worker)
+    return scheme.shutdown
+
+
+@contextmanager
+def _update_side(case: Case, trainer: int) -> Iterator[Collecting]:
+    policy = revealing_policy(case.mib, case.tensors)
+    model = copy.deepcopy(policy)
+    become(model, 0.0)
+    with _collector(case, policy) as collector:
+
+        def deliver() -> Mapping[str, float]:
+            collector.update_policy_weights_(given(case, model))
+            return {}
+
+        deliver()
+        batches = iter(collector)
+        yield Collecting(case, model, lambda: next(batches), deliver, trainer)
+
+
+@contextmanager
+def _collector(case: Case, policy: nn.Module) -> Iterator[Any]:
+    make_env = functools.partial(GymEnv, "CartPole-v1", categorical_action_encoding=True)
+    schemes = {"policy": _SCHEMES[case.backend]()}
+    common: dict[str, Any] = {
+        "frames_per_batch": case.frames * case.workers,
+        "total_frames": _ENDLESS,
+        "weight_sync_schemes": schemes,
+    }
+    if case.backend in ("shared_mem", "multiprocess"):
+        collector = MultiSyncCollector([make_env] * case.workers, policy, cat_results="stack", **common)
+    else:
+        collector = _remote(case, [make_env] * case.workers, policy, common)
+    with closing(_Closing(collector)):
+        yield collector
+
+
+def _remote(case: Case, make_envs: list[Any], policy: nn.Module, common: dict[str, Any]) -> Any:
+    from torchrl.collectors import distributed  # pyright: ignore[reportMissingImports]
+
+    common |= {"sync": True, "collector_class": Collector}
+    if case.backend == "distributed":
+        return distributed.DistributedCollector(make_envs, policy, launcher="mp", tcp_port=free_port(), **common)
+    if case.backend == "rpc":
+        os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
+        return distributed.RPCCollector(make_envs, policy, launcher="mp", tcp_port=free_port(), **common)
+    import ray
+
+    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}}
+    ray.init("local", include_dashboard=False, logging_level="ERROR", log_to_driver=False, runtime_env=environment)
+    return distributed.RayCollector(make_envs, policy, remote_configs={"num_cpus": 0}, **common)
+
+
+class _Closing:
+    """Has ``close`` for what has ``shutdown``, and for Ray."""
+
+    def __init__(self, collector: Any) -> None:
+        self._collector = collector
+
+    def close(self) -> None:
+        self._collector.shutdown()
+        if "ray" in sys.modules:
+            sys.modules["ray"].shutdown()
+
+
+def free_port() -> str:
+    """A port that was free just now."""
+    with socket.socket() as door:
+        door.bind(("", 0))
+        return str(door.getsockname()[1])

@@ -1,0 +1,88 @@
+"""The picture of a benchmark: latency over payload beside a plain copy, and ratios to the peer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+Row = dict[str, Any]
+_INK, _MUTED = "#1f2933", "#7b8794"
+_COLORS = {
+    "shared_mem, published": "#1d4ed8",
+    "shared_mem, installed": "#60a5fa",
+    "multiprocess": "#d97706",
+    "distributed": "#059669",
+    "rpc": "#7c3aed",
+    "ray": "#dc2626",
+}
+_TITLES = {"send": "send, standalone", "update": "a collector's update, between batches"}
+
+
+def picture(rows: Sequence[Row], path: Path) -> None:
+    """Draw the PNG at ``path``; without any figure there is none."""
+    measured = [row for row in rows if "p50_us" in row]
+    kinds = [kind for kind in _TITLES if any(row["kind"] == kind for row in measured)]
+    compared = [row for row in measured if "ratio_p50" in row.get("peer", {})]
+    if not kinds:
+        return
+    panels = len(kinds) + bool(compared)
+    figure = Figure(figsize=(5.4 * panels, 4.8), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    for ax, kind in zip(axes, kinds, strict=False):
+        _latency(ax, kind, [row for row in measured if row["kind"] == kind])
+    if compared:
+        _ratios(axes[-1], compared)
+    figure.savefig(path)
+
+
+def _latency(ax: Axes, kind: str, rows: Sequence[Row]) -> None:
+    workers = max(row["workers"] for row in rows)
+    rows = [row for row in rows if row["workers"] == workers]
+    copies: dict[float, list[float]] = {}
+    for label in dict.fromkeys(row["label"] for row in rows):
+        mine = sorted((row for row in rows if row["label"] == label), key=lambda row: row["mib"])
+        sizes = [row["mib"] for row in mine]
+        for row in mine:
+            copies.setdefault(row["mib"], []).append(row["copy_p50_us"])
+        ax.plot(sizes, [row["p50_us"] for row in mine], marker="o", markersize=4, color=_COLORS[label], label=label)
+        spread = [row["p95_us"] for row in mine]
+        ax.fill_between(sizes, [row["p50_us"] for row in mine], spread, color=_COLORS[label], alpha=0.12, linewidth=0)
+        beside = [(row["mib"], row["peer"]["p50_us"]) for row in mine if "p50_us" in row.get("peer", {})]
+        if beside:
+            ax.plot(*zip(*beside, strict=True), marker="x", color=_COLORS[label], linestyle=":", linewidth=1)
+    plain = sorted((size, sorted(times)[len(times) // 2]) for size, times in copies.items())
+    ax.plot(*zip(*plain, strict=True), color=_INK, linestyle="--", marker=".", label="a plain copy")
+    ax.set(xscale="log", yscale="log", xlabel="weights, MiB", ylabel="latency, µs (to p95: shaded; peer: dotted)")
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
+    _dress(ax, f"{_TITLES[kind]}, workers: {workers}")
+    ax.legend(frameon=False, fontsize=8)
+
+
+def _ratios(ax: Axes, rows: Sequence[Row]) -> None:
+    names = [f"{row['kind']} {row['label']}, {row['mib']:g} MiB → {row['workers']}" for row in rows]
+    ratios = [row["peer"]["ratio_p50"] for row in rows]
+    bars = ax.barh(names, ratios, color=[_COLORS[row["label"]] for row in rows])
+    ax.bar_label(bars, [f"{ratio:.1f}" for ratio in ratios], padding=3, fontsize=7, color=_INK)
+    ax.axvline(1.0, color=_INK, linewidth=1, linestyle="--")
+    ax.set(xscale="log", xlabel=f"{rows[0]['peer']['name']}'s p50 over ours")
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    ax.invert_yaxis()
+    _dress(ax, "beside the peer, in alternation")
+    ax.tick_params(axis="y", labelsize=7)
+
+
+def _dress(ax: Axes, title: str) -> None:
+    ax.set_title(title, loc="left", fontsize=10, color=_INK)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.spines[["left", "bottom"]].set_color(_MUTED)
+    ax.tick_params(colors=_INK, labelsize=8)
+    ax.grid(True, color="#e4e7eb", linewidth=0.8)
+    ax.set_axisbelow(True)
