@@ -55,7 +55,12 @@ def test_every_option_composes(group: str, option: str) -> None:
     carried = [f"weight_sync={remote}"] if group == "collector" and remote in ("distributed", "rpc", "ray") else []
     checked = config(f"{group}={option}", *carried)
     learning.config.check(checked)
-    collectors.config.check(checked.collector._target_, checked.weight_sync._target_, checked.num_workers)
+    pair = checked.collector._target_, checked.weight_sync._target_, checked.num_workers
+    if option == "ray_module_transform":  # for a module in an environment: no collector carries a policy by it
+        with pytest.raises(collectors.config.ConfigError, match="cannot carry RayModuleTransformScheme"):
+            collectors.config.check(*pair)
+    else:
+        collectors.config.check(*pair)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +74,9 @@ def test_every_option_stands_on_a_structured_base(path: Path) -> None:
 def test_the_scheme_brings_a_collector_that_carries_it_and_the_user_may_choose_another() -> None:
     for scheme in ("shared_mem", "multiprocess", "none"):
         assert config(f"weight_sync={scheme}").collector._target_ == "collectors.MultiSyncCollector"
+    for scheme, collector in (("distributed", "Distributed"), ("rpc", "RPC"), ("ray", "Ray")):
+        target = f"collectors.distributed.{collector}Collector"
+        assert config(f"weight_sync={scheme}").collector._target_ == target
     single = config("weight_sync=multiprocess", "collector=single")
     assert (single.collector._target_, single.num_workers) == ("collectors.Collector", 1)
     assert config("collector=multi_async").collector._target_ == "collectors.MultiAsyncCollector"
