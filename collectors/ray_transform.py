@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import socket
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -13,6 +11,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from torch import nn
 
+from collectors.distributed.ray_cluster import Cluster
 from collectors.transforms import Key, Transform, call, call_without_trace
 from collectors.vector import Array
 from wsync import NotConnected, SyncTimeout, WorkerDied, WorkerFailed
@@ -146,7 +145,10 @@ class RayModuleTransform(Transform):
         if self._closed:
             raise NotConnected(f"{self} was shut down")
         if self._actor is None:
-            _join(self._address, self.timeout)
+            try:
+                Cluster(self._address)  # joined until this process ends, or calls ray.shutdown()
+            except ConnectionError as error:
+                raise NotConnected(f"{self} cannot be reached: {error}") from error
             try:
                 self._actor = ray.get_actor(self._name, namespace=_NAMESPACE)
             except ValueError as error:
@@ -167,18 +169,3 @@ class RayModuleTransform(Transform):
     def __exit__(self, *_: object) -> None:
         """Shut down."""
         self.shutdown()
-
-
-def _join(address: str, timeout: float | None) -> None:
-    """Have this process be in the Ray cluster at ``address``."""
-    if ray.is_initialized():
-        own = ray.get_runtime_context().gcs_address
-        if own != address:
-            raise NotConnected(f"the module is in the Ray cluster at {address}, and this process in the one at {own}")
-        return
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout).close()  # Ray itself would try for long
-        ray.init(address, namespace=_NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
-    except (OSError, RuntimeError) as error:  # a ConnectionError is an OSError
-        raise NotConnected(f"the module's Ray cluster at {address} cannot be reached: {error}") from error

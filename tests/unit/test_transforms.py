@@ -342,7 +342,7 @@ def test_policy_and_encoder_are_updated_together_in_worker_processes() -> None:
             nn.init.constant_(encoder.weight, value)
             batches.update_policy_weights_(weights_dict={"policy": ours, "env.transform[0].module": encoder})
             batch = next(batches)
-            successor = batch["next", "observation"]
+            successor: Tensor = batch.get(("next", "observation"))
             assert (batch["weight"] == value).all()
             assert torch.equal(successor[..., 2], value * successor[..., :2].sum(-1))
         assert {scheme.version for scheme in schemes.values()} == {3, 2}  # the policy's first went with connect

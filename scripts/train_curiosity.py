@@ -1,0 +1,220 @@
+"""A policy, and a second model that is learnt beside it and kept in step with its copies: random network distillation.
+
+The car of MountainCar-v0 is paid for nothing but reaching the goal, which a random policy does not do. What drives it
+is a bonus for what it has not seen often: the error of a network that learns to predict another, random one
+(Burda et al., https://arxiv.org/abs/1810.12894). A transform computes the bonus in the environment. After each batch
+the trainer sends the policy and the curiosity.
+
+    python scripts/train_curiosity.py                      # the predictor in a Ray actor that all workers share
+    python scripts/train_curiosity.py --transform local    # a copy in each worker, updated at once with the policy
+    python scripts/train_curiosity.py --scale 0            # the control: no bonus
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from typing import Annotated, Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor, nn
+
+import wsync
+from collectors import GymEnv, ModuleTransform, MultiCollector, MultiSyncCollector
+from learning import PPO, make_critic, make_policy
+from learning.progress import Progress as Counters
+from learning.reporting.console import microseconds, number
+from learning.stop import StopRequest
+
+NEXT_OBSERVATION, REWARD = ("next", "observation"), ("next", "reward")
+KEYS: dict[str, Any] = {"in_keys": [REWARD, NEXT_OBSERVATION], "out_keys": [REWARD]}
+
+
+class GoalOnly(gym.Wrapper):
+    """The reward is 1 for reaching the goal, and 0 otherwise."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """See ``gymnasium.Env.step``."""
+        observation, _, terminated, truncated, info = self.env.step(action)
+        return observation, float(terminated), terminated, truncated, info
+
+
+def mountain_car() -> gym.Env:
+    """Make one environment; position and velocity lie between -1 and 1."""
+    one = np.ones(2, np.float32)
+    return GoalOnly(gym.wrappers.RescaleObservation(gym.make("MountainCar-v0"), -one, one))
+
+
+class Curiosity(nn.Module):
+    """Adds to a reward the error of a trained predictor of a random target.
+
+    Args:
+        scale: the bonus of an error as large as their root mean square over all frames so far, which is ``spread``.
+        width: of hidden layers.
+        features: how many numbers are predicted.
+    """
+
+    spread: Tensor
+
+    def __init__(self, scale: float, width: int = 64, features: int = 32) -> None:
+        super().__init__()
+        self.scale = scale
+        self.target, self.predictor = (_network(width, features) for _ in range(2))
+        self.target.requires_grad_(False)
+        for layer in self.target:  # a target that varies over the unit square is not guessed from a part of it
+            if isinstance(layer, nn.Linear):
+                nn.init.orthogonal_(layer.weight, 2.0**0.5)
+                nn.init.uniform_(layer.bias, -1.0, 1.0)
+        self.register_buffer("spread", torch.ones(()))
+        self.square_sum, self.count = 0.0, 0  # the trainer's alone
+
+    def error(self, observation: Tensor) -> Tensor:
+        """Squared distance of prediction and target, ``[*B, 2]`` to ``[*B]``."""
+        scaled = 4.0 * observation
+        return (self.predictor(scaled) - self.target(scaled)).square().sum(-1)
+
+    def forward(self, reward: Tensor, successor: Tensor) -> Tensor:
+        """Reward ``[E, 1]`` and successor ``[E, 2]`` to the sum of reward and bonus, ``[E, 1]``."""
+        return reward + self.scale * (self.error(successor) / self.spread).unsqueeze(-1)
+
+    @torch.no_grad()
+    def observe(self, observation: Tensor) -> None:
+        """Take ``observation`` ``[n, 2]`` into the spread."""
+        self.square_sum += self.error(observation).square().sum().item()
+        self.count += len(observation)
+        self.spread.fill_((self.square_sum / self.count) ** 0.5)
+
+    def learn(self, observation: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Pass once over ``observation`` ``[n, 2]``."""
+        for part in observation[torch.randperm(len(observation))].split(512):
+            optimizer.zero_grad()
+            self.error(part).mean().backward()
+            optimizer.step()
+
+
+def _network(width: int, features: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, features))
+
+
+class Where(StrEnum):
+    """Where the environments' curiosity is."""
+
+    ray = "ray"
+    local = "local"
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The workers, and the way to them."""
+
+    collector: MultiCollector
+    schemes: Mapping[str, wsync.WeightSyncScheme]
+    send: Callable[[], None]
+
+
+@contextmanager
+def local_crew(policy: nn.Module, curiosity: Curiosity, num_envs: int, **options: Any) -> Iterator[Crew]:
+    """Each worker has a copy of both models; an update switches both at once."""
+    make_env = partial(GymEnv, mountain_car, num_envs, transforms=[ModuleTransform(curiosity, **KEYS)])
+    names = {"policy": policy, "env.transform[0].module": curiosity}
+    schemes: dict[str, wsync.WeightSyncScheme] = {name: wsync.SharedMemWeightSyncScheme() for name in names}
+    with MultiSyncCollector([make_env] * 2, policy, weight_sync_schemes=schemes, **options) as collector:
+        scheme, other = schemes.values()
+        yield Crew(
+            collector,
+            {"policy": scheme, "curiosity": other},
+            lambda: collector.update_policy_weights_(weights_dict=names),
+        )
+
+
+@contextmanager
+def ray_crew(policy: nn.Module, curiosity: Curiosity, num_envs: int, **options: Any) -> Iterator[Crew]:
+    """Each worker has a copy of the policy; the curiosity is in one Ray actor."""
+    from collectors import RayModuleTransform  # Ray is slow to import
+    from collectors.distributed.ray_cluster import Cluster
+
+    shared, own = wsync.SharedMemWeightSyncScheme(), wsync.RayModuleTransformScheme()
+    with closing(Cluster(None)), RayModuleTransform(partial(Curiosity, curiosity.scale), **KEYS) as transform, own:
+        own.init_on_sender("module", context=transform, model=curiosity)
+        own.connect()
+        make_env = partial(GymEnv, mountain_car, num_envs, transforms=[transform])
+        schemes: dict[str, wsync.WeightSyncScheme] = {"policy": shared}
+        with MultiSyncCollector([make_env] * 2, policy, weight_sync_schemes=schemes, **options) as collector:
+
+            def send() -> None:
+                collector.update_policy_weights_(policy)
+                own.send()
+
+            yield Crew(collector, {"policy": shared, "curiosity": own}, send)
+
+
+def main(
+    transform: Annotated[Where, typer.Option(help="where the environments' curiosity is")] = Where.ray,
+    frames: Annotated[int, typer.Option(help="to train for")] = 400_000,
+    batch: Annotated[int, typer.Option(help="frames between two updates")] = 8192,
+    num_envs: Annotated[int, typer.Option(help="environments in each of the two workers")] = 32,
+    scale: Annotated[float, typer.Option(help="of the bonus")] = 0.5,
+    seed: int = 0,
+) -> None:
+    """Train, and print what came of it."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    space = GymEnv(mountain_car)
+    policy, curiosity = make_policy(2, space.action_spec), Curiosity(scale)
+    learner = PPO(
+        policy, make_critic(2), epochs=4, minibatch_size=512, lr=1e-3, entropy_coef=0.01, anneal_frames=frames
+    )
+    optimizer = torch.optim.Adam(curiosity.predictor.parameters(), lr=1e-3)
+    curiosity.observe(space.rollout(2000).get("observation"))  # how large an error is, to begin with
+
+    counters, bonuses = Counters(), list[float]()
+    bar = Progress(
+        TextColumn("frames"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[told]}")
+    )
+    crew_of = local_crew if transform is Where.local else ray_crew
+    with StopRequest() as stop, crew_of(policy, curiosity, num_envs, frames_per_batch=batch) as crew, bar:
+        task = bar.add_task("", total=frames, told="")
+        crew.collector.set_seed(seed)
+        counters.begin()
+        while counters.frames < frames and not stop.requested:
+            rows = next(crew.collector)
+            counters.collected(rows, crew.schemes["policy"].version)
+            step = rows.get("next")
+            bonuses.append((step.get("reward") - step.get("terminated").float()).mean().item())
+            stats = learner.update(rows)
+            seen = step.get("observation").flatten(0, 1)
+            curiosity.observe(seen)
+            curiosity.learn(seen, optimizer)
+            crew.send()
+            row = counters.synchronised(stats, crew.schemes["policy"].metrics, crew.schemes["policy"].version)
+            told = f"goals {number(row.episode_return_mean_100, 2)}  bonus {bonuses[-1]:.4f}"
+            bar.update(task, completed=min(counters.frames, frames), told=told)
+        Console().print(table(transform, counters, bonuses, crew))
+    raise typer.Exit(stop.exit_status)
+
+
+def table(transform: Where, counters: Counters, bonuses: list[float], crew: Crew) -> Table:
+    """Lay out what came of a run; a return is 1 where the goal was reached."""
+    result = Table("", "at the start", "at the end", title=f"Curiosity, transform {transform}")
+    result.add_row("frames", "0", f"{counters.frames:,} in {counters.seconds:.0f} s")
+    result.add_row("mean return of 100 episodes", number(counters.first_mean, 2), number(counters.return_mean, 2))
+    result.add_row("mean bonus of a batch", *(f"{bonuses[i]:.4f}" for i in (0, -1)))
+    result.add_section()
+    for name, scheme in crew.schemes.items():
+        latency = microseconds(statistics.median(scheme.metrics.latencies_us))
+        result.add_row(name, f"{scheme.name}, p50 {latency}", f"version {scheme.version}")
+    return result
+
+
+if __name__ == "__main__":
+    typer.run(main)

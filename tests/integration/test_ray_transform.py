@@ -1,0 +1,270 @@
+"""A module in a Ray actor inside environments, here and in worker processes; what is updated, dies, and is left."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import ray
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+import wsync
+from collectors import GymEnv, MultiSyncCollector, RayModuleTransform
+from collectors.transforms import Key
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+HERE = str(Path(__file__).parent)
+ROOT = Path(__file__).parents[2]
+REWARD: list[Key] = [("next", "reward")]
+OBSERVATION: list[Key] = ["observation"]
+
+
+class Scaled(nn.Module):
+    """Multiplies by one weight, from 1 on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, given: Tensor) -> Tensor:
+        return self.weight * given
+
+
+class Broken(nn.Module):
+    def forward(self, given: Tensor) -> Tensor:
+        raise ArithmeticError("no such number")
+
+
+def broken_when_made() -> nn.Module:
+    raise ArithmeticError("no such module")
+
+
+class Stuck(nn.Module):
+    """Answers the probe and then waits for a file that nobody writes."""
+
+    def forward(self, given: Tensor) -> Tensor:
+        if not self.training:
+            return given
+        reading, _ = os.pipe()
+        os.read(reading, 1)
+        return given
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    there = {"env_vars": {"PYTHONPATH": HERE}}  # the actors unpickle what is written here
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, runtime_env=there)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def rewards(cluster: None) -> Iterator[RayModuleTransform]:
+    """Actors take seconds to start: the tests that do not harm this one share it."""
+    with RayModuleTransform(Scaled, REWARD, REWARD) as transform:
+        yield transform
+
+
+def reward_of(env: GymEnv) -> list[float]:
+    """Of one step of CartPole, in which the environment's own is 1."""
+    return env.step(TensorDict({"action": torch.zeros(2, dtype=torch.int64)}, [2]))["next", "reward"][:, 0].tolist()
+
+
+def scheme_for(transform: RayModuleTransform, model: nn.Module) -> wsync.RayModuleTransformScheme:
+    scheme = wsync.RayModuleTransformScheme()
+    scheme.init_on_sender("module", context=transform, model=model)
+    scheme.connect()
+    return scheme
+
+
+def process_of(transform: RayModuleTransform) -> int:
+    """A descriptor that is readable when the actor's process has ended."""
+    (actor,) = transform.actors
+    pid: Any = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=30)
+    return os.pidfd_open(pid)
+
+
+def has_ended(process: int, within: float = 30.0) -> bool:
+    ready, _, _ = select.select([process], [], [], within)
+    os.close(process)
+    return bool(ready)
+
+
+def threads_and_descriptors() -> tuple[int, int]:
+    return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+
+def test_an_update_is_seen_by_the_next_step(rewards: RayModuleTransform) -> None:
+    env = GymEnv("CartPole-v1", 2, transforms=[rewards])
+    copy = GymEnv("CartPole-v1", 2, transforms=[cloudpickle.loads(cloudpickle.dumps(rewards))])
+    ours = Scaled()
+    nn.init.constant_(ours.weight, 2.0)
+    assert reward_of(env) == [1, 1]
+    with scheme_for(rewards, ours) as scheme:
+        assert reward_of(env) == [2, 2]  # the first weights came with connect
+        for value in range(3, 20):
+            nn.init.constant_(ours.weight, float(value))
+            report = scheme.send()
+            assert report is not None and report.workers == {0: scheme.version}
+            assert scheme.version == value - 1
+            assert reward_of(env) == reward_of(copy) == [value, value]
+    assert reward_of(env) == [19, 19]  # the module keeps what it has
+
+
+def test_an_encoder_in_an_actor(cluster: None) -> None:
+    with RayModuleTransform(partial(nn.Linear, 4, 6), OBSERVATION, OBSERVATION) as transform:
+        env = GymEnv("CartPole-v1", 3, seed=0, transforms=[transform])
+        bare = GymEnv("CartPole-v1", 3, seed=0)
+        ours = nn.Linear(4, 6)
+        with scheme_for(transform, ours):
+            assert env.observation_spec["observation"].shape == (6,)
+            encoded, raw = env.rollout(40), bare.rollout(40)
+            assert raw["next", "done"].any()
+            for key in ("observation", ("next", "observation")):
+                torch.testing.assert_close(encoded[key], ours(raw[key]).detach())
+
+
+def test_worker_processes_that_ray_does_not_know_join_it(rewards: RayModuleTransform) -> None:
+    make = partial(GymEnv, "CartPole-v1", 2, transforms=[rewards])
+    ours = Scaled()
+    with (
+        MultiSyncCollector([make] * 2, frames_per_batch=16) as batches,
+        scheme_for(rewards, ours) as scheme,
+    ):
+        assert (next(batches)["next", "reward"] == 1).all()  # the first weights came with connect
+        for value in (2.0, 3.0):
+            nn.init.constant_(ours.weight, value)
+            scheme.send()
+            batch = next(batches)
+            assert (batch["next", "reward"] == value).all()
+            assert batch["next", "episode_return"].max() <= 24  # of the environment's own reward
+
+
+def test_a_dead_actor_is_named_by_everybody(cluster: None) -> None:
+    transform = RayModuleTransform(Scaled, REWARD, REWARD)
+    dead, late = f"actor {transform._name}.* is dead", cloudpickle.dumps(transform)
+    env = GymEnv("CartPole-v1", 2, transforms=[transform])
+    make = partial(GymEnv, "CartPole-v1", 2, transforms=[transform])
+    with MultiSyncCollector([make], frames_per_batch=16) as batches:
+        next(batches)
+        process = process_of(transform)
+        ray.kill(*transform.actors)
+        assert has_ended(process)
+        with pytest.raises(wsync.WorkerDied, match=dead):
+            reward_of(env)
+        with pytest.raises(wsync.WorkerDied, match=dead):
+            GymEnv("CartPole-v1", transforms=[cloudpickle.loads(late)])
+        with pytest.raises(wsync.WorkerFailed, match=dead):
+            next(batches)
+    transform.shutdown()
+
+
+def test_a_stuck_actor_is_an_error_and_no_hang(cluster: None) -> None:
+    with RayModuleTransform(Stuck, REWARD, REWARD) as transform:
+        env = GymEnv("CartPole-v1", 2, transforms=[transform])
+        transform.timeout = 3.0
+        process = process_of(transform)
+        with pytest.raises(wsync.SyncTimeout, match=r"did not call the module within 3\.0 s"):
+            reward_of(env)
+        transform.timeout = 60.0
+    assert has_ended(process)
+
+
+def test_what_the_module_raises_arrives_with_its_traceback(cluster: None) -> None:
+    with (
+        RayModuleTransform(Broken, REWARD, REWARD) as transform,
+        pytest.raises(wsync.WorkerFailed, match="no such number"),
+    ):
+        GymEnv("CartPole-v1", 2, transforms=[transform])
+    with pytest.raises(wsync.WorkerDied, match=r"could not start(.|\n)*no such module"):
+        RayModuleTransform(broken_when_made, REWARD, REWARD)
+
+
+def test_nothing_is_left(cluster: None) -> None:
+    ours = Scaled()
+
+    def round_trip() -> int:
+        transform = RayModuleTransform(Scaled, REWARD, REWARD)
+        env = GymEnv("CartPole-v1", 2, transforms=[transform])
+        process = process_of(transform)
+        with scheme_for(transform, ours) as scheme:
+            scheme.send()
+            reward_of(env)
+        transform.shutdown()
+        transform.shutdown()
+        with pytest.raises(wsync.NotConnected, match="was shut down"):
+            reward_of(env)
+        with pytest.raises(wsync.NotConnected, match="was shut down"):
+            _ = transform.actors
+        env.close()
+        return process
+
+    assert has_ended(round_trip())  # what Ray makes once, it keeps
+    before = threads_and_descriptors()
+    for _ in range(2):
+        assert has_ended(round_trip())
+    assert threads_and_descriptors() == before
+
+
+def test_without_ray_the_error_says_so(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free = server.getsockname()[1]
+    script = f"""
+import wsync
+from collectors.ray_transform import RayModuleTransform
+from torch import nn
+keys = [("next", "reward")]
+try:
+    RayModuleTransform(nn.Identity, keys, keys)
+except wsync.NotConnected as error:
+    print(error)
+lost = RayModuleTransform.__new__(RayModuleTransform)
+vars(lost).update(_actor=None, _closed=False, _name="lost", _address="127.0.0.1:{free}", timeout=5.0)
+try:
+    lost.evaluate()
+except wsync.NotConnected as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT
+    )
+    first, second = done.stdout.splitlines()
+    assert first.startswith("Ray is not initialised: call ray.init()")
+    assert second.startswith("RayModuleTransform (actor lost) cannot be reached") and f"127.0.0.1:{free}" in second
+
+
+@pytest.mark.parametrize("where", ["ray", "local"])
+def test_the_curious_script_trains_both_models(where: str) -> None:
+    script = [sys.executable, str(ROOT / "scripts" / "train_curiosity.py"), "--transform", where]
+    sizes = ["--frames", "4096", "--batch", "1024", "--num-envs", "4"]
+    alone = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run([*script, *sizes], capture_output=True, text=True, timeout=110, env=alone, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = {
+        cells[0].strip(): cells[1:]
+        for line in done.stdout.splitlines()
+        if len(cells := line.strip("│").split("│")) == 3
+    }
+    assert rows["frames"][1].split()[0] == "4,096"
+    first, last = (float(cell) for cell in rows["mean bonus of a batch"])
+    assert 0 < last < first
+    assert rows["policy"][1].split() == ["version", "5"]  # the first went with connect
+    assert rows["curiosity"][1].split() == ["version", {"ray": "5", "local": "4"}[where]]
+    assert "p50" in rows["policy"][0] and "p50" in rows["curiosity"][0]
