@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.experimental.callback import Callback
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from collectors.config import ConfigError, store_once
 from learning.networks import ACTIVATIONS
+from learning.reporting.sweep import report
 
 
 @dataclass
@@ -102,6 +104,16 @@ class TrainConfig:
     policy: Any = MISSING
     algorithm: Any = MISSING
     logger: Any = MISSING
+
+
+class SweepReport(Callback):
+    """Hydra's callback that reports on a sweep when its last run has ended."""
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        """Print the table, and write the report into the sweep's folder; nothing if no run came to an end."""
+        folder = Path(config.hydra.sweep.dir)
+        if any(folder.glob("*/summary.json")):
+            report(folder)
 
 
 def settings() -> list[str]:

@@ -18,9 +18,10 @@ INK, MUTED, BLUE, ORANGE = "#1f2933", "#7b8794", "#2563eb", "#d97706"
 Rows = Sequence[dict[str, Any]]
 
 
-def _figure(
+def new_figure(
     width: float, columns: int, title: str, subtitle: str, ratios: Sequence[float] = (1,)
 ) -> tuple[Figure, list[Axes]]:
+    """An empty picture in the style of all of them, `width` inches wide."""
     figure = Figure(figsize=(width, 4.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, columns, width_ratios=ratios, squeeze=False)[0]
@@ -41,7 +42,7 @@ def learning_curve(rows: Rows, summary: dict[str, Any], path: Path) -> None:
         f"{summary['weight_sync']['scheme']}, seed {summary.get('seed', '–')}: {summary['frames']:,} frames in "
         f"{summary['seconds']:.1f} s ({number(summary['frames_per_second'], 0)} frames/s)"
     )
-    figure, (ax,) = _figure(8, 1, f"Learning curve, {summary.get('env', '')}".rstrip(", "), subtitle)
+    figure, (ax,) = new_figure(8, 1, f"Learning curve, {summary.get('env', '')}".rstrip(", "), subtitle)
     at, returns, before = [], [], 0
     for row in rows:
         ended = row["episode_returns"]
@@ -75,7 +76,7 @@ def sync_latency(rows: Rows, summary: dict[str, Any], path: Path) -> None:
     updates = [row["weight_sync"]["latency_us"] for row in rows if row["weight_sync"]]
     workers = summary.get("num_workers", "?")
     subtitle = f"{sync['scheme']}: {sync['updates']:,} updates of {size(sync['bytes'])}, workers: {workers}"
-    figure, (left, right) = _figure(10.5, 2, "What a weight sync cost", subtitle, (1.5, 1))
+    figure, (left, right) = new_figure(10.5, 2, "What a weight sync cost", subtitle, (1.5, 1))
     if updates:
         _latencies(left, updates)
         _phases(right, sync)

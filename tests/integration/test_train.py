@@ -1,5 +1,6 @@
 """train.py as people run it: a process of its own, with real workers."""
 
+import csv
 import json
 import os
 import shutil
@@ -244,3 +245,23 @@ def test_a_sweep_runs_them_all_each_in_its_own_folder(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     folders = sorted(path.parent for path in tmp_path.glob("*/summary.json"))
     assert [summary(folder)["weight_sync"]["scheme"] for folder in folders] == ["shared_mem", "none"]
+
+    with open(tmp_path / "sweep.csv", encoding="utf-8", newline="") as file:
+        table = {row["run"]: row for row in csv.DictReader(file)}
+    page = (tmp_path / "sweep.html").read_text()
+    for folder in folders:
+        told, row = summary(folder), table[folder.name]
+        assert (row["backend"], row["status"]) == (told["weight_sync"]["scheme"], told["status"])
+        assert float(row["frames/s"]) == told["frames_per_second"]
+        p50 = told["weight_sync"]["latency_us"].get("p50")
+        assert row["sync p50"] == ("" if p50 is None else str(p50))
+        assert f"<td>{told['frames_per_second']:,.0f}</td>" in page
+        assert row["backend"] in done.stdout
+    assert page.count("data:image/png;base64,") == 2
+    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("sweep_returns.png", "sweep_latency.png"))
+
+
+def test_a_report_of_nothing_says_so(tmp_path: Path) -> None:
+    script = [sys.executable, str(ROOT / "scripts" / "report.py"), str(tmp_path)]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    assert done.returncode == 2 and "no run has ended" in done.stderr

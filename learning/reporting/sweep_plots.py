@@ -1,0 +1,79 @@
+"""The two pictures of a sweep: what was learnt in which time, and what the weight sync of each backend cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from learning.reporting.console import microseconds
+from learning.reporting.plots import INK, ORANGE, new_figure
+
+if TYPE_CHECKING:
+    from learning.reporting.sweep import Run
+
+Groups = Sequence[Sequence["Run"]]
+COLOURS = ("#2563eb", "#d97706", "#059669", "#db2777", "#7c3aed", "#64748b", "#0891b2", "#b91c1c")
+
+
+def returns(groups: Groups, path: Path) -> None:
+    """Draw each run's mean return over wall-clock seconds into the PNG at `path`, a colour for each backend."""
+    first = groups[0][0].summary
+    figure, (ax,) = new_figure(9, 1, f"Return over wall-clock time, {first.get('env', '')}", "a line for each run")
+    colours = _colours(groups)
+    for group in groups:
+        for i, run in enumerate(group):
+            known = [
+                (row["seconds"], row["episode_return_mean_100"])
+                for row in run.rows
+                if row["episode_return_mean_100"] is not None
+            ]
+            if known:
+                label = run.backend if i == 0 else None
+                ax.plot(*zip(*known, strict=True), color=colours[run.backend], linewidth=1.8, alpha=0.85, label=label)
+    if first.get("solved_at") is not None:
+        ax.axhline(first["solved_at"], color=ORANGE, linewidth=1.2, linestyle=(0, (5, 3)))
+        ax.text(0.005, first["solved_at"], f"solved at {first['solved_at']:g}", transform=ax.get_yaxis_transform(),
+                va="bottom", color=ORANGE, fontsize=9)  # fmt: skip
+    ax.set_xlabel("seconds from the first environment step", color=INK)
+    ax.set_ylabel("mean return of the last 100 episodes", color=INK)
+    ax.set_xlim(left=0)
+    ax.legend(loc="lower right", frameon=False, fontsize=9)
+    figure.savefig(path)
+
+
+def latencies(groups: Groups, path: Path) -> None:
+    """Draw every update's latency into the PNG at `path`, with its median, quartiles, p5 and p95 for each backend."""
+    figure, (ax,) = new_figure(9, 1, "What a weight sync cost", "every update; box: quartiles, whiskers: p5 and p95")
+    shown = [(group, [us for run in group for us in _latencies(run)]) for group in groups]
+    shown = [(group, values) for group, values in shown if values]
+    generator = np.random.default_rng(0)
+    colours = _colours(groups)
+    for y, (group, values) in enumerate(shown):
+        spread = y + generator.uniform(-0.28, 0.28, len(values))
+        ax.scatter(values, spread, s=6, color=colours[group[0].backend], alpha=0.3, linewidths=0, rasterized=True)
+        ax.boxplot(
+            values, positions=[y], orientation="horizontal", widths=0.5, whis=(5, 95), showfliers=False,
+            medianprops={"color": INK, "linewidth": 1.6},
+        )  # fmt: skip
+        ax.annotate(f"p50 {microseconds(float(np.median(values)))}", (float(np.median(values)), y - 0.31), fontsize=9,
+                    color=INK, ha="center")  # fmt: skip
+    ax.set_yticks(range(len(shown)), [group[0].backend for group, _ in shown])
+    ax.set_ylim(len(shown) - 0.4, -0.6)
+    ax.set_xscale("log")
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: microseconds(x)))
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    ax.set_xlabel("latency of one update (log scale)", color=INK)
+    figure.savefig(path)
+
+
+def _latencies(run: Run) -> list[float]:
+    return [row["weight_sync"]["latency_us"] for row in run.rows if row["weight_sync"]]
+
+
+def _colours(groups: Groups) -> dict[str, str]:
+    return {group[0].backend: COLOURS[i % len(COLOURS)] for i, group in enumerate(groups)}

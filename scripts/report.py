@@ -1,0 +1,22 @@
+"""Make the report of a sweep again, from its runs' files: python scripts/report.py outputs/<date>/<time>-sweep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from learning.reporting.sweep import report
+
+
+def main(folder: Annotated[Path, typer.Argument(help="The sweep's folder, with a folder for each run.")]) -> None:
+    """Print the table, and write sweep.csv, sweep.html and the pictures into FOLDER."""
+    try:
+        report(folder)
+    except FileNotFoundError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+if __name__ == "__main__":
+    typer.run(main)
