@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
+# What `make bench` measures of weight sync: minutes. `python scripts/bench_sync.py` measures everything.
+SYNC ?= mib=[1] policy_mib=[0.018] workers=[2] rounds=100 seconds=5 peer=torchrl
 
 .PHONY: install train test lint bench clean
 
@@ -31,6 +33,7 @@ lint: install
 	$(BIN)/pyright
 
 bench: $(VENV)/.bench
+	$(BIN)/python scripts/bench_sync.py $(SYNC)
 	$(BIN)/python scripts/bench_collect.py $(ARGS)
 
 clean:

@@ -6,7 +6,6 @@ import math
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -70,23 +69,23 @@ class SideProcess:
         self._process.start()
         theirs.close()
 
-    def ask(self, command: str, number: int = 0, patience: float = 0.0) -> Any:
+    def ask(self, command: str, number: int = 0, seconds: float = 0.0) -> Any:
         """Have it do something; its answer.
 
         Args:
             command: see ``trainer.main``.
-            number: see there.
-            patience: seconds that the work itself may take.
+            number: how many.
+            seconds: after which it begins no more.
 
         Raises:
             SideFailed: it says so, or has ended, or did not answer in time.
         """
         with suppress(BrokenPipeError):  # what it has said before is still to be read
-            self._line.send((command, number))
-        return self.hear(patience)
+            self._line.send((command, number, seconds))
+        return self.hear(seconds)
 
     def hear(self, patience: float = 0.0) -> Any:
-        """What it says next; else as ``ask``."""
+        """What it says next, after ``patience`` seconds of work; else as ``ask``."""
         limit = self._timeout + patience
         try:
             if not self._line.poll(limit):
@@ -98,9 +97,13 @@ class SideProcess:
             raise SideFailed(answer.summary, answer.trace)
         return answer
 
-    def close(self) -> None:
-        """End it, and whatever it has left."""
+    def hang_up(self) -> None:
+        """Have it end as soon as it has done what it is doing."""
         self._line.close()
+
+    def close(self) -> None:
+        """See that it ends, and whatever it has left."""
+        self.hang_up()
         self._process.join(_GRACE)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid or 0, signal.SIGKILL)
@@ -125,7 +128,7 @@ def measure(
         sides: by name.
         rounds: of each side.
         acting: updates to workers that forward in a tight loop.
-        seconds: after which a side gets no more turns.
+        seconds: that a side's turns may take, together.
     """
     results = {name: Measured() for name in sides}
     with ExitStack() as stack:
@@ -133,6 +136,8 @@ def measure(
         for name, make in sides.items():
             alive[name] = SideProcess(name, make, case)
             stack.callback(alive[name].close)
+        for side in alive.values():
+            stack.callback(side.hang_up)  # all of them, before the first one is waited for
         for name, side in list(alive.items()):
             with _reported(results[name], alive, name):
                 side.hear(case.timeout)
@@ -147,16 +152,11 @@ def measure(
 
 
 def _take_turns(alive: dict[str, SideProcess], results: Mapping[str, Measured], rounds: int, seconds: float) -> None:
-    length, spent = math.ceil(rounds / _TURNS), dict.fromkeys(alive, 0.0)
-    for turn in range(_TURNS):
-        count = min(length, rounds - turn * length)
+    length = math.ceil(rounds / _TURNS)
+    for turn in range(math.ceil(rounds / length)):
         for name, side in list(alive.items()):
-            if count <= 0 or spent[name] > seconds:
-                continue
             with _reported(results[name], alive, name):
-                started = time.monotonic()
-                results[name].rounds += side.ask("run", count, seconds)
-                spent[name] += time.monotonic() - started
+                results[name].rounds += side.ask("run", min(length, rounds - turn * length), seconds / _TURNS)
 
 
 @contextmanager

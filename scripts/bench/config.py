@@ -36,7 +36,7 @@ class BenchConfig:
         policy_mib: sizes of the policies that a collector's workers act with; 0.018 is 2 × 64.
         workers: how many, one case for each number.
         rounds: updates that are timed, of each side of a case.
-        seconds: after which a side of a case gets no more turns.
+        seconds: that the rounds of a side may take, together; then there are fewer.
         kind: ``send`` (standalone), ``update`` (a collector's), or ``both``.
         acknowledge: what a finished send means in shared memory: ``installed``, ``published``, or ``both``.
         peer: ``torchrl`` runs it beside, in alternation.

@@ -102,7 +102,7 @@ def rpc_crew(case: Case) -> Iterator[ProcessCrew]:
         try:
             yield ProcessCrew(lines)
         finally:
-            leave_group()  # the trainer first: who is left alone complains
+            leave_group()  # as the workers do now
     del store
 
 
@@ -128,7 +128,7 @@ def started(case: Case, follow: Follow, group: Address | None = None) -> Iterato
 
 
 def _work(line: Connection, case: Case, worker: int, follow: Follow, group: Address | None) -> None:
-    """A worker process: until it is hung up on."""
+    """A worker process: until it is dismissed, or hung up on."""
     torch.set_num_threads(1)
     leave: Callable[[], None] = lambda: None  # noqa: E731
     if group is not None:
@@ -138,5 +138,4 @@ def _work(line: Connection, case: Case, worker: int, follow: Follow, group: Addr
         leave = leave_group
     with suppress(EOFError, ConnectionError):
         meet(line, case, worker, follow)
-        line.recv()
     leave()

@@ -13,10 +13,10 @@ import logging
 import os
 import socket
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,14 +44,14 @@ _SCHEMES = {
 }
 
 
-def make_side(case: Case, trainer: int) -> AbstractContextManager[Side]:
-    """A ``MakeSide``.
+def make_side(case: Case, trainer: int, log: Path) -> AbstractContextManager[Side]:
+    """A ``MakeSide``; what it and its workers write to stderr goes to the end of ``log``.
 
     Raises:
         BenchError: its scheme does not work without a collector.
     """
-    warnings.filterwarnings("ignore")
-    logging.getLogger("torchrl").setLevel(logging.ERROR)
+    with log.open("a") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
     if case.kind == "update":
         return _update_side(case, trainer)
     if case.backend not in ("shared_mem", "multiprocess"):
@@ -140,7 +140,9 @@ def _remote(case: Case, make_envs: list[Any], policy: nn.Module, common: dict[st
     import ray
 
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}}
-    ray.init("local", include_dashboard=False, logging_level="ERROR", log_to_driver=False, runtime_env=environment)
+    ray.init(
+        "local", include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, runtime_env=environment
+    )
     return distributed.RayCollector(make_envs, policy, remote_configs={"num_cpus": 0}, **common)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +16,7 @@ from rich.table import Table
 from bench.cases import Case
 
 Row = dict[str, Any]
+_WIDE = 130  # columns of a terminal that takes the whole table
 
 
 class Reporter:
@@ -77,35 +78,47 @@ def show(console: Console, rows: Sequence[Row]) -> None:
     ):
         chosen = [row for row in rows if row["kind"] == kind]
         if chosen:
-            console.print(_table(title, chosen))
+            console.print(_table(title, chosen, console.width >= _WIDE))
     console.print(
         "Times in µs. copy: ratio of p50 to a plain copy of the same bytes, in turn in the same process. "
-        "CPU: until the call returned. pause: how much later than usual a forward with new weights ended, in workers "
-        "that do nothing but forward. mem: growth of the trainer's and of the largest worker's peak, MiB.",
+        "CPU: of the trainer and of all workers, until the call returned. mem: growth of the peak, of the trainer and "
+        "of the largest worker, MiB. pause: how much later than usual a forward with new weights ended, in workers "
+        "that do nothing but forward.",
         style="dim",
         highlight=False,
     )
 
 
-def _table(title: str, rows: Sequence[Row]) -> Table:
-    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
-    acting = any("acting" in row for row in rows)
-    peer = any("peer" in row for row in rows)
-    headings = ["backend", "MiB", "workers", "p50", "p95", "p99", "min", "GiB/s", "copy", "CPU trainer", "CPU workers"]
-    headings += ["pause"] * acting + ["mem"] + ["peer p50", "peer p95", "ratio"] * peer + [""]
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("backend", "") else "right", no_wrap=True)
+def _table(title: str, rows: Sequence[Row], wide: bool) -> Table:
+    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    columns: dict[str, Callable[[Row], str]] = {
+        "backend": lambda row: row["label"],
+        "MiB": lambda row: f"{row['mib']:g}",
+        "to": lambda row: str(row["workers"]),
+        "p50": lambda row: _cell(row, "p50_us"),
+        "p95": lambda row: _cell(row, "p95_us"),
+    }
+    if wide:
+        columns |= {
+            "p99": lambda row: _cell(row, "p99_us"),
+            "min": lambda row: _cell(row, "min_us"),
+            "GiB/s": lambda row: _cell(row, "gib_s", 2),
+        }
+    columns["copy"] = lambda row: _cell(row, "over_copy", 1)
+    if wide:
+        columns["CPU"] = lambda row: f"{_cell(row, 'trainer_cpu_us')} + {_cell(row, 'workers_cpu_us')}"
+        columns["mem"] = _memory
+    if any("acting" in row for row in rows):
+        columns["pause"] = lambda row: _cell(row.get("acting", {}), "pause_p50_us")
+    if any("peer" in row for row in rows):
+        columns["peer p50"] = lambda row: _cell(row.get("peer", {}), "p50_us")
+        columns["p95 "] = lambda row: _cell(row.get("peer", {}), "p95_us")
+        columns["ratio"] = lambda row: _cell(row.get("peer", {}), "ratio_p50", 1)
+    columns[""] = lambda row: "" if row["status"] == "ok" else f"[red]{row['status']}[/]"
+    for heading in columns:
+        table.add_column(heading.strip(), justify="left" if heading in ("backend", "") else "right", no_wrap=True)
     for row in rows:
-        cells = [row["label"], f"{row['mib']:g}", str(row["workers"])]
-        cells += [_cell(row, key) for key in ("p50_us", "p95_us", "p99_us", "min_us")]
-        cells += [f"{row['gib_s']:.2f}", f"{row['over_copy']:.1f} ×"] if "p50_us" in row else ["–", "–"]
-        cells += [_cell(row, "trainer_cpu_us"), _cell(row, "workers_cpu_us")]
-        cells += [_cell(row.get("acting", {}), "pause_p50_us")] * acting + [_memory(row)]
-        if peer:
-            other = row.get("peer", {})
-            ratio = f"{other['ratio_p50']:.1f} ×" if "ratio_p50" in other else "–"
-            cells += [_cell(other, "p50_us"), _cell(other, "p95_us"), ratio]
-        table.add_row(*cells, "" if row["status"] == "ok" else f"[red]{row['status']}[/]")
+        table.add_row(*(cell(row) for cell in columns.values()))
     return table
 
 
@@ -115,9 +128,9 @@ def _memory(row: Row) -> str:
     return f"{growth['trainer']:.0f} + {max(workers):.0f}" if workers else "–"
 
 
-def _cell(row: Row, key: str) -> str:
+def _cell(row: Row, key: str, digits: int = 0) -> str:
     value = row.get(key)
-    return "–" if value is None else f"{value:,.0f}"
+    return "–" if value is None else f"{value:,.{digits}f}"
 
 
 def us(value: float) -> str:

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 import cloudpickle
 import torch
 
-from bench.cases import Case, Round
+from bench.cases import BenchError, Case, Round
 from bench.meters import cpu_seconds
 from bench.models import become, size_in_bytes
 from bench.sides import Side
@@ -46,16 +46,25 @@ class PlainCopy:
 
 
 class Rounds:
-    """Updates, each with weights that there were never before."""
+    """Updates, each with weights that there were never before.
 
-    def __init__(self, side: Side) -> None:
-        self._side = side
+    Args:
+        side: makes them.
+        interrupted: whether to make no more.
+    """
+
+    def __init__(self, side: Side, interrupted: Callable[[], bool]) -> None:
+        self._side, self._interrupted = side, interrupted
         self._value = 0
         self._copy = PlainCopy(size_in_bytes(side.model))
 
-    def run(self, count: int) -> list[Round]:
-        """Do ``count`` of them."""
-        return [self._one() for _ in range(count)]
+    def run(self, count: int, seconds: float) -> list[Round]:
+        """Do ``count`` of them, or as many as can be begun in so many seconds."""
+        done: list[Round] = []
+        until = time.monotonic() + seconds
+        while len(done) < count and time.monotonic() < until and not self._interrupted():
+            done.append(self._one())
+        return done
 
     def _one(self) -> Round:
         side, pids = self._side, self._side.pids.values()
@@ -79,7 +88,8 @@ def main(line: Connection, make: bytes, case: Case) -> None:
     """Serve the conductor until it hangs up; then nothing of this side is left.
 
     Args:
-        line: to the conductor. Says ``ready``; then takes ``(command, number)`` and answers each; or says ``Failure``.
+        line: to the conductor. Says ``ready``; then takes ``(command, number, seconds)`` and answers each. Or it says
+            ``Failure``.
         make: a pickled ``MakeSide``.
         case: what is measured.
     """
@@ -95,18 +105,19 @@ def main(line: Connection, make: bytes, case: Case) -> None:
     except (BrokenPipeError, EOFError):
         return  # the conductor has hung up
     except Exception as error:  # noqa: BLE001  whatever it is, the conductor shows it
-        line.send(Failure(f"{type(error).__name__}: {error}", traceback.format_exc()))
+        kind = "" if isinstance(error, BenchError) else f"{type(error).__name__}: "
+        line.send(Failure(f"{kind}{error}", traceback.format_exc()))
 
 
 def _serve(line: Connection, side: Side) -> None:
-    rounds = Rounds(side)
+    rounds = Rounds(side, line.poll)
     line.send("ready")
     while True:
-        command, number = line.recv()
+        command, number, seconds = line.recv()
         if command == "end":
             return
         if command == "run":
-            line.send(rounds.run(number))
+            line.send(rounds.run(number, seconds))
         elif command == "act":
             line.send(rounds.act(number))
         else:

@@ -1,0 +1,156 @@
+"""The benchmark of weight sync: it runs, its figures are sane, and it sees through a scheme that does not deliver."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import cloudpickle
+import pytest
+from rich.console import Console
+
+import wsync
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from bench import app
+from bench.cases import BenchError, Case
+from bench.config import BenchConfig
+from bench.figures import exit_status
+from bench.models import Revealing, become, revealing_policy, size_in_bytes
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no process has this file in its path
+SCRIPT = Path(app.__file__).parents[1] / "bench_sync.py"
+TINY = ("mib=[0.01]", "policy_mib=[0.018]", "workers=[1]", "rounds=2", "acting=2", "acknowledge=published")
+
+
+class Forgetful(wsync.SharedMemWeightSyncScheme):
+    """Drops every other update, and says that it was delivered."""
+
+    def send(self, weights=None, worker_ids=None):
+        self.calls = vars(self).get("calls", 0) + 1
+        return None if self.calls % 2 == 0 else super().send(weights, worker_ids)
+
+
+def forgetful(case: Case) -> wsync.WeightSyncScheme:
+    return Forgetful(timeout=case.timeout, acknowledge=case.acknowledge)
+
+
+def command(folder: Path, *overrides: str) -> list[str]:
+    return [sys.executable, str(SCRIPT), f"hydra.run.dir={folder}", *TINY, *overrides]
+
+
+def test_a_tiny_run_ends_well(tmp_path):
+    done = subprocess.run(
+        command(tmp_path, "backends=[shared_mem,distributed]"), capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert [(case["kind"], case["backend"]) for case in found["cases"]] == [
+        (kind, backend) for kind in ("send", "update") for backend in ("shared_mem", "distributed")
+    ]
+    for case in found["cases"]:
+        assert (case["status"], case["rounds"], case["wrong"]) == ("ok", 2, 0)
+        assert 0 < case["min_us"] <= case["p50_us"] <= case["p95_us"] <= case["p99_us"]
+        assert case["over_copy"] > 0 and case["gib_s"] > 0
+        assert case["trainer_cpu_us"] > 0 and case["workers_cpu_us"] >= 0
+        assert sum(case["phases_us"].values()) > 0
+        assert [one["who"] for one in case["memory_mib"]] == ["trainer", "worker 0"]
+        assert all(one["resident"] > 50 for one in case["memory_mib"])
+        if case["kind"] == "send":
+            assert case["acting"]["sends"] == 2 and case["acting"]["forwards"] > 0
+            assert case["acting"]["mixed"] == case["acting"]["backwards"] == 0
+    assert (tmp_path / "latency.png").read_bytes().startswith(b"\x89PNG")
+    assert "shared_mem, published" in done.stdout
+
+
+@pytest.mark.parametrize("kind", ["send", "update"])
+def test_a_scheme_that_drops_updates_is_wrong(tmp_path, kind):
+    cfg = BenchConfig(
+        backends=["shared_mem"], mib=[0.01], workers=[2], rounds=4, acting=0, kind=kind, acknowledge="installed"
+    )
+    cfg.policy_mib = [0.018]
+    (row,) = app.bench(cfg, tmp_path, Console(width=160, quiet=True), forgetful)
+    assert row["status"] == "WRONG"
+    assert 4 <= row["wrong"] <= 5  # half of the rounds, the warm ones among them
+    assert "worker 0 saw" in row["wrong_example"] and "worker 1 saw" in row["wrong_example"]
+    assert exit_status([row]) == 1
+
+
+def test_settings_that_cannot_be_are_refused_in_a_line(tmp_path, monkeypatch):
+    for wrong in (
+        BenchConfig(backends=["telepathy"]),
+        BenchConfig(kind="receive"),
+        BenchConfig(tensors="many"),
+        BenchConfig(rounds=0),
+    ):
+        with pytest.raises(BenchError):
+            app.bench(wrong, tmp_path, Console(quiet=True))
+    monkeypatch.setattr(app, "find_spec", lambda name: None)
+    with pytest.raises(BenchError, match=r"pip install -e '\.\[bench\]'"):
+        app.bench(BenchConfig(peer="torchrl"), tmp_path, Console(quiet=True))
+
+
+@pytest.mark.parametrize(("mib", "tensors"), [(0.018, 6), (1.0, 20)])
+def test_policies_have_the_size_that_was_asked_for(mib, tensors):
+    policy = revealing_policy(mib, tensors)
+    assert len(list(policy.parameters())) == tensors
+    assert size_in_bytes(policy) == pytest.approx(mib * 2**20, rel=0.05)
+
+
+def test_a_model_tells_of_every_weight():
+    model = Revealing(0.01, 4)
+    become(model, 3.0)
+    assert model().tolist() == model(False).tolist() == [3.0, 3.0]
+    model.weights[2].data[5] = 4.0
+    assert model().tolist() == [3.0, 4.0]
+
+
+def test_an_interrupt_leaves_no_process(tmp_path):
+    process = subprocess.Popen(
+        command(tmp_path, "backends=[distributed]", "kind=send", "rounds=1000000"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline, found = time.monotonic() + 60, descendants(process.pid)
+    while max(found.values(), default=0) < 4:  # fork server, side, its fork server, worker
+        assert time.monotonic() < deadline
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.1)
+            pytest.fail(str(process.communicate()))
+        found = descendants(process.pid)
+    os.killpg(process.pid, signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, output + errors
+    assert not [pid for pid in found if not ends(pid)]
+    assert (tmp_path / "results.json").exists()
+
+
+def descendants(pid: int, depth: int = 1) -> dict[int, int]:
+    """All processes that descend from ``pid``, and how far."""
+    found: dict[int, int] = {}
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for child in map(int, task.read_text().split()):
+                found |= {child: depth} | descendants(child, depth + 1)
+    return found
+
+
+def ends(pid: int, timeout: float = 15.0) -> bool:
+    """Whether the process ends in time."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], timeout)[0])
+    finally:
+        os.close(descriptor)
