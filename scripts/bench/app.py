@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from bench import ours
-from bench.cases import BenchError
+from bench.cases import BenchError, Case
 from bench.conductor import measure
 from bench.config import BenchConfig, cases, check, register
 from bench.figures import exit_status, figures, row
@@ -28,13 +28,14 @@ from bench.sides import MakeScheme
 from bench.trainer import MakeSide
 
 
-def sides(cfg: BenchConfig, make_scheme: MakeScheme, folder: Path) -> dict[str, MakeSide]:
-    """Who takes part in every case."""
+def sides(cfg: BenchConfig, case: Case, make_scheme: MakeScheme, folder: Path) -> dict[str, MakeSide]:
+    """Who takes part in a case."""
     found: dict[str, MakeSide] = {ours.NAME: partial(ours.make_side, make_scheme=make_scheme)}
     if cfg.peer is not None:
         from bench import peer
 
-        found[cfg.peer] = partial(peer.make_side, log=folder / f"{cfg.peer}.log")
+        if peer.takes_part(case):
+            found[cfg.peer] = partial(peer.make_side, log=folder / f"{cfg.peer}.log")
     return found
 
 
@@ -57,12 +58,12 @@ def bench(
     if cfg.peer is not None and find_spec(cfg.peer) is None:
         raise BenchError(f"peer={cfg.peer} is not installed here: pip install -e '.[bench]'")
     todo, rows = list(cases(cfg)), []
-    took_part = sides(cfg, make_scheme, folder)
     try:
         with Reporter(console, len(todo)) as reporter:
             for case in todo:
                 reporter.begin(case)
-                measured = measure(case, took_part, rounds=cfg.rounds, acting=cfg.acting, seconds=cfg.seconds)
+                part = sides(cfg, case, make_scheme, folder)
+                measured = measure(case, part, rounds=cfg.rounds, acting=cfg.acting, seconds=cfg.seconds)
                 rows.append(row(case, {name: figures(case, one) for name, one in measured.items()}, ours.NAME))
                 reporter.done(case, rows[-1])
     finally:

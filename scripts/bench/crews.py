@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import cloudpickle
 import torch
+from torch.distributed import rpc
 
 import wsync
 from bench.cases import BenchError, Case
@@ -101,8 +102,10 @@ def rpc_crew(case: Case) -> Iterator[ProcessCrew]:
             raise BenchError("a worker ended before it had joined the RPC group")
         try:
             yield ProcessCrew(lines)
-        finally:
-            leave_group()  # as the workers do now
+        except BaseException:
+            leave_group()  # whoever is still there
+            raise
+        rpc.shutdown(timeout=_GRACE)  # together with the workers
     del store
 
 
@@ -130,12 +133,18 @@ def started(case: Case, follow: Follow, group: Address | None = None) -> Iterato
 def _work(line: Connection, case: Case, worker: int, follow: Follow, group: Address | None) -> None:
     """A worker process: until it is dismissed, or hung up on."""
     torch.set_num_threads(1)
-    leave: Callable[[], None] = lambda: None  # noqa: E731
-    if group is not None:
-        from collectors.distributed.rpc_group import join_group, leave_group
-
-        join_group(f"worker{worker}", worker + 1, case.workers + 1, group, case.timeout)
-        leave = leave_group
-    with suppress(EOFError, ConnectionError):
+    with _member(worker, case, group), suppress(EOFError, ConnectionError):
         meet(line, case, worker, follow)
-    leave()
+
+
+@contextmanager
+def _member(worker: int, case: Case, group: Address | None) -> Iterator[None]:
+    """Be in the RPC group, if there is one."""
+    if group is None:
+        yield
+        return
+    from collectors.distributed.rpc_group import join_group
+
+    join_group(f"worker{worker}", worker + 1, case.workers + 1, group, case.timeout)
+    yield
+    rpc.shutdown(timeout=_GRACE)  # if the trainer does not, this process is killed

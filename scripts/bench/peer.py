@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from torchrl import weight_update  # pyright: ignore[reportMissingImports]
 from torchrl.collectors import Collector, MultiSyncCollector  # pyright: ignore[reportMissingImports]
 from torchrl.envs import GymEnv  # pyright: ignore[reportMissingImports]
 
-from bench.cases import BenchError, Case
+from bench.cases import Case
 from bench.crews import started
 from bench.meters import MemoryMeter
 from bench.models import Revealing, become, revealing_policy
@@ -44,19 +43,17 @@ _SCHEMES = {
 }
 
 
-def make_side(case: Case, trainer: int, log: Path) -> AbstractContextManager[Side]:
-    """A ``MakeSide``; what it and its workers write to stderr goes to the end of ``log``.
+def takes_part(case: Case) -> bool:
+    """Whether there is anything to compare: its other schemes work in its collectors only."""
+    return case.kind == "update" or case.backend in ("shared_mem", "multiprocess")
 
-    Raises:
-        BenchError: its scheme does not work without a collector.
-    """
+
+def make_side(case: Case, trainer: int, log: Path) -> AbstractContextManager[Side]:
+    """A ``MakeSide``; what it and its workers write goes to the end of ``log``."""
     with log.open("a") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
-    if case.kind == "update":
-        return _update_side(case, trainer)
-    if case.backend not in ("shared_mem", "multiprocess"):
-        raise BenchError(f"its {case.backend} scheme works in its collector only: kind=update")
-    return _send_side(case, trainer)
+    return _update_side(case, trainer) if case.kind == "update" else _send_side(case, trainer)
 
 
 @contextmanager
@@ -113,49 +110,36 @@ def _update_side(case: Case, trainer: int) -> Iterator[Collecting]:
 
 @contextmanager
 def _collector(case: Case, policy: nn.Module) -> Iterator[Any]:
-    make_env = functools.partial(GymEnv, "CartPole-v1", categorical_action_encoding=True)
-    schemes = {"policy": _SCHEMES[case.backend]()}
-    common: dict[str, Any] = {
+    make_envs = [functools.partial(GymEnv, "CartPole-v1", categorical_action_encoding=True)] * case.workers
+    options: dict[str, Any] = {
         "frames_per_batch": case.frames * case.workers,
         "total_frames": _ENDLESS,
-        "weight_sync_schemes": schemes,
+        "weight_sync_schemes": {"policy": _SCHEMES[case.backend]()},
     }
-    if case.backend in ("shared_mem", "multiprocess"):
-        collector = MultiSyncCollector([make_env] * case.workers, policy, cat_results="stack", **common)
-    else:
-        collector = _remote(case, [make_env] * case.workers, policy, common)
-    with closing(_Closing(collector)):
+    with ExitStack() as stack:
+        if case.backend in ("shared_mem", "multiprocess"):
+            collector = MultiSyncCollector(make_envs, policy, cat_results="stack", **options)
+        else:
+            options |= {"sync": True, "collector_class": Collector}
+            collector = _remote(case.backend, stack)(make_envs, policy, **options)
+        stack.callback(collector.shutdown)
         yield collector
 
 
-def _remote(case: Case, make_envs: list[Any], policy: nn.Module, common: dict[str, Any]) -> Any:
+def _remote(backend: str, stack: ExitStack) -> Callable[..., Any]:
+    """One of its collectors for remote workers; ``stack`` ends what it needs beside it."""
     from torchrl.collectors import distributed  # pyright: ignore[reportMissingImports]
 
-    common |= {"sync": True, "collector_class": Collector}
-    if case.backend == "distributed":
-        return distributed.DistributedCollector(make_envs, policy, launcher="mp", tcp_port=free_port(), **common)
-    if case.backend == "rpc":
+    if backend == "distributed":
+        return functools.partial(distributed.DistributedCollector, launcher="mp", tcp_port=free_port())
+    if backend == "rpc":
         os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
-        return distributed.RPCCollector(make_envs, policy, launcher="mp", tcp_port=free_port(), **common)
-    import ray
+        return functools.partial(distributed.RPCCollector, launcher="mp", tcp_port=free_port())
+    from bench.ray_crew import importing
+    from collectors.distributed.ray_cluster import Cluster
 
-    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}}
-    ray.init(
-        "local", include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False, runtime_env=environment
-    )
-    return distributed.RayCollector(make_envs, policy, remote_configs={"num_cpus": 0}, **common)
-
-
-class _Closing:
-    """Has ``close`` for what has ``shutdown``, and for Ray."""
-
-    def __init__(self, collector: Any) -> None:
-        self._collector = collector
-
-    def close(self) -> None:
-        self._collector.shutdown()
-        if "ray" in sys.modules:
-            sys.modules["ray"].shutdown()
+    stack.enter_context(closing(Cluster("local")))
+    return functools.partial(distributed.RayCollector, remote_configs={"num_cpus": 0, "runtime_env": importing()})
 
 
 def free_port() -> str:

@@ -85,13 +85,13 @@ class RayCrew:
 def ray_crew(case: Case) -> Iterator[RayCrew]:
     """Actors of a cluster of their own."""
     with closing(Cluster("local")), ExitStack() as stack:
-        remote: Any = ray.remote(Hand).options(num_cpus=0, runtime_env={"env_vars": {"PYTHONPATH": _path()}})
+        remote: Any = ray.remote(Hand).options(num_cpus=0, runtime_env=importing())
         actors = [remote.remote(case) for _ in range(case.workers)]
         yield RayCrew(actors, case.timeout, stack)
         for actor in actors:
             ray.kill(actor)
 
 
-def _path() -> str:
-    """Where actors find what this process has imported."""
-    return os.pathsep.join(entry for entry in sys.path if entry)
+def importing() -> dict[str, Any]:
+    """The environment of actors that import what this process can."""
+    return {"env_vars": {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}}
