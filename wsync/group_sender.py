@@ -12,16 +12,14 @@ import os
 import pickle
 import struct
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from wsync.deadlines import wait_readable
 from wsync.errors import SyncTimeout
-from wsync.group import Pair, Work
+from wsync.group import Pair
+from wsync.lanes import Flats, Lane, Parcel
 from wsync.layout import Layout
 from wsync.lines import Lines
 from wsync.transport import Buffer
@@ -31,34 +29,6 @@ from wsync.words import PROTOCOL, Door, Kind, Message
 TRANSACTION = struct.Struct("<Q")
 FormPair = Callable[[int, int, float | None], Pair]
 """``(worker, generation, deadline) -> pair``: the trainer's half of the rendezvous of a pair."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Parcel:
-    kind: Kind
-    version: int
-    payload: bytes
-    slot: int
-
-
-@dataclass(slots=True)
-class _Lane:
-    pair: Pair | None = None
-    under_way: _Parcel | None = None
-    work: Work | None = None  # of the parcel under way; a transfer ends with its handle
-    waiting: deque[_Parcel] = field(default_factory=deque)
-    generation: int = 0
-
-    def append(self, parcel: _Parcel) -> None:
-        """Queue a parcel; news takes the place of older news."""
-        if self.waiting and parcel.kind is Kind.NEWS and self.waiting[-1].kind is Kind.NEWS:
-            self.waiting.pop()
-        self.waiting.append(parcel)
-
-    def clear(self) -> None:
-        """Forget everything that was to be sent."""
-        self.under_way = self.work = None
-        self.waiting.clear()
 
 
 class GroupSender:
@@ -86,14 +56,12 @@ class GroupSender:
         self._num_workers = num_workers
         self._form_pair = form_pair
         self._let_go = close
-        self._device = device
         self._greet = greet
         self._layout: Layout | None = None
-        self._lanes = [_Lane() for _ in range(num_workers)]
-        self._slots: list[tuple[Tensor, Sequence[Tensor]]] = []
-        self._reserved: set[int] = set()
-        self._latest: _Parcel | None = None  # for who joins late
-        self._staged: dict[int, _Parcel] = {}  # transaction -> what was staged last
+        self._lanes = [Lane() for _ in range(num_workers)]
+        self._flats = Flats(device)
+        self._latest: Parcel | None = None  # for who joins late
+        self._staged: dict[int, Parcel] = {}  # transaction -> what was staged last
         self._lock = threading.RLock()
         self._courier: threading.Thread | None = None
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
@@ -165,7 +133,7 @@ class GroupSender:
         parcel = lane.under_way = lane.waiting.popleft()
         self._lines.say(worker, Message(parcel.kind, worker, parcel.version, parcel.payload))
         try:
-            lane.work = lane.pair.send(self._slots[parcel.slot][0])
+            lane.work = lane.pair.send(self._flats.flat(parcel))
         except RuntimeError as error:
             while self._lines.read(0.0):  # it may have said why
                 pass
@@ -177,39 +145,28 @@ class GroupSender:
     def reserve(self, workers: Collection[int], deadline: float | None) -> Buffer:
         """A buffer that is not on its way to anybody, nor to be."""
         with self._lock:
-            layout = self._layout
-            assert layout is not None, "prepare() comes first"
-            taken = self._taken()
-            slot = next((slot for slot in range(len(self._slots)) if slot not in taken), len(self._slots))
-            if slot == len(self._slots):
-                flat = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self._device)
-                self._slots.append((flat, layout.views(flat)))
-            self._reserved.add(slot)
-            return Buffer(self._slots[slot][1], slot)
-
-    def _taken(self) -> set[int]:
-        parcels = [*self._staged.values(), *(lane.under_way for lane in self._lanes), self._latest]
-        parcels += [parcel for lane in self._lanes for parcel in lane.waiting]
-        return self._reserved | {parcel.slot for parcel in parcels if parcel is not None}
+            assert self._layout is not None, "prepare() comes first"
+            parcels = (parcel for lane in self._lanes for parcel in lane.parcels)
+            return self._flats.reserve(self._layout, (self._latest, *self._staged.values(), *parcels))
 
     def release(self, buffers: Sequence[Buffer]) -> None:
         """Free buffers that were reserved and not published."""
         with self._lock:
-            self._reserved.difference_update(buffer.slot for buffer in buffers)
+            self._flats.reserved.difference_update(buffer.slot for buffer in buffers)
 
     # --- updates ---
 
     def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
         """Send a packed buffer to workers who are ready for it; others get it, or a newer one, when they are."""
-        self._latest = _Parcel(Kind.NEWS, version, extra, buffer.slot)
+        self._latest = Parcel(Kind.NEWS, version, extra, buffer.slot)
         self._dispatch(self._latest, workers)
 
-    def _dispatch(self, parcel: _Parcel, workers: Collection[int]) -> None:
+    def _dispatch(self, parcel: Parcel, workers: Collection[int]) -> None:
         with self._lock:
             for worker in workers:
                 self._lanes[worker].append(parcel)
                 self._move_on(worker)
-            self._reserved.discard(parcel.slot)
+            self._flats.reserved.discard(parcel.slot)
             if self._courier is None and self._somebody_waits():
                 self._courier = threading.Thread(target=self._carry, name="wsync-courier", daemon=True)
                 self._courier.start()
@@ -232,7 +189,7 @@ class GroupSender:
 
     def stage(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
         """Send a packed buffer for workers to check and keep."""
-        parcel = _Parcel(Kind.STAGE, version, TRANSACTION.pack(transaction) + extra, buffer.slot)
+        parcel = Parcel(Kind.STAGE, version, TRANSACTION.pack(transaction) + extra, buffer.slot)
         self._staged[transaction] = parcel
         self._dispatch(parcel, workers)
 
@@ -241,7 +198,7 @@ class GroupSender:
         with self._lock:
             staged = self._staged.pop(transaction)
             extra = staged.payload[TRANSACTION.size :]
-            self._latest = _Parcel(Kind.NEWS, staged.version, extra, staged.slot)
+            self._latest = Parcel(Kind.NEWS, staged.version, extra, staged.slot)
             for worker in workers:
                 self._lines.say(worker, Message(Kind.DECIDE, worker, version, TRANSACTION.pack(transaction)))
 
@@ -251,13 +208,8 @@ class GroupSender:
             if self._staged.pop(transaction, None) is None:
                 return
             for worker in workers:
-                lane = self._lanes[worker]
                 mark = TRANSACTION.pack(transaction)
-                lane.waiting = deque(
-                    parcel
-                    for parcel in lane.waiting
-                    if parcel.kind is not Kind.STAGE or not parcel.payload.startswith(mark)
-                )
+                self._lanes[worker].drop(mark)
                 self._lines.say(worker, Message(Kind.DROP, worker, payload=mark))
 
     def collect(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
@@ -275,7 +227,7 @@ class GroupSender:
             os.eventfd_write(self._wake, 1)
             self._lines.close()
             self._let_go()
-            self._slots.clear()
+            self._flats.clear()
         if courier is not None:
             courier.join()
         os.close(self._wake)

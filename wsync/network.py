@@ -165,7 +165,9 @@ def listen_on(host: str) -> socket.socket:
     try:
         return socket.create_server((host, 0), family=family, backlog=128)
     except OSError as error:
-        raise NotConnected(f"cannot listen on host={host}, which has to be an address of this machine: {error}") from error
+        raise NotConnected(
+            f"cannot listen on host={host}, which has to be an address of this machine: {error}"
+        ) from error
 
 
 def dial(endpoint: NetEndpoint, worker: int, deadline: float | None, more: bytes = b"") -> NetLine:

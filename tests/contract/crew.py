@@ -46,6 +46,9 @@ class Host:
         self.schemes[model_id], self.models[model_id] = scheme, model
         scheme.init_on_receiver(model_id, model=model, worker_idx=worker)
 
+    def ready(self) -> None:
+        """Be there."""
+
     def connect(self, model_id: str = "policy") -> int:
         self.schemes[model_id].connect()
         return self.schemes[model_id].version
@@ -209,6 +212,8 @@ class Crew:
             from rpc_crew import invitations
 
             self.workers = [ProcessRemote(context, invitation) for invitation in invitations(count)]
+            for worker in self.workers:
+                worker.call("ready")  # a session that is being joined does not survive the death of a member
         else:
             self.workers = [ProcessRemote(context) for _ in range(count)]
 

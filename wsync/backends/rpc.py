@@ -13,7 +13,9 @@ from wsync.group_sender import GroupSender
 from wsync.network_ends import device_of
 from wsync.ports import SenderPort
 from wsync.receiver_thread import Told
-from wsync.rpc_lines import RpcDoor, WorkerLine, own_name
+from wsync.rpc_calls import own_name
+from wsync.rpc_trainer import RpcDoor
+from wsync.rpc_worker import WorkerLine
 from wsync.scheme import WeightSyncScheme
 from wsync.words import Line
 

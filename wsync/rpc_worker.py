@@ -1,0 +1,119 @@
+"""A worker's end of a line that is made of RPC calls, with no thread of its own: calls bring what there is to do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from torch.distributed import rpc
+
+from wsync.errors import NotConnected
+from wsync.identity import identity
+from wsync.receiver_thread import Told
+from wsync.rpc_calls import Inbox, hear, knock, own_name, servers
+from wsync.words import PROTOCOL, Message
+
+_GOODBYE = 5.0  # seconds
+
+
+class WorkerLine:
+    """A worker's end of the line to its trainer (a ``Line``).
+
+    Args:
+        key: of the trainer's door.
+        trainer: the name by which RPC knows the trainer.
+        worker: this worker's index.
+    """
+
+    def __init__(self, key: str, trainer: str, worker: int) -> None:
+        self.peer = f"RPC worker '{trainer}'"
+        self._end = (key, worker)
+        self._trainer = trainer
+        self._inbox = Inbox()
+        self._order = threading.Lock()  # one call is served at a time
+        self._heard = 0
+        self._early: dict[int, Message] = {}
+        self._told: Told | None = None
+        self._saying = threading.Lock()
+        self._reply: list[bytes] | None = None  # of the call that is being served
+        servers[self._end] = self
+        name = own_name()
+        try:
+            rpc.rpc_sync(trainer, knock, args=(key, worker, PROTOCOL, name, identity()), timeout=_GOODBYE)
+        except RuntimeError as error:
+            self.close()
+            cause = f"the sender '{trainer}' is gone, has been shut down, or has another name: {error}"
+            raise NotConnected(f"worker {worker}: {cause}") from error
+
+    @property
+    def signs(self) -> Sequence[int]:
+        """The inbox's descriptor."""
+        return (self._inbox.fileno(),)
+
+    def fileno(self) -> int:
+        """The inbox's descriptor."""
+        return self._inbox.fileno()
+
+    def serve(self, number: int, message: Message) -> list[bytes]:
+        """Do what the trainer said, in the order in which it was said; what there is to reply."""
+        with self._order:
+            self._early[number] = message
+            while (following := self._early.pop(self._heard + 1, None)) is not None:
+                self._heard += 1
+                self._inbox.put(following)
+            return self._heed()
+
+    def _heed(self) -> list[bytes]:
+        if self._told is None:
+            return []
+        with self._saying:
+            self._reply = []
+        try:
+            while self._inbox.waiting and self._told is not None:
+                if not self._told.heed():
+                    self._told = None
+        finally:
+            with self._saying:
+                reply, self._reply = self._reply, None
+        return reply or []
+
+    def attach(self, receiver: Told) -> None:
+        """From now on calls are served as they come; and now, what has come meanwhile."""
+        with self._order:
+            self._told = receiver
+            replies = self._heed()
+        for reply in replies:
+            self._tell(reply)
+
+    def detach(self) -> None:
+        """Serve no more."""
+        self._told = None
+
+    def send(self, message: Message) -> None:
+        """Say it in reply to the call that is being served, or by a call to the trainer."""
+        data = message.pack()
+        with self._saying:
+            if self._reply is not None:
+                self._reply.append(data)
+                return
+        self._tell(data)
+
+    def _tell(self, data: bytes) -> None:
+        try:
+            arguments = (*self._end, own_name(), data)
+            rpc.rpc_async(self._trainer, hear, args=arguments, timeout=_GOODBYE)
+        except (RuntimeError, NotConnected) as error:
+            raise ConnectionError(f"{self.peer} cannot be called: {error}") from error
+
+    def call(self, message: Message) -> None:
+        """Send."""
+        self.send(message)
+
+    def receive(self) -> Message | None:
+        """The next message."""
+        return self._inbox.get()
+
+    def close(self) -> None:
+        """Hang up; harmless when repeated."""
+        servers.pop(self._end, None)
+        self._inbox.close()
