@@ -24,6 +24,14 @@ BACKENDS: dict[str, Callable[..., wsync.WeightSyncScheme]] = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_cluster_is_left() -> Iterator[None]:
+    """Other tests begin without Ray."""
+    yield
+    if "ray_crew" in sys.modules:
+        sys.modules["ray_crew"].dismiss()
+
+
 WORKERS = {"rpc": "rpc", "ray": "ray"}  # of another kind than plain processes
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,12 +59,19 @@ class RayRemote(Remote):
             os.close(self.process.sentinel)
 
 
+def dismiss() -> None:
+    """End the cluster, and all actors with it."""
+    for remote in _idle:
+        os.close(remote.process.sentinel)
+    _idle.clear()
+    ray.shutdown()
+
+
 def hire(count: int) -> list[Remote]:
     """``count`` actors."""
     if not ray.is_initialized():
         here = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}}  # actors unpickle what is written here
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error", runtime_env=here)
-        atexit.register(ray.shutdown)
     hired: list[Any] = [_idle.pop() for _ in range(min(count, len(_idle)))]
     fresh = [RayRemote() for _ in range(count - len(hired))]
     return [*hired, *(remote.ready() for remote in fresh)]
