@@ -36,8 +36,12 @@ from learning.progress import Progress as Counters
 from learning.reporting.console import microseconds, number
 from learning.stop import StopRequest
 
-NEXT_OBSERVATION, REWARD = ("next", "observation"), ("next", "reward")
-KEYS: dict[str, Any] = {"in_keys": [REWARD, NEXT_OBSERVATION], "out_keys": [REWARD]}
+Where = StrEnum("Where", ["ray", "local"])
+PPO_SETTINGS: dict[str, Any] = {
+    "epochs": 4, "minibatch_size": 512, "lr": 1e-3, "entropy_coef": 0.003, "reward_scale": 5.0,
+    "normalize_advantage": False,  # it would blow up the critic's errors where there is no reward: the car drifts
+}  # fmt: skip
+KEYS: dict[str, Any] = {"in_keys": [("next", "reward"), ("next", "observation")], "out_keys": [("next", "reward")]}
 
 
 class GoalOnly(gym.Wrapper):
@@ -60,21 +64,19 @@ class Curiosity(nn.Module):
 
     Args:
         scale: the bonus of an error as large as their root mean square over all frames so far, which is ``spread``.
-        width: of hidden layers.
-        features: how many numbers are predicted.
     """
 
     spread: Tensor
 
-    def __init__(self, scale: float, width: int = 64, features: int = 32) -> None:
+    def __init__(self, scale: float) -> None:
         super().__init__()
         self.scale = scale
-        self.target, self.predictor = (_network(width, features) for _ in range(2))
-        self.target.requires_grad_(False)
-        for layer in self.target:  # a target that varies over the unit square is not guessed from a part of it
-            if isinstance(layer, nn.Linear):
-                nn.init.orthogonal_(layer.weight, 2.0**0.5)
-                nn.init.uniform_(layer.bias, -1.0, 1.0)
+        first, second, third = nn.Linear(2, 64), nn.Linear(64, 64), nn.Linear(64, 32)
+        for layer in (first, second, third):  # a target that varies a lot is not guessed from a part of it
+            nn.init.orthogonal_(layer.weight, 2.0**0.5)
+            nn.init.uniform_(layer.bias, -1.0, 1.0)
+        self.target = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), third).requires_grad_(False)
+        self.predictor = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
         self.register_buffer("spread", torch.ones(()))
         self.square_sum, self.count = 0.0, 0  # the trainer's alone
 
@@ -102,17 +104,6 @@ class Curiosity(nn.Module):
             optimizer.step()
 
 
-def _network(width: int, features: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, features))
-
-
-class Where(StrEnum):
-    """Where the environments' curiosity is."""
-
-    ray = "ray"
-    local = "local"
-
-
 @dataclass(frozen=True)
 class Crew:
     """The workers, and the way to them."""
@@ -129,12 +120,8 @@ def local_crew(policy: nn.Module, curiosity: Curiosity, num_envs: int, **options
     names = {"policy": policy, "env.transform[0].module": curiosity}
     schemes: dict[str, wsync.WeightSyncScheme] = {name: wsync.SharedMemWeightSyncScheme() for name in names}
     with MultiSyncCollector([make_env] * 2, policy, weight_sync_schemes=schemes, **options) as collector:
-        scheme, other = schemes.values()
-        yield Crew(
-            collector,
-            {"policy": scheme, "curiosity": other},
-            lambda: collector.update_policy_weights_(weights_dict=names),
-        )
+        told = dict(zip(["policy", "curiosity"], schemes.values(), strict=True))
+        yield Crew(collector, told, lambda: collector.update_policy_weights_(weights_dict=names))
 
 
 @contextmanager
@@ -171,35 +158,36 @@ def main(
     torch.manual_seed(seed)
     space = GymEnv(mountain_car)
     policy, curiosity = make_policy(2, space.action_spec), Curiosity(scale)
-    learner = PPO(
-        policy, make_critic(2), epochs=4, minibatch_size=512, lr=1e-3, entropy_coef=0.01, anneal_frames=frames
-    )
+    learner = PPO(policy, make_critic(2), **PPO_SETTINGS)
     optimizer = torch.optim.Adam(curiosity.predictor.parameters(), lr=1e-3)
     curiosity.observe(space.rollout(2000).get("observation"))  # how large an error is, to begin with
 
     counters, bonuses = Counters(), list[float]()
-    bar = Progress(
-        TextColumn("frames"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[told]}")
-    )
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[told]}")
     crew_of = local_crew if transform is Where.local else ray_crew
-    with StopRequest() as stop, crew_of(policy, curiosity, num_envs, frames_per_batch=batch) as crew, bar:
-        task = bar.add_task("", total=frames, told="")
+    with (
+        StopRequest() as stop,
+        crew_of(policy, curiosity, num_envs, frames_per_batch=batch) as crew,
+        Progress(*columns) as bar,
+    ):
+        task, scheme = bar.add_task("", total=frames, told=""), crew.schemes["policy"]
         crew.collector.set_seed(seed)
         counters.begin()
         while counters.frames < frames and not stop.requested:
             rows = next(crew.collector)
-            counters.collected(rows, crew.schemes["policy"].version)
+            counters.collected(rows, scheme.version)
             step = rows.get("next")
             bonuses.append((step.get("reward") - step.get("terminated").float()).mean().item())
             stats = learner.update(rows)
-            seen = step.get("observation").flatten(0, 1)
+            seen = step.get("observation").flatten(0, -2)
             curiosity.observe(seen)
             curiosity.learn(seen, optimizer)
             crew.send()
-            row = counters.synchronised(stats, crew.schemes["policy"].metrics, crew.schemes["policy"].version)
+            row = counters.synchronised(stats, scheme.metrics, scheme.version)
             told = f"goals {number(row.episode_return_mean_100, 2)}  bonus {bonuses[-1]:.4f}"
             bar.update(task, completed=min(counters.frames, frames), told=told)
-        Console().print(table(transform, counters, bonuses, crew))
+        if bonuses:
+            Console().print(table(transform, counters, bonuses, crew))
     raise typer.Exit(stop.exit_status)
 
 
