@@ -39,5 +39,9 @@ WORKERS = {"rpc": "rpc", "ray": "ray"}  # of another kind than plain processes
 def make_scheme(request: pytest.FixtureRequest) -> Iterator[Callable[..., wsync.WeightSyncScheme]]:
     """Makes a scheme of each backend in turn; ``crew`` then has the workers that it needs."""
     crew.current_kind = WORKERS.get(request.param, "process")
+    if crew.current_kind == "ray":
+        import ray_crew  # Ray takes seconds to start: for those who need it
+
+        ray_crew.begin()
     yield BACKENDS[request.param]
     crew.current_kind = "process"

@@ -67,11 +67,15 @@ def dismiss() -> None:
     ray.shutdown()
 
 
-def hire(count: int) -> list[Remote]:
-    """``count`` actors."""
+def begin() -> None:
+    """Have a cluster."""
     if not ray.is_initialized():
         here = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}}  # actors unpickle what is written here
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error", runtime_env=here)
+
+
+def hire(count: int) -> list[Remote]:
+    """``count`` actors."""
     hired: list[Any] = [_idle.pop() for _ in range(min(count, len(_idle)))]
     fresh = [RayRemote() for _ in range(count - len(hired))]
     return [*hired, *(remote.ready() for remote in fresh)]
