@@ -89,7 +89,7 @@ def main(composed: DictConfig) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as tidily as Ctrl-C
     folder, console = Path(HydraConfig.get().runtime.output_dir), Console()
     if not console.is_terminal:
-        console = Console(width=160)
+        console = Console(width=180)
     cfg = OmegaConf.to_object(composed)
     assert isinstance(cfg, BenchConfig)
     try:

@@ -22,7 +22,7 @@ _QUIET = 0.2  # seconds of forwards without any update, to know how long one tak
 
 def meet(line: Connection, case: Case, worker: int, follow: Follow) -> None:
     """Say that this worker is there, follow the trainer, and obey until it has had enough."""
-    model = Revealing(case.mib, case.tensors)
+    model = Revealing(case.mib, case.tensors, -1.0)
     line.send(os.getpid())
     leave = follow(line, model, worker)
     line.send("connected")

@@ -23,12 +23,13 @@ class Revealing(nn.Module):
     Args:
         mib: MiB of all weights together.
         tensors: how many, all of one size.
+        value: of all weights at first. They are written, so that their memory is there.
     """
 
-    def __init__(self, mib: float, tensors: int) -> None:
+    def __init__(self, mib: float, tensors: int, value: float) -> None:
         super().__init__()
         numel = max(1, int(mib * 2**20 / 4 / tensors))
-        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(numel)) for _ in range(tensors))
+        self.weights = nn.ParameterList(nn.Parameter(torch.full((numel,), value)) for _ in range(tensors))
 
     def forward(self, whole: bool = True) -> Tensor:
         """The smallest and the largest weight, or (if not ``whole``) the first and the last one: ``float32[2]``."""

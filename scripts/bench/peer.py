@@ -58,7 +58,7 @@ def make_side(case: Case, trainer: int, log: Path) -> AbstractContextManager[Sid
 
 @contextmanager
 def _send_side(case: Case, trainer: int) -> Iterator[Standalone]:
-    scheme, model = _SCHEMES[case.backend](), Revealing(case.mib, case.tensors)
+    scheme, model = _SCHEMES[case.backend](), Revealing(case.mib, case.tensors, 0.0)
     first: Any = TensorDict.from_module(copy.deepcopy(model))
     scheme.init_on_sender(
         model_id="policy",

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 Row = dict[str, Any]
 _INK, _MUTED = "#1f2933", "#7b8794"
@@ -51,16 +51,18 @@ def _latency(ax: Axes, kind: str, rows: Sequence[Row]) -> None:
         sizes = [row["mib"] for row in mine]
         for row in mine:
             copies.setdefault(row["mib"], []).append(row["copy_p50_us"])
-        ax.plot(sizes, [row["p50_us"] for row in mine], marker="o", markersize=4, color=_COLORS[label], label=label)
-        spread = [row["p95_us"] for row in mine]
-        ax.fill_between(sizes, [row["p50_us"] for row in mine], spread, color=_COLORS[label], alpha=0.12, linewidth=0)
+        middle, tail, color = [row["p50_us"] for row in mine], [row["p95_us"] for row in mine], _COLORS[label]
+        ax.plot(sizes, middle, marker="o", markersize=4, color=color, label=label)
+        ax.fill_between(sizes, middle, tail, color=color, alpha=0.12, linewidth=0)
         beside = [(row["mib"], row["peer"]["p50_us"]) for row in mine if "p50_us" in row.get("peer", {})]
         if beside:
-            ax.plot(*zip(*beside, strict=True), marker="x", color=_COLORS[label], linestyle=":", linewidth=1)
+            ax.plot(*zip(*beside, strict=True), marker="x", color=color, linestyle=":", linewidth=1)
     plain = sorted((size, sorted(times)[len(times) // 2]) for size, times in copies.items())
     ax.plot(*zip(*plain, strict=True), color=_INK, linestyle="--", marker=".", label="a plain copy")
-    ax.set(xscale="log", yscale="log", xlabel="weights, MiB", ylabel="latency, µs (to p95: shaded; peer: dotted)")
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    ax.set(xscale="log", yscale="log", xlabel="weights, MiB", ylabel="median, µs (shaded up to p95; peer dotted)")
+    ax.set_xticks(sorted(copies), [f"{size:g}" for size in sorted(copies)])
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_minor_formatter(NullFormatter())
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
     _dress(ax, f"{_TITLES[kind]}, workers: {workers}")
     ax.legend(frameon=False, fontsize=8)
@@ -75,8 +77,10 @@ def _ratios(ax: Axes, rows: Sequence[Row]) -> None:
     ax.set(xscale="log", xlabel=f"{rows[0]['peer']['name']}'s p50 over ours")
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     ax.invert_yaxis()
+    ax.xaxis.set_minor_formatter(NullFormatter())
     _dress(ax, "beside the peer, in alternation")
     ax.tick_params(axis="y", labelsize=7)
+    ax.margins(x=0.12)
 
 
 def _dress(ax: Axes, title: str) -> None:

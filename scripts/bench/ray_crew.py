@@ -32,7 +32,7 @@ class Hand:
 
     def __init__(self, case: Case) -> None:
         torch.set_num_threads(1)
-        self.policy = Revealing(case.mib, case.tensors)
+        self.policy = Revealing(case.mib, case.tensors, -1.0)
 
     def pid(self) -> int:
         """Of its process."""

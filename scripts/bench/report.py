@@ -80,10 +80,10 @@ def show(console: Console, rows: Sequence[Row]) -> None:
         if chosen:
             console.print(_table(title, chosen, console.width >= _WIDE))
     console.print(
-        "Times in µs. copy: ratio of p50 to a plain copy of the same bytes, in turn in the same process. "
-        "CPU: of the trainer and of all workers, until the call returned. mem: growth of the peak, of the trainer and "
-        "of the largest worker, MiB. pause: how much later than usual a forward with new weights ended, in workers "
-        "that do nothing but forward.",
+        "Times in µs, or in ms where it says so. copy: ratio of p50 to a plain copy of the same bytes, in turn in the "
+        "same process. CPU: of the trainer and of all workers, until the call returned. mem: growth of the peak, of "
+        "the trainer and of the largest worker, MiB. pause: how much later than usual a forward with new weights "
+        "ended, in workers that do nothing but forward.",
         style="dim",
         highlight=False,
     )
@@ -130,7 +130,9 @@ def _memory(row: Row) -> str:
 
 def _cell(row: Row, key: str, digits: int = 0) -> str:
     value = row.get(key)
-    return "–" if value is None else f"{value:,.{digits}f}"
+    if value is None:
+        return "–"
+    return f"{value:,.{digits}f}" if value < 1e4 else f"{value / 1e3:,.1f} ms"
 
 
 def us(value: float) -> str:

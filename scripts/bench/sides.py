@@ -121,7 +121,7 @@ def named(pids: Any) -> dict[str, int]:
 def send_side(case: Case, make_scheme: MakeScheme, trainer: int) -> Iterator[Standalone]:
     """Send by a scheme alone."""
     with _crew(case) as crew:
-        model, scheme = Revealing(case.mib, case.tensors), make_scheme(case)
+        model, scheme = Revealing(case.mib, case.tensors, 0.0), make_scheme(case)
         pids = named(crew.pids)
         memory = MemoryMeter({"trainer": trainer, **pids})
         with scheme:

@@ -16,7 +16,7 @@ import torch
 
 from bench.cases import BenchError, Case, Round
 from bench.meters import cpu_seconds
-from bench.models import become, size_in_bytes
+from bench.models import become
 from bench.sides import Side
 
 MakeSide = Callable[[Case, int], AbstractContextManager[Side]]
@@ -50,13 +50,13 @@ class Rounds:
 
     Args:
         side: makes them.
+        copy: is timed in turn with them.
         interrupted: whether to make no more.
     """
 
-    def __init__(self, side: Side, interrupted: Callable[[], bool]) -> None:
-        self._side, self._interrupted = side, interrupted
+    def __init__(self, side: Side, copy: PlainCopy, interrupted: Callable[[], bool]) -> None:
+        self._side, self._copy, self._interrupted = side, copy, interrupted
         self._value = 0
-        self._copy = PlainCopy(size_in_bytes(side.model))
 
     def run(self, count: int, seconds: float) -> list[Round]:
         """Do ``count`` of them, or as many as can be begun in so many seconds."""
@@ -99,8 +99,9 @@ def main(line: Connection, make: bytes, case: Case) -> None:
     torch.set_num_threads(1)
     try:
         make_side: MakeSide = cloudpickle.loads(make)
+        copy = PlainCopy(int(case.mib * 2**20))  # before memory is watched
         with make_side(case, os.getpid()) as side:
-            _serve(line, side)
+            _serve(line, Rounds(side, copy, line.poll), side)
         line.send("ended")
     except (BrokenPipeError, EOFError):
         return  # the conductor has hung up
@@ -109,8 +110,7 @@ def main(line: Connection, make: bytes, case: Case) -> None:
         line.send(Failure(f"{kind}{error}", traceback.format_exc()))
 
 
-def _serve(line: Connection, side: Side) -> None:
-    rounds = Rounds(side, line.poll)
+def _serve(line: Connection, rounds: Rounds, side: Side) -> None:
     line.send("ready")
     while True:
         command, number, seconds = line.recv()

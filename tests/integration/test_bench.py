@@ -105,7 +105,7 @@ def test_policies_have_the_size_that_was_asked_for(mib, tensors):
 
 
 def test_a_model_tells_of_every_weight():
-    model = Revealing(0.01, 4)
+    model = Revealing(0.01, 4, 0.0)
     become(model, 3.0)
     assert model().tolist() == model(False).tolist() == [3.0, 3.0]
     model.weights[2].data[5] = 4.0
