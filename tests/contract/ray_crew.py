@@ -71,7 +71,8 @@ def begin() -> None:
     """Have a cluster."""
     if not ray.is_initialized():
         here = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}}  # actors unpickle what is written here
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error", runtime_env=here)
+        options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error", "runtime_env": here}
+        ray.init("local", num_cpus=2, **options)
 
 
 def hire(count: int) -> list[Remote]:
