@@ -6,7 +6,8 @@ from contextlib import AbstractContextManager
 
 import wsync
 from bench.cases import Case
-from bench.sides import MakeScheme, Side, send_side, update_side
+from bench.collecting import update_side
+from bench.sides import MakeScheme, Side, send_side
 
 NAME = "wsync"
 

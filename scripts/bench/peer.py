@@ -27,10 +27,11 @@ from torchrl.collectors import Collector, MultiSyncCollector  # pyright: ignore[
 from torchrl.envs import GymEnv  # pyright: ignore[reportMissingImports]
 
 from bench.cases import Case
+from bench.collecting import Collecting
 from bench.crews import started
 from bench.meters import MemoryMeter
 from bench.models import Revealing, become, revealing_policy
-from bench.sides import Collecting, Side, Standalone, given, named
+from bench.sides import Side, Standalone, given, named
 
 VERSION: str = torchrl.__version__
 _ENDLESS = 10**12

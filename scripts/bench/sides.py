@@ -1,9 +1,7 @@
-"""Our side of a case: a trainer that sends by itself, or by a collector."""
+"""A side of a case: a trainer with its workers. Here: one that sends by a scheme alone."""
 
 from __future__ import annotations
 
-import copy
-import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -16,8 +14,7 @@ import wsync
 from bench.cases import Acting, Case
 from bench.crews import Crew, Lines, process_crew, rpc_crew
 from bench.meters import MemoryMeter
-from bench.models import Revealing, become, revealing_policy
-from collectors import BaseCollector, GymEnv, MultiSyncCollector
+from bench.models import Revealing, become
 
 MakeScheme = Callable[[Case], wsync.WeightSyncScheme]
 _PACE = 0.002  # seconds between updates to workers that forward in a tight loop
@@ -144,78 +141,3 @@ def _crew(case: Case) -> AbstractContextManager[Crew]:
 
         return ray_crew(case)
     return process_crew(case)
-
-
-class Collecting:
-    """Workers of a collector, which act in CartPole between updates.
-
-    Args:
-        case: what is measured.
-        model: the trainer's, apart from what the collector was given.
-        next_batch: the next one, by all workers.
-        deliver: sends ``model``.
-        trainer: process.
-    """
-
-    def __init__(
-        self,
-        case: Case,
-        model: nn.Module,
-        next_batch: Callable[[], Any],
-        deliver: Callable[[], Mapping[str, float]],
-        trainer: int,
-    ) -> None:
-        self.model, self.send = model, deliver
-        self._next, self._workers = next_batch, case.workers
-        processes = sorted(set(self._next()["process"].flatten().tolist()))
-        self.pids: Mapping[str, int] = named(processes)
-        self.memory = MemoryMeter({"trainer": trainer, **self.pids})
-
-    def wrong(self, value: float) -> str:
-        """See Side: of the next batch, every frame of every worker."""
-        batch = self._next()
-        reveal, process = batch["reveal"].reshape(-1, 2), batch["process"].flatten()
-        seen = {}
-        for worker, pid in enumerate(self.pids.values()):
-            frames = reveal[process == pid]
-            if not len(frames):
-                return f"worker {worker} has no frame in the batch"
-            seen[worker] = (frames[:, 0].min().item(), frames[:, 1].max().item())
-        return tell_wrong(value, seen)
-
-    def act(self, first: int, sends: int) -> None:
-        """See Side: between batches workers do not act."""
-
-
-@contextmanager
-def update_side(case: Case, make_scheme: MakeScheme, trainer: int) -> Iterator[Collecting]:
-    """Update the workers of a collector, between its batches."""
-    scheme, policy = make_scheme(case), revealing_policy(case.mib, case.tensors)
-    collector = _collector(case.backend)(
-        [functools.partial(GymEnv, "CartPole-v1")] * case.workers,
-        policy,
-        frames_per_batch=case.frames * case.workers,
-        weight_sync_schemes={"policy": scheme},
-    )
-    with collector:
-        model = copy.deepcopy(policy)
-        become(model, 0.0)
-
-        def deliver() -> Mapping[str, float]:
-            collector.update_policy_weights_(given(case, model))
-            report = scheme.metrics.last
-            return {} if report is None else report.phases
-
-        deliver()
-        yield Collecting(case, model, lambda: next(collector), deliver, trainer)
-
-
-def _collector(backend: str) -> Callable[..., BaseCollector]:
-    from collectors import distributed
-
-    found: dict[str, Callable[[], Callable[..., BaseCollector]]] = {
-        "distributed": lambda: distributed.DistributedCollector,
-        "rpc": lambda: distributed.RPCCollector,
-        "ray": lambda: distributed.RayCollector,
-    }
-    return found[backend]() if backend in found else MultiSyncCollector
