@@ -101,8 +101,6 @@ class Core:
     def _connect(self) -> None:
         for scheme in self._schemes.values():
             scheme.connect(worker_idx=self._worker_idx)
-            if not isinstance(scheme, wsync.NoWeightSyncScheme):
-                scheme.receiver.quiet()  # it acts through the gate alone
         followed = policy_scheme(self._schemes)
         if followed is not None:
             self._actor.follow(followed)
