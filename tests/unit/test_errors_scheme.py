@@ -20,7 +20,7 @@ def test_worker_errors_cross_processes() -> None:
     assert (error.workers, error.version, str(error)) == ({1: "killed"}, 3, "worker 1 died")
 
 
-@pytest.mark.parametrize("name", ["shared_mem", "multiprocess", "none"])
+@pytest.mark.parametrize("name", ["shared_mem", "multiprocess", "distributed", "rpc", "ray", "none"])
 def test_from_backend(name: str) -> None:
     scheme = wsync.WeightSyncScheme.from_backend(name, strategy="state_dict", timeout=3.0)
     assert scheme.name == name and scheme.timeout == 3.0 and scheme.strategy.extract_as == "state_dict"
@@ -29,7 +29,7 @@ def test_from_backend(name: str) -> None:
 
 
 def test_bad_options() -> None:
-    with pytest.raises(ValueError, match="multiprocess, none, shared_mem"):
+    with pytest.raises(ValueError, match="distributed, multiprocess, none, ray, .*rpc, shared_mem"):
         wsync.WeightSyncScheme.from_backend("carrier_pigeon")
     with pytest.raises(ValueError, match="timeout"):
         wsync.SharedMemWeightSyncScheme(timeout=0)
