@@ -29,7 +29,7 @@ def test_from_backend(name: str) -> None:
 
 
 def test_bad_options() -> None:
-    with pytest.raises(ValueError, match="distributed, multiprocess, none, ray, .*rpc, shared_mem"):
+    with pytest.raises(ValueError, match=r"distributed, multiprocess, none, ray, .*rpc, shared_mem"):
         wsync.WeightSyncScheme.from_backend("carrier_pigeon")
     with pytest.raises(ValueError, match="timeout"):
         wsync.SharedMemWeightSyncScheme(timeout=0)
