@@ -26,7 +26,7 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from wsync import mutex
 from wsync.errors import WeightSyncError
 from wsync.layout import Layout
 from wsync.mutex import Mutex
+from wsync.packing import Buffer
 
 _PAGE = mmap.PAGESIZE
 _SLOTS = 1024  # at the most
@@ -57,13 +58,14 @@ class Arena:
         self._layout = layout
         self._span = -(-layout.nbytes // _PAGE) * _PAGE
         self._base = -(-(workers * _BLOCK + _SLOTS * 8) // _PAGE) * _PAGE
-        self._views: list[tuple[Tensor, ...]] = []
+        self._buffers: list[Buffer] = []
         self.fds = fds or self._create()
         control = mmap.mmap(self.fds[0], self._base)
         self._words = memoryview(control).cast("q")
         address = ctypes.addressof(ctypes.c_char.from_buffer(control))
         self._extra_sizes = workers * _BLOCK // 8
-        self.switches = [Switch(self._words, address + w * _BLOCK, w * _BLOCK // 8) for w in range(workers)]
+        self._blocks = [w * _BLOCK // 8 for w in range(workers)]
+        self.switches = [Switch(self._words, address + at * 8, at) for at in self._blocks]
         if fds is None:
             for w in range(workers):
                 mutex.initialise(address + w * _BLOCK)
@@ -78,7 +80,7 @@ class Arena:
     @property
     def slots(self) -> int:
         """How many this end has mapped."""
-        return len(self._views)
+        return len(self._buffers)
 
     def grow(self) -> int:
         """Add a slot; its index.
@@ -86,26 +88,49 @@ class Arena:
         Raises:
             WeightSyncError: the machine has no memory left for it.
         """
-        slot = len(self._views)
+        slot = len(self._buffers)
         if slot == _SLOTS:
             raise WeightSyncError(f"more than {_SLOTS} versions are in use at the same time")
         _allocate(self.fds[0], self._base + slot * self._span, self._span)
-        self.views(slot)
+        self.buffer(slot)
         return slot
 
-    def views(self, slot: int) -> tuple[Tensor, ...]:
-        """The tensors of a slot, in the layout's order; mapped when first asked for."""
-        while slot >= len(self._views):
-            offset = self._base + len(self._views) * self._span
+    def buffer(self, slot: int) -> Buffer:
+        """A slot, to be packed into or read from; mapped when first asked for."""
+        while slot >= len(self._buffers):
+            offset = self._base + len(self._buffers) * self._span
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
             memory = mmap.mmap(self.fds[0], self._span, flags=flags, offset=offset)
             with torch.inference_mode(False):
-                self._views.append(self._layout.views(torch.frombuffer(memory, dtype=torch.uint8)))
-        return self._views[slot]
+                flat = torch.frombuffer(memory, dtype=torch.uint8)
+                self._buffers.append(Buffer.over(self._layout, flat, len(self._buffers)))
+        return self._buffers[slot]
+
+    def views(self, slot: int) -> Sequence[Tensor]:
+        """The tensors of a slot, in the layout's order."""
+        return self.buffer(slot).views
+
+    def occupied(self, retains: bool) -> tuple[set[int], set[int]]:
+        """Slots that workers may yet begin to use, and slots that they use now (with -1 for none).
+
+        Args:
+            retains: whether a worker may begin again to use a slot that it has taken.
+        """
+        words, named, used = self._words, set(), set()
+        for at in self._blocks:
+            value = words[at + _SWITCH]
+            if value >> 16 and (retains or words[at + _TAKEN] < value >> 16):
+                named.add(value >> 1 & 0x7FFF)
+            used.add(words[at + _USED])
+            used.add(words[at + _HELD])
+        return named, used
 
     def free_slot(self, busy: Collection[int]) -> int | None:
         """The first slot not in ``busy``: small indices again and again, so that caches stay warm."""
-        return next((slot for slot in range(len(self._views)) if slot not in busy), None)
+        for slot in range(len(self._buffers)):
+            if slot not in busy:
+                return slot
+        return None
 
     def write_extra(self, slot: int, blob: bytes) -> None:
         """Store a slot's extra state."""
@@ -155,13 +180,10 @@ class Switch:
         value = self._words[self._at + _SWITCH]
         return value >> 16, value >> 1 & 0x7FFF
 
-    def taken(self) -> int:
-        """The newest version that the worker has begun to use."""
-        return self._words[self._at + _TAKEN]
-
-    def used(self) -> tuple[int, int]:
-        """The slots that the worker uses now; -1 for none."""
-        return self._words[self._at + _USED], self._words[self._at + _HELD]
+    def vacate(self) -> None:
+        """The worker has died: nothing is in use, and who comes in its place has taken nothing."""
+        self.leave()
+        self._words[self._at + _TAKEN] = 0
 
     def await_free(self, timeout: float | None) -> bool:
         """Ask to be told when the worker's forward ends; False if it uses no slot any more."""

@@ -8,8 +8,9 @@ import torch
 
 from wsync.gate import process_gate
 from wsync.layout import Layout
+from wsync.packing import Buffer
 from wsync.receiver_thread import Told
-from wsync.transport import Buffer, Event
+from wsync.transport import Event
 from wsync.types import Ack, Update
 
 
@@ -36,13 +37,13 @@ class InProcessLine:
     def prepare(self, layout: Layout) -> None:
         """Make the buffer."""
         self.layout = layout
-        self._buffer = Buffer(layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8)))
+        self._buffer = Buffer.over(layout, torch.zeros(layout.nbytes, dtype=torch.uint8))
 
     def admit(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
         """Bring the receiver here."""
         self._arrive()
 
-    def reserve(self, workers: Collection[int], deadline: float | None) -> Buffer:
+    def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
         """The buffer: the model does not stay bound to it, so nobody reads it now."""
         return self._buffer
 
@@ -60,7 +61,7 @@ class InProcessLine:
         self._staged = Update(version, buffer.views, extra)
         self._acks.append(Ack(0, version))
 
-    def decide(self, version: int, workers: Collection[int], transaction: int) -> None:
+    def decide(self, version: int, transaction: int) -> None:
         """Install what was kept."""
         self._pending, self._staged = self._staged, None
         with process_gate().hold():

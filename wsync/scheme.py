@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar, Self
 
@@ -200,7 +201,7 @@ class WeightSyncScheme(SchemeView, ABC):
         self._role = Trainer(model_id, None, model, sender, line, {}, os.getpid(), receiver)
 
     def _recorder(self, model_id: str) -> Callable[[SyncReport], None]:
-        return lambda report: self.metrics.record(model_id, report)
+        return partial(self.metrics.record, model_id)
 
     def _require_fresh(self) -> None:
         if self._role is not None:
