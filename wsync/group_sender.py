@@ -83,6 +83,11 @@ class GroupSender:
         with self._lock:
             self._lines.admit(workers, sentinels, deadline)
 
+    def forget(self, worker: int) -> None:
+        """Hang up on a worker that is taken for dead."""
+        with self._lock:
+            self._lines.forget(worker)
+
     # --- what the lines tell (``lines.Owner``) ---
 
     def joining(self, worker: int, again: bool) -> Message:

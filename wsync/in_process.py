@@ -43,6 +43,9 @@ class InProcessLine:
         """Bring the receiver here."""
         self._arrive()
 
+    def forget(self, worker: int) -> None:
+        """This process is not dead."""
+
     def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
         """The buffer: the model does not stay bound to it, so nobody reads it now."""
         return self._buffer

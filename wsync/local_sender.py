@@ -76,6 +76,10 @@ class LocalSender:
         """Let workers in until all of ``workers`` are there."""
         self._lines.admit(workers, sentinels, deadline)
 
+    def forget(self, worker: int) -> None:
+        """Hang up on a worker that is taken for dead."""
+        self._lines.forget(worker)
+
     # --- what the lines tell (``lines.Owner``) ---
 
     def joining(self, worker: int, again: bool) -> Message:

@@ -24,10 +24,16 @@ _NOW = 0.0  # a deadline that is over
 
 @dataclass(slots=True)
 class Posted:
-    """An update on its way: for whom, until when, and what it has cost so far, in seconds."""
+    """An update on its way: for whom, until when, and what it has cost so far, in seconds.
+
+    Attributes:
+        workers: who is to answer.
+        blobs: the extra state of each part, and whom it is for; these may be more than those who are to answer.
+    """
 
     version: int
     workers: Sequence[int]
+    blobs: Sequence[tuple[Sequence[int], bytes]]
     acknowledge: bool
     deadline: float | None
     started: float
@@ -72,6 +78,7 @@ class Sender:
         self._published = published
         self._record = record
         self._extra: dict[int, bytes] = {}  # each worker's extra state, as last sent
+        self._due: dict[int, int] = {}  # the version that each worker, or who comes in its place, is to have
         self._lost: set[int] = set()
         self._alive: Sequence[int] = range(num_workers)
         self._absent: Sequence[int] = ()  # the lost: what is for all is kept for who comes in their place
@@ -100,17 +107,19 @@ class Sender:
                 self._await(posted)  # not an update's cost: the workers may have taken seconds to start
 
     def admit(self, worker: int, sentinel: int | None = None) -> None:
-        """Let one worker join again, after its predecessor died; it gets the newest published version.
+        """Let one worker join again, after its predecessor died; it gets what that one was to have, or the newest.
 
         Raises:
             SyncTimeout, WorkerDied, WorkerFailed: it did not come, or not with these weights.
         """
         with self._lock:
             deadline = deadline_in(self._timeout)
+            self._end.forget(worker)
             self._end.admit([worker], {} if sentinel is None else {worker: sentinel}, deadline)
             self._count_lost(self._lost - {worker})
-            if self.version:
-                self._judge([worker], self.version, self._end.collect([worker], self.version, deadline))
+            version = self._due.get(worker)
+            if version:
+                self._judge([worker], version, self._end.collect([worker], version, deadline))
 
     def send(self, weights: object, worker_ids: int | Sequence[int] | None, *, wait: bool) -> SyncReport | None:
         """Deliver an update; with ``wait``, return when the promise of a finished send holds."""
@@ -172,8 +181,15 @@ class Sender:
         before = time.perf_counter()
         for part, buffer, extra in packed:
             self._end.publish(buffer, posted.version, extra, part.workers, acknowledge)
+        self._count_due(posted)
         posted.transfer = time.perf_counter() - before
         return posted
+
+    def _count_due(self, posted: Posted) -> None:
+        for workers, blob in posted.blobs:
+            self._due.update(dict.fromkeys(workers, posted.version))
+            if blob or self._extra:
+                self._extra.update(dict.fromkeys(workers, blob))
 
     def _pack(
         self, weights: object, workers: Sequence[int], absent: Sequence[int], *, keep: bool = False
@@ -198,11 +214,10 @@ class Sender:
             self._end.release([buffer for _, buffer, _ in packed])
             raise
         self.version += 1
-        for part, _, blob in packed:
-            if blob or self._extra:
-                self._extra.update(dict.fromkeys(part.workers, blob))
         pack = time.perf_counter() - extracted - waited
-        return Posted(self.version, workers, True, deadline, started, extracted - started, waited, pack), packed
+        extract = extracted - started
+        owners = [(part.workers, blob) for part, _, blob in packed]
+        return Posted(self.version, workers, owners, True, deadline, started, extract, waited, pack), packed
 
     def _blob(self, part: Part) -> bytes:
         """A part's extra state; weights that cannot say (a plain TensorDict) leave it as it was."""
@@ -281,6 +296,7 @@ class Sender:
         with self._lock:
             posted.deadline = deadline_in(self._timeout)
             self._end.decide(posted.version, transaction)
+            self._count_due(posted)
 
     def settle(self, posted: Posted) -> SyncReport:
         """Wait until a decided update is installed."""

@@ -41,6 +41,10 @@ class SenderEnd(Protocol):
         """
         ...
 
+    def forget(self, worker: int) -> None:
+        """Hang up on a worker that is taken for dead, if it has not hung up: what it may yet say counts for nothing."""
+        ...
+
     def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
         """Room that no worker reads, waiting for a forward to end if need be.
 
