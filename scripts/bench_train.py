@@ -77,12 +77,12 @@ def picture(results: Results, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, ax = pyplot.subplots(figsize=(7.5, 1.2 + 0.55 * len(results)), layout="constrained")
-    for row, outcomes in enumerate(reversed(results.values())):
+    for row, outcomes in enumerate(reversed(list(results.values()))):
         seconds = [one["seconds"] for one in outcomes]
         for one in outcomes:
             ax.plot(one["seconds"], row, "o" if one["solved"] else "x", color="#2563eb", alpha=0.6, markersize=7)
         ax.plot([statistics.median(seconds)] * 2, [row - 0.3, row + 0.3], color="#1f2933", linewidth=2)
-    ax.set_yticks(range(len(results)), list(reversed(results)))
+    ax.set_yticks(range(len(results)), list(results)[::-1])
     ax.set_xlim(left=0)
     ax.set_xlabel("seconds from the first step until CartPole-v1 is solved; a cross: it was not")
     ax.spines[["top", "right"]].set_visible(False)
