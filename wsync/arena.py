@@ -13,7 +13,10 @@ worker, on its way into a forward, reads the switch and stores the slot in use, 
    cannot come upon ``s``, because no switch names it.
 3. *Three slots suffice* as long as all workers have one version: one published, one that is still in use, one free.
    If two are still in use the sender waits for a forward to end, or its worker to die. Where workers have different
-   versions (``worker_ids``, per-worker weights) the arena grows by as many slots.
+   versions (``worker_ids``, per-worker weights), or hold a slot to fall back on, the arena grows by as many slots.
+
+An update that may be refused (a checksum, a module's extra state) leaves the model on the slot that it is bound to. So
+such a worker holds that slot between forwards as well: nothing else would keep the sender from writing it.
 
 A worker that only copies weights out (``retains=False``) needs a slot only from the publish until it has copied.
 
@@ -32,6 +35,7 @@ import torch
 from torch import Tensor
 
 from wsync import mutex
+from wsync.checksum import checksum_of, damage
 from wsync.errors import WeightSyncError
 from wsync.layout import Layout
 from wsync.mutex import Mutex
@@ -56,13 +60,15 @@ class Arena:
     def __init__(self, layout: Layout, workers: int, fds: tuple[int, int] | None = None) -> None:
         self._layout = layout
         self._span = -(-layout.nbytes // _PAGE) * _PAGE
-        self._base = -(-(workers * _BLOCK + _SLOTS * 8) // _PAGE) * _PAGE
+        self._base = -(-(workers * _BLOCK + 2 * _SLOTS * 8) // _PAGE) * _PAGE
         self._views: list[tuple[Tensor, ...]] = []
+        self._flats: list[Tensor] = []
         self.fds = fds or self._create()
         control = mmap.mmap(self.fds[0], self._base)
         self._words = memoryview(control).cast("q")
         address = ctypes.addressof(ctypes.c_char.from_buffer(control))
         self._extra_sizes = workers * _BLOCK // 8
+        self._checksums = memoryview(control).cast("Q")[self._extra_sizes + _SLOTS :]
         self.switches = [Switch(self._words, address + w * _BLOCK, w * _BLOCK // 8) for w in range(workers)]
         if fds is None:
             for w in range(workers):
@@ -100,7 +106,9 @@ class Arena:
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
             memory = mmap.mmap(self.fds[0], self._span, flags=flags, offset=offset)
             with torch.inference_mode(False):
-                self._views.append(self._layout.views(torch.frombuffer(memory, dtype=torch.uint8)))
+                flat = torch.frombuffer(memory, dtype=torch.uint8)
+                self._views.append(self._layout.views(flat))
+                self._flats.append(flat[: self._layout.nbytes])
         return self._views[slot]
 
     def free_slot(self, busy: Collection[int]) -> int | None:
@@ -117,6 +125,14 @@ class Arena:
         """A slot's extra state."""
         size = self._words[self._extra_sizes + slot]
         return os.pread(self.fds[1], size, slot * _EXTRA_SPAN) if size else b""
+
+    def seal(self, slot: int, extra: bytes) -> None:
+        """Store the checksum of what was packed into a slot."""
+        self._checksums[slot] = checksum_of(self._flats[slot], extra)
+
+    def damage(self, version: int, slot: int, extra: bytes) -> str:
+        """What is wrong with the version in a slot that was sealed; empty if nothing."""
+        return damage(version, self._flats[slot], extra, self._checksums[slot])
 
     def close(self) -> None:
         """Close the descriptors; the memory goes when the last view does."""
@@ -164,11 +180,11 @@ class Switch:
         return self._words[self._at + _USED], self._words[self._at + _HELD]
 
     def await_free(self, timeout: float | None) -> bool:
-        """Ask to be told when the worker's forward ends; False if it uses no slot any more."""
+        """Ask to be told when the worker's forward ends; False if none runs."""
         words, at = self._words, self._at
         try:
             self._mutex.lock(timeout)
-            busy = words[at + _USED] != _NONE or words[at + _HELD] != _NONE
+            busy = words[at + _USED] != _NONE
             words[at + _AWAITED] = busy
             return busy
         finally:

@@ -9,22 +9,23 @@ on; while the trainer is away, a courier (a thread that lives as long as somethi
 from __future__ import annotations
 
 import os
-import pickle
 import struct
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
+from wsync.checksum import CHECKSUM, checksum_of
 from wsync.deadlines import wait_readable
 from wsync.errors import SyncTimeout
 from wsync.group import Pair
 from wsync.lanes import Flats, Lane, Parcel
 from wsync.layout import Layout
 from wsync.lines import Lines
+from wsync.plan import Plan
 from wsync.transport import Buffer
 from wsync.types import Ack
-from wsync.words import PROTOCOL, Door, Kind, Message
+from wsync.words import Door, Kind, Message
 
 TRANSACTION = struct.Struct("<Q")
 FormPair = Callable[[int, int, float | None], Pair]
@@ -41,6 +42,7 @@ class GroupSender:
         close: lets go of what the pairs were formed with.
         device: where weights are packed.
         greet: called with the index and the greeting of each worker that has joined.
+        checksum: whether each update is announced with a checksum, which workers verify.
     """
 
     def __init__(
@@ -51,12 +53,15 @@ class GroupSender:
         close: Callable[[], None],
         device: torch.device,
         greet: Callable[[int, Message], None] = lambda worker, hello: None,
+        *,
+        checksum: bool = False,
     ) -> None:
         self._lines = Lines(door, num_workers, self)
         self._num_workers = num_workers
         self._form_pair = form_pair
         self._let_go = close
         self._greet = greet
+        self._checksum = checksum
         self._layout: Layout | None = None
         self._lanes = [Lane() for _ in range(num_workers)]
         self._flats = Flats(device)
@@ -77,7 +82,7 @@ class GroupSender:
         with self._lock:
             self._layout = layout
             for worker in self.workers:
-                self._lines.say(worker, Message(Kind.LAYOUT, worker, payload=pickle.dumps(layout)))
+                self._lines.say(worker, Message(Kind.LAYOUT, worker, payload=self._plan(worker)))
 
     def admit(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
         """Let workers in until all of ``workers`` are there."""
@@ -95,8 +100,10 @@ class GroupSender:
             if self._latest is not None:
                 lane.append(self._latest)
         version = lane.waiting[0].version if lane.waiting else 0
-        payload = pickle.dumps((PROTOCOL, lane.generation, self._layout))
-        return Message(Kind.WELCOME, worker, version, payload)
+        return Message(Kind.WELCOME, worker, version, self._plan(worker))
+
+    def _plan(self, worker: int) -> bytes:
+        return Plan(self._layout, self._checksum, self._num_workers, self._lanes[worker].generation).dump()
 
     def joined(self, worker: int, hello: Message, deadline: float | None) -> None:
         """Form the pair, and send what waits."""
@@ -133,7 +140,7 @@ class GroupSender:
         parcel = lane.under_way = lane.waiting.popleft()
         self._lines.say(worker, Message(parcel.kind, worker, parcel.version, parcel.payload))
         try:
-            lane.work = lane.pair.send(self._flats.flat(parcel))
+            lane.work = lane.pair.send(self._flats.flat(parcel.slot))
         except RuntimeError as error:
             while self._lines.read(0.0):  # it may have said why
                 pass
@@ -158,8 +165,14 @@ class GroupSender:
 
     def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
         """Send a packed buffer to workers who are ready for it; others get it, or a newer one, when they are."""
-        self._latest = Parcel(Kind.NEWS, version, extra, buffer.slot)
+        self._latest = Parcel(Kind.NEWS, version, self._sealed(buffer, extra), buffer.slot)
         self._dispatch(self._latest, workers)
+
+    def _sealed(self, buffer: Buffer, extra: bytes) -> bytes:
+        """What is said beside the weights: a checksum, if there is one, and the extra state."""
+        if not self._checksum:
+            return extra
+        return CHECKSUM.pack(checksum_of(self._flats.flat(buffer.slot), extra)) + extra
 
     def _dispatch(self, parcel: Parcel, workers: Collection[int]) -> None:
         with self._lock:
@@ -189,7 +202,7 @@ class GroupSender:
 
     def stage(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
         """Send a packed buffer for workers to check and keep."""
-        parcel = Parcel(Kind.STAGE, version, TRANSACTION.pack(transaction) + extra, buffer.slot)
+        parcel = Parcel(Kind.STAGE, version, TRANSACTION.pack(transaction) + self._sealed(buffer, extra), buffer.slot)
         self._staged[transaction] = parcel
         self._dispatch(parcel, workers)
 
@@ -197,8 +210,8 @@ class GroupSender:
         """Say the word."""
         with self._lock:
             staged = self._staged.pop(transaction)
-            extra = staged.payload[TRANSACTION.size :]
-            self._latest = Parcel(Kind.NEWS, staged.version, extra, staged.slot)
+            said = staged.payload[TRANSACTION.size :]
+            self._latest = Parcel(Kind.NEWS, staged.version, said, staged.slot)
             for worker in workers:
                 self._lines.say(worker, Message(Kind.DECIDE, worker, version, TRANSACTION.pack(transaction)))
 

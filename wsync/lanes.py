@@ -80,9 +80,9 @@ class Flats:
         self.reserved.add(slot)
         return Buffer(self._flats[slot][1], slot)
 
-    def flat(self, parcel: Parcel) -> Tensor:
-        """All bytes of a parcel."""
-        return self._flats[parcel.slot][0]
+    def flat(self, slot: int) -> Tensor:
+        """All bytes of a buffer."""
+        return self._flats[slot][0]
 
     def clear(self) -> None:
         """Let the memory go."""
