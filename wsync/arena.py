@@ -13,7 +13,10 @@ worker, on its way into a forward, reads the switch and stores the slot in use, 
    cannot come upon ``s``, because no switch names it.
 3. *Three slots suffice* as long as all workers have one version: one published, one that is still in use, one free.
    If two are still in use the sender waits for a forward to end, or its worker to die. Where workers have different
-   versions (``worker_ids``, per-worker weights) the arena grows by as many slots.
+   versions (``worker_ids``, per-worker weights), or hold a slot to fall back on, the arena grows by as many slots.
+
+An update that may be refused (a checksum, a module's extra state) leaves the model on the slot that it is bound to. So
+such a worker holds that slot between forwards as well: nothing else would keep the sender from writing it.
 
 A worker that only copies weights out (``retains=False``) needs a slot only from the publish until it has copied.
 
@@ -32,6 +35,7 @@ import torch
 from torch import Tensor
 
 from wsync import mutex
+from wsync.checksum import checksum_of, damage
 from wsync.errors import WeightSyncError
 from wsync.layout import Layout
 from wsync.mutex import Mutex
@@ -57,13 +61,14 @@ class Arena:
     def __init__(self, layout: Layout, workers: int, fds: tuple[int, int] | None = None) -> None:
         self._layout = layout
         self._span = -(-layout.nbytes // _PAGE) * _PAGE
-        self._base = -(-(workers * _BLOCK + _SLOTS * 8) // _PAGE) * _PAGE
+        self._base = -(-(workers * _BLOCK + 2 * _SLOTS * 8) // _PAGE) * _PAGE
         self._buffers: list[Buffer] = []
         self.fds = fds or self._create()
         control = mmap.mmap(self.fds[0], self._base)
         self._words = memoryview(control).cast("q")
         address = ctypes.addressof(ctypes.c_char.from_buffer(control))
         self._extra_sizes = workers * _BLOCK // 8
+        self._checksums = memoryview(control).cast("Q")[self._extra_sizes + _SLOTS :]
         self._blocks = [w * _BLOCK // 8 for w in range(workers)]
         self.switches = [Switch(self._words, address + at * 8, at) for at in self._blocks]
         if fds is None:
@@ -102,7 +107,7 @@ class Arena:
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
             memory = mmap.mmap(self.fds[0], self._span, flags=flags, offset=offset)
             with torch.inference_mode(False):
-                flat = torch.frombuffer(memory, dtype=torch.uint8)
+                flat = torch.frombuffer(memory, dtype=torch.uint8)[: self._layout.nbytes]
                 self._buffers.append(Buffer.over(self._layout, flat, len(self._buffers)))
         return self._buffers[slot]
 
@@ -110,20 +115,22 @@ class Arena:
         """The tensors of a slot, in the layout's order."""
         return self.buffer(slot).views
 
-    def occupied(self, retains: bool) -> tuple[set[int], set[int]]:
-        """Slots that workers may yet begin to use, and slots that they use now (with -1 for none).
+    def occupied(self, retains: bool) -> tuple[set[int], set[int], set[int]]:
+        """Slots that workers may yet begin to use, that a forward uses, and that are held to fall back on.
 
         Args:
             retains: whether a worker may begin again to use a slot that it has taken.
         """
-        words, named, used = self._words, set(), set()
+        words, named, used, held = self._words, set(), set(), set()
         for at in self._blocks:
             value = words[at + _SWITCH]
             if value >> 16 and (retains or words[at + _TAKEN] < value >> 16):
                 named.add(value >> 1 & 0x7FFF)
-            used.add(words[at + _USED])
-            used.add(words[at + _HELD])
-        return named, used
+            if words[at + _USED] != _NONE:
+                used.add(words[at + _USED])
+            if words[at + _HELD] != _NONE:
+                held.add(words[at + _HELD])
+        return named, used, held
 
     def free_slot(self, busy: Collection[int]) -> int | None:
         """The first slot not in ``busy``: small indices again and again, so that caches stay warm."""
@@ -142,6 +149,14 @@ class Arena:
         """A slot's extra state."""
         size = self._words[self._extra_sizes + slot]
         return os.pread(self.fds[1], size, slot * _EXTRA_SPAN) if size else b""
+
+    def seal(self, slot: int, extra: bytes) -> None:
+        """Store the checksum of what was packed into a slot."""
+        self._checksums[slot] = checksum_of(self.buffer(slot).flat, extra)
+
+    def damage(self, version: int, slot: int, extra: bytes) -> str:
+        """What is wrong with the version in a slot that was sealed; empty if nothing."""
+        return damage(version, self.buffer(slot).flat, extra, self._checksums[slot])
 
     def close(self) -> None:
         """Close the descriptors; the memory goes when the last view does."""
@@ -186,11 +201,11 @@ class Switch:
         self._words[self._at + _TAKEN] = 0
 
     def await_free(self, timeout: float | None) -> bool:
-        """Ask to be told when the worker's forward ends; False if it uses no slot any more."""
+        """Ask to be told when the worker's forward ends; False if none runs."""
         words, at = self._words, self._at
         try:
             self._mutex.lock(timeout)
-            busy = words[at + _USED] != _NONE or words[at + _HELD] != _NONE
+            busy = words[at + _USED] != _NONE
             words[at + _AWAITED] = busy
             return busy
         finally:

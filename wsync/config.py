@@ -19,6 +19,7 @@ class SharedMemConfig:
     timeout: float | None = 60.0
     acknowledge: str = "published"
     bind: bool = True
+    checksum: bool = False
 
 
 @dataclass
@@ -29,6 +30,7 @@ class MultiProcessConfig:
     strategy: str = "tensordict"
     sync: bool = True
     timeout: float | None = 60.0
+    checksum: bool = False
 
 
 @dataclass
@@ -42,6 +44,7 @@ class DistributedConfig:
     timeout: float | None = 60.0
     host: str = "127.0.0.1"
     bind: bool = True
+    checksum: bool = True
 
 
 @dataclass
@@ -55,6 +58,7 @@ class RPCConfig:
     timeout: float | None = 60.0
     host: str = "127.0.0.1"
     bind: bool = True
+    checksum: bool = True
     trainer: str = "trainer"
 
 
@@ -69,6 +73,7 @@ class RayConfig:
     timeout: float | None = 60.0
     host: str = "127.0.0.1"
     bind: bool = True
+    checksum: bool = True
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from wsync.checksum import CHECKSUM, damage
 from wsync.deadlines import wait_readable
 from wsync.errors import NotConnected, SyncTimeout
 from wsync.group import Pair, Work, finish
 from wsync.group_sender import TRANSACTION
 from wsync.layout import Layout
+from wsync.plan import Plan
 from wsync.receiver_thread import Told
 from wsync.transport import Closed, Decision, Event, News, Stage
-from wsync.types import Ack, Update
+from wsync.types import ANY_VERSION, Ack, Update
 from wsync.words import Kind, Line, Message
 
 JoinPair = Callable[[int, int, float | None], Pair]
@@ -81,6 +83,8 @@ class GroupReceiver:
         self._timeout = timeout
         self._ahead = ahead
         self.layout: Layout | None = None
+        self._checksum = False
+        self._worker = -1
         self._line: Line | None = None
         self._pair: Pair | None = None
         self._slots: list[_Slot] = []
@@ -93,24 +97,30 @@ class GroupReceiver:
     def connect(self, worker_idx: int, deadline: float | None) -> None:
         """Knock, wait to be let in, form the pair; return with the first weights at hand, if the sender has any."""
         line = self._dial(worker_idx, deadline)
+        self._worker = worker_idx
         try:
             message = self._await(line, worker_idx, deadline)
             if message.kind is Kind.REFUSED:
-                raise NotConnected(f"worker {worker_idx} was not let in: {message.payload.decode()}")
-            _, generation, layout = pickle.loads(message.payload)
+                raise NotConnected(f"worker {worker_idx} was not let in: {message.payload.decode(errors='replace')}")
+            plan = Plan.load(message.payload)
             try:
-                self._pair = self._join_pair(worker_idx, generation, deadline)
+                self._pair = self._join_pair(worker_idx, plan.generation, deadline)
             except RuntimeError as error:
                 raise NotConnected(f"worker {worker_idx} could not join its process group: {error}") from error
             self._line = line
-            if layout is not None:
-                self._prepare(layout)
+            self._prepare(plan)
             if message.version:
                 self._pending = self._take(self._await(line, worker_idx, deadline))
+        except ValueError as error:
+            self._drop_line(line)
+            raise NotConnected(f"worker {worker_idx} does not understand the sender: {error}") from error
         except BaseException:
-            line.close()
-            self._line = None
+            self._drop_line(line)
             raise
+
+    def _drop_line(self, line: Line) -> None:
+        line.close()
+        self._line = None
 
     def _await(self, line: Line, worker_idx: int, deadline: float | None) -> Message:
         if not wait_readable(line.signs, deadline):
@@ -139,11 +149,18 @@ class GroupReceiver:
         message = self._connection().receive()
         if message is None or message.kind is Kind.BYE:
             return [Closed()]
+        try:
+            return self._events(message)
+        except ValueError as error:
+            self.answer(Ack(self._worker, ANY_VERSION, f"it does not understand the sender: {error}"))
+            return [Closed()]
+
+    def _events(self, message: Message) -> Sequence[Event]:
         if message.kind is Kind.LAYOUT:
-            self._prepare(pickle.loads(message.payload))
+            self._prepare(Plan.load(message.payload))
             return []
         if message.kind in (Kind.DECIDE, Kind.DROP):
-            (transaction,) = TRANSACTION.unpack(message.payload)
+            (transaction,) = _unpacked(TRANSACTION, message.payload)
             update = self._kept.pop(transaction, None)
             if update is not None and message.kind is Kind.DROP:
                 self._free(update.slot)
@@ -155,14 +172,16 @@ class GroupReceiver:
         if message.kind is Kind.NEWS:
             self._pending = update
             return [News()]
-        (transaction,) = TRANSACTION.unpack_from(message.payload)
+        (transaction,) = _unpacked(TRANSACTION, message.payload[: TRANSACTION.size])
         self._kept[transaction] = update
         return [Stage(transaction, update)]
 
     # --- buffers ---
 
-    def _prepare(self, layout: Layout) -> None:
-        self.layout = layout
+    def _prepare(self, plan: Plan) -> None:
+        if plan.layout is None:
+            return
+        self.layout, self._checksum = plan.layout, plan.checksum
         if self._ahead:
             self._begin()
 
@@ -184,12 +203,19 @@ class GroupReceiver:
 
     def _take(self, message: Message) -> Update:
         """The version that ``message`` announces, when it has arrived."""
+        if message.kind not in (Kind.NEWS, Kind.STAGE):
+            raise ValueError(f"a message {message.kind.name} of {len(message.payload)} bytes")
         self._begin()
         assert self._incoming is not None, "begun just now"
         (index, work), self._incoming = self._incoming, None
         finish(work, self._timeout, self._device)
-        extra = message.payload[TRANSACTION.size :] if message.kind is Kind.STAGE else message.payload
-        return Update(message.version, self._slots[index].views, extra, index)
+        said = message.payload[TRANSACTION.size :] if message.kind is Kind.STAGE else message.payload
+        slot = self._slots[index]
+        if not self._checksum:
+            return Update(message.version, slot.views, said, index)
+        (checksum,), extra = _unpacked(CHECKSUM, said[: CHECKSUM.size]), said[CHECKSUM.size :]
+        wrong = damage(message.version, slot.flat, extra, checksum)
+        return Update(message.version, slot.views, extra, index, damage=wrong)
 
     def _free(self, index: int) -> None:
         if index >= 0:
@@ -249,3 +275,9 @@ class GroupReceiver:
             self._connection().send(Message(Kind.BYE))
         except ConnectionError:
             return
+
+
+def _unpacked(form: struct.Struct, data: bytes) -> tuple[int, ...]:
+    if len(data) != form.size:
+        raise ValueError(f"{len(data)} bytes where {form.size} were expected")
+    return form.unpack(data)

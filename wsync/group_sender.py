@@ -9,13 +9,13 @@ on; while the trainer is away, a courier (a thread that lives as long as somethi
 from __future__ import annotations
 
 import os
-import pickle
 import struct
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
+from wsync.checksum import CHECKSUM, checksum_of
 from wsync.deadlines import wait_readable
 from wsync.errors import SyncTimeout
 from wsync.group import Pair
@@ -23,8 +23,9 @@ from wsync.lanes import Flats, Lane, Parcel
 from wsync.layout import Layout
 from wsync.lines import Lines
 from wsync.packing import Buffer
+from wsync.plan import Plan
 from wsync.types import Ack
-from wsync.words import PROTOCOL, Door, Kind, Message
+from wsync.words import Door, Kind, Message
 
 TRANSACTION = struct.Struct("<Q")
 FormPair = Callable[[int, int, float | None], Pair]
@@ -41,6 +42,7 @@ class GroupSender:
         close: lets go of what the pairs were formed with.
         device: where weights are packed.
         greet: called with the index and the greeting of each worker that has joined.
+        checksum: whether each update is announced with a checksum, which workers verify.
     """
 
     def __init__(
@@ -51,12 +53,15 @@ class GroupSender:
         close: Callable[[], None],
         device: torch.device,
         greet: Callable[[int, Message], None] = lambda worker, hello: None,
+        *,
+        checksum: bool = False,
     ) -> None:
         self._lines = Lines(door, num_workers, self)
         self._num_workers = num_workers
         self._form_pair = form_pair
         self._let_go = close
         self._greet = greet
+        self._checksum = checksum
         self._layout: Layout | None = None
         self._lanes = [Lane() for _ in range(num_workers)]
         self._flats = Flats(device)
@@ -76,7 +81,7 @@ class GroupSender:
         with self._lock:
             self._layout = layout
             for worker in self.workers:
-                self._lines.say(worker, Message(Kind.LAYOUT, worker, payload=pickle.dumps(layout)))
+                self._lines.say(worker, Message(Kind.LAYOUT, worker, payload=self._plan(worker)))
 
     def admit(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
         """Let workers in until all of ``workers`` are there."""
@@ -99,8 +104,10 @@ class GroupSender:
             if lane.latest is not None:
                 lane.append(lane.latest)
         version = lane.waiting[0].version if lane.waiting else 0
-        payload = pickle.dumps((PROTOCOL, lane.generation, self._layout))
-        return Message(Kind.WELCOME, worker, version, payload)
+        return Message(Kind.WELCOME, worker, version, self._plan(worker))
+
+    def _plan(self, worker: int) -> bytes:
+        return Plan(self._layout, self._checksum, self._num_workers, self._lanes[worker].generation).dump()
 
     def joined(self, worker: int, hello: Message, deadline: float | None) -> None:
         """Form the pair, and send what waits."""
@@ -137,7 +144,7 @@ class GroupSender:
         parcel = lane.under_way = lane.waiting.popleft()
         self._lines.say(worker, Message(parcel.kind, worker, parcel.version, parcel.payload))
         try:
-            lane.work = lane.pair.send(self._flats.flat(parcel))
+            lane.work = lane.pair.send(self._flats.flat(parcel.slot))
         except RuntimeError as error:
             while self._lines.read(0.0):  # it may have said why
                 pass
@@ -163,7 +170,13 @@ class GroupSender:
 
     def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
         """Send a packed buffer to workers who are ready for it; others get it, or a newer one, when they are."""
-        self._dispatch(Parcel(Kind.NEWS, version, extra, buffer.slot), workers)
+        self._dispatch(Parcel(Kind.NEWS, version, self._sealed(buffer, extra), buffer.slot), workers)
+
+    def _sealed(self, buffer: Buffer, extra: bytes) -> bytes:
+        """What is said beside the weights: a checksum, if there is one, and the extra state."""
+        if not self._checksum:
+            return extra
+        return CHECKSUM.pack(checksum_of(self._flats.flat(buffer.slot), extra)) + extra
 
     def _dispatch(self, parcel: Parcel, workers: Collection[int]) -> None:
         with self._lock:
@@ -193,7 +206,7 @@ class GroupSender:
 
     def stage(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
         """Send a packed buffer for workers to check and keep."""
-        parcel = Parcel(Kind.STAGE, version, TRANSACTION.pack(transaction) + extra, buffer.slot)
+        parcel = Parcel(Kind.STAGE, version, TRANSACTION.pack(transaction) + self._sealed(buffer, extra), buffer.slot)
         self._staged.setdefault(transaction, {}).update(dict.fromkeys(workers, parcel))
         self._dispatch(parcel, [worker for worker in workers if worker in self.workers])
 
@@ -201,8 +214,8 @@ class GroupSender:
         """Say the word."""
         with self._lock:
             for worker, staged in self._staged.pop(transaction).items():
-                extra = staged.payload[TRANSACTION.size :]
-                self._lanes[worker].latest = Parcel(Kind.NEWS, staged.version, extra, staged.slot)
+                said = staged.payload[TRANSACTION.size :]
+                self._lanes[worker].latest = Parcel(Kind.NEWS, staged.version, said, staged.slot)
                 self._lines.say(worker, Message(Kind.DECIDE, worker, version, TRANSACTION.pack(transaction)))
 
     def drop(self, workers: Collection[int], transaction: int) -> None:

@@ -35,8 +35,8 @@ class Watch:
         if here:
             try:
                 self.descriptors = (os.pidfd_open(self.pid),)
-            except ProcessLookupError:
-                return  # its line says so, too
+            except OSError:
+                return  # it has ended, or is none: its line says so, too
 
     def close(self) -> None:
         """Let the descriptor go; harmless when repeated."""

@@ -27,7 +27,7 @@ class InProcessLine:
         self._arrive = arrive
         self.layout: Layout | None = None
         self.workers: Collection[int] = (0,)
-        self._buffer = Buffer(())
+        self._buffer: Buffer | None = None
         self._pending: Update | None = None
         self._staged: Update | None = None
         self._acks: list[Ack] = []
@@ -48,6 +48,7 @@ class InProcessLine:
 
     def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
         """The buffer: the model does not stay bound to it, so nobody reads it now."""
+        assert self._buffer is not None, "prepare() comes first"
         return self._buffer
 
     def release(self, buffers: Sequence[Buffer]) -> None:
@@ -114,4 +115,4 @@ class InProcessLine:
 
     def close(self) -> None:
         """Let the buffer go."""
-        self._buffer = Buffer(())
+        self._buffer = None

@@ -74,23 +74,23 @@ class Flats:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._flats: list[tuple[Tensor, Buffer]] = []
+        self._buffers: list[Buffer] = []
         self.reserved: set[int] = set()
 
     def reserve(self, layout: Layout, taken: Iterable[Parcel]) -> Buffer:
         """One in which no parcel lies, and which is not reserved."""
         used = self.reserved | {parcel.slot for parcel in taken}
-        slot = next((slot for slot in range(len(self._flats)) if slot not in used), len(self._flats))
-        if slot == len(self._flats):
+        slot = next((slot for slot in range(len(self._buffers)) if slot not in used), len(self._buffers))
+        if slot == len(self._buffers):
             flat = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self._device)
-            self._flats.append((flat, Buffer.over(layout, flat, slot)))
+            self._buffers.append(Buffer.over(layout, flat, slot))
         self.reserved.add(slot)
-        return self._flats[slot][1]
+        return self._buffers[slot]
 
-    def flat(self, parcel: Parcel) -> Tensor:
-        """All bytes of a parcel."""
-        return self._flats[parcel.slot][0]
+    def flat(self, slot: int) -> Tensor:
+        """All bytes of a buffer."""
+        return self._buffers[slot].flat
 
     def clear(self) -> None:
         """Let the memory go."""
-        self._flats.clear()
+        self._buffers.clear()

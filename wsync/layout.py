@@ -12,7 +12,7 @@ from torch import Tensor
 from wsync.errors import LayoutMismatch
 from wsync.snapshot import Snapshot, describe
 
-_ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
+ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Layout:
                 offsets.append(offsets[leader])
                 continue
             offsets.append(end)
-            end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+            end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
         return cls(
             names=tuple(names),
             shapes=tuple(tensor.shape for tensor in tensors),
@@ -72,7 +72,7 @@ class Layout:
             dtypes=tuple(tensor.dtype for tensor in tensors),
             offsets=tuple(offsets),
             ties=tuple(ties),
-            nbytes=max(end, _ALIGNMENT),
+            nbytes=max(end, ALIGNMENT),
             extra=None if weights.extra is None else frozenset(weights.extra),
             optional=weights.optional & frozenset(names),
         )

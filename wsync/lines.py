@@ -12,6 +12,7 @@ from wsync.types import Ack
 from wsync.words import PROTOCOL, Door, Kind, Line, Message
 
 _NOW = 0.0  # a deadline that is over
+_ANSWERS = frozenset((Kind.ACK, Kind.STAGED, Kind.FAILED, Kind.FREED))
 
 
 class Owner(Protocol):
@@ -192,11 +193,11 @@ class Lines:
                 continue
             line = self._lines[worker]
             message = None if fd != line.fileno() else line.receive()
-            if message is None or message.kind is Kind.BYE:
-                self.lose(worker, "it has shut down its end" if message else f"it ({line.peer}) died")
+            if message is None or message.kind not in _ANSWERS:
+                self.lose(worker, _why(line, message))
                 continue
             if message.kind is not Kind.FREED:
-                error = message.payload.decode() if message.kind is Kind.FAILED else ""
+                error = message.payload.decode(errors="replace") if message.kind is Kind.FAILED else ""
                 self._answers[worker] = Ack(worker, message.version, error, False, message.wait, message.apply)
             self._owner.answered(worker, message)
         return True
@@ -211,6 +212,13 @@ class Lines:
         for worker in list(self._lines):
             self.forget(worker)
         self._door.close()
+
+
+def _why(line: Line, message: Message | None) -> str:
+    """For what reason a line has ended."""
+    if message is None:
+        return f"it ({line.peer}) died"
+    return "it has shut down its end" if message.kind is Kind.BYE else f"it ({line.peer}) said {message.kind.name}"
 
 
 def names(workers: Collection[int]) -> str:

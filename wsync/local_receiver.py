@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 
 from wsync.arena import Arena
@@ -10,10 +9,11 @@ from wsync.deadlines import wait_readable
 from wsync.errors import NotConnected, SyncTimeout
 from wsync.layout import Layout
 from wsync.local_sender import STAGED
+from wsync.plan import Plan
 from wsync.receiver_thread import Told, receiver_thread
 from wsync.rendezvous import Connection, Endpoint, knock
 from wsync.transport import Closed, Decision, Event, News, Stage
-from wsync.types import Ack, Update
+from wsync.types import ANY_VERSION, Ack, Update
 from wsync.words import Kind, Message
 
 
@@ -36,6 +36,8 @@ class LocalReceiver:
         self._slot = -1  # that the model is bound to
         self._refused = 0  # the newest version that could not be installed
         self._may_fail = False
+        self._checksum = False
+        self._checked = 0  # the newest version whose checksum was found right
         self._wanted = True
         self._busy = False
 
@@ -56,19 +58,26 @@ class LocalReceiver:
             line.close()
             raise SyncTimeout(f"worker {worker_idx}: the sender did not answer: does it call connect() too?")
         message = line.receive()
-        if message is None or message.kind is Kind.REFUSED:
+        if message is None or message.kind is not Kind.WELCOME:
             line.close()
-            why = message.payload.decode() if message else "the sender went away"
+            why = message.payload.decode(errors="replace") if message else "the sender went away"
             raise NotConnected(f"worker {worker_idx} was not let in: {why}")
         self._worker, self._line = worker_idx, line
-        self._unpack(message)
+        try:
+            self._unpack(message)
+        except ValueError as error:
+            self.close()
+            raise NotConnected(f"worker {worker_idx} does not understand the sender: {error}") from error
 
     def _unpack(self, message: Message) -> None:
-        num_workers, self._layout = pickle.loads(message.payload)
-        if self._layout is not None:
-            arena = Arena(self._layout, num_workers, (message.fds[0], message.fds[1]))
+        plan = Plan.load(message.payload)
+        if plan.layout is not None:
+            if len(message.fds) != 2 or self._worker >= plan.workers:
+                raise ValueError("a layout comes with its two memory files, to a worker that has a place there")
+            arena = Arena(plan.layout, plan.workers, (message.fds[0], message.fds[1]))
+            self._layout, self._checksum = plan.layout, plan.checksum
             self._switch = arena.switches[self._worker]
-            self._may_fail = self._retains and bool(self._layout.extra)
+            self._may_fail = self._retains and (self._checksum or bool(self._layout.extra))
             self._switch.call(self._wanted)
             self._arena = arena  # last: an acting thread that sees it uses the others
 
@@ -85,11 +94,20 @@ class LocalReceiver:
         message = self._connection().receive()
         if message is None:
             return [Closed()]
+        try:
+            return self._events(message)
+        except ValueError as error:
+            self.answer(Ack(self._worker, ANY_VERSION, f"it does not understand the sender: {error}"))
+            return [Closed()]
+
+    def _events(self, message: Message) -> Sequence[Event]:
         if message.kind is Kind.LAYOUT:
             self._unpack(message)
             return []
         if message.kind is Kind.NEWS:
             return [News()]
+        if message.kind not in (Kind.STAGE, Kind.DROP) or len(message.payload) != STAGED.size:
+            raise ValueError(f"a message {message.kind.name} of {len(message.payload)} bytes")
         transaction, slot = STAGED.unpack(message.payload)
         if message.kind is Kind.DROP:
             return [Decision(transaction, install=False)]
@@ -98,7 +116,13 @@ class LocalReceiver:
     def _update(self, version: int, slot: int, acknowledge: bool) -> Update:
         if self._arena is None:
             raise NotConnected("weights were announced before their layout")
-        return Update(version, self._arena.views(slot), self._arena.read_extra(slot), slot, acknowledge)
+        views, extra = self._arena.views(slot), self._arena.read_extra(slot)
+        if self._checksum and version != self._checked:
+            damage = self._arena.damage(version, slot, extra)
+            if damage:
+                return Update(version, views, extra, slot, acknowledge, damage)
+            self._checked = version  # staged, then decided: once is enough
+        return Update(version, views, extra, slot, acknowledge)
 
     def call(self, wanted: bool) -> None:
         """Set this worker's word for it, as soon as there is one."""
@@ -127,11 +151,11 @@ class LocalReceiver:
             self.leave()
 
     def leave(self) -> None:
-        """Give back what the forward used. A model that refused the published slot keeps the one it is on."""
+        """Give back what the forward used. A model that may refuse the next version keeps the one it is on."""
         if not self._busy:
             return
         self._busy = False
-        keep = self._slot if self._refused > self._version else -1
+        keep = self._slot if self._may_fail or self._refused > self._version else -1
         if self._switch.leave(keep):
             self.answer(Ack(self._worker, 0), kind=Kind.FREED)
 

@@ -6,7 +6,6 @@ stays bound to the slot that it was given (shared memory), or copies it out (mul
 
 from __future__ import annotations
 
-import pickle
 import struct
 from collections.abc import Collection, Mapping, Sequence
 
@@ -18,6 +17,7 @@ from wsync.errors import NotConnected, SyncTimeout
 from wsync.layout import Layout
 from wsync.lines import Lines, names
 from wsync.packing import Buffer
+from wsync.plan import Plan
 from wsync.rendezvous import Endpoint, Listener
 from wsync.types import ANY_VERSION, Ack
 from wsync.words import PROTOCOL, Kind, Message
@@ -32,11 +32,13 @@ class LocalSender:
     Args:
         num_workers: how many workers there can be.
         retains: whether workers stay bound to slots.
+        checksum: whether each update is sealed with a checksum, which workers verify.
     """
 
-    def __init__(self, num_workers: int, *, retains: bool) -> None:
+    def __init__(self, num_workers: int, *, retains: bool, checksum: bool = False) -> None:
         self._num_workers = num_workers
         self._retains = retains
+        self._checksum = checksum
         self._door = Listener()
         self._lines = Lines(self._door, num_workers, self)
         self._arena: Arena | None = None
@@ -70,7 +72,8 @@ class LocalSender:
 
     def _plan(self, kind: Kind, worker: int) -> Message:
         fds = () if self._arena is None else self._arena.fds
-        return Message(kind, worker, PROTOCOL, pickle.dumps((self._num_workers, self._layout)), fds=fds)
+        plan = Plan(self._layout, self._checksum, self._num_workers)
+        return Message(kind, worker, PROTOCOL, plan.dump(), fds=fds)
 
     def admit(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
         """Let workers in until all of ``workers`` are there."""
@@ -105,10 +108,10 @@ class LocalSender:
         """A slot that no switch names and no forward uses."""
         arena = self.arena
         while True:
-            named, used = arena.occupied(self._retains or keep)
+            named, used, held = arena.occupied(self._retains or keep)
             named |= self._reserved
-            slot = arena.free_slot(named | used)
-            if slot is None and arena.slots < len(named) + (2 if self._retains else 1):
+            slot = arena.free_slot(named | used | held)
+            if slot is None and arena.slots < len(named | held) + (2 if self._retains else 1):
                 slot = arena.grow()
             if slot is not None:
                 self._reserved.add(slot)
@@ -138,10 +141,16 @@ class LocalSender:
 
     def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
         """Point the switches to a packed slot; call those who are to answer, or want to be called."""
-        self.arena.write_extra(buffer.slot, extra)
+        self._write(buffer.slot, extra)
         for worker in workers:
             self._switch(worker, version, buffer.slot, acknowledge)
         self._reserved.discard(buffer.slot)
+
+    def _write(self, slot: int, extra: bytes) -> None:
+        """What belongs to the weights in a slot."""
+        self.arena.write_extra(slot, extra)
+        if self._checksum:
+            self.arena.seal(slot, extra)
 
     def _switch(self, worker: int, version: int, slot: int, acknowledge: bool) -> None:
         try:
@@ -154,7 +163,7 @@ class LocalSender:
 
     def stage(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
         """Have workers check a packed slot; it stays reserved until the decision."""
-        self.arena.write_extra(buffer.slot, extra)
+        self._write(buffer.slot, extra)
         for worker in workers:
             self._staged.setdefault(transaction, {})[worker] = buffer.slot
             self._lines.say(worker, Message(Kind.STAGE, worker, version, STAGED.pack(transaction, buffer.slot)))

@@ -14,14 +14,15 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wsync.deadlines import deadline_in, remaining, wait_readable
+from wsync.deadlines import remaining
 from wsync.errors import NotConnected
 from wsync.identity import Watch, identity
-from wsync.words import HEADER_SIZE, PROTOCOL, Kind, Message, length_in, unpack
+from wsync.lobby import TOKEN, Lobby, Visitor, greeting, missing
+from wsync.words import HEADER_SIZE, PROTOCOL, Kind, Line, Message, length_in, unpack
 
-_FRAME_TIMEOUT = 5.0  # seconds that a begun message may take to end
+_FRAME_TIMEOUT = 5.0  # seconds in which a begun message has to go on
 _MOST = 1 << 30  # bytes of one message; a longer one is a stranger's
-_TOKEN = 16  # bytes
+_STEP = 1 << 20  # bytes: memory is taken as they come, not as they are announced
 _PROBES = (
     (socket.TCP_KEEPIDLE, 4),
     (socket.TCP_KEEPINTVL, 2),
@@ -100,14 +101,14 @@ class NetLine:
 
     def _exactly(self, count: int) -> bytes:
         """``count`` bytes; empty if the line ends first."""
-        data = bytearray(count)
-        view, done = memoryview(data), 0
-        while done < count:
-            got = self._socket.recv_into(view[done:])
-            if not got:
+        parts: list[bytes] = []
+        while count:
+            part = self._socket.recv(min(count, _STEP))
+            if not part:
                 return b""
-            done += got
-        return bytes(data)
+            parts.append(part)
+            count -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def close(self) -> None:
         """Close the line; harmless when repeated."""
@@ -127,32 +128,34 @@ class NetListener:
     """
 
     def __init__(self, host: str) -> None:
-        self._socket = listen_on(host)
-        self.endpoint = NetEndpoint(host, self._socket.getsockname()[1], secrets.token_bytes(_TOKEN))
+        door = listen_on(host)
+        self.endpoint = NetEndpoint(host, door.getsockname()[1], secrets.token_bytes(TOKEN))
+        self._lobby = Lobby(door, self._admit)
 
     def fileno(self) -> int:
         """Readable when somebody is at the door."""
-        return self._socket.fileno()
+        return self._lobby.fileno()
 
-    def accept(self) -> tuple[NetLine, Message] | None:
-        """Let in who is at the door; None if it was a stranger, or gone again.
+    def accept(self) -> tuple[Line, Message] | None:
+        """Who has shown the token; None if nobody has, yet. Waits for nobody."""
+        return self._lobby.accept()
 
-        A worker sends its greeting right behind its connection, so the wait for it is bounded to a second.
-        """
-        line = NetLine(self._socket.accept()[0])
-        if wait_readable([line.fileno()], deadline_in(1.0)):
-            hello = line.receive()
-            if hello and hello.kind is Kind.HELLO:
-                token, who, rest = _split(hello.payload)
-                if secrets.compare_digest(token, self.endpoint.token):
-                    line.recognise(who)
-                    return line, hello._replace(payload=rest)
-        line.close()
-        return None
+    def _admit(self, visitor: Visitor) -> tuple[NetLine, Message] | None:
+        part = visitor.socket.recv(missing(visitor))
+        if not part:
+            raise ConnectionError("it is gone")
+        visitor.heard += part
+        hello = greeting(visitor, self.endpoint.token)
+        if hello is None:
+            return None
+        who, rest = _split(hello.payload)
+        line = NetLine(visitor.socket)
+        line.recognise(who)
+        return line, hello._replace(payload=rest)
 
     def close(self) -> None:
         """Shut the door; harmless when repeated."""
-        self._socket.close()
+        self._lobby.close()
 
 
 def listen_on(host: str) -> socket.socket:
@@ -192,8 +195,7 @@ def _prefixed(part: bytes) -> bytes:
     return struct.pack("<H", len(part)) + part
 
 
-def _split(payload: bytes) -> tuple[bytes, bytes, bytes]:
-    """Token, identity, and the rest of a greeting."""
-    (length,) = struct.unpack_from("<H", payload, _TOKEN) if len(payload) >= _TOKEN + 2 else (0,)
-    begin = _TOKEN + 2
-    return payload[:_TOKEN], payload[begin : begin + length], payload[begin + length :]
+def _split(payload: bytes) -> tuple[bytes, bytes]:
+    """Identity, and the rest of a greeting."""
+    length = int.from_bytes(payload[:2], "little")
+    return payload[2 : 2 + length], payload[2 + length :]

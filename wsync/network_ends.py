@@ -7,6 +7,7 @@ when it was announced.
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from wsync.errors import NotConnected
-from wsync.group import Meeting, MeetingPlace, Pair
+from wsync.group import BACKENDS, Meeting, MeetingPlace, Pair
 from wsync.group_receiver import GroupReceiver
 from wsync.group_sender import GroupSender
 from wsync.network import NetEndpoint, NetListener, dial
@@ -39,6 +40,33 @@ class Seed:
     rank: int = 0
     tag: int = 0
 
+    def dump(self) -> str:
+        """As JSON, for a store in which processes meet."""
+        end, meeting = self.endpoint, self.meeting
+        where = None if meeting is None else [meeting.host, meeting.port, meeting.backend]
+        return json.dumps([[end.host, end.port, end.token.hex()], where, self.rank, self.tag])
+
+    @classmethod
+    def load(cls, text: str) -> Seed:
+        """What was dumped.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            (host, port, token), where, rank, tag = json.loads(text)
+            seed = cls(
+                NetEndpoint(host, port, bytes.fromhex(token)), None if where is None else Meeting(*where), rank, tag
+            )
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError("this does not say where a sender is") from error
+        places = [(seed.endpoint.host, seed.endpoint.port)] + ([] if where is None else [tuple(where[:2])])
+        if not all(isinstance(host, str) and type(port) is int and 0 < port < 65536 for host, port in places):
+            raise ValueError("this does not say where a sender is")
+        if type(rank) is not int or type(tag) is not int or (where is not None and where[2] not in BACKENDS):
+            raise ValueError("this does not say how a sender sends")
+        return seed
+
 
 def device_of(backend: str) -> torch.device:
     """Where ``backend`` has weights packed and received."""
@@ -46,7 +74,7 @@ def device_of(backend: str) -> torch.device:
 
 
 def network_sender(
-    num_workers: int, host: str, backend: str, group: ProcessGroup | None = None
+    num_workers: int, host: str, backend: str, group: ProcessGroup | None = None, *, checksum: bool
 ) -> tuple[GroupSender, Seed]:
     """The trainer's end, listening on ``host``; pairs are in ``group``, or in groups of their own.
 
@@ -61,10 +89,10 @@ def network_sender(
         def pair(worker: int, generation: int, deadline: float | None) -> Pair:
             return Pair(group, worker + (worker >= seed.rank), seed.tag)
 
-        return GroupSender(num_workers, door, pair, lambda: None, device_of(backend)), seed
+        return GroupSender(num_workers, door, pair, lambda: None, device_of(backend), checksum=checksum), seed
     place = MeetingPlace(host, backend)
     door = NetListener(host)
-    sender = GroupSender(num_workers, door, place.pair, place.close, device_of(backend))
+    sender = GroupSender(num_workers, door, place.pair, place.close, device_of(backend), checksum=checksum)
     return sender, Seed(door.endpoint, place.meeting)
 
 

@@ -20,11 +20,13 @@ class Buffer:
     """Room for one version, lent by a sender's end until it is published or dropped.
 
     Attributes:
+        flat: all of it, ``uint8[nbytes]``.
         views: one tensor per entry of the layout, to be packed into.
         slot: what the end knows it by.
         windows: the bytes of each view, where they can be written one by one; else nothing.
     """
 
+    flat: Tensor
     views: Sequence[Tensor]
     slot: int = -1
     windows: Sequence[memoryview] = ()
@@ -34,7 +36,7 @@ class Buffer:
         """The flat buffer ``uint8[nbytes]`` as room for weights of ``layout``."""
         small = flat.is_cpu and layout.nbytes <= _SMALL and layout.contiguous
         windows = [_window(flat.data_ptr() + offset, nbytes) for offset, nbytes in layout.places] if small else ()
-        return cls(layout.views(flat), slot, windows)
+        return cls(flat, layout.views(flat), slot, windows)
 
 
 class Packer:

@@ -128,6 +128,7 @@ class Receiver:
         wait = started - self._told_at if self._told_at else 0.0
         self._error = ""
         try:
+            _require_whole(update)
             self._bind_model().install(update.views, load_extra(update.extra))
         except Exception:  # noqa: BLE001  whatever a model raises must reach the trainer, and not kill a forward
             self._error = traceback.format_exc()
@@ -170,6 +171,7 @@ class Receiver:
     def _stage(self, event: Stage) -> None:
         error = ""
         try:
+            _require_whole(event.update)
             self._bind_model().rehearse(event.update.views, load_extra(event.update.extra))
             _staged.setdefault(event.transaction, []).append((self, event.update))
         except Exception:  # noqa: BLE001  the vote is no, and this is why
@@ -238,3 +240,8 @@ class Receiver:
                 self._binding.detach()
         release(self.model)
         self._end.close()
+
+
+def _require_whole(update: Update) -> None:
+    if update.damage:
+        raise WeightSyncError(update.damage)

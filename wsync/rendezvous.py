@@ -16,13 +16,14 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wsync.deadlines import deadline_in, wait_readable
 from wsync.errors import NotConnected
-from wsync.words import HEADER_SIZE, PROTOCOL, Kind, Message, length_in, unpack
+from wsync.lobby import TOKEN, Lobby, Visitor, greeting
+from wsync.words import HEADER_SIZE, PROTOCOL, Kind, Line, Message, length_in, unpack
 
 _INLINE = 32_768  # bytes; a longer payload goes through a memory file, whose descriptor is attached
 _ATTACHED = 1 << 63
 _ROOM = socket.CMSG_SPACE(4 * 4)  # for four descriptors
+_MOST = 1 << 30  # bytes of one message; a longer one is nonsense
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        peer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        self.pid, self.uid, _ = struct.unpack("iii", peer)
+        self.pid, self.uid = _peer_of(sock)
         try:
             self.pidfd = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -92,21 +92,20 @@ class Connection:
             return
 
     def receive(self) -> Message | None:
-        """The next message, once the descriptor is readable; ``None`` if the other end is gone."""
+        """The next message, once the descriptor is readable; ``None`` if the other end is gone, or talks nonsense."""
         try:
             data, attached, _, _ = self._socket.recvmsg(_INLINE + HEADER_SIZE, _ROOM)
         except ConnectionError:
             return None
         if not data:
             return None
-        if not attached:
-            return unpack(data)
-        fds = struct.unpack(f"{len(attached[0][2]) // 4}i", attached[0][2])
-        if not length_in(data) & _ATTACHED:
-            return unpack(data, fds=fds)
-        with os.fdopen(fds[-1], "rb") as file:
-            file.seek(0)
-            return unpack(data, file.read(), fds[:-1])
+        fds = tuple(fd for _, _, some in attached for fd in struct.unpack(f"{len(some) // 4}i", some))
+        try:
+            return _message(data, fds)
+        except (ValueError, OSError):
+            for fd in fds:
+                os.close(fd)
+            return None
 
     def close(self) -> None:
         """Close the line; harmless when repeated."""
@@ -120,31 +119,62 @@ class Listener:
 
     def __init__(self) -> None:
         name = secrets.token_hex(16).encode()
-        self.endpoint = Endpoint(b"\0wsync-" + name, secrets.token_bytes(16))
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.bind(self.endpoint.address)
-        self._socket.listen(128)
+        self.endpoint = Endpoint(b"\0wsync-" + name, secrets.token_bytes(TOKEN))
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        door.bind(self.endpoint.address)
+        door.listen(128)
+        self._lobby = Lobby(door, self._admit)
 
     def fileno(self) -> int:
         """Readable when somebody is at the door."""
-        return self._socket.fileno()
+        return self._lobby.fileno()
 
-    def accept(self) -> tuple[Connection, Message] | None:
-        """Let in who is at the door; ``None`` if it was a stranger, or gone again.
+    def accept(self) -> tuple[Line, Message] | None:
+        """Who has shown the token; ``None`` if nobody has, yet. Waits for nobody."""
+        return self._lobby.accept()
 
-        The worker sends its greeting right behind its connection, so the wait for it is bounded to a second.
-        """
-        connection = Connection(self._socket.accept()[0])
-        if connection.uid == os.getuid() and wait_readable([connection.fileno()], deadline_in(1.0)):
-            hello = connection.receive()
-            if hello and hello.kind is Kind.HELLO and secrets.compare_digest(hello.payload, self.endpoint.token):
-                return connection, hello
-        connection.close()
-        return None
+    def _admit(self, visitor: Visitor) -> tuple[Connection, Message]:
+        if _peer_of(visitor.socket)[1] != os.getuid():
+            raise ValueError("another user")
+        visitor.heard += visitor.socket.recv(HEADER_SIZE + TOKEN)  # descriptors that came with it are dropped
+        hello = greeting(visitor, self.endpoint.token)
+        if hello is None:
+            raise ValueError("half a greeting")
+        visitor.socket.setblocking(True)
+        try:
+            return Connection(visitor.socket), hello
+        except NotConnected as error:
+            raise ValueError("it has died") from error
 
     def close(self) -> None:
         """Shut the door; harmless when repeated."""
-        self._socket.close()
+        self._lobby.close()
+
+
+def _peer_of(sock: socket.socket) -> tuple[int, int]:
+    """The process and the user at the other end, as the kernel knows them."""
+    pid, uid, _ = struct.unpack("iii", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
+
+
+def _message(data: bytes, fds: tuple[int, ...]) -> Message:
+    """The message in ``data``, or in the last of ``fds``.
+
+    Raises:
+        ValueError, OSError: there is none.
+    """
+    message = unpack(data, fds=fds)
+    length = length_in(data)
+    if not length & _ATTACHED:
+        if length != len(message.payload):
+            raise ValueError("a message that is not as long as it says")
+        return message
+    length &= ~_ATTACHED
+    if not fds or not length <= min(_MOST, os.fstat(fds[-1]).st_size):
+        raise ValueError("a long message without its memory file")
+    payload = os.pread(fds[-1], length, 0)
+    os.close(fds[-1])
+    return message._replace(payload=payload, fds=fds[:-1])
 
 
 def knock(endpoint: Endpoint, worker: int) -> Connection:
@@ -156,6 +186,8 @@ def knock(endpoint: Endpoint, worker: int) -> Connection:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.connect(endpoint.address)
+        if _peer_of(sock)[1] != os.getuid():
+            raise PermissionError("another user listens there")
         connection = Connection(sock)
         connection.send(Message(Kind.HELLO, worker, PROTOCOL, endpoint.token))
     except OSError as error:

@@ -66,8 +66,11 @@ class TrainerLine:
             self.hear(reply)
 
     def hear(self, data: bytes) -> None:
-        """Take in what the worker says."""
-        self._inbox.put(unpack(data))
+        """Take in what the worker says; nonsense ends the line."""
+        try:
+            self._inbox.put(unpack(data))
+        except ValueError:
+            self._inbox.put(None)  # who talks nonsense has left
 
     def receive(self) -> Message | None:
         """The next message; None if the worker is gone."""

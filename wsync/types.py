@@ -20,6 +20,7 @@ class Update(NamedTuple):
         extra: the pickled ``extra_state`` of the model's modules; empty where there is none.
         slot: where in a shared arena the views lie; -1 where they are private.
         acknowledge: whether the sender waits for an answer.
+        damage: why it must not be applied, if it did not arrive as it was packed; else empty.
     """
 
     version: int
@@ -27,6 +28,7 @@ class Update(NamedTuple):
     extra: bytes = b""
     slot: int = -1
     acknowledge: bool = True
+    damage: str = ""
 
 
 class Ack(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
-PROTOCOL = 2
+PROTOCOL = 3
 _HEADER = struct.Struct("<BxxxiQQdd")  # kind, worker, version, length, wait, apply
 HEADER_SIZE = _HEADER.size
 
@@ -53,12 +53,12 @@ class Message(NamedTuple):
         return self.header(len(self.payload)) + self.payload
 
 
-def length_in(header: bytes) -> int:
-    """The length of the payload, as ``header`` says."""
+def length_in(header: bytes | bytearray) -> int:
+    """The length of the payload, as ``header`` (of ``HEADER_SIZE`` bytes at least) says."""
     return _HEADER.unpack_from(header)[3]
 
 
-def unpack(data: bytes, payload: bytes | None = None, fds: tuple[int, ...] = ()) -> Message:
+def unpack(data: bytes | bytearray, payload: bytes | None = None, fds: tuple[int, ...] = ()) -> Message:
     """The message whose header ``data`` begins with; its payload follows there, unless it came apart.
 
     Raises:
@@ -67,7 +67,7 @@ def unpack(data: bytes, payload: bytes | None = None, fds: tuple[int, ...] = ())
     try:
         kind, worker, version, _, wait, apply = _HEADER.unpack_from(data)
         return Message(
-            _KINDS[kind], worker, version, data[HEADER_SIZE:] if payload is None else payload, wait, apply, fds
+            _KINDS[kind], worker, version, bytes(data[HEADER_SIZE:]) if payload is None else payload, wait, apply, fds
         )
     except struct.error as error:
         raise ValueError(f"a message is at least {HEADER_SIZE} bytes, not {len(data)}") from error

@@ -19,7 +19,7 @@ from torch import nn
 
 import wsync
 
-PATIENCE = 30.0  # seconds for an answer on a noisy machine; nothing here needs one
+PATIENCE = 60.0  # seconds for an answer on a noisy machine; nothing here needs one
 
 
 class RemoteError(Exception):

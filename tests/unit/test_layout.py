@@ -40,9 +40,9 @@ def raw(tensor: Tensor) -> bytes:
 def test_round_trip(given_: list[Tensor]) -> None:
     snapshot = Snapshot({f"t{i}": tensor for i, tensor in enumerate(given_)})
     layout = Layout.of(snapshot)
-    views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
-    Packer(layout).pack(layout.order(snapshot), Buffer(views))
-    for name, view in zip(layout.names, views, strict=True):
+    buffer = Buffer.over(layout, torch.zeros(layout.nbytes, dtype=torch.uint8))
+    Packer(layout).pack(layout.order(snapshot), buffer)
+    for name, view in zip(layout.names, buffer.views, strict=True):
         original = snapshot.tensors[name]
         assert view.shape == original.shape and view.dtype == original.dtype
         assert raw(view) == raw(original)

@@ -6,7 +6,6 @@ The rendezvous is over a ``TCPStore``, whose address travels in the pickled sche
 from __future__ import annotations
 
 import os
-import pickle
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -16,7 +15,7 @@ from torch import distributed as dist
 from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from wsync.deadlines import remaining
-from wsync.errors import SyncTimeout
+from wsync.errors import NotConnected, SyncTimeout
 from wsync.group_receiver import GroupReceiver
 from wsync.group_sender import GroupSender
 from wsync.network_ends import Seed, network_receiver, network_sender
@@ -44,6 +43,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         timeout: seconds for ``connect`` and ``send``; None for no limit.
         host: the sender's address. Loopback, unless somebody says which interface may be reached from outside.
         bind: whether parameters may be bound to received memory. Say False for workers that train.
+        checksum: whether each update carries a checksum, which a worker verifies before it stages or applies it.
         group: a process group of the user's, in which the sender and all workers are, to carry the weights: worker 0 is
             its first rank that is not the sender's, and so on. Otherwise each worker has a group of its own.
         store: where processes meet that have not been given a pickled scheme.
@@ -60,12 +60,14 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         timeout: float | None = 60.0,
         host: str = "127.0.0.1",
         bind: bool = True,
+        checksum: bool = True,
         group: dist.ProcessGroup | None = None,
         store: Store | None = None,
     ) -> None:
         super().__init__(strategy, sync, timeout=timeout, bind=bind)
         self.backend = backend
         self.host = host
+        self.checksum = checksum
         self._group = group
         self._store = store
         self._key = ""
@@ -79,7 +81,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         """The rendezvous: see ``WeightSyncScheme.connect``."""
         store = self._meeting_store() if isinstance(self._role, Trainer) else None
         if store is not None:
-            store.set(self._key, pickle.dumps(self._seed).hex())
+            store.set(self._key, self._seed.dump())
         super().connect(worker_idx=worker_idx, weights=weights)
 
     def create_transport(self, *, worker_ids: Sequence[int] | None = None) -> DistributedTransport:
@@ -88,7 +90,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         return DistributedTransport(role.sender, role.sentinels, worker_ids)
 
     def _make_sender_end(self, num_workers: int) -> tuple[GroupSender, Seed]:
-        return network_sender(num_workers, self.host, self.backend, self._group)
+        return network_sender(num_workers, self.host, self.backend, self._group, checksum=self.checksum)
 
     def _make_receiver_end(self, seed: Seed | None) -> GroupReceiver:
         find = self._find_sender if seed is None else lambda worker, deadline: seed
@@ -106,7 +108,12 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             store.wait([self._key], timedelta(days=365) if left is None else timedelta(seconds=max(left, 0.001)))
         except RuntimeError as error:
             raise SyncTimeout(f"worker {worker}: no sender has announced itself as '{self._key}' in time") from error
-        return pickle.loads(bytes.fromhex(store.get(self._key).decode()))
+        try:
+            return Seed.load(store.get(self._key).decode(errors="replace"))
+        except ValueError as error:
+            raise NotConnected(
+                f"worker {worker}: what the store has under '{self._key}' is no sender's: {error}"
+            ) from error
 
     def _meeting_store(self) -> Store | None:
         """Where processes meet that share no pickled scheme; None if there is no such place."""

@@ -146,19 +146,28 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         strategy: the format in which weights are handed out.
         sync: whether ``send`` waits until its promise holds.
         timeout: seconds for ``connect`` and ``send``; None for no limit.
+        checksum: whether each update carries a checksum, which a worker verifies before it stages or applies it.
     """
 
     name = "multiprocess"
 
-    def __init__(self, strategy: Any = "tensordict", sync: bool = True, *, timeout: float | None = 60.0) -> None:
+    def __init__(
+        self,
+        strategy: Any = "tensordict",
+        sync: bool = True,
+        *,
+        timeout: float | None = 60.0,
+        checksum: bool = False,
+    ) -> None:
         super().__init__(strategy, sync, timeout=timeout, bind=False)
+        self.checksum = checksum
 
     def create_transport(self, *, worker_ids: Sequence[int] | None = None) -> MPTransport:
         """The sender's line to some workers (None: all)."""
         return MPTransport(_Line(self._trainer("create_transport").sender, worker_ids), timeout=self.timeout)
 
     def _make_sender_end(self, num_workers: int) -> tuple[LocalSender, Endpoint]:
-        end = LocalSender(num_workers, retains=False)
+        end = LocalSender(num_workers, retains=False, checksum=self.checksum)
         return end, end.endpoint
 
     def _make_receiver_end(self, seed: Endpoint) -> LocalReceiver:

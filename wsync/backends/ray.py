@@ -57,6 +57,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         host: the sender's address. Loopback, unless somebody says which interface may be reached from other nodes;
             ``"node"`` is this node's address in the Ray cluster.
         bind: whether parameters may be bound to received memory. Say False for actors that train.
+        checksum: whether each update carries a checksum, which an actor verifies before it stages or applies it.
     """
 
     name = "ray"
@@ -70,10 +71,12 @@ class RayWeightSyncScheme(WeightSyncScheme):
         timeout: float | None = 60.0,
         host: str = "127.0.0.1",
         bind: bool = True,
+        checksum: bool = True,
     ) -> None:
         super().__init__(strategy, sync, timeout=timeout, bind=bind)
         self.backend = backend
         self.host = host
+        self.checksum = checksum
         self._actors: Sequence[ActorHandle] = ()
 
     def init_on_sender(
@@ -137,7 +140,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
     def _make_sender_end(self, num_workers: int) -> tuple[GroupSender, Seed]:
         host = ray.util.get_node_ip_address() if self.host == "node" else self.host
-        return network_sender(num_workers, host, self.backend)
+        return network_sender(num_workers, host, self.backend, checksum=self.checksum)
 
     def _make_receiver_end(self, seed: Seed) -> GroupReceiver:
         return network_receiver(

@@ -45,6 +45,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         host: the sender's address, where groups are formed. Loopback, unless somebody says which interface may be
             reached from outside.
         bind: whether parameters may be bound to received memory. Say False for workers that train.
+        checksum: whether each update carries a checksum, which a worker verifies before it stages or applies it.
         trainer: the name by which RPC knows the sender.
     """
 
@@ -60,11 +61,13 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         timeout: float | None = 60.0,
         host: str = "127.0.0.1",
         bind: bool = True,
+        checksum: bool = True,
         trainer: str = "trainer",
     ) -> None:
         super().__init__(strategy, sync, timeout=timeout, bind=bind)
         self.backend = backend
         self.host = host
+        self.checksum = checksum
         self.trainer = trainer
 
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
@@ -85,7 +88,8 @@ class RPCWeightSyncScheme(WeightSyncScheme):
     def _make_sender_end(self, num_workers: int) -> tuple[GroupSender, RpcSeed]:
         place = MeetingPlace(self.host, self.backend)
         key = secrets.token_hex(16)
-        end = GroupSender(num_workers, RpcDoor(key), place.pair, place.close, device_of(self.backend))
+        door, device = RpcDoor(key), device_of(self.backend)
+        end = GroupSender(num_workers, door, place.pair, place.close, device, checksum=self.checksum)
         return end, RpcSeed(key, place.meeting)
 
     def _make_receiver_end(self, seed: RpcSeed) -> GroupReceiver:

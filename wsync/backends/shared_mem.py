@@ -79,6 +79,10 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             weights; ``"published"``, when every forward that starts from then on will use them, which needs no answer:
             a worker then takes them on its way into a forward, or while it waits in ``receive``.
         bind: whether parameters may be bound to the shared memory. Say False for workers that train.
+        checksum: whether each update carries a checksum, which a worker verifies before it stages or applies it, on
+            its way into a forward. With ``"published"`` a corrupt one leaves the model as it was, and the error
+            reaches the trainer with the next ``send``. Each worker then keeps the slot that its model is on, so there
+            may be as many more slots as workers that do not keep up.
     """
 
     name = "shared_mem"
@@ -94,6 +98,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         timeout: float | None = 60.0,
         acknowledge: Literal["installed", "published"] = "installed",
         bind: bool = True,
+        checksum: bool = False,
     ) -> None:
         if acknowledge not in ("installed", "published"):
             raise ValueError(f"acknowledge is 'installed' or 'published', not {acknowledge!r}")
@@ -101,6 +106,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         self.auto_register = auto_register
         self.per_worker_weights = per_worker_weights
         self.acknowledge = acknowledge
+        self.checksum = checksum
         self._registered: dict[str, TensorDictBase] = dict(policy_weights or {})
 
     def register_shared_weights(self, model_id: str, weights: TensorDictBase) -> None:
@@ -140,7 +146,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         return Source(weights, self.strategy, device_map_fn=device_map_fn, apart=self.per_worker_weights, mirror=mirror)
 
     def _make_sender_end(self, num_workers: int) -> tuple[LocalSender, Endpoint]:
-        end = LocalSender(num_workers, retains=True)
+        end = LocalSender(num_workers, retains=True, checksum=self.checksum)
         return end, end.endpoint
 
     def _make_receiver_end(self, seed: Endpoint) -> LocalReceiver:

@@ -1,0 +1,125 @@
+"""Who has come to a sender's door and has not yet shown that it may come in: strangers delay nobody.
+
+No visitor is waited for. Each is heard when it has said something, and the door's descriptor is readable meanwhile only
+if somebody has. Until it has shown the token a visitor costs one descriptor and a kilobyte; one that says anything
+else is turned away at once, one that is silent when its time or its place is needed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import select
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from wsync.words import HEADER_SIZE, Kind, Line, Message, length_in, unpack
+
+TOKEN = 16  # bytes
+_PATIENCE = 5.0  # seconds in which a visitor has to have shown the token
+_ROOM = 64  # visitors at a time
+_GREETING = 1024  # bytes, at the most
+
+
+@dataclass(slots=True)
+class Visitor:
+    """A connection, and what has come through it so far."""
+
+    socket: socket.socket
+    until: float
+    heard: bytearray = field(default_factory=bytearray)
+
+
+Admit = Callable[[Visitor], tuple[Line, Message] | None]
+"""The line to a visitor and its greeting; None if the greeting is not whole yet; ValueError or OSError to refuse it."""
+
+
+class Lobby:
+    """Behind one listening socket.
+
+    Args:
+        door: listens; is closed with the lobby.
+        admit: hears a visitor that has said something.
+    """
+
+    def __init__(self, door: socket.socket, admit: Admit) -> None:
+        self._door = door
+        self._admit = admit
+        self._visitors: dict[int, Visitor] = {}
+        self._poll = select.epoll()
+        door.setblocking(False)
+        self._poll.register(door.fileno(), select.EPOLLIN)
+
+    def fileno(self) -> int:
+        """Readable when somebody is at the door, or in the lobby has said something."""
+        return self._poll.fileno()
+
+    def accept(self) -> tuple[Line, Message] | None:
+        """Do what can be done without waiting: who has shown the token, if anybody has."""
+        for fd, _ in self._poll.poll(0):
+            if fd == self._door.fileno():
+                self._enter()
+            elif (admitted := self._hear(fd)) is not None:
+                return admitted
+        for fd in [fd for fd, visitor in self._visitors.items() if visitor.until < time.monotonic()]:
+            self._dismiss(fd)
+        return None
+
+    def _enter(self) -> None:
+        if len(self._visitors) == _ROOM:
+            self._dismiss(next(iter(self._visitors)))  # who has been here longest
+        try:
+            sock, _ = self._door.accept()
+        except (BlockingIOError, ConnectionError):
+            return  # it is gone again
+        sock.setblocking(False)
+        self._visitors[sock.fileno()] = Visitor(sock, time.monotonic() + _PATIENCE)
+        self._poll.register(sock.fileno(), select.EPOLLIN)
+
+    def _hear(self, fd: int) -> tuple[Line, Message] | None:
+        try:
+            admitted = self._admit(self._visitors[fd])
+        except (ValueError, OSError):
+            self._dismiss(fd)
+            return None
+        if admitted is not None:
+            self._poll.unregister(fd)
+            del self._visitors[fd]
+        return admitted
+
+    def _dismiss(self, fd: int) -> None:
+        self._poll.unregister(fd)
+        self._visitors.pop(fd).socket.close()
+
+    def close(self) -> None:
+        """Shut the door, and send everybody away; harmless when repeated."""
+        for visitor in self._visitors.values():
+            visitor.socket.close()
+        self._visitors.clear()
+        self._poll.close()
+        self._door.close()
+
+
+def greeting(visitor: Visitor, token: bytes) -> Message | None:
+    """The greeting, without its token, once it is whole. Nothing of it but its header is read before the token fits.
+
+    Raises:
+        ValueError: it is no greeting, or has another token.
+    """
+    heard = visitor.heard
+    if len(heard) < HEADER_SIZE:
+        return None
+    length = length_in(heard)
+    if not TOKEN <= length <= _GREETING or unpack(heard, b"").kind is not Kind.HELLO:
+        raise ValueError("this is no greeting")
+    begin = HEADER_SIZE + TOKEN
+    if len(heard) >= begin and not secrets.compare_digest(heard[HEADER_SIZE:begin], token):
+        raise ValueError("another token")
+    return None if len(heard) < HEADER_SIZE + length else unpack(heard, bytes(heard[begin : HEADER_SIZE + length]))
+
+
+def missing(visitor: Visitor) -> int:
+    """How many bytes may be read of a greeting without reading what comes behind it."""
+    heard = len(visitor.heard)
+    return (HEADER_SIZE if heard < HEADER_SIZE else HEADER_SIZE + length_in(visitor.heard)) - heard
