@@ -228,6 +228,11 @@ class GroupSender:
                 self._lanes[worker].drop(mark)
                 self._lines.say(worker, Message(Kind.DROP, worker, payload=mark))
 
+    def listen(self) -> None:
+        """Take in what workers have said."""
+        with self._lock:
+            self._lines.listen()
+
     def collect(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
         """Wait for an answer, an error or the death of each of ``workers``."""
         with self._lock:

@@ -75,6 +75,9 @@ class InProcessLine:
         """Forget what was kept."""
         self._staged = None
 
+    def listen(self) -> None:
+        """Whoever answered has told this object."""
+
     def collect(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
         """The answer, which is there already."""
         acks, self._acks = self._acks, []

@@ -81,8 +81,7 @@ class Lines:
             SyncTimeout: some never came; the message names them.
             WorkerDied: a worker's ``sentinel`` fired first.
         """
-        while self.read(_NOW):  # some may have died, and have successors at the door
-            pass
+        self.listen()  # some may have died, and have successors at the door
         missing = set(workers) - self._lines.keys()
         watched = {sentinels[worker]: worker for worker in missing if worker in sentinels}
         while missing:
@@ -107,8 +106,7 @@ class Lines:
             return -1
         line, hello = visitor
         worker = hello.worker
-        while self.read(_NOW):  # its predecessor may have died
-            pass
+        self.listen()  # its predecessor may have died
         problem = ""
         if hello.version != PROTOCOL:
             problem = f"it speaks protocol {hello.version}, the sender {PROTOCOL}: two versions of wsync"
@@ -166,6 +164,11 @@ class Lines:
     def failed(self, ack: Ack) -> None:
         """Take it that a worker has answered so."""
         self._answers[ack.worker] = ack
+
+    def listen(self) -> None:
+        """Take in everything that has been said."""
+        while self.read(_NOW):
+            pass
 
     def collect(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
         """Wait for an answer, an error or the death of each of ``workers``; one each, of those who have by then."""

@@ -182,6 +182,10 @@ class LocalSender:
             self._lines.say(worker, Message(Kind.DROP, worker, payload=STAGED.pack(transaction, 0)))
         self._reserved.difference_update(staged.values())
 
+    def listen(self) -> None:
+        """Take in what workers have said."""
+        self._lines.listen()
+
     def collect(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
         """Wait for an answer, an error or the death of each of ``workers``."""
         return self._lines.collect(workers, version, deadline)

@@ -128,7 +128,9 @@ class Sender:
             if wait:
                 self._posted.clear()  # whoever has this version, or is named in an error, needs no older one
                 return self._settle(posted)
-            self._posted.append(posted)
+            everyone = set(posted.workers)
+            self._posted = [*(older for older in self._posted if not everyone.issuperset(older.workers)), posted]
+            self._end.listen()
             return None
 
     def wait(self) -> SyncReport | None:

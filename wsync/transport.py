@@ -79,6 +79,12 @@ class SenderEnd(Protocol):
         """Have ``workers`` forget what was staged."""
         ...
 
+    def listen(self) -> None:
+        """Take in what workers have said, without waiting: nobody else may do so between sends that do not wait, and
+        a worker whose answers are never read comes to wait inside its gate for room to give one more.
+        """
+        ...
+
     def collect(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
         """The answers of ``workers`` to ``version`` (or a newer one): their acks, errors or deaths, one each.
 

@@ -177,6 +177,22 @@ def test_sender_that_leaves(make_scheme: Any) -> None:
         assert workers[0].call("forward")[0] == 3  # in memory of its own
 
 
+def test_answers_that_nobody_waits_for(make_scheme: Any) -> None:
+    """A trainer that only ever sends and never waits: no worker comes to wait for room to answer."""
+    model = fill(Small(), 1)
+    with crew(1) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=1)
+        workers.follow(scheme, Small)
+        for version in range(2, 602):  # twice what a Unix socket holds
+            scheme.send_async()
+            workers[0].call("receive")
+            assert scheme.version == version
+        fill(model, 7)
+        report = scheme.send()
+        assert report is not None and report.version == 602
+        assert workers[0].call("forward")[0] == 7
+
+
 def test_worker_that_leaves(make_scheme: Any) -> None:
     model = fill(Small(), 1)
     with crew(2) as workers, make_scheme() as scheme:
