@@ -1,6 +1,6 @@
 """Whatever comes from outside is understood or refused: no hang, no crash, nothing executed, nothing leaked.
 
-A short run by default; ``--hypothesis-profile=long`` is for an evening.
+A short run by default; ``--hypothesis-profile=long --timeout=0`` takes some minutes.
 """
 
 from __future__ import annotations
