@@ -26,6 +26,7 @@ class Case:
         give: what ``send`` is given, the module or a TensorDict that is made of it (the making is timed).
         frames: of each worker's batch, in collection.
         timeout: seconds for whatever a side waits for.
+        checksum: whether updates carry one; None: as the scheme has it.
     """
 
     kind: Kind
@@ -37,6 +38,7 @@ class Case:
     give: Give = "module"
     frames: int = 16
     timeout: float = 60.0
+    checksum: bool | None = None
 
     @property
     def label(self) -> str:
@@ -46,7 +48,8 @@ class Case:
     @property
     def title(self) -> str:
         """The whole case, for people."""
-        return f"{self.kind} {self.label}, {self.mib:g} MiB in {self.tensors} tensors to {self.workers}"
+        sealed = {None: "", True: ", checksum", False: ", no checksum"}[self.checksum]
+        return f"{self.kind} {self.label}, {self.mib:g} MiB in {self.tensors} tensors to {self.workers}{sealed}"
 
 
 @dataclass(frozen=True)

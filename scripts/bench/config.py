@@ -44,6 +44,7 @@ class BenchConfig:
         frames: of each worker's batch, in collection.
         acting: updates sent to workers that forward in a tight loop, to find out how they pause; 0: none.
         timeout: seconds for whatever is waited for.
+        checksum: whether our updates carry one, ``true`` or ``false``; ``null``: as each scheme has it.
     """
 
     defaults: list[Any] = field(default_factory=lambda: ["_self_", {"override hydra/job_logging": "disabled"}])
@@ -62,6 +63,7 @@ class BenchConfig:
     frames: int = 16
     acting: int = 50
     timeout: float = 60.0
+    checksum: bool | None = None
 
 
 def register() -> None:
@@ -104,7 +106,14 @@ def cases(cfg: BenchConfig) -> Iterator[Case]:
 
 
 def _acknowledged(cfg: BenchConfig, backend: str, **rest: Any) -> Iterator[Case]:
-    common = {"give": cfg.give, "frames": cfg.frames, "timeout": cfg.timeout, "backend": backend, **rest}
+    common = {
+        "give": cfg.give,
+        "frames": cfg.frames,
+        "timeout": cfg.timeout,
+        "checksum": cfg.checksum,
+        "backend": backend,
+        **rest,
+    }
     if backend != "shared_mem" or cfg.acknowledge in ("installed", "both"):
         yield Case(acknowledge="installed", **common)
     if backend == "shared_mem" and cfg.acknowledge in ("published", "both"):

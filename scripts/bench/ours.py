@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import wsync
 from bench.cases import Case
@@ -14,9 +15,12 @@ NAME = "wsync"
 
 def make_scheme(case: Case) -> wsync.WeightSyncScheme:
     """The scheme of a case."""
+    options: dict[str, Any] = {"timeout": case.timeout}
     if case.backend == "shared_mem":
-        return wsync.SharedMemWeightSyncScheme(timeout=case.timeout, acknowledge=case.acknowledge)
-    return wsync.WeightSyncScheme.from_backend(case.backend, timeout=case.timeout)
+        options["acknowledge"] = case.acknowledge
+    if case.checksum is not None:
+        options["checksum"] = case.checksum
+    return wsync.WeightSyncScheme.from_backend(case.backend, **options)
 
 
 def make_side(case: Case, trainer: int, make_scheme: MakeScheme = make_scheme) -> AbstractContextManager[Side]:
