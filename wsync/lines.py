@@ -78,6 +78,8 @@ class Lines:
             SyncTimeout: some never came; the message names them.
             WorkerDied: a worker's ``sentinel`` fired first.
         """
+        while self.read(deadline_in(0)):  # a predecessor may have died, and nobody has looked since
+            pass
         missing = set(workers) - self._lines.keys()
         watched = {sentinels[worker]: worker for worker in missing if worker in sentinels}
         while missing:

@@ -68,6 +68,7 @@ class Sender:
         self._extra: dict[int, bytes] = {}  # each worker's extra state, as last sent
         self._lost: set[int] = set()
         self._posted: list[Posted] = []
+        self._newest = 0  # the version that workers were last told to use: one that was only staged is not
         self._lock = threading.RLock()
 
     def connect(self, weights: object, sentinels: Mapping[int, int]) -> None:
@@ -90,18 +91,23 @@ class Sender:
             if posted:
                 self._await(posted)  # not an update's cost: the workers may have taken seconds to start
 
-    def admit(self, worker: int, sentinel: int | None = None) -> None:
+    def admit(self, worker: int, sentinel: int | None = None, timeout: float | None = None) -> None:
         """Let one worker join again, after its predecessor died; it gets the newest published version.
+
+        Args:
+            worker: its index.
+            sentinel: readable when its process has ended.
+            timeout: seconds; None for those of ``connect``.
 
         Raises:
             SyncTimeout, WorkerDied, WorkerFailed: it did not come, or not with these weights.
         """
         with self._lock:
-            deadline = deadline_in(self._timeout)
+            deadline = deadline_in(self._timeout if timeout is None else timeout)
             self._end.admit([worker], {} if sentinel is None else {worker: sentinel}, deadline)
             self._lost.discard(worker)
-            if self.version:
-                self._judge([worker], self.version, self._end.collect([worker], self.version, deadline))
+            if self._newest:
+                self._judge([worker], self._newest, self._end.collect([worker], self._newest, deadline))
 
     def send(self, weights: object, worker_ids: int | Sequence[int] | None, *, wait: bool) -> SyncReport | None:
         """Deliver an update; with ``wait``, return when the promise of a finished send holds."""
@@ -159,6 +165,7 @@ class Sender:
         started = time.perf_counter()
         for part, buffer, extra in packed:
             self._end.publish(buffer, posted.version, extra, part.workers, posted.acknowledge)
+        self._newest = posted.version
         posted.phases["transfer"] = time.perf_counter() - started
         return posted
 
@@ -233,7 +240,7 @@ class Sender:
             lines
         )
         kind: type[WorkerError] = WorkerDied if died else WorkerFailed if failed else SyncTimeout
-        raise kind(message, causes, version)
+        raise kind(message, causes, version, failed)
 
     # --- all or nothing: see transaction.py ---
 
@@ -252,6 +259,7 @@ class Sender:
         with self._lock:
             posted.deadline = deadline_in(self._timeout)
             self._end.decide(posted.version, posted.workers, transaction)
+            self._newest = posted.version
 
     def settle(self, posted: Posted) -> SyncReport:
         """Wait until a decided update is installed."""
