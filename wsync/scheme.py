@@ -236,6 +236,21 @@ class WeightSyncScheme(SchemeView, ABC):
         else:
             raise NotConnected("call init_on_sender() or init_on_receiver() before connect()")
 
+    def readmit(self, worker_idx: int, sentinel: int | None = None, timeout: float | None = None) -> None:
+        """On the sender: meet a worker that calls ``connect`` in the place of one that has died.
+
+        It gets the newest version that was sent, as it joins; nobody else takes notice.
+
+        Args:
+            worker_idx: its predecessor's index.
+            sentinel: a descriptor that is readable when its process has ended.
+            timeout: seconds; None for the scheme's.
+
+        Raises:
+            SyncTimeout, WorkerDied, WorkerFailed: it did not come, or not with these weights.
+        """
+        self._trainer("readmit").sender.admit(worker_idx, sentinel, timeout)
+
     def synchronize_weights(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
         """The older name of ``connect``, which delivers the first weights."""
         self.connect(worker_idx=worker_idx, weights=weights)

@@ -106,14 +106,19 @@ class Sender:
             if posted:
                 self._await(posted)  # not an update's cost: the workers may have taken seconds to start
 
-    def admit(self, worker: int, sentinel: int | None = None) -> None:
+    def admit(self, worker: int, sentinel: int | None = None, timeout: float | None = None) -> None:
         """Let one worker join again, after its predecessor died; it gets what that one was to have, or the newest.
+
+        Args:
+            worker: its index.
+            sentinel: readable when its process has ended.
+            timeout: seconds; None for those of ``connect``.
 
         Raises:
             SyncTimeout, WorkerDied, WorkerFailed: it did not come, or not with these weights.
         """
         with self._lock:
-            deadline = deadline_in(self._timeout)
+            deadline = deadline_in(self._timeout if timeout is None else timeout)
             self._end.forget(worker)
             self._end.admit([worker], {} if sentinel is None else {worker: sentinel}, deadline)
             self._count_lost(self._lost - {worker})
@@ -279,7 +284,7 @@ class Sender:
             lines
         )
         kind: type[WorkerError] = WorkerDied if died else WorkerFailed if failed else SyncTimeout
-        raise kind(message, causes, version)
+        raise kind(message, causes, version, failed)
 
     # --- all or nothing: see transaction.py ---
 

@@ -80,8 +80,9 @@ class SenderEnd(Protocol):
         ...
 
     def listen(self) -> None:
-        """Take in what workers have said, without waiting: nobody else may do so between sends that do not wait, and
-        a worker whose answers are never read comes to wait inside its gate for room to give one more.
+        """Take in what workers have said, without waiting.
+
+        A worker whose answers nobody reads would come to wait, inside its gate, for room to give one more.
         """
         ...
 
