@@ -60,10 +60,12 @@ class Seed:
             )
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError("this does not say where a sender is") from error
-        places = [(seed.endpoint.host, seed.endpoint.port)] + ([] if where is None else [tuple(where[:2])])
+        end, meeting = seed.endpoint, seed.meeting
+        places = [(end.host, end.port), *([] if meeting is None else [(meeting.host, meeting.port)])]
         if not all(isinstance(host, str) and type(port) is int and 0 < port < 65536 for host, port in places):
             raise ValueError("this does not say where a sender is")
-        if type(rank) is not int or type(tag) is not int or (where is not None and where[2] not in BACKENDS):
+        known = meeting is None or (isinstance(meeting.backend, str) and meeting.backend in BACKENDS)
+        if type(rank) is not int or type(tag) is not int or not known:
             raise ValueError("this does not say how a sender sends")
         return seed
 
