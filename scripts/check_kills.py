@@ -3,7 +3,7 @@
 Kills (SIGKILL, from a thread that knows nothing of what goes on) hit workers while they act, wait, install weights and
 are being started anew. Checked are: the run ends; every kill has had one restart; frames are those of the batches; the
 version that acted never goes back in a worker's place, over all who have had it; a synchronous batch is never acted
-with an older version than the last update; descriptors, threads and children are as many as before.
+with an older version than the last update; descriptors, threads and children are no more than before.
 
     python scripts/check_kills.py                                   # 200 kills, shared memory, both kinds of collector
     python scripts/check_kills.py --backend ray --kills 20
@@ -217,7 +217,9 @@ def check(backend: str, sync: bool, *, kills: int, workers: int, pause: float, s
         assert failures.failed.total() == failures.restarted.total() == killer.done, f"{killer.done} kills: {failures}"
         assert collector.frames == tally.frames, f"{collector.frames} frames counted, {tally.frames} delivered"
         after = open_now()
-        assert backend == "ray" or after == before, f"descriptors, threads, children: {before} before, {after} after"
+        # A successor has a pipe where a TCP worker has two connections; Ray's threads come and go.
+        less = all(now <= then for now, then in zip(after, before, strict=True))
+        assert backend == "ray" or less, f"descriptors, threads, children: {before} before, {after} after"
     return tally
 
 

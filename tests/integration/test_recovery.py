@@ -48,8 +48,8 @@ class Telling(nn.Module):
         return self.note
 
     def set_extra_state(self, state: int) -> None:
-        if state == 13:
-            raise ArithmeticError("13 is refused")
+        if state == -13:
+            raise ArithmeticError("-13 is refused")
         self.note = state
 
     def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -286,8 +286,8 @@ def test_refused_weights_are_an_error_whatever_the_policy(events):
     scheme = wsync.SharedMemWeightSyncScheme()
     with collect("sync", events, weight_sync_schemes={"policy": scheme}) as collector:
         next(collector)
-        with pytest.raises(wsync.WorkerFailed, match="13 is refused"):
-            update(collector, 13)
+        with pytest.raises(wsync.WorkerFailed, match="-13 is refused"):
+            update(collector, -13)
         assert not collector.failures and not collector.closed
         update(collector, 14)
         assert told(next(collector), "note") == {14}
