@@ -185,7 +185,7 @@ class Members(Generic[W]):
         while True:
             there = self._reachable(known if wanted is None else wanted)
             try:
-                send(there)
+                send(None if wanted is None else there)  # what is for all is kept for who is away
             except (wsync.WorkerDied, wsync.SyncTimeout) as error:
                 if not self._lose(there, error) and error.version is None:
                     raise
@@ -286,6 +286,8 @@ class Members(Generic[W]):
             raise cause.error(index)
         worker, place.worker, place.due, place.joined = place.worker, None, 0, False
         if worker is not None:
+            for scheme in self.schemes.values():
+                scheme.dismiss(index)
             self.pool.let_go(worker)
             self._batches = deque(batch for batch in self._batches if batch[0] is not worker)
         done = self._drop(place, cause) if self.policy.on_failure == "drop" else self._pause(place, cause)

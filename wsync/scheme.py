@@ -236,6 +236,13 @@ class WeightSyncScheme(SchemeView, ABC):
         else:
             raise NotConnected("call init_on_sender() or init_on_receiver() before connect()")
 
+    def dismiss(self, worker_idx: int) -> None:
+        """On the sender: take a worker for dead, before anybody has noticed; nothing is sent to it any more.
+
+        What is sent to all is kept for who comes in its place: see ``readmit``.
+        """
+        self._trainer("dismiss").sender.dismiss(worker_idx)
+
     def readmit(self, worker_idx: int, sentinel: int | None = None, timeout: float | None = None) -> None:
         """On the sender: meet a worker that calls ``connect`` in the place of one that has died.
 

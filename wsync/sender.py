@@ -106,6 +106,12 @@ class Sender:
             if posted:
                 self._await(posted)  # not an update's cost: the workers may have taken seconds to start
 
+    def dismiss(self, worker: int) -> None:
+        """Take a worker for dead: nothing is sent to it, and what is for all is kept for who comes in its place."""
+        with self._lock:
+            self._end.forget(worker)
+            self._count_lost(self._lost | {worker})
+
     def admit(self, worker: int, sentinel: int | None = None, timeout: float | None = None) -> None:
         """Let one worker join again, after its predecessor died; it gets what that one was to have, or the newest.
 
@@ -119,7 +125,7 @@ class Sender:
         """
         with self._lock:
             deadline = deadline_in(self._timeout if timeout is None else timeout)
-            self._end.forget(worker)
+            self.dismiss(worker)
             self._end.admit([worker], {} if sentinel is None else {worker: sentinel}, deadline)
             self._count_lost(self._lost - {worker})
             version = self._due.get(worker)

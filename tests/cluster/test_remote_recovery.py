@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from stopping import stop
 from tensordict import TensorDictBase
 from torch import nn
 
@@ -107,7 +108,7 @@ def test_a_worker_comes_back_with_the_newest_weights(family):
 def test_a_stopped_worker_is_ended(family, patience):
     with collect(family, "drop", worker_timeout=patience) as collector:
         first = pids(next(collector))
-        os.kill(first[1], signal.SIGSTOP)
+        stop(first[1])
         descriptor = os.pidfd_open(first[1])
         assert pids(next(collector)) == first[:1]
         assert wait([descriptor], 10), "it is still there"

@@ -6,15 +6,14 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from contract_models import Tail, digest, fill
+from stopping import stop
 from torch import nn
 
 import wsync
@@ -141,11 +140,7 @@ class Remote:
 
     def stop(self) -> None:
         """Stop it, and see that it has stopped."""
-        os.kill(self.process.pid, signal.SIGSTOP)
-        deadline = time.monotonic() + PATIENCE
-        while Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
-            assert time.monotonic() < deadline, "a worker did not stop"
-            os.sched_yield()
+        stop(self.process.pid)
 
     def resume(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)

@@ -16,6 +16,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from stopping import stop
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -119,6 +120,9 @@ def told(batch: TensorDictBase, what: str) -> set[int]:
 def kill(collector: Any, worker_idx: int, how: signal.Signals = signal.SIGKILL) -> int:
     """Kill a worker; its process."""
     (victim,) = [worker.process for worker in collector.remote_workers if worker.worker_idx == worker_idx]
+    if how is signal.SIGSTOP:
+        stop(victim.pid)
+        return victim.pid
     os.kill(victim.pid, how)
     if how is signal.SIGKILL:
         assert wait([victim.sentinel], 10)
