@@ -124,6 +124,7 @@ class Remote:
         raise NotImplementedError
 
     process: Any
+    alive = True
 
     def result(self) -> Any:
         good, value = self.answer()
@@ -136,6 +137,7 @@ class Remote:
         return self.result()
 
     def kill(self) -> None:
+        self.alive = False
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.join(PATIENCE)
 

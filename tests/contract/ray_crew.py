@@ -67,6 +67,11 @@ def dismiss() -> None:
     ray.shutdown()
 
 
+def idle() -> int:
+    """How many actors wait for a test."""
+    return len(_idle)
+
+
 def begin() -> None:
     """Have a cluster."""
     if not ray.is_initialized():
