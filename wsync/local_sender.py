@@ -148,11 +148,19 @@ class LocalSender:
 
     def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
         """Point the switches to a packed slot; call those who are to answer, or want to be called."""
-        self.arena.write_extra(buffer.slot, extra)
+        self._write_extra(buffer, extra)
         self._latest = (version, buffer.slot)
         for worker in workers:
             self._switch(worker, version, buffer.slot, acknowledge)
         self._reserved.discard(buffer.slot)
+
+    def _write_extra(self, buffer: Buffer, extra: bytes) -> None:
+        """Store a slot's extra state; free the slot if there is no room for it."""
+        try:
+            self.arena.write_extra(buffer.slot, extra)
+        except BaseException:
+            self._reserved.discard(buffer.slot)
+            raise
 
     def _switch(self, worker: int, version: int, slot: int, acknowledge: bool) -> None:
         try:
@@ -165,7 +173,7 @@ class LocalSender:
 
     def stage(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
         """Have workers check a packed slot; it stays reserved until the decision."""
-        self.arena.write_extra(buffer.slot, extra)
+        self._write_extra(buffer, extra)
         for worker in workers:
             self._staged.setdefault(transaction, {})[worker] = buffer.slot
             self._lines.say(worker, Message(Kind.STAGE, worker, version, STAGED.pack(transaction, buffer.slot)))
