@@ -11,9 +11,8 @@ import pytest
 
 import wsync
 
-for folder in (Path(__file__).parents[1] / "contract", Path(__file__).parent):
-    sys.path.insert(0, str(folder))  # workers unpickle what is written there
-pytest.register_assert_rewrite("stage")
+sys.path.insert(0, str(Path(__file__).parent))  # workers unpickle what is written here
+sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))  # and there
 import crew
 from backends import BACKENDS, WORKERS
 from matrix import Cell, Matrix

@@ -59,7 +59,9 @@ def time_of(seconds: float | None) -> str:
     """For people."""
     if seconds is None:
         return ""
-    return f"{seconds * 1e3:.1f} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+    return (
+        f"{seconds * 1e3:.1f} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+    )
 
 
 @dataclass

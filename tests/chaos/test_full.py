@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import wsync
 from contract_models import Large, Tail, fill
 from matrix import Cell
 from stage import Scene, detected, recovered
 
+import wsync
 from learning import checkpoint
 
 pytestmark = pytest.mark.timeout(60)
@@ -37,8 +37,8 @@ def no_file_beyond(size: int) -> Iterator[None]:
 
 
 def test_shared_memory_full(cell: Cell, scene: Scene, backend: str) -> None:
-    """There is no shared memory for a model of 32 MiB. `connect` says how much is missing; a smaller model, whose workers
-    are there already, goes on."""
+    """There is no shared memory for a model of 32 MiB. `connect` says how much is missing; a smaller model, whose
+    workers are there already, goes on."""
     if backend not in ARENAS:
         pytest.skip("it needs no shared memory")
     with scene.play() as stage:

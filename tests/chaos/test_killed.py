@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wsync
 from contract_models import Large, Small, Stuck
 from crew import crew
 from matrix import Cell
 from stage import Scene, Stage, detected, recovered
 
+import wsync
+
 pytestmark = pytest.mark.timeout(60)
+
 
 def goes_on(cell: Cell, stage: Stage, value: float = 3) -> None:
     """The others have the update, and get the next ones."""

@@ -1,4 +1,4 @@
-"""A worker cannot take an update: it keeps the model that it has, the trainer gets the traceback, the next one works."""
+"""A worker cannot take an update: it keeps its model, the trainer gets the traceback, the next one works."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import wsync
 from contract_models import Small, Tail
 from damage import corrupt
 from matrix import Cell
 from stage import VICTIM, Scene, detected, recovered
+
+import wsync
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -44,7 +45,7 @@ def test_model_has_changed_shape(cell: Cell, scene: Scene) -> None:
     the name and both shapes; when the model fits again, the next one works."""
     with scene.play() as stage:
         stage.victim.call("run", reshape, 9)
-        with detected(cell, wsync.WorkerFailed, r"(?s)worker 1.*weight.*LayoutMismatch|worker 1.*LayoutMismatch.*weight"):
+        with detected(cell, wsync.WorkerFailed, r"(?s)worker 1.*LayoutMismatch.*weight"):
             stage.ask(2)
         assert stage.workers[0].call("forward")[0] == 2
         assert stage.victim.call("forward") == [-1.0] * 9
@@ -74,7 +75,9 @@ def test_payload_corrupted(cell: Cell, scene: Scene, make_scheme: Any) -> None:
         with corrupt(stage), detected(cell, wsync.WorkerFailed, "(?s)worker 1.*arrived corrupt") as failed:
             stage.ask(2)
         spared = set(range(2)) - set(failed.value.workers)  # who shares memory shares the damage
-        assert [worker.call("forward")[0] for worker in stage.workers.workers] == [2 if i in spared else 1 for i in (0, 1)]
+        assert [worker.call("forward")[0] for worker in stage.workers.workers] == [
+            2 if i in spared else 1 for i in (0, 1)
+        ]
         with recovered(cell):
             stage.ask(3)
             assert stage.all_see(3)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import wsync
 from contract_models import Tail, fill
 from matrix import Cell
 from stage import Scene, Stage, detected, recovered
+
+import wsync
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -13,9 +13,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 import crew
-import wsync
 from backends import BACKENDS, WORKERS
 from contract_models import Small, fill
+
+import wsync
 
 
 def wait_and_tell(host: Any, path: str) -> None:
