@@ -54,11 +54,13 @@ def test_acknowledgement_delayed(cell: Cell, scene: Scene) -> None:
         stage.within(DEADLINE)
         relay.judge(answers_of(VICTIM, HOLD))
         silent(cell, stage, 2)
+        stage.victim.stop()  # so that it has not answered to this one, too
         stage.scheme.send_async(stage.fill(3))
         assert relay.release() == 1  # to the update before
         with pytest.raises(wsync.SyncTimeout, match="worker 1"):
             stage.scheme.wait_async()
         assert stage.workers[0].call("forward")[0] == 3
+        stage.victim.resume()
         relay.judge(answers_of(VICTIM, 1))
         stage.within(20.0)
         with recovered(cell):
