@@ -30,6 +30,7 @@ import errno
 import mmap
 import os
 from collections.abc import Collection, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -140,9 +141,18 @@ class Arena:
         return None
 
     def write_extra(self, slot: int, blob: bytes) -> None:
-        """Store a slot's extra state."""
+        """Store a slot's extra state.
+
+        Raises:
+            WeightSyncError: the machine has no memory left for it.
+        """
         if blob:
-            os.pwrite(self.fds[1], blob, slot * _EXTRA_SPAN)
+            try:
+                written = os.pwrite(self.fds[1], blob, slot * _EXTRA_SPAN)
+                if written < len(blob):  # as much as there was room for
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError as error:
+                _explain(error, len(blob))
         self._words[self._extra_sizes + slot] = len(blob)
 
     def read_extra(self, slot: int) -> bytes:
@@ -262,6 +272,11 @@ def _allocate(fd: int, offset: int, size: int) -> None:
     try:
         os.posix_fallocate(fd, offset, size)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise
-        raise WeightSyncError(f"no shared memory left: {size / 2**20:.1f} MiB more are needed ({error})") from error
+        _explain(error, size)
+
+
+def _explain(error: OSError, size: int) -> NoReturn:
+    """Raise ``error`` again, in words if it is want of memory."""
+    if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+        raise error
+    raise WeightSyncError(f"no shared memory left: {size / 2**20:.1f} MiB more are needed ({error})") from error

@@ -192,8 +192,12 @@ class Sender:
         # Parameters are bound or not, but a module's set_extra_state may raise: that has to be answered for.
         posted.acknowledge = acknowledge = acknowledge or any([extra for _, _, extra in packed])
         before = time.perf_counter()
-        for part, buffer, extra in packed:
-            self._end.publish(buffer, posted.version, extra, part.workers, acknowledge)
+        try:
+            for part, buffer, extra in packed:
+                self._end.publish(buffer, posted.version, extra, part.workers, acknowledge)
+        except BaseException:
+            self._end.release([buffer for _, buffer, _ in packed])
+            raise
         self._count_due(posted)
         posted.transfer = time.perf_counter() - before
         return posted
@@ -299,8 +303,12 @@ class Sender:
         with self._lock:
             workers, absent = self._addressees(worker_ids)
             posted, packed = self._pack(weights, workers, absent, keep=True)
-            for part, buffer, extra in packed:
-                self._end.stage(buffer, posted.version, extra, part.workers, transaction)
+            try:
+                for part, buffer, extra in packed:
+                    self._end.stage(buffer, posted.version, extra, part.workers, transaction)
+            except BaseException:
+                self._end.release([buffer for _, buffer, _ in packed])
+                raise
             self._judge(workers, posted.version, self._end.collect(workers, posted.version, posted.deadline))
             return posted
 

@@ -123,6 +123,7 @@ class Remote:
         raise NotImplementedError
 
     process: Any
+    alive = True
 
     def result(self) -> Any:
         good, value = self.answer()
@@ -135,6 +136,7 @@ class Remote:
         return self.result()
 
     def kill(self) -> None:
+        self.alive = False
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.join(PATIENCE)
 
