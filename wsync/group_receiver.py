@@ -92,6 +92,7 @@ class GroupReceiver:
         self._bound = -1  # the slot that the model is bound to
         self._pending: Update | None = None
         self._kept: dict[int, Update] = {}  # what is staged, by transaction
+        self._said: Message | None = None  # the last answer
         self._lock = threading.Lock()  # slots and transfers: the acting thread installs, too
 
     def connect(self, worker_idx: int, deadline: float | None) -> None:
@@ -151,6 +152,8 @@ class GroupReceiver:
             return [Closed()]
         try:
             return self._events(message)
+        except ConnectionError:
+            return [Closed()]
         except ValueError as error:
             self.answer(Ack(self._worker, ANY_VERSION, f"it does not understand the sender: {error}"))
             return [Closed()]
@@ -158,6 +161,10 @@ class GroupReceiver:
     def _events(self, message: Message) -> Sequence[Event]:
         if message.kind is Kind.LAYOUT:
             self._prepare(Plan.load(message.payload))
+            return []
+        if message.kind is Kind.ASK:
+            if self._said is not None:
+                self._connection().send(self._said)
             return []
         if message.kind in (Kind.DECIDE, Kind.DROP):
             (transaction,) = _unpacked(TRANSACTION, message.payload)
@@ -246,10 +253,9 @@ class GroupReceiver:
     def answer(self, ack: Ack, *, staged: bool = False) -> None:
         """Tell the sender, and be ready for the next version; if it is gone, whoever listens will notice."""
         kind = Kind.FAILED if ack.error else Kind.STAGED if staged else Kind.ACK
+        self._said = Message(kind, ack.worker, ack.version, ack.error.encode(), ack.wait, ack.apply)
         try:
-            self._connection().send(
-                Message(kind, ack.worker, ack.version, ack.error.encode(), ack.wait, ack.apply),
-            )
+            self._connection().send(self._said)
             if self._ahead and self.layout is not None:
                 self._begin()
         except (ConnectionError, RuntimeError):

@@ -181,7 +181,11 @@ class GroupSender:
     def _dispatch(self, parcel: Parcel, workers: Collection[int]) -> None:
         with self._lock:
             for worker in workers:
-                self._lanes[worker].append(parcel)
+                lane = self._lanes[worker]
+                lane.append(parcel)
+                if lane.under_way is not None and lane.overdue:
+                    lane.overdue = False
+                    self._lines.say(worker, Message(Kind.ASK, worker))  # its answer may have been lost
                 self._move_on(worker)
             self._flats.reserved.discard(parcel.slot)
             if self._courier is None and self._somebody_waits():
@@ -236,7 +240,11 @@ class GroupSender:
     def collect(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
         """Wait for an answer, an error or the death of each of ``workers``."""
         with self._lock:
-            return self._lines.collect(workers, version, deadline)
+            acks = self._lines.collect(workers, version, deadline)
+            if len(acks) < len(workers):
+                for worker in set(workers) - {ack.worker for ack in acks}:
+                    self._lanes[worker].overdue = True
+            return acks
 
     def close(self) -> None:
         """Hang up on every worker, shut the door, and let groups, store and memory go."""

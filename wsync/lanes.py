@@ -31,6 +31,7 @@ class Lane:
 
     Attributes:
         latest: the newest version that was handed over for it: for who comes in its place.
+        overdue: the answer to what is under way has not come in time.
     """
 
     latest: Parcel | None = None
@@ -39,6 +40,7 @@ class Lane:
     work: Work | None = None  # of the parcel under way; a transfer ends with its handle
     waiting: deque[Parcel] = field(default_factory=deque)
     generation: int = 0
+    overdue: bool = False
 
     def append(self, parcel: Parcel) -> None:
         """Queue a parcel; news takes the place of older news."""

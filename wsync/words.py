@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
-PROTOCOL = 3
+PROTOCOL = 4
 _HEADER = struct.Struct("<BxxxiQQdd")  # kind, worker, version, length, wait, apply
 HEADER_SIZE = _HEADER.size
 
 
 class Kind(IntEnum):
-    """What a message says. The first seven go to a worker, the others come from one."""
+    """What a message says. The first eight go to a worker, the others come from one."""
 
     WELCOME = 1  # payload: the layout, or nothing yet
     REFUSED = 2  # payload: why
@@ -22,6 +22,7 @@ class Kind(IntEnum):
     STAGE = 5  # check a version and keep it ready; payload: transaction
     DROP = 6  # the transaction is off
     DECIDE = 7  # install what is staged in the transaction
+    ASK = 8  # say once more what you said last: it has not come
     HELLO = 16  # payload: protocol, token
     ACK = 17  # a version is installed
     STAGED = 18  # a version is checked and ready

@@ -76,7 +76,8 @@ def begin(address: str = "") -> None:
     """Have a cluster: one of one's own, or the one at ``address``."""
     if not ray.is_initialized():
         tests = Path(__file__).parents[1]
-        here = {"env_vars": {"PYTHONPATH": f"{tests / 'contract'}:{tests / 'chaos'}"}}  # actors unpickle what is there
+        places = ":".join(str(place) for place in (tests, tests / "contract", tests / "chaos"))
+        here = {"env_vars": {"PYTHONPATH": places}}  # actors unpickle what is there
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "runtime_env": here}
         if not address:
             options |= {"num_cpus": 2, "include_dashboard": False}
