@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -105,7 +104,7 @@ def trainers_own() -> dict[str, Any]:
     gc.collect()
     count = census.without_segments(census.census())
     if kind() == "ray":
-        count["descriptors"] -= sys.modules["ray_crew"].idle()  # actors that wait for the next test
+        del count["descriptors"]  # Ray's client has more and fewer as actors come and go: see test_nothing_left.py
     return count
 
 
