@@ -55,15 +55,14 @@ class Seed:
         """
         try:
             (host, port, token), where, rank, tag = json.loads(text)
-            seed = cls(
-                NetEndpoint(host, port, bytes.fromhex(token)), None if where is None else Meeting(*where), rank, tag
-            )
+            meeting = None if where is None else Meeting(*where)
+            seed = cls(NetEndpoint(host, port, bytes.fromhex(token)), meeting, rank, tag)
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError("this does not say where a sender is") from error
-        places = [(seed.endpoint.host, seed.endpoint.port)] + ([] if where is None else [tuple(where[:2])])
-        if not all(isinstance(host, str) and type(port) is int and 0 < port < 65536 for host, port in places):
-            raise ValueError("this does not say where a sender is")
-        if type(rank) is not int or type(tag) is not int or (where is not None and where[2] not in BACKENDS):
+        for place in (seed.endpoint, *([] if meeting is None else [meeting])):
+            if not isinstance(place.host, str) or type(place.port) is not int or not 0 < place.port < 65536:
+                raise ValueError("this does not say where a sender is")
+        if type(rank) is not int or type(tag) is not int or (meeting is not None and meeting.backend not in BACKENDS):
             raise ValueError("this does not say how a sender sends")
         return seed
 
