@@ -7,7 +7,7 @@ ARGS ?=
 # What `make bench` measures of weight sync: minutes. `python scripts/bench_sync.py` measures everything.
 SYNC ?= mib=[1] policy_mib=[0.018] workers=[2] rounds=100 seconds=5 peer=torchrl
 
-.PHONY: install train test lint bench clean
+.PHONY: install train test lint bench reliability clean
 
 install: $(VENV)/.dev
 
@@ -26,8 +26,8 @@ train: install
 
 # What needs a Ray cluster of its own runs alone: two at a time get into each other's way.
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/cluster $(ARGS)
-	$(BIN)/python -m pytest tests/cluster $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/cluster --ignore tests/chaos $(ARGS)
+	$(BIN)/python -m pytest tests/cluster tests/chaos $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .
@@ -37,6 +37,10 @@ lint: install
 bench: $(VENV)/.bench
 	$(BIN)/python scripts/bench_sync.py $(SYNC)
 	$(BIN)/python scripts/bench_collect.py $(ARGS)
+
+# Two minutes: every fault against every backend, written into docs/reliability.md.
+reliability: install
+	$(BIN)/python -m pytest tests/chaos --reliability docs/reliability.md $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -14,6 +14,7 @@ from torch import nn
 
 import wsync
 from collectors.envs import GymEnv
+from collectors.recovery import Failures
 
 EnvMaker = Callable[[], Any]
 
@@ -22,6 +23,10 @@ class BaseCollector(ABC):
     """Gathers experience in batches, with copies of a policy that are updated on demand.
 
     Iterate over it; update it with ``update_policy_weights_``; use it as a context manager, or ``shutdown`` it.
+
+    Attributes:
+        frames: so many were delivered: counted when a batch reaches the caller.
+        failures: of workers, and what was done about them.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class BaseCollector(ABC):
         self.track_policy_version = track_policy_version
         self.frames = 0
         self.closed = False
+        self.failures = Failures()
 
     def _default_scheme(self) -> wsync.WeightSyncScheme:
         """What carries the policy if nobody says."""
@@ -109,14 +115,26 @@ class BaseCollector(ABC):
         if len(given) > 1:
             raise ValueError(f"weights were given more than once: {' and '.join(given)}")
         source = next((value for value in forms.values() if value is not None), None)
-        self._scheme(self._default_model_id() if model_id is None else model_id).send(source, worker_ids)
+        scheme = self._scheme(self._default_model_id() if model_id is None else model_id)
+        self._deliver(lambda workers: scheme.send(_share(source, workers, worker_ids), workers), worker_ids)
+
+    def _deliver(self, send: Callable[[Any], object], worker_ids: int | Sequence[int] | None) -> None:
+        """Send to all of ``worker_ids`` that there are."""
+        send(worker_ids)
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Do not wait much longer for the batch under way; harmless in a signal handler."""
 
     def _update_together(self, weights_dict: Mapping[str, Any], worker_ids: int | Sequence[int] | None) -> None:
         if not weights_dict:
             raise ValueError("weights_dict is empty")
         schemes = {self._scheme(model_id): weights for model_id, weights in weights_dict.items()}
         carried = {s: w for s, w in schemes.items() if not isinstance(s, wsync.NoWeightSyncScheme)}
-        wsync.synchronize(carried, worker_ids)
+        self._deliver(
+            lambda workers: wsync.synchronize({s: _share(w, workers, worker_ids) for s, w in carried.items()}, workers),
+            worker_ids,
+        )
 
     def _scheme(self, model_id: str) -> wsync.WeightSyncScheme:
         if model_id not in self.weight_sync_schemes:
@@ -166,6 +184,14 @@ class BaseCollector(ABC):
     def __exit__(self, *_: object) -> None:
         """Shut down."""
         self.shutdown()
+
+
+def _share(source: Any, workers: Any, asked: Any) -> Any:
+    """Of weights per worker, those of the ``workers`` that there are, where others were ``asked`` for."""
+    per_worker = isinstance(source, dict) and source and all(isinstance(key, int) for key in source)
+    if workers is asked or not per_worker:
+        return source
+    return {worker: source[worker] for worker in workers if worker in source}
 
 
 def find_in(context: object, policy: object, model_id: str) -> nn.Module:

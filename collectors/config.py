@@ -67,7 +67,24 @@ class SingleConfig(CollectorConfig):
 
 
 @dataclass
-class MultiSyncConfig(CollectorConfig):
+class CrewConfig(CollectorConfig):
+    """Several workers; some of them may fail.
+
+    Attributes:
+        on_worker_failure: ``raise``; ``drop`` the worker and go on with the others; or ``restart`` it meanwhile.
+        worker_timeout: seconds in which a worker has to answer; null: no limit.
+        max_restarts: a worker that fails more often than this within `restart_window` seconds ends the run after all.
+        restart_window: see `max_restarts`.
+    """
+
+    on_worker_failure: str = "raise"
+    worker_timeout: float | None = 600.0
+    max_restarts: int = 10
+    restart_window: float = 60.0
+
+
+@dataclass
+class MultiSyncConfig(CrewConfig):
     """Worker processes; a batch has a share of each, and all wait for new weights."""
 
     _target_: str = "collectors.MultiSyncCollector"
@@ -75,14 +92,14 @@ class MultiSyncConfig(CollectorConfig):
 
 
 @dataclass
-class MultiAsyncConfig(CollectorConfig):
+class MultiAsyncConfig(CrewConfig):
     """Worker processes that go on while the learner learns; a batch is one worker's."""
 
     _target_: str = "collectors.MultiAsyncCollector"
 
 
 @dataclass
-class RemoteConfig(CollectorConfig):
+class RemoteConfig(CrewConfig):
     """Workers that are reached over a network.
 
     Attributes:

@@ -16,7 +16,9 @@ from tensordict import TensorDictBase
 import wsync
 from collectors.base import BaseCollector, EnvMaker
 from collectors.gathering import FirstCome, Gathering, Together
+from collectors.members import Members
 from collectors.pool import Pool, Worker
+from collectors.recovery import FailurePolicy, OnFailure
 from collectors.single import pickled
 from collectors.worker import Parts, WorkerOptions
 
@@ -35,6 +37,10 @@ class CrewOptions(TypedDict, total=False):
     cat_results: int | Literal["stack"]
     track_policy_version: bool
     threads: int
+    on_worker_failure: OnFailure
+    worker_timeout: float | None
+    max_restarts: int
+    restart_window: float
 
 
 class CrewCollector(BaseCollector):
@@ -57,12 +63,20 @@ class CrewCollector(BaseCollector):
         cat_results: how workers' batches are joined: along a dimension (0), or ``"stack"`` with a new leading one.
         track_policy_version: whether batches have ``policy_version``.
         threads: torch threads of each worker.
+        on_worker_failure: when a worker dies, raises, or does not answer in time: ``"raise"``; ``"drop"`` it, and go on
+            with the others (a synchronous batch is smaller by its share); or ``"restart"`` it: the others go on, and a
+            new worker takes its place from the next batch on, with the newest weights of every model and a seed that
+            nobody has had. Frames of a batch that it had not finished are lost, and not counted.
+        worker_timeout: seconds in which a worker has to answer (a batch, its environments); one that does not is ended.
+        max_restarts: a worker that fails more often than this within ``restart_window`` seconds is an error after all.
+        restart_window: see ``max_restarts``.
 
     Raises:
         TypeError: something that a worker needs cannot be pickled.
         ValueError: no environment, or numbers out of range.
         wsync.WorkerFailed: a worker could not start; carries its traceback. No worker is left.
         wsync.WorkerDied: a worker ended.
+        wsync.SyncTimeout: a worker did not answer within ``worker_timeout``.
     """
 
     def __init__(
@@ -83,7 +97,12 @@ class CrewCollector(BaseCollector):
         cat_results: int | Literal["stack"] = 0,
         track_policy_version: bool = True,
         threads: int = 1,
+        on_worker_failure: OnFailure = "raise",
+        worker_timeout: float | None = 600.0,
+        max_restarts: int = 10,
+        restart_window: float = 60.0,
     ) -> None:
+        failure_policy = FailurePolicy(on_worker_failure, worker_timeout, max_restarts, restart_window)
         super().__init__(
             policy,
             frames_per_batch=frames_per_batch,
@@ -115,14 +134,14 @@ class CrewCollector(BaseCollector):
         carried = None if policy_factory is not None else policy
         for thing, name in ((carried, "policy"), (policy_factory, "policy_factory"), (makers, "create_env_fn")):
             pickled(thing, name)  # before any worker is started, and each alone: the error then says which it is
-        self._pool = start(len(makers))
+        self._members = Members(start(len(makers)), failure_policy, self.weight_sync_schemes, self.failures)
         self._at_exit = partial(_shut_down, weakref.ref(self))
         atexit.register(self._at_exit)  # before multiprocessing's own, which would wait for workers
         try:
             for model_id, scheme in self.weight_sync_schemes.items():
                 scheme.init_on_sender(model_id, context=self, num_workers=len(makers))
             parts = [Parts(maker, carried, policy_factory, self.weight_sync_schemes) for maker in makers]
-            self._connect([pickled(one, "schemes") for one in parts], options)
+            self._members.start([pickled(one, "schemes") for one in parts], options)
         except BaseException:
             self.shutdown()
             raise
@@ -138,41 +157,48 @@ class CrewCollector(BaseCollector):
             )
         return share
 
-    def _connect(self, parts: Sequence[bytes], options: Sequence[WorkerOptions]) -> None:
-        pool = self._pool
-        for worker in pool.workers:
-            pool.tell([worker], "build", (parts[worker.worker_idx], options[worker.worker_idx]))
-        pool.hear_all("ready")
-        pool.tell(pool.workers, "connect")
-        for scheme in self.weight_sync_schemes.values():
-            scheme.connect()
-        pool.hear_all("connected")
-
     def _gather(self) -> TensorDictBase:
         try:
-            return self._gathering.gather(self._pool)
+            return self._gathering.gather(self._members)
         except wsync.WeightSyncError:
             self.shutdown()
             raise
 
+    def _deliver(self, send: Callable[[Any], object], worker_ids: int | Sequence[int] | None) -> None:
+        try:
+            self._members.deliver(send, worker_ids)
+        except wsync.WeightSyncError:
+            if self._members.over:
+                self.shutdown()
+            raise
+
+    def interrupt(self) -> None:
+        """See BaseCollector: a batch that is not complete in two seconds raises ``wsync.SyncTimeout``."""
+        if not self.closed:
+            self._members.interrupt()
+
     @property
     def remote_workers(self) -> Sequence[Worker]:
-        """The workers, by index."""
-        return self._pool.workers
+        """The workers that there are, by index."""
+        return sorted(self._members.pool.workers, key=lambda worker: worker.worker_idx)
 
     def cascade_weights(self, model_id: str) -> None:
         """Pass on an update that this collector's own model has just been given by a scheme above."""
         self.update_policy_weights_(model_id=model_id)
 
     def set_seed(self, seed: int) -> int:
-        """Worker ``w``'s environment ``i`` gets ``seed + w * num_envs + i``."""
-        for worker in self._pool.workers:
-            self._pool.tell([worker], "seed", seed)
-            seed += worker.num_envs
-        return seed
+        """Worker ``w``'s environment ``i`` gets ``seed + w * num_envs + i``.
+
+        A worker that is started anew gets the next free ones (random ones, if this was never called).
+        """
+        return self._members.seed(seed)
+
+    def _refuse_restart(self, options: Mapping[str, Any], why: str) -> None:
+        if options.get("on_worker_failure") == "restart":
+            raise ValueError(f"{type(self).__name__} cannot restart these workers: {why}")
 
     def _close(self) -> None:
-        self._pool.close()
+        self._members.close()
         for scheme in self.weight_sync_schemes.values():
             scheme.shutdown()
         atexit.unregister(self._at_exit)

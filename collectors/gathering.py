@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from tensordict import TensorDictBase
 
-from collectors.pool import Pool
+from collectors.members import Members
+from collectors.pool import Worker
 
 
 class Gathering(Protocol):
@@ -20,13 +21,15 @@ class Gathering(Protocol):
         """The frames of a batch that each worker gathers."""
         ...
 
-    def gather(self, pool: Pool[Any]) -> TensorDictBase:
+    def gather(self, members: Members[Any]) -> TensorDictBase:
         """One batch, in memory that nobody writes again."""
         ...
 
 
 class Together:
     """All workers gather their share of a batch, and then wait: a batch is of one version.
+
+    Where a worker fails, the batch is what the others have gathered.
 
     Args:
         cat_results: how the shares are joined: along a dimension, or ``"stack"`` with a new leading one.
@@ -46,10 +49,20 @@ class Together:
         """The rounded-up share."""
         return -(-frames // workers)
 
-    def gather(self, pool: Pool[Any]) -> TensorDictBase:
+    def gather(self, members: Members[Any]) -> TensorDictBase:
         """See Gathering."""
-        pool.tell(pool.workers, "collect", 0)
-        batches: Any = [worker.batches[index] for worker, index in pool.hear_all("batch")]
+        shares: dict[Worker, TensorDictBase] = {}
+        asked: list[Worker] = []
+        while not shares:  # again, if all who were asked have failed
+            asked = members.muster()
+            for worker in asked:
+                members.tell(worker, "collect", 0)
+            while not shares.keys() >= set(asked).intersection(members.there):
+                heard = members.hear()
+                if heard is not None:
+                    worker, index = heard
+                    shares[worker] = worker.batches[index]
+        batches: Any = [shares[worker] for worker in asked if worker in shares]
         joined: Any = torch.stack(batches) if self._how == "stack" else torch.cat(batches, self._how)
         return joined
 
@@ -60,20 +73,24 @@ class FirstCome:
     buffers: ClassVar[int] = 2  # one is being filled while the other waits to be taken
 
     def __init__(self) -> None:
-        self._underway = False
+        self._busy: set[Worker] = set()
 
     def share(self, frames: int, workers: int) -> int:
         """All of them: a batch is one worker's."""
         return frames
 
-    def gather(self, pool: Pool[Any]) -> TensorDictBase:
+    def gather(self, members: Members[Any]) -> TensorDictBase:
         """See Gathering."""
-        if not self._underway:
-            self._underway = True
-            for buffer in range(self.buffers):
-                pool.tell(pool.workers, "collect", buffer)
-        worker, buffer = pool.hear("batch", pool.workers)
-        batch: Any = worker.batches[buffer]
-        batch = batch.clone()
-        pool.tell([worker], "collect", buffer)
-        return batch
+        while True:
+            there = members.muster()
+            for worker in [worker for worker in there if worker not in self._busy]:
+                for buffer in range(self.buffers):
+                    members.tell(worker, "collect", buffer)
+            self._busy = set(there)
+            heard = members.hear()
+            if heard is not None:
+                worker, buffer = heard
+                batch: Any = worker.batches[buffer]
+                batch = batch.clone()
+                members.tell(worker, "collect", buffer)
+                return batch

@@ -8,7 +8,7 @@ from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 from collectors.lines import Line
-from collectors.pool import GRACE, Pool, Worker
+from collectors.pool import GRACE, Event, Pool, Worker
 
 
 class LineWorker(Worker):
@@ -38,15 +38,18 @@ class LinePool(Pool[L]):
         """See Pool."""
         for worker in workers:
             try:
+                if command == "build":
+                    worker.line.limit(self.patience)
                 worker.line.connection.send((command, argument))
-            except ConnectionError:
+            except OSError:
                 continue
 
-    def _listen(self, workers: Collection[L]) -> None:
+    def listen(self, workers: Collection[L], wake: int, timeout: float | None) -> list[Event[L]]:
+        """See Pool."""
         sources: dict[Any, L] = {worker.line.connection: worker for worker in workers}
         sources |= {worker.sentinel: worker for worker in workers}
-        for worker in {sources[source] for source in wait(list(sources))}:
-            self._heard.append((worker, *self._word(worker)))
+        ready = wait([*sources, wake], timeout)
+        return [(worker, *self._word(worker)) for worker in {sources[source] for source in ready if source != wake}]
 
     def _word(self, worker: L) -> tuple[str, Any]:
         """What ``worker`` says; if it has ended, what it said before that comes first."""
@@ -60,6 +63,8 @@ class LinePool(Pool[L]):
                 worker.ready(plan, line.accept(plan, count), num_envs)
             elif kind == "batch":
                 line.pull(worker.buffers[answer])
+        except BlockingIOError:
+            return "stalled", "did not finish what it had begun to say"
         except (EOFError, OSError):
             return "died", worker.last_words()
         return kind, answer

@@ -7,6 +7,8 @@ behind each ``batch``. How the bytes go is the line's own affair.
 from __future__ import annotations
 
 import os
+import socket
+import struct
 import traceback
 from abc import ABC, abstractmethod
 from multiprocessing import reduction
@@ -28,6 +30,14 @@ class Line(ABC):
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
+
+    def limit(self, seconds: float | None) -> None:
+        """Have a read or a write that makes no progress for so many seconds raise ``BlockingIOError``."""
+        whole = 0 if seconds is None else int(seconds)
+        micro = 0 if seconds is None else max(1, int((seconds - whole) * 1e6))
+        with socket.socket(fileno=socket.dup(self.connection.fileno())) as sock:
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", whole, micro))
 
     @abstractmethod
     def offer(self, plan: BatchPlan, count: int) -> list[torch.Tensor]:

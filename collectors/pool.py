@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Collection
 from typing import Any, Generic, TypeVar
 
@@ -11,7 +10,6 @@ import torch
 from tensordict import TensorDict
 
 from collectors.shared_batch import BatchPlan
-from wsync import WorkerDied, WorkerFailed
 
 GRACE = 5.0  # seconds in which a worker that was told to end has to
 
@@ -22,6 +20,7 @@ class Worker(ABC):
     Attributes:
         worker_idx: its index.
         num_envs: its environments, once it is ready.
+        frames: that a batch of its has.
         buffers: what it brings, as bytes.
         batches: the same, as TensorDicts; written again when the worker is told to fill that buffer again.
     """
@@ -29,6 +28,7 @@ class Worker(ABC):
     def __init__(self, worker_idx: int) -> None:
         self.worker_idx = worker_idx
         self.num_envs = 0
+        self.frames = 0
         self.buffers: list[torch.Tensor] = []
         self.batches: list[TensorDict] = []
 
@@ -41,9 +41,12 @@ class Worker(ABC):
         """It has built its environments, and its batches will lie in ``buffers``."""
         self.num_envs, self.buffers = num_envs, buffers
         self.batches = [plan.view(buffer) for buffer in buffers]
+        self.frames = plan.batch_size.numel()
 
 
 W = TypeVar("W", bound=Worker)
+Event = tuple[W, str, Any]
+"""A worker, a word, and what goes with it."""
 
 
 class Pool(ABC, Generic[W]):
@@ -51,47 +54,39 @@ class Pool(ABC, Generic[W]):
 
     A command is answered once, but for ``seed``: ``build`` by ``ready``, ``connect`` by ``connected``, ``collect`` by
     ``batch``, which is in the worker's ``batches`` then. Each worker takes its commands in order.
+
+    Attributes:
+        workers: those that were not let go.
+        patience: seconds in which a worker that has begun to say or to take something has to go on; None: no limit.
     """
 
     def __init__(self) -> None:
         self.workers: list[W] = []
-        self._heard: deque[tuple[W, str, Any]] = deque()
+        self.patience: float | None = None
 
     @abstractmethod
     def tell(self, workers: Collection[W], command: str, argument: Any = None) -> None:
         """Give a command; who is gone is heard of when one listens."""
 
     @abstractmethod
-    def _listen(self, workers: Collection[W]) -> None:
-        """Wait until one of ``workers`` has answered or ended, and put that into ``_heard``."""
+    def listen(self, workers: Collection[W], wake: int, timeout: float | None) -> list[Event[W]]:
+        """What ``workers`` have said, and who of them has ended: ``(worker, "died", how)``.
+
+        Waits until there is something, until the descriptor ``wake`` is readable, or for ``timeout`` seconds.
+        """
+
+    def begin(self, worker_idx: int) -> W:
+        """Start a worker in the place of one that was let go; what it says is heard by and by.
+
+        Raises:
+            OSError: this machine cannot.
+        """
+        raise OSError("workers of this kind cannot be started anew")
+
+    @abstractmethod
+    def let_go(self, worker: W) -> None:
+        """End a worker at once, if it has not ended, and whatever belongs to it."""
 
     @abstractmethod
     def close(self) -> None:
         """Let all workers end, and end those who do not. Harmless when repeated."""
-
-    def hear(self, expected: str, workers: Collection[W]) -> tuple[W, Any]:
-        """The next answer from one of ``workers``.
-
-        Raises:
-            WorkerFailed: one raised; carries its traceback.
-            WorkerDied: one has ended.
-        """
-        while not self._heard:
-            self._listen(workers)
-        worker, kind, answer = self._heard.popleft()
-        if kind == "error":
-            cause = f"worker {worker.worker_idx} failed:\n{answer}"
-            raise WorkerFailed(cause, {worker.worker_idx: answer})
-        if kind == "died":
-            raise WorkerDied(f"worker {worker.worker_idx} {answer}", {worker.worker_idx: answer})
-        assert kind == expected, f"a worker answered {kind} where {expected} was due"
-        return worker, answer
-
-    def hear_all(self, expected: str) -> list[tuple[W, Any]]:
-        """One answer from every worker, in the order of their indices."""
-        missing, answers = set(self.workers), []
-        while missing:
-            worker, answer = self.hear(expected, missing)
-            missing.discard(worker)
-            answers.append((worker, answer))
-        return sorted(answers, key=lambda pair: pair[0].worker_idx)

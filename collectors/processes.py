@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -13,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from collectors.line_pool import LinePool, LineWorker
-from collectors.lines import SharedMemoryLine, serve
+from collectors.lines import Line, SharedMemoryLine, serve
 from collectors.pool import GRACE
 from collectors.worker import end_with_process, leave_signals_to_the_trainer
 
@@ -71,18 +72,26 @@ def end_of(process: BaseProcess) -> str:
 
 def end(processes: Collection[BaseProcess]) -> None:
     """Wait for processes that were told to end, and kill those who do not."""
+    deadline = time.monotonic() + GRACE
     for process in processes:
-        process.join(GRACE)
+        process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
             process.kill()
             process.join()
         process.close()
 
 
+def kill(process: BaseProcess) -> None:
+    """End a process, whatever it is doing, and let go of it."""
+    process.kill()
+    process.join()
+    process.close()
+
+
 class ProcessWorker(LineWorker):
     """A worker in a process of its own."""
 
-    def __init__(self, worker_idx: int, line: SharedMemoryLine, process: BaseProcess) -> None:
+    def __init__(self, worker_idx: int, line: Line, process: BaseProcess) -> None:
         super().__init__(worker_idx, line)
         self.process = process
 
@@ -95,6 +104,26 @@ class ProcessWorker(LineWorker):
         """See LineWorker."""
         return end_of(self.process)
 
+    def end(self) -> None:
+        """Kill the process if it still runs, and let go of it and of the line."""
+        self.line.connection.close()
+        kill(self.process)
+
+
+def start_worker(
+    main: Callable[..., None], worker_idx: int, line: Callable[..., Line], *arguments: Any
+) -> ProcessWorker:
+    """A process that runs ``main(connection, *arguments)``, at the other end of a ``line(connection, *arguments)``."""
+    mine, theirs = pipe()
+    try:
+        process = start(main, worker_idx, theirs, *arguments)
+    except BaseException:
+        mine.close()
+        raise
+    finally:
+        theirs.close()
+    return ProcessWorker(worker_idx, line(mine, *arguments), process)
+
 
 class ProcessPool(LinePool[ProcessWorker]):
     """Worker processes on this machine, whose batches lie in memory that is shared with them."""
@@ -103,13 +132,21 @@ class ProcessPool(LinePool[ProcessWorker]):
         super().__init__()
         try:
             for i in range(count):
-                mine, theirs = pipe()
-                process = start(_main, i, theirs, os.getpid())
-                theirs.close()
-                self.workers.append(ProcessWorker(i, SharedMemoryLine(mine, os.getpid()), process))
+                self.begin(i)
         except BaseException:
             self.close()
             raise
+
+    def begin(self, worker_idx: int) -> ProcessWorker:
+        """See Pool."""
+        worker = start_worker(_main, worker_idx, SharedMemoryLine, os.getpid())
+        self.workers.append(worker)
+        return worker
+
+    def let_go(self, worker: ProcessWorker) -> None:
+        """See Pool."""
+        self.workers.remove(worker)
+        worker.end()
 
     def close(self) -> None:
         """See Pool."""

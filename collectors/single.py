@@ -100,6 +100,9 @@ class Collector(BaseCollector):
         self._actor.rollout.seed(seed)
         return seed + self.env.num_envs
 
+    def interrupt(self) -> None:
+        """Nobody is waited for here."""
+
     def _close(self) -> None:
         for scheme in self.weight_sync_schemes.values():
             scheme.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,24 @@ class CheckpointError(RuntimeError):
 
 
 def save(folder: Path, state: dict[str, Any]) -> Path:
-    """Write `state` (tensors and plain values) to ``folder/checkpoint.pt``, replacing an older one in one step."""
+    """Write `state` (tensors and plain values) to ``folder/checkpoint.pt``, replacing an older one in one step.
+
+    Raises:
+        CheckpointError: it could not be written (a full disk, say); the older one is as it was.
+    """
     path, unfinished = folder / FILE, folder / f"{FILE}.unfinished"
-    with open(unfinished, "wb") as file:
-        torch.save({"format": FORMAT, "state": state}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
+    content = io.BytesIO()  # torch would report a full disk as a RuntimeError of its own
+    torch.save({"format": FORMAT, "state": state}, content)
+    try:
+        with open(unfinished, "wb") as file:
+            file.write(content.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        older = "the older one there is whole" if path.exists() else "there is no older one"
+        raise CheckpointError(f"{path} could not be written: {error.strerror}; {older}") from error
     return path
 
 

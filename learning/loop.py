@@ -14,7 +14,7 @@ from learning.ppo import PPO
 from learning.progress import Progress
 from learning.reporting import Reporter
 from learning.stop import StopRequest
-from learning.summary import summarise
+from learning.summary import Failures, summarise
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 class Collector(Iterable[Any], Protocol):
     """What the loop asks of a collector: batches, and new weights for whoever collects them."""
+
+    failures: Failures
+
+    def interrupt(self) -> None:
+        """Do not wait much longer for the batch under way."""
 
     def update_policy_weights_(self, policy: nn.Module, /) -> Any:
         """Deliver the weights of `policy` to every worker."""
@@ -85,6 +90,7 @@ class Training:
         came after a request to stop: a signal to the whole process group ends the workers as well.
         """
         status = "failed"
+        stop.tell(collector.interrupt)
         try:
             for reporter in self.reporters:
                 reporter.begin(self.folder, config)
@@ -95,7 +101,7 @@ class Training:
             status = "interrupted"
         finally:
             checkpoint.save(self.folder, self.state_dict())
-            summary = self._summary(status)
+            summary = self._summary(status, collector.failures)
             with ExitStack() as everyone:  # each is told, even if one raises
                 for reporter in reversed(self.reporters):
                     everyone.callback(reporter.finish, summary)
@@ -142,10 +148,10 @@ class Training:
             "folder": str(folder), "frames": self.progress.frames, "version": self.progress.version
         }  # fmt: skip
 
-    def _summary(self, status: str) -> dict[str, Any]:
+    def _summary(self, status: str, failures: Failures) -> dict[str, Any]:
         first = self.progress.first_update_at
         return {
-            **summarise(status, self.progress, self.goal.solved_at, self.scheme.metrics),
+            **summarise(status, self.progress, self.goal.solved_at, self.scheme.metrics, failures),
             "seconds_to_first_update": None if first is None else first - self.started,
             **self.facts,
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -19,6 +20,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self._told: list[Callable[[], object]] = []
         self._before: dict[signal.Signals, object] = {}
 
     @property
@@ -30,6 +32,12 @@ class StopRequest:
     def exit_status(self) -> int:
         """What a shell expects of a process that ended because of the signal: 128 + its number; 0 without one."""
         return 0 if self.signal is None else 128 + self.signal
+
+    def tell(self, somebody: Callable[[], object]) -> None:
+        """Call `somebody` when a signal comes, inside its handler; at once, if one has come."""
+        self._told.append(somebody)
+        if self.requested:
+            somebody()
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -44,6 +52,8 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
         self._restore()
+        for somebody in self._told:
+            somebody()
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

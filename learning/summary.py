@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from learning.progress import WINDOW, Progress
 
@@ -10,7 +10,21 @@ if TYPE_CHECKING:
     from wsync import SyncMetrics
 
 
-def summarise(status: str, progress: Progress, solved_at: float | None, metrics: SyncMetrics) -> dict[str, Any]:
+class Failures(Protocol):
+    """How often workers have failed; false if none has. In words, too."""
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        """By what was done, and by worker."""
+        ...
+
+
+def summarise(
+    status: str,
+    progress: Progress,
+    solved_at: float | None,
+    metrics: SyncMetrics,
+    failures: Failures | None = None,
+) -> dict[str, Any]:
     """Return what ``summary.json`` holds of every run.
 
     Args:
@@ -18,14 +32,16 @@ def summarise(status: str, progress: Progress, solved_at: float | None, metrics:
         progress: the counters.
         solved_at: mean return that counts as solved; None: nothing does.
         metrics: what the updates cost.
+        failures: of workers; None where there are no workers.
     """
     sync = metrics.summary()
     sync.setdefault("latency_us", dict.fromkeys(("p50", "p95", "p99", "max")))
     sync.setdefault("phases_us", {})
+    told = verdict(status, progress, solved_at, updates=metrics.updates)
     return {
         "status": status,
         "solved": progress.solved(solved_at),
-        "verdict": verdict(status, progress, solved_at, updates=metrics.updates),
+        "verdict": f"{told} {failures}." if failures else told,
         "frames": progress.frames,
         "seconds": progress.seconds,
         "frames_per_second": progress.frames_per_second,
@@ -33,6 +49,7 @@ def summarise(status: str, progress: Progress, solved_at: float | None, metrics:
         "episode_return_mean_100": progress.return_mean,
         "solved_at": solved_at,
         "weight_sync": {**sync, "staleness_mean": progress.staleness_mean},
+        "worker_failures": failures.as_dict() if failures else {},
     }
 
 

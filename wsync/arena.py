@@ -29,7 +29,8 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ from wsync.checksum import checksum_of, damage
 from wsync.errors import WeightSyncError
 from wsync.layout import Layout
 from wsync.mutex import Mutex
+from wsync.packing import Buffer
 
 _PAGE = mmap.PAGESIZE
 _SLOTS = 1024  # at the most
@@ -61,15 +63,15 @@ class Arena:
         self._layout = layout
         self._span = -(-layout.nbytes // _PAGE) * _PAGE
         self._base = -(-(workers * _BLOCK + 2 * _SLOTS * 8) // _PAGE) * _PAGE
-        self._views: list[tuple[Tensor, ...]] = []
-        self._flats: list[Tensor] = []
+        self._buffers: list[Buffer] = []
         self.fds = fds or self._create()
         control = mmap.mmap(self.fds[0], self._base)
         self._words = memoryview(control).cast("q")
         address = ctypes.addressof(ctypes.c_char.from_buffer(control))
         self._extra_sizes = workers * _BLOCK // 8
         self._checksums = memoryview(control).cast("Q")[self._extra_sizes + _SLOTS :]
-        self.switches = [Switch(self._words, address + w * _BLOCK, w * _BLOCK // 8) for w in range(workers)]
+        self._blocks = [w * _BLOCK // 8 for w in range(workers)]
+        self.switches = [Switch(self._words, address + at * 8, at) for at in self._blocks]
         if fds is None:
             for w in range(workers):
                 mutex.initialise(address + w * _BLOCK)
@@ -84,7 +86,7 @@ class Arena:
     @property
     def slots(self) -> int:
         """How many this end has mapped."""
-        return len(self._views)
+        return len(self._buffers)
 
     def grow(self) -> int:
         """Add a slot; its index.
@@ -92,33 +94,65 @@ class Arena:
         Raises:
             WeightSyncError: the machine has no memory left for it.
         """
-        slot = len(self._views)
+        slot = len(self._buffers)
         if slot == _SLOTS:
             raise WeightSyncError(f"more than {_SLOTS} versions are in use at the same time")
         _allocate(self.fds[0], self._base + slot * self._span, self._span)
-        self.views(slot)
+        self.buffer(slot)
         return slot
 
-    def views(self, slot: int) -> tuple[Tensor, ...]:
-        """The tensors of a slot, in the layout's order; mapped when first asked for."""
-        while slot >= len(self._views):
-            offset = self._base + len(self._views) * self._span
+    def buffer(self, slot: int) -> Buffer:
+        """A slot, to be packed into or read from; mapped when first asked for."""
+        while slot >= len(self._buffers):
+            offset = self._base + len(self._buffers) * self._span
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
             memory = mmap.mmap(self.fds[0], self._span, flags=flags, offset=offset)
             with torch.inference_mode(False):
-                flat = torch.frombuffer(memory, dtype=torch.uint8)
-                self._views.append(self._layout.views(flat))
-                self._flats.append(flat[: self._layout.nbytes])
-        return self._views[slot]
+                flat = torch.frombuffer(memory, dtype=torch.uint8)[: self._layout.nbytes]
+                self._buffers.append(Buffer.over(self._layout, flat, len(self._buffers)))
+        return self._buffers[slot]
+
+    def views(self, slot: int) -> Sequence[Tensor]:
+        """The tensors of a slot, in the layout's order."""
+        return self.buffer(slot).views
+
+    def occupied(self, retains: bool) -> tuple[set[int], set[int], set[int]]:
+        """Slots that workers may yet begin to use, that a forward uses, and that are held to fall back on.
+
+        Args:
+            retains: whether a worker may begin again to use a slot that it has taken.
+        """
+        words, named, used, held = self._words, set(), set(), set()
+        for at in self._blocks:
+            value = words[at + _SWITCH]
+            if value >> 16 and (retains or words[at + _TAKEN] < value >> 16):
+                named.add(value >> 1 & 0x7FFF)
+            if words[at + _USED] != _NONE:
+                used.add(words[at + _USED])
+            if words[at + _HELD] != _NONE:
+                held.add(words[at + _HELD])
+        return named, used, held
 
     def free_slot(self, busy: Collection[int]) -> int | None:
         """The first slot not in ``busy``: small indices again and again, so that caches stay warm."""
-        return next((slot for slot in range(len(self._views)) if slot not in busy), None)
+        for slot in range(len(self._buffers)):
+            if slot not in busy:
+                return slot
+        return None
 
     def write_extra(self, slot: int, blob: bytes) -> None:
-        """Store a slot's extra state."""
+        """Store a slot's extra state.
+
+        Raises:
+            WeightSyncError: the machine has no memory left for it.
+        """
         if blob:
-            os.pwrite(self.fds[1], blob, slot * _EXTRA_SPAN)
+            try:
+                written = os.pwrite(self.fds[1], blob, slot * _EXTRA_SPAN)
+                if written < len(blob):  # as much as there was room for
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError as error:
+                _explain(error, len(blob))
         self._words[self._extra_sizes + slot] = len(blob)
 
     def read_extra(self, slot: int) -> bytes:
@@ -128,11 +162,11 @@ class Arena:
 
     def seal(self, slot: int, extra: bytes) -> None:
         """Store the checksum of what was packed into a slot."""
-        self._checksums[slot] = checksum_of(self._flats[slot], extra)
+        self._checksums[slot] = checksum_of(self.buffer(slot).flat, extra)
 
     def damage(self, version: int, slot: int, extra: bytes) -> str:
         """What is wrong with the version in a slot that was sealed; empty if nothing."""
-        return damage(version, self._flats[slot], extra, self._checksums[slot])
+        return damage(version, self.buffer(slot).flat, extra, self._checksums[slot])
 
     def close(self) -> None:
         """Close the descriptors; the memory goes when the last view does."""
@@ -171,13 +205,10 @@ class Switch:
         value = self._words[self._at + _SWITCH]
         return value >> 16, value >> 1 & 0x7FFF
 
-    def taken(self) -> int:
-        """The newest version that the worker has begun to use."""
-        return self._words[self._at + _TAKEN]
-
-    def used(self) -> tuple[int, int]:
-        """The slots that the worker uses now; -1 for none."""
-        return self._words[self._at + _USED], self._words[self._at + _HELD]
+    def vacate(self) -> None:
+        """The worker has died: nothing is in use, and who comes in its place has taken nothing."""
+        self.leave()
+        self._words[self._at + _TAKEN] = 0
 
     def await_free(self, timeout: float | None) -> bool:
         """Ask to be told when the worker's forward ends; False if none runs."""
@@ -241,6 +272,11 @@ def _allocate(fd: int, offset: int, size: int) -> None:
     try:
         os.posix_fallocate(fd, offset, size)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise
-        raise WeightSyncError(f"no shared memory left: {size / 2**20:.1f} MiB more are needed ({error})") from error
+        _explain(error, size)
+
+
+def _explain(error: OSError, size: int) -> NoReturn:
+    """Raise ``error`` again, in words if it is want of memory."""
+    if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+        raise error
+    raise WeightSyncError(f"no shared memory left: {size / 2**20:.1f} MiB more are needed ({error})") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -66,9 +67,8 @@ class Binding:
             else:
                 self._copied.append((tensor, i))
         self._index = index
-        self._handles = [
-            (where, key, where[key]) for where, key in (*index.parameters.values(), *index.buffers.values())
-        ]
+        self._places = list(index.places.values())
+        self._tensors = [where[key] for where, key in self._places]
 
     def _check(self, own: Mapping[str, Tensor], index: ModuleIndex) -> None:
         names = set(self._layout.names)
@@ -118,7 +118,8 @@ class Binding:
                 raise LayoutMismatch(f"'{names[first]}' and '{names[other]}' are tied here, but got different values")
 
     def _is_current(self) -> bool:
-        return self._index.describes(self._model) and all(where[key] is tensor for where, key, tensor in self._handles)
+        now = [where.get(key) for where, key in self._places]
+        return self._index.describes(self._model) and all(map(is_, now, self._tensors))
 
     def _set_extra(self, extra: Mapping[str, Any]) -> None:
         before = self._index.extra_state()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 __all__ = [
     "LayoutMismatch",
@@ -31,13 +31,21 @@ class WorkerError(WeightSyncError):
 
     Attributes:
         workers: ``{worker_idx: cause}`` for each worker that failed.
-        version: the update that they lack.
+        version: the update that they lack, and the others have; None if nobody was given one.
+        refused: those among them whose model raised; all others died, or did not answer.
     """
 
-    def __init__(self, message: str, workers: Mapping[int, str] | None = None, version: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        workers: Mapping[int, str] | None = None,
+        version: int | None = None,
+        refused: Collection[int] = (),
+    ) -> None:
         super().__init__(message)
         self.workers = dict(workers or {})
         self.version = version
+        self.refused = frozenset(refused)
 
 
 class SyncTimeout(WorkerError, TimeoutError):

@@ -22,8 +22,8 @@ from wsync.group import Pair
 from wsync.lanes import Flats, Lane, Parcel
 from wsync.layout import Layout
 from wsync.lines import Lines
+from wsync.packing import Buffer
 from wsync.plan import Plan
-from wsync.transport import Buffer
 from wsync.types import Ack
 from wsync.words import Door, Kind, Message
 
@@ -65,8 +65,7 @@ class GroupSender:
         self._layout: Layout | None = None
         self._lanes = [Lane() for _ in range(num_workers)]
         self._flats = Flats(device)
-        self._latest: Parcel | None = None  # for who joins late
-        self._staged: dict[int, Parcel] = {}  # transaction -> what was staged last
+        self._staged: dict[int, dict[int, Parcel]] = {}  # transaction -> worker -> what it is to install
         self._lock = threading.RLock()
         self._courier: threading.Thread | None = None
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
@@ -89,6 +88,11 @@ class GroupSender:
         with self._lock:
             self._lines.admit(workers, sentinels, deadline)
 
+    def forget(self, worker: int) -> None:
+        """Hang up on a worker that is taken for dead."""
+        with self._lock:
+            self._lines.forget(worker)
+
     # --- what the lines tell (``lines.Owner``) ---
 
     def joining(self, worker: int, again: bool) -> Message:
@@ -97,8 +101,8 @@ class GroupSender:
         lane.generation += 1
         if again:
             lane.clear()
-            if self._latest is not None:
-                lane.append(self._latest)
+            if lane.latest is not None:
+                lane.append(lane.latest)
         version = lane.waiting[0].version if lane.waiting else 0
         return Message(Kind.WELCOME, worker, version, self._plan(worker))
 
@@ -149,12 +153,13 @@ class GroupSender:
 
     # --- slots ---
 
-    def reserve(self, workers: Collection[int], deadline: float | None) -> Buffer:
-        """A buffer that is not on its way to anybody, nor to be."""
+    def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
+        """A buffer that is not on its way to anybody, nor to be; the newest is always kept."""
         with self._lock:
             assert self._layout is not None, "prepare() comes first"
-            parcels = (parcel for lane in self._lanes for parcel in lane.parcels)
-            return self._flats.reserve(self._layout, (self._latest, *self._staged.values(), *parcels))
+            taken = [parcel for lane in self._lanes for parcel in lane.parcels]
+            staged = [parcel for parcels in self._staged.values() for parcel in parcels.values()]
+            return self._flats.reserve(self._layout, taken + staged)
 
     def release(self, buffers: Sequence[Buffer]) -> None:
         """Free buffers that were reserved and not published."""
@@ -165,8 +170,7 @@ class GroupSender:
 
     def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
         """Send a packed buffer to workers who are ready for it; others get it, or a newer one, when they are."""
-        self._latest = Parcel(Kind.NEWS, version, self._sealed(buffer, extra), buffer.slot)
-        self._dispatch(self._latest, workers)
+        self._dispatch(Parcel(Kind.NEWS, version, self._sealed(buffer, extra), buffer.slot), workers)
 
     def _sealed(self, buffer: Buffer, extra: bytes) -> bytes:
         """What is said beside the weights: a checksum, if there is one, and the extra state."""
@@ -203,16 +207,15 @@ class GroupSender:
     def stage(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
         """Send a packed buffer for workers to check and keep."""
         parcel = Parcel(Kind.STAGE, version, TRANSACTION.pack(transaction) + self._sealed(buffer, extra), buffer.slot)
-        self._staged[transaction] = parcel
-        self._dispatch(parcel, workers)
+        self._staged.setdefault(transaction, {}).update(dict.fromkeys(workers, parcel))
+        self._dispatch(parcel, [worker for worker in workers if worker in self.workers])
 
-    def decide(self, version: int, workers: Collection[int], transaction: int) -> None:
+    def decide(self, version: int, transaction: int) -> None:
         """Say the word."""
         with self._lock:
-            staged = self._staged.pop(transaction)
-            said = staged.payload[TRANSACTION.size :]
-            self._latest = Parcel(Kind.NEWS, staged.version, said, staged.slot)
-            for worker in workers:
+            for worker, staged in self._staged.pop(transaction).items():
+                said = staged.payload[TRANSACTION.size :]
+                self._lanes[worker].latest = Parcel(Kind.NEWS, staged.version, said, staged.slot)
                 self._lines.say(worker, Message(Kind.DECIDE, worker, version, TRANSACTION.pack(transaction)))
 
     def drop(self, workers: Collection[int], transaction: int) -> None:
@@ -224,6 +227,11 @@ class GroupSender:
                 mark = TRANSACTION.pack(transaction)
                 self._lanes[worker].drop(mark)
                 self._lines.say(worker, Message(Kind.DROP, worker, payload=mark))
+
+    def listen(self) -> None:
+        """Take in what workers have said."""
+        with self._lock:
+            self._lines.listen()
 
     def collect(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
         """Wait for an answer, an error or the death of each of ``workers``."""

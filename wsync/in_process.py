@@ -8,8 +8,9 @@ import torch
 
 from wsync.gate import process_gate
 from wsync.layout import Layout
+from wsync.packing import Buffer
 from wsync.receiver_thread import Told
-from wsync.transport import Buffer, Event
+from wsync.transport import Event
 from wsync.types import Ack, Update
 
 
@@ -26,7 +27,7 @@ class InProcessLine:
         self._arrive = arrive
         self.layout: Layout | None = None
         self.workers: Collection[int] = (0,)
-        self._buffer = Buffer(())
+        self._buffer: Buffer | None = None
         self._pending: Update | None = None
         self._staged: Update | None = None
         self._acks: list[Ack] = []
@@ -36,14 +37,18 @@ class InProcessLine:
     def prepare(self, layout: Layout) -> None:
         """Make the buffer."""
         self.layout = layout
-        self._buffer = Buffer(layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8)))
+        self._buffer = Buffer.over(layout, torch.zeros(layout.nbytes, dtype=torch.uint8))
 
     def admit(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
         """Bring the receiver here."""
         self._arrive()
 
-    def reserve(self, workers: Collection[int], deadline: float | None) -> Buffer:
+    def forget(self, worker: int) -> None:
+        """This process is not dead."""
+
+    def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
         """The buffer: the model does not stay bound to it, so nobody reads it now."""
+        assert self._buffer is not None, "prepare() comes first"
         return self._buffer
 
     def release(self, buffers: Sequence[Buffer]) -> None:
@@ -60,7 +65,7 @@ class InProcessLine:
         self._staged = Update(version, buffer.views, extra)
         self._acks.append(Ack(0, version))
 
-    def decide(self, version: int, workers: Collection[int], transaction: int) -> None:
+    def decide(self, version: int, transaction: int) -> None:
         """Install what was kept."""
         self._pending, self._staged = self._staged, None
         with process_gate().hold():
@@ -69,6 +74,9 @@ class InProcessLine:
     def drop(self, workers: Collection[int], transaction: int) -> None:
         """Forget what was kept."""
         self._staged = None
+
+    def listen(self) -> None:
+        """Whoever answered has told this object."""
 
     def collect(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
         """The answer, which is there already."""
@@ -110,4 +118,4 @@ class InProcessLine:
 
     def close(self) -> None:
         """Let the buffer go."""
-        self._buffer = Buffer(())
+        self._buffer = None

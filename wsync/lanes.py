@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from wsync.group import Pair, Work
 from wsync.layout import Layout
-from wsync.transport import Buffer
+from wsync.packing import Buffer
 from wsync.words import Kind
 
 
@@ -27,8 +27,13 @@ class Parcel:
 
 @dataclass(slots=True)
 class Lane:
-    """A worker's: at most one parcel is under way, and others wait."""
+    """A worker's: at most one parcel is under way, and others wait.
 
+    Attributes:
+        latest: the newest version that was handed over for it: for who comes in its place.
+    """
+
+    latest: Parcel | None = None
     pair: Pair | None = None
     under_way: Parcel | None = None
     work: Work | None = None  # of the parcel under way; a transfer ends with its handle
@@ -37,12 +42,14 @@ class Lane:
 
     def append(self, parcel: Parcel) -> None:
         """Queue a parcel; news takes the place of older news."""
+        if parcel.kind is Kind.NEWS:
+            self.latest = parcel
         if self.waiting and parcel.kind is Kind.NEWS and self.waiting[-1].kind is Kind.NEWS:
             self.waiting.pop()
         self.waiting.append(parcel)
 
     def clear(self) -> None:
-        """Forget everything that was to be sent."""
+        """Forget everything that was to be sent, but for the newest."""
         self.under_way = self.work = None
         self.waiting.clear()
 
@@ -54,8 +61,8 @@ class Lane:
 
     @property
     def parcels(self) -> Iterable[Parcel]:
-        """What is under way, and what waits."""
-        return (*([self.under_way] if self.under_way else ()), *self.waiting)
+        """The newest, what is under way, and what waits."""
+        return (*(parcel for parcel in (self.latest, self.under_way) if parcel), *self.waiting)
 
 
 class Flats:
@@ -67,23 +74,23 @@ class Flats:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._flats: list[tuple[Tensor, Sequence[Tensor]]] = []
+        self._buffers: list[Buffer] = []
         self.reserved: set[int] = set()
 
-    def reserve(self, layout: Layout, taken: Iterable[Parcel | None]) -> Buffer:
+    def reserve(self, layout: Layout, taken: Iterable[Parcel]) -> Buffer:
         """One in which no parcel lies, and which is not reserved."""
-        used = self.reserved | {parcel.slot for parcel in taken if parcel is not None}
-        slot = next((slot for slot in range(len(self._flats)) if slot not in used), len(self._flats))
-        if slot == len(self._flats):
+        used = self.reserved | {parcel.slot for parcel in taken}
+        slot = next((slot for slot in range(len(self._buffers)) if slot not in used), len(self._buffers))
+        if slot == len(self._buffers):
             flat = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self._device)
-            self._flats.append((flat, layout.views(flat)))
+            self._buffers.append(Buffer.over(layout, flat, slot))
         self.reserved.add(slot)
-        return Buffer(self._flats[slot][1], slot)
+        return self._buffers[slot]
 
     def flat(self, slot: int) -> Tensor:
         """All bytes of a buffer."""
-        return self._flats[slot][0]
+        return self._buffers[slot].flat
 
     def clear(self) -> None:
         """Let the memory go."""
-        self._flats.clear()
+        self._buffers.clear()

@@ -84,23 +84,28 @@ class Layout:
         """
         views: list[Tensor] = []
         with torch.inference_mode(False), torch.no_grad():
-            for shape, strides, dtype, offset in zip(self.shapes, self.strides, self.dtypes, self.offsets, strict=True):
-                nbytes = shape.numel() * dtype.itemsize
+            for (offset, nbytes), shape, strides, dtype in zip(
+                self.places, self.shapes, self.strides, self.dtypes, strict=True
+            ):
                 typed = flat[offset : offset + nbytes].view(dtype) if nbytes else torch.empty(0, dtype=dtype)
                 views.append(typed.as_strided(shape, strides) if nbytes else typed.reshape(shape))
         return tuple(views)
 
-    def pack(self, tensors: Sequence[Tensor], views: Sequence[Tensor]) -> None:
-        """Copy ``tensors`` (ordered like ``names``) into ``views`` of a flat buffer, in one call."""
-        if self.ties:
-            tensors, views = [tensors[i] for i in self._leaders], [views[i] for i in self._leaders]
-        with torch.no_grad():
-            copy_all(list(views), list(tensors))
-
     @cached_property
-    def _leaders(self) -> list[int]:
-        followers = {follower for follower, _ in self.ties}
-        return [index for index in range(len(self.names)) if index not in followers]
+    def contiguous(self) -> bool:
+        """Whether every entry is a contiguous tensor of real numbers: nothing but its bytes, one after the other."""
+        return not any(dtype.is_complex for dtype in self.dtypes) and all(
+            torch.empty(shape, device="meta").stride() == strides
+            for shape, strides in zip(self.shapes, self.strides, strict=True)
+        )
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """``(offset, size)`` of each entry in the flat buffer, in bytes."""
+        return [
+            (offset, shape.numel() * dtype.itemsize)
+            for offset, shape, dtype in zip(self.offsets, self.shapes, self.dtypes, strict=True)
+        ]
 
     def order(self, weights: Snapshot, fallback: Snapshot | None = None) -> list[Tensor]:
         """The tensors of ``weights`` in the order of this layout, checked against it.
@@ -133,6 +138,11 @@ class Layout:
             LayoutMismatch: naming each that has not.
         """
         shapes, dtypes = self.shapes, self.dtypes
+        fit = [tensor.shape for tensor in tensors] == self._shapes and [
+            tensor.dtype for tensor in tensors
+        ] == self._dtypes
+        if fit and not (ties and self.ties):
+            return
         problems = [
             f"'{self.names[i]}' is {_kind(tensor.shape, tensor.dtype)}, not {_kind(shapes[i], dtypes[i])}"
             for i, tensor in enumerate(tensors)
@@ -148,6 +158,14 @@ class Layout:
         ]
         if problems:
             raise LayoutMismatch(f"the weights do not fit the model: {describe(problems)}")
+
+    @cached_property
+    def _shapes(self) -> list[torch.Size]:
+        return list(self.shapes)
+
+    @cached_property
+    def _dtypes(self) -> list[torch.dtype]:
+        return list(self.dtypes)
 
     def _check_names(self, given: Collection[str]) -> None:
         names = set(self.names)

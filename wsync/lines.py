@@ -6,11 +6,12 @@ import select
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
-from wsync.deadlines import deadline_in, milliseconds, wait_readable
+from wsync.deadlines import milliseconds, wait_readable
 from wsync.errors import SyncTimeout, WorkerDied
 from wsync.types import Ack
 from wsync.words import PROTOCOL, Door, Kind, Line, Message
 
+_NOW = 0.0  # a deadline that is over
 _ANSWERS = frozenset((Kind.ACK, Kind.STAGED, Kind.FAILED, Kind.FREED))
 
 
@@ -80,6 +81,7 @@ class Lines:
             SyncTimeout: some never came; the message names them.
             WorkerDied: a worker's ``sentinel`` fired first.
         """
+        self.listen()  # some may have died, and have successors at the door
         missing = set(workers) - self._lines.keys()
         watched = {sentinels[worker]: worker for worker in missing if worker in sentinels}
         while missing:
@@ -104,8 +106,7 @@ class Lines:
             return -1
         line, hello = visitor
         worker = hello.worker
-        while self.read(deadline_in(0)):  # its predecessor may have died
-            pass
+        self.listen()  # its predecessor may have died
         problem = ""
         if hello.version != PROTOCOL:
             problem = f"it speaks protocol {hello.version}, the sender {PROTOCOL}: two versions of wsync"
@@ -164,6 +165,11 @@ class Lines:
         """Take it that a worker has answered so."""
         self._answers[ack.worker] = ack
 
+    def listen(self) -> None:
+        """Take in everything that has been said."""
+        while self.read(_NOW):
+            pass
+
     def collect(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
         """Wait for an answer, an error or the death of each of ``workers``; one each, of those who have by then."""
         while True:
@@ -181,8 +187,10 @@ class Lines:
     def read(self, deadline: float | None) -> bool:
         """Take in what workers say, once somebody does; False at the deadline."""
         ready = self._poll.poll(milliseconds(deadline))
+        if not ready:
+            return False
         # Lines before process descriptors: a worker that answered and then died has answered.
-        for fd, _ in sorted(ready, key=lambda pair: self._is_sentinel(pair[0])):
+        for fd, _ in sorted(ready, key=self._is_sentinel) if len(ready) > 1 else ready:
             worker = self._of.get(fd)
             if worker is None:
                 continue
@@ -195,9 +203,10 @@ class Lines:
                 error = message.payload.decode(errors="replace") if message.kind is Kind.FAILED else ""
                 self._answers[worker] = Ack(worker, message.version, error, False, message.wait, message.apply)
             self._owner.answered(worker, message)
-        return bool(ready)
+        return True
 
-    def _is_sentinel(self, fd: int) -> bool:
+    def _is_sentinel(self, ready: tuple[int, int]) -> bool:
+        fd, _ = ready
         worker = self._of.get(fd)
         return worker is not None and self._lines[worker].fileno() != fd
 

@@ -16,9 +16,9 @@ from wsync.deadlines import remaining
 from wsync.errors import NotConnected, SyncTimeout
 from wsync.layout import Layout
 from wsync.lines import Lines, names
+from wsync.packing import Buffer
 from wsync.plan import Plan
 from wsync.rendezvous import Endpoint, Listener
-from wsync.transport import Buffer
 from wsync.types import ANY_VERSION, Ack
 from wsync.words import PROTOCOL, Kind, Message
 
@@ -43,7 +43,6 @@ class LocalSender:
         self._lines = Lines(self._door, num_workers, self)
         self._arena: Arena | None = None
         self._layout: Layout | None = None
-        self._latest = (0, -1)  # version and slot of the newest publish: for who joins late
         self._reserved: set[int] = set()
         self._staged: dict[int, dict[int, int]] = {}  # transaction -> worker -> slot
 
@@ -80,61 +79,48 @@ class LocalSender:
         """Let workers in until all of ``workers`` are there."""
         self._lines.admit(workers, sentinels, deadline)
 
+    def forget(self, worker: int) -> None:
+        """Hang up on a worker that is taken for dead."""
+        self._lines.forget(worker)
+
     # --- what the lines tell (``lines.Owner``) ---
 
     def joining(self, worker: int, again: bool) -> Message:
-        """Give a successor the newest weights."""
-        if again:
-            self._switch(worker, *self._latest, acknowledge=True)
+        """Give a successor what its predecessor was to have."""
+        if again and self._arena is not None:
+            self._switch(worker, *self._arena.switches[worker].published(), acknowledge=True)
         return self._plan(Kind.WELCOME, worker)
 
     def joined(self, worker: int, hello: Message, deadline: float | None) -> None:
         """The welcome was all."""
 
     def left(self, worker: int) -> None:
-        """Free what its forward used."""
+        """Free what its forward used, and keep what its successor will be given."""
         if self._arena is not None:
-            self._arena.switches[worker].leave()
+            self._arena.switches[worker].vacate()
 
     def answered(self, worker: int, message: Message) -> None:
         """The answer is all."""
 
     # --- slots ---
 
-    def reserve(self, workers: Collection[int], deadline: float | None) -> Buffer:
+    def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
         """A slot that no switch names and no forward uses."""
         arena = self.arena
         while True:
-            named = self._named()
-            slot = arena.free_slot(named | self._in_use())
-            if slot is not None:
-                break
-            if arena.slots < len(named | self._held()) + (2 if self._retains else 1):
+            named, used, held = arena.occupied(self._retains or keep)
+            named |= self._reserved
+            slot = arena.free_slot(named | used | held)
+            if slot is None and arena.slots < len(named | held) + (2 if self._retains else 1):
                 slot = arena.grow()
-                break
+            if slot is not None:
+                self._reserved.add(slot)
+                return arena.buffer(slot)
             self._await_free(deadline)
-        self._reserved.add(slot)
-        return Buffer(arena.views(slot), slot)
 
     def release(self, buffers: Sequence[Buffer]) -> None:
         """Free slots that were reserved and not published."""
         self._reserved.difference_update(buffer.slot for buffer in buffers)
-
-    def _named(self) -> set[int]:
-        """Slots that a worker may yet begin to use."""
-        named = self._reserved | ({self._latest[1]} if self._retains else set())
-        for worker, switch in enumerate(self.arena.switches):
-            version, slot = switch.published()
-            if worker not in self._lines.gone and version and (self._retains or switch.taken() < version):
-                named.add(slot)
-        return named
-
-    def _in_use(self) -> set[int]:
-        return {slot for worker in self.workers for slot in self.arena.switches[worker].used()}
-
-    def _held(self) -> set[int]:
-        """Slots that workers keep between forwards, to go on with if the next version cannot be installed."""
-        return {self.arena.switches[worker].used()[1] for worker in self.workers} - {-1}
 
     def _await_free(self, deadline: float | None) -> None:
         """Wait until one of the forwards that block all slots has ended, or its worker has died."""
@@ -156,7 +142,6 @@ class LocalSender:
     def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
         """Point the switches to a packed slot; call those who are to answer, or want to be called."""
         self._write(buffer.slot, extra)
-        self._latest = (version, buffer.slot)
         for worker in workers:
             self._switch(worker, version, buffer.slot, acknowledge)
         self._reserved.discard(buffer.slot)
@@ -183,12 +168,11 @@ class LocalSender:
             self._staged.setdefault(transaction, {})[worker] = buffer.slot
             self._lines.say(worker, Message(Kind.STAGE, worker, version, STAGED.pack(transaction, buffer.slot)))
 
-    def decide(self, version: int, workers: Collection[int], transaction: int) -> None:
+    def decide(self, version: int, transaction: int) -> None:
         """The switch is the decision: a worker that sees one of a transaction's versions in it installs them all."""
         staged = self._staged.pop(transaction)
-        for worker in workers:
-            self._latest = (version, staged[worker])
-            self._switch(worker, version, staged[worker], acknowledge=True)
+        for worker, slot in staged.items():
+            self._switch(worker, version, slot, acknowledge=True)
         self._reserved.difference_update(staged.values())
 
     def drop(self, workers: Collection[int], transaction: int) -> None:
@@ -197,6 +181,10 @@ class LocalSender:
         for worker in workers:
             self._lines.say(worker, Message(Kind.DROP, worker, payload=STAGED.pack(transaction, 0)))
         self._reserved.difference_update(staged.values())
+
+    def listen(self) -> None:
+        """Take in what workers have said."""
+        self._lines.listen()
 
     def collect(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
         """Wait for an answer, an error or the death of each of ``workers``."""

@@ -55,14 +55,17 @@ class Seed:
         """
         try:
             (host, port, token), where, rank, tag = json.loads(text)
-            meeting = None if where is None else Meeting(*where)
-            seed = cls(NetEndpoint(host, port, bytes.fromhex(token)), meeting, rank, tag)
+            seed = cls(
+                NetEndpoint(host, port, bytes.fromhex(token)), None if where is None else Meeting(*where), rank, tag
+            )
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError("this does not say where a sender is") from error
-        for place in (seed.endpoint, *([] if meeting is None else [meeting])):
-            if not isinstance(place.host, str) or type(place.port) is not int or not 0 < place.port < 65536:
-                raise ValueError("this does not say where a sender is")
-        if type(rank) is not int or type(tag) is not int or (meeting is not None and meeting.backend not in BACKENDS):
+        end, meeting = seed.endpoint, seed.meeting
+        places = [(end.host, end.port), *([] if meeting is None else [(meeting.host, meeting.port)])]
+        if not all(isinstance(host, str) and type(port) is int and 0 < port < 65536 for host, port in places):
+            raise ValueError("this does not say where a sender is")
+        known = meeting is None or (isinstance(meeting.backend, str) and meeting.backend in BACKENDS)
+        if type(rank) is not int or type(tag) is not int or not known:
             raise ValueError("this does not say how a sender sends")
         return seed
 

@@ -156,16 +156,17 @@ class Receiver:
                     self._changed.notify_all()
                 return False
             self._told_at = time.perf_counter()
-            with process_gate().hold():
-                if isinstance(event, Stage):
-                    self._stage(event)
-                elif isinstance(event, Decision):
-                    self._decide(event)
-                else:
-                    assert isinstance(event, News)  # entering the gate was all
-                self._told_at = 0.0  # the acting thread may have been first, and another update is another matter
+            process_gate().call(self._obey, event)
             self._pass_on()
         return True
+
+    def _obey(self, event: News | Stage | Decision) -> None:
+        """What an event asks for, inside the gate; for news, entering it was all."""
+        if isinstance(event, Stage):
+            self._stage(event)
+        elif isinstance(event, Decision):
+            self._decide(event)
+        self._told_at = 0.0  # the acting thread may have been first, and another update is another matter
 
     def _stage(self, event: Stage) -> None:
         error = ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar, Self
 
@@ -200,7 +201,7 @@ class WeightSyncScheme(SchemeView, ABC):
         self._role = Trainer(model_id, None, model, sender, line, {}, os.getpid(), receiver)
 
     def _recorder(self, model_id: str) -> Callable[[SyncReport], None]:
-        return lambda report: self.metrics.record(model_id, report)
+        return partial(self.metrics.record, model_id)
 
     def _require_fresh(self) -> None:
         if self._role is not None:
@@ -234,6 +235,28 @@ class WeightSyncScheme(SchemeView, ABC):
                 role.receiver.quiet()
         else:
             raise NotConnected("call init_on_sender() or init_on_receiver() before connect()")
+
+    def dismiss(self, worker_idx: int) -> None:
+        """On the sender: take a worker for dead, before anybody has noticed; nothing is sent to it any more.
+
+        What is sent to all is kept for who comes in its place: see ``readmit``.
+        """
+        self._trainer("dismiss").sender.dismiss(worker_idx)
+
+    def readmit(self, worker_idx: int, sentinel: int | None = None, timeout: float | None = None) -> None:
+        """On the sender: meet a worker that calls ``connect`` in the place of one that has died.
+
+        It gets the newest version that was sent, as it joins; nobody else takes notice.
+
+        Args:
+            worker_idx: its predecessor's index.
+            sentinel: a descriptor that is readable when its process has ended.
+            timeout: seconds; None for the scheme's.
+
+        Raises:
+            SyncTimeout, WorkerDied, WorkerFailed: it did not come, or not with these weights.
+        """
+        self._trainer("readmit").sender.admit(worker_idx, sentinel, timeout)
 
     def synchronize_weights(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
         """The older name of ``connect``, which delivers the first weights."""

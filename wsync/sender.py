@@ -8,27 +8,39 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from wsync.binding import dump_extra
 from wsync.deadlines import deadline_in
 from wsync.errors import NotConnected, SyncTimeout, WorkerDied, WorkerError, WorkerFailed
 from wsync.layout import Layout
+from wsync.packing import Buffer, Packer
 from wsync.source import Part, Source
-from wsync.transport import Buffer, SenderEnd
+from wsync.transport import SenderEnd
 from wsync.types import Ack, SyncReport
+
+_NOW = 0.0  # a deadline that is over
 
 
 @dataclass(slots=True)
 class Posted:
-    """An update on its way."""
+    """An update on its way: for whom, until when, and what it has cost so far, in seconds.
+
+    Attributes:
+        workers: who is to answer.
+        blobs: the extra state of each part, and whom it is for; these may be more than those who are to answer.
+    """
 
     version: int
     workers: Sequence[int]
-    started: float
-    deadline: float | None
+    blobs: Sequence[tuple[Sequence[int], bytes]]
     acknowledge: bool
-    phases: dict[str, float] = field(default_factory=dict)
+    deadline: float | None
+    started: float
+    extract: float
+    wait: float
+    pack: float
+    transfer: float = 0.0
 
 
 class Sender:
@@ -66,7 +78,11 @@ class Sender:
         self._published = published
         self._record = record
         self._extra: dict[int, bytes] = {}  # each worker's extra state, as last sent
+        self._due: dict[int, int] = {}  # the version that each worker, or who comes in its place, is to have
         self._lost: set[int] = set()
+        self._alive: Sequence[int] = range(num_workers)
+        self._absent: Sequence[int] = ()  # the lost: what is for all is kept for who comes in their place
+        self._packer: Packer | None = None
         self._posted: list[Posted] = []
         self._lock = threading.RLock()
 
@@ -81,36 +97,51 @@ class Sender:
             everyone = range(self.num_workers)
             posted = None
             if weights is not None or (self._delivers_at_connect and self.source.weights is not None):
-                posted = self._post(weights, everyone, acknowledge=True)
+                posted = self._post(weights, everyone, (), acknowledge=True)
             elif self.source.weights is not None:
-                self._layout(None)
+                self._plan(None)
             deadline = posted.deadline if posted else deadline_in(self._timeout)
             self._end.admit(everyone, sentinels, deadline)
             self.connected = True
             if posted:
                 self._await(posted)  # not an update's cost: the workers may have taken seconds to start
 
-    def admit(self, worker: int, sentinel: int | None = None) -> None:
-        """Let one worker join again, after its predecessor died; it gets the newest published version.
+    def dismiss(self, worker: int) -> None:
+        """Take a worker for dead: nothing is sent to it, and what is for all is kept for who comes in its place."""
+        with self._lock:
+            self._end.forget(worker)
+            self._count_lost(self._lost | {worker})
+
+    def admit(self, worker: int, sentinel: int | None = None, timeout: float | None = None) -> None:
+        """Let one worker join again, after its predecessor died; it gets what that one was to have, or the newest.
+
+        Args:
+            worker: its index.
+            sentinel: readable when its process has ended.
+            timeout: seconds; None for those of ``connect``.
 
         Raises:
             SyncTimeout, WorkerDied, WorkerFailed: it did not come, or not with these weights.
         """
         with self._lock:
-            deadline = deadline_in(self._timeout)
+            deadline = deadline_in(self._timeout if timeout is None else timeout)
+            self.dismiss(worker)
             self._end.admit([worker], {} if sentinel is None else {worker: sentinel}, deadline)
-            self._lost.discard(worker)
-            if self.version:
-                self._judge([worker], self.version, self._end.collect([worker], self.version, deadline))
+            self._count_lost(self._lost - {worker})
+            version = self._due.get(worker)
+            if version:
+                self._judge([worker], version, self._end.collect([worker], version, deadline))
 
     def send(self, weights: object, worker_ids: int | Sequence[int] | None, *, wait: bool) -> SyncReport | None:
         """Deliver an update; with ``wait``, return when the promise of a finished send holds."""
         with self._lock:
-            posted = self._post(weights, self._addressees(worker_ids), acknowledge=not (wait and self._published))
+            posted = self._post(weights, *self._addressees(worker_ids), acknowledge=not (wait and self._published))
             if wait:
                 self._posted.clear()  # whoever has this version, or is named in an error, needs no older one
                 return self._settle(posted)
-            self._posted.append(posted)
+            everyone = set(posted.workers)
+            self._posted = [*(older for older in self._posted if not everyone.issuperset(older.workers)), posted]
+            self._end.listen()
             return None
 
     def wait(self) -> SyncReport | None:
@@ -125,68 +156,85 @@ class Sender:
                     report = self._settle(update)
             return report
 
-    def _addressees(self, worker_ids: int | Sequence[int] | None) -> Sequence[int]:
+    def _addressees(self, worker_ids: int | Sequence[int] | None) -> tuple[Sequence[int], Sequence[int]]:
+        """Who is to have an update and answer to it, and for whose successors it is to be kept."""
         if not self.connected:
             raise NotConnected("not connected yet: call connect() on the sender (and on every worker) before send()")
-        alive = [worker for worker in range(self.num_workers) if worker not in self._lost]
         if worker_ids is None:
-            if not alive:
+            if not self._alive:
                 raise NotConnected("every worker has died or left: there is nobody to send to")
-            return alive
+            return self._alive, self._absent
         wanted = [worker_ids] if isinstance(worker_ids, int) else list(dict.fromkeys(worker_ids))
         unknown = [worker for worker in wanted if worker not in range(self.num_workers)]
         if unknown:
             raise ValueError(f"unknown worker_ids {unknown}: there are workers 0 to {self.num_workers - 1}")
         dead = {worker: "has died or left before" for worker in wanted if worker in self._lost}
         if dead:
-            raise WorkerDied(f"worker(s) {sorted(dead)} have died or left; the others are {alive}", dead)
+            raise WorkerDied(f"worker(s) {sorted(dead)} have died or left; the others are {list(self._alive)}", dead)
         if not wanted:
             raise ValueError("worker_ids is empty: name at least one worker, or None for all")
-        return wanted
+        return wanted, ()
 
-    def _layout(self, weights: object) -> Layout:
-        if self.layout is None:
-            if weights is None and self.source.weights is None:
-                raise NotConnected("nothing to send: no model or weights were given, neither at init nor now")
-            self.layout = Layout.of(self.source.first(weights))
-            self._end.prepare(self.layout)
-        return self.layout
+    def _count_lost(self, lost: set[int]) -> None:
+        self._lost, self._absent = lost, sorted(lost)
+        self._alive = [worker for worker in range(self.num_workers) if worker not in lost]
 
-    def _post(self, weights: object, workers: Sequence[int], *, acknowledge: bool) -> Posted:
-        posted, packed = self._pack(weights, workers)
+    def _plan(self, weights: object) -> tuple[Layout, Packer]:
+        """The layout, and what packs by it; made from the first weights."""
+        if self.layout is None or self._packer is None:
+            layout = Layout.of(self.source.first(weights))
+            self._end.prepare(layout)
+            self.layout, self._packer = layout, Packer(layout)
+        return self.layout, self._packer
+
+    def _post(self, weights: object, workers: Sequence[int], absent: Sequence[int], *, acknowledge: bool) -> Posted:
+        posted, packed = self._pack(weights, workers, absent)
         # Parameters are bound or not, but a module's set_extra_state may raise: that has to be answered for.
-        posted.acknowledge = acknowledge or any(extra for _, _, extra in packed)
-        started = time.perf_counter()
-        for part, buffer, extra in packed:
-            self._end.publish(buffer, posted.version, extra, part.workers, posted.acknowledge)
-        posted.phases["transfer"] = time.perf_counter() - started
+        posted.acknowledge = acknowledge = acknowledge or any([extra for _, _, extra in packed])
+        before = time.perf_counter()
+        try:
+            for part, buffer, extra in packed:
+                self._end.publish(buffer, posted.version, extra, part.workers, acknowledge)
+        except BaseException:
+            self._end.release([buffer for _, buffer, _ in packed])
+            raise
+        self._count_due(posted)
+        posted.transfer = time.perf_counter() - before
         return posted
 
-    def _pack(self, weights: object, workers: Sequence[int]) -> tuple[Posted, list[tuple[Part, Buffer, bytes]]]:
+    def _count_due(self, posted: Posted) -> None:
+        for workers, blob in posted.blobs:
+            self._due.update(dict.fromkeys(workers, posted.version))
+            if blob or self._extra:
+                self._extra.update(dict.fromkeys(workers, blob))
+
+    def _pack(
+        self, weights: object, workers: Sequence[int], absent: Sequence[int], *, keep: bool = False
+    ) -> tuple[Posted, list[tuple[Part, Buffer, bytes]]]:
         """Check everything, then copy it into buffers that no worker reads."""
         started = time.perf_counter()
         deadline = deadline_in(self._timeout)
-        layout = self._layout(weights)
-        parts = self.source.parts(weights, workers, layout)
+        layout, packer = self._plan(weights)
+        parts = self.source.parts(weights, workers, absent, layout)
         blobs = [self._blob(part) for part in parts]
         extracted = time.perf_counter()
         waited = 0.0
-        buffers: list[Buffer] = []
+        packed: list[tuple[Part, Buffer, bytes]] = []
         try:
-            for part in parts:
+            for part, blob in zip(parts, blobs, strict=True):
                 before = time.perf_counter()
-                buffers.append(self._end.reserve(part.workers, deadline))
+                buffer = self._end.reserve(part.workers, deadline, keep=keep)
+                packed.append((part, buffer, blob))
                 waited += time.perf_counter() - before
-                layout.pack(part.tensors, buffers[-1].views)
+                packer.pack(part.tensors, buffer)
         except BaseException:
-            self._end.release(buffers)
+            self._end.release([buffer for _, buffer, _ in packed])
             raise
         self.version += 1
-        self._extra.update((worker, blob) for part, blob in zip(parts, blobs, strict=True) for worker in part.workers)
         pack = time.perf_counter() - extracted - waited
-        phases = {"extract": extracted - started, "wait": waited, "pack": pack}
-        posted = Posted(self.version, workers, started, deadline, True, phases)
-        return posted, list(zip(parts, buffers, blobs, strict=True))
+        extract = extracted - started
+        owners = [(part.workers, blob) for part, _, blob in packed]
+        return Posted(self.version, workers, owners, True, deadline, started, extract, waited, pack), packed
 
     def _blob(self, part: Part) -> bytes:
         """A part's extra state; weights that cannot say (a plain TensorDict) leave it as it was."""
@@ -197,33 +245,46 @@ class Sender:
         before = time.perf_counter()
         acks = self._await(posted)
         finished = time.perf_counter()
-        slowest = max(acks, key=lambda ack: ack.wait + ack.apply, default=Ack(0, 0))
-        posted.phases["wait"] += slowest.wait
-        posted.phases["apply"] = slowest.apply
-        posted.phases["acknowledge"] = max(0.0, finished - before - slowest.wait - slowest.apply)
-        nbytes = self.layout.nbytes if self.layout else 0
-        versions = dict.fromkeys(posted.workers, posted.version)
-        report = SyncReport(posted.version, nbytes, finished - posted.started, posted.phases, versions)
+        wait = apply = 0.0
+        if acks:
+            slowest = max(acks, key=lambda ack: ack.wait + ack.apply)
+            wait, apply = slowest.wait, slowest.apply
+        report = SyncReport(
+            version=posted.version,
+            bytes=self.layout.nbytes if self.layout else 0,
+            seconds=finished - posted.started,
+            phases={
+                "extract": posted.extract,
+                "wait": posted.wait + wait,
+                "pack": posted.pack,
+                "transfer": posted.transfer,
+                "apply": apply,
+                "acknowledge": max(0.0, finished - before - wait - apply),
+            },
+            workers=dict.fromkeys(posted.workers, posted.version),
+        )
         self._record(report)
         return report
 
-    def _await(self, posted: Posted) -> list[Ack]:
+    def _await(self, posted: Posted) -> Sequence[Ack]:
         """The answers to an update; raises if one is missing, or says no."""
         if posted.acknowledge:
             acks = self._end.collect(posted.workers, posted.version, posted.deadline)
             self._judge(posted.workers, posted.version, acks)
             return acks
         # Nobody answers; but a death, or an error of before, is an event that has happened or not.
-        acks = self._end.collect(posted.workers, 0, deadline_in(0.0))
-        self._judge((), posted.version, [ack for ack in acks if ack.died or ack.error])
-        return []
+        acks = [ack for ack in self._end.collect(posted.workers, 0, _NOW) if ack.died or ack.error]
+        if acks:
+            self._judge((), posted.version, acks)
+        return ()
 
     def _judge(self, workers: Collection[int], version: int, acks: Sequence[Ack]) -> None:
         """Raise one error for all workers that lack ``version``; those who died are not sent to again."""
         died = {ack.worker: ack.error for ack in acks if ack.died}
         failed = {ack.worker: ack.error for ack in acks if ack.error and not ack.died}
         silent = set(workers) - {ack.worker for ack in acks}
-        self._lost |= died.keys()
+        if died:
+            self._count_lost(self._lost | died.keys())
         if not (died or failed or silent):
             return
         causes = {**died, **failed, **dict.fromkeys(silent, f"did not answer within {self._timeout} s")}
@@ -233,17 +294,21 @@ class Sender:
             lines
         )
         kind: type[WorkerError] = WorkerDied if died else WorkerFailed if failed else SyncTimeout
-        raise kind(message, causes, version)
+        raise kind(message, causes, version, failed)
 
     # --- all or nothing: see transaction.py ---
 
     def stage(self, weights: object, worker_ids: int | Sequence[int] | None, transaction: int) -> Posted:
         """Have every worker check an update and keep it ready; raises if one says no."""
         with self._lock:
-            workers = self._addressees(worker_ids)
-            posted, packed = self._pack(weights, workers)
-            for part, buffer, extra in packed:
-                self._end.stage(buffer, posted.version, extra, part.workers, transaction)
+            workers, absent = self._addressees(worker_ids)
+            posted, packed = self._pack(weights, workers, absent, keep=True)
+            try:
+                for part, buffer, extra in packed:
+                    self._end.stage(buffer, posted.version, extra, part.workers, transaction)
+            except BaseException:
+                self._end.release([buffer for _, buffer, _ in packed])
+                raise
             self._judge(workers, posted.version, self._end.collect(workers, posted.version, posted.deadline))
             return posted
 
@@ -251,7 +316,8 @@ class Sender:
         """Have the workers install what they staged."""
         with self._lock:
             posted.deadline = deadline_in(self._timeout)
-            self._end.decide(posted.version, posted.workers, transaction)
+            self._end.decide(posted.version, transaction)
+            self._count_due(posted)
 
     def settle(self, posted: Posted) -> SyncReport:
         """Wait until a decided update is installed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 from tensordict import TensorDictBase, is_leaf_nontensor
@@ -47,18 +48,20 @@ class ModuleIndex:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._children: list[tuple[dict[str, Any], str, nn.Module]] = []
-        self._sizes: list[tuple[dict[str, Any], int]] = []
+        self._links: list[tuple[dict[str, Any], str]] = []  # from a module to each of its children
+        self._children: list[nn.Module] = []
+        self._tables: list[dict[str, Any]] = []
         self.parameters: dict[str, tuple[dict[str, Any], str]] = {}
         self.buffers: dict[str, tuple[dict[str, Any], str]] = {}
         self.extra: dict[str, nn.Module] = {}
         optional: set[str] = set()
         self._walk(unwrap(module), "", optional)
         self.optional = frozenset(optional)
+        self._sizes = [len(table) for table in self._tables]
 
     def _walk(self, module: nn.Module, prefix: str, optional: set[str]) -> None:
         for kind, found in ((module._parameters, self.parameters), (module._buffers, self.buffers)):
-            self._sizes.append((kind, len(kind)))
+            self._tables.append(kind)
             for key, tensor in kind.items():
                 if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
                     raise LayoutMismatch(
@@ -69,20 +72,20 @@ class ModuleIndex:
         optional.update(prefix + key for key in module._non_persistent_buffers_set)
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             self.extra[prefix + EXTRA] = module
-        self._sizes.append((module._modules, len(module._modules)))
+        self._tables.append(module._modules)
         for key, child in module._modules.items():
             if child is not None:
-                self._children.append((module._modules, key, child))
+                self._links.append((module._modules, key))
+                self._children.append(child)
                 self._walk(child, f"{prefix}{key}.", optional)
 
     def describes(self, module: nn.Module) -> bool:
         """Whether this is the index of ``module``, as it is now."""
-        if self._module() is not module:
-            return False
-        for where, key, child in self._children:  # a plain loop: this stands on every update's way
-            if where.get(key) is not child:
-                return False
-        return all(len(where) == size for where, size in self._sizes)
+        return (
+            self._module() is module
+            and [len(table) for table in self._tables] == self._sizes
+            and all(map(is_, [where.get(key) for where, key in self._links], self._children))
+        )
 
     @property
     def places(self) -> dict[str, tuple[dict[str, Any], str]]:

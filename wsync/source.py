@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from wsync.errors import NotConnected
 from wsync.layout import Layout
 from wsync.snapshot import ModuleIndex, Snapshot, snapshot
 from wsync.strategy import WeightStrategy
@@ -16,8 +16,7 @@ from wsync.strategy import WeightStrategy
 DeviceMap = Callable[[int, Any], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """The same weights for some workers, checked against the layout."""
 
     workers: Sequence[int]
@@ -63,8 +62,8 @@ class Reader:
 def is_per_worker(weights: object) -> TypeGuard[Mapping[int, Any]]:
     """Whether ``weights`` are ``{worker_idx: weights}``."""
     return (
-        isinstance(weights, Mapping)
-        and not isinstance(weights, TensorDictBase)
+        not isinstance(weights, nn.Module | TensorDictBase)
+        and isinstance(weights, Mapping)
         and bool(weights)
         and all(isinstance(key, int) and not isinstance(key, bool) for key in weights)
     )
@@ -99,14 +98,26 @@ class Source:
         self._own = Reader()
 
     def first(self, weights: object) -> Snapshot:
-        """Any one worker's weights: what the layout is made from."""
+        """Any one worker's weights: what the layout is made from.
+
+        Raises:
+            NotConnected: there are none yet.
+        """
         given = self.weights if weights is None else weights
+        if given is None:
+            raise NotConnected("nothing to send: no model or weights were given, neither at init nor now")
         if is_per_worker(given):
             given = next(iter(given.values()))
         return self._reader.read(given)
 
-    def parts(self, weights: object, workers: Sequence[int], layout: Layout) -> list[Part]:
+    def parts(self, weights: object, workers: Sequence[int], absent: Sequence[int], layout: Layout) -> list[Part]:
         """What each of ``workers`` is to be sent, all of it checked before any is.
+
+        Args:
+            weights: the update; None reads the source's own.
+            workers: who must be given something.
+            absent: who is given the same as the others, and need not be named in weights per worker.
+            layout: what the weights have to be like.
 
         Raises:
             LayoutMismatch: some weights do not fit.
@@ -114,17 +125,18 @@ class Source:
         """
         given = self.weights if weights is None else weights
         if is_per_worker(given):
-            odd = sorted(set(given) ^ set(workers))
+            odd = sorted((given.keys() ^ set(workers)) - set(absent))
             if odd:
                 raise ValueError(f"weights per worker must be for workers {list(workers)}; worker(s) {odd} differ")
-            return [self._part([worker], given[worker], layout) for worker in workers]
+            return [self._part([worker], own, layout) for worker, own in given.items()]
+        everyone = [*workers, *absent] if absent else workers
         if self._device_map_fn is None:
-            part = self._part(workers, given, layout)
+            part = self._part(everyone, given, layout)
             if self.mirror is not None and given is not self.mirror:
                 self._strategy.apply_weights(self.mirror, given)
-            return [Part([worker], part.tensors, part.extra) for worker in workers] if self._apart else [part]
+            return [Part([worker], part.tensors, part.extra) for worker in everyone] if self._apart else [part]
         expressed = self._strategy.express(self._reader.read(given))
-        return [self._part([worker], self._device_map_fn(worker, expressed), layout) for worker in workers]
+        return [self._part([worker], self._device_map_fn(worker, expressed), layout) for worker in everyone]
 
     def _part(self, workers: Sequence[int], given: object, layout: Layout) -> Part:
         known = self._reader.read_module(given, layout)

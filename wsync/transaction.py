@@ -40,9 +40,11 @@ def synchronize(
     try:
         for model_id, (sender, weights) in senders.items():
             staged[model_id] = (sender, sender.stage(weights, worker_ids, transaction))
-    except BaseException:
+    except BaseException as error:
         for sender, _ in senders.values():
             sender.drop(transaction)
+        if isinstance(error, WorkerError):
+            error.version = None  # nobody has it
         raise
     for sender, posted in staged.values():
         sender.decide(posted, transaction)
@@ -56,5 +58,7 @@ def synchronize(
     if errors:
         first = errors[0]
         message = f"it had been decided, so the other workers have all of {sorted(staged)}: {first}"
-        raise type(first)(message, {w: c for error in errors for w, c in error.workers.items()}, first.version)
+        causes = {w: c for error in errors for w, c in error.workers.items()}
+        refused = [worker for error in errors for worker in error.refused]
+        raise type(first)(message, causes, first.version, refused)
     return reports

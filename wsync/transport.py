@@ -11,25 +11,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor, nn
+from torch import nn
 
 from wsync.layout import Layout
+from wsync.packing import Buffer
 from wsync.receiver_thread import Told
 from wsync.strategy import WeightStrategy
 from wsync.types import Ack, Update
-
-
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """Room for one version, lent by a sender's end until it is published or dropped.
-
-    Attributes:
-        views: one tensor per entry of the layout, to be packed into.
-        slot: what the end knows it by.
-    """
-
-    views: Sequence[Tensor]
-    slot: int = -1
 
 
 class SenderEnd(Protocol):
@@ -53,8 +41,15 @@ class SenderEnd(Protocol):
         """
         ...
 
-    def reserve(self, workers: Collection[int], deadline: float | None) -> Buffer:
+    def forget(self, worker: int) -> None:
+        """Hang up on a worker that is taken for dead, if it has not hung up: what it may yet say counts for nothing."""
+        ...
+
+    def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
         """Room that no worker reads, waiting for a forward to end if need be.
+
+        With ``keep`` not the room either that has what workers were last given, even if they have copied it: the new
+        version may be dropped, and whoever comes in a dead worker's place must then be given the old one.
 
         Raises:
             SyncTimeout: there was none before the deadline; names who holds it.
@@ -66,19 +61,29 @@ class SenderEnd(Protocol):
         ...
 
     def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
-        """Hand a packed buffer to ``workers``: from now on they will install it. Does not wait for them."""
+        """Hand a packed buffer to ``workers``: from now on they will install it. Does not wait for them.
+
+        Some may have gone: who comes in their place is given it.
+        """
         ...
 
     def stage(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
         """Have ``workers`` check a packed buffer, and keep it ready beside the live weights."""
         ...
 
-    def decide(self, version: int, workers: Collection[int], transaction: int) -> None:
-        """Have ``workers`` install what was staged, with everything else that is staged in the same transaction."""
+    def decide(self, version: int, transaction: int) -> None:
+        """Have the workers install what was staged, with everything else that is staged in the same transaction."""
         ...
 
     def drop(self, workers: Collection[int], transaction: int) -> None:
         """Have ``workers`` forget what was staged."""
+        ...
+
+    def listen(self) -> None:
+        """Take in what workers have said, without waiting.
+
+        A worker whose answers nobody reads would come to wait, inside its gate, for room to give one more.
+        """
         ...
 
     def collect(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:

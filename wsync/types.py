@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -52,8 +51,7 @@ class Ack(NamedTuple):
     apply: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class SyncReport:
+class SyncReport(NamedTuple):
     """What one update cost, phase by phase.
 
     Attributes:
@@ -68,8 +66,8 @@ class SyncReport:
     version: int
     bytes: int
     seconds: float
-    phases: Mapping[str, float] = field(default_factory=dict)
-    workers: Mapping[int, int] = field(default_factory=dict)
+    phases: Mapping[str, float]
+    workers: Mapping[int, int]
 
     def __str__(self) -> str:
         phases = ", ".join(f"{phase} {seconds * 1e6:.0f}" for phase, seconds in self.phases.items())

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from collectors.pool import GRACE, Pool, Worker
+from collectors.pool import GRACE, Event, Pool, Worker
 
 
 @dataclass(frozen=True)
@@ -94,18 +94,24 @@ class CallPool(Pool[C]):
         self._answers.append((worker, answer))
         self._some.set()
 
-    def _listen(self, workers: Collection[C]) -> None:
-        wait([self._some.fileno()])
+    def listen(self, workers: Collection[C], wake: int, timeout: float | None) -> list[Event[C]]:
+        """See Pool."""
+        if self._some.fileno() not in wait([self._some.fileno(), wake], timeout):
+            return []
         self._some.clear()
+        heard: list[Event[C]] = []
         while self._answers:
             worker, answer = self._answers.popleft()
+            if worker not in workers:
+                continue  # it was let go
             if answer.kind == "ready":
                 plan, count, num_envs = answer.value
                 worker.ready(plan, plan.allocate(count), num_envs)
             elif answer.payload is not None:
                 np.copyto(worker.buffers[answer.value].numpy(), answer.payload)
             if answer.kind:
-                self._heard.append((worker, answer.kind, answer.value))
+                heard.append((worker, answer.kind, answer.value))
+        return heard
 
     def _end_work(self) -> list[C]:
         """Tell all workers to end their work, and wait until they have, or died, or do not in time; those that have."""

@@ -157,12 +157,12 @@ class RayPool(CallPool[RayWorker]):
         super().__init__()
         self._cluster = Cluster(address)
         self._here = False
-        options = {"num_cpus": 0, **resources, "scheduling_strategy": scheduling_strategy}
+        remote: Any = ray.remote
+        kind = remote(concurrency_groups={"weights": 1, "life": 1})(Acting)
+        self._kind = kind.options(**{"num_cpus": 0, **resources, "scheduling_strategy": scheduling_strategy})
         try:
-            remote: Any = ray.remote
-            kind = remote(concurrency_groups={"weights": 1, "life": 1})(Acting)
             for i in range(count):
-                self.workers.append(RayWorker(i, kind.options(**options).remote(sys.path)))
+                self.begin(i)
             self._await_all(resources, timeout)
         except BaseException:
             self.close()
@@ -180,6 +180,18 @@ class RayPool(CallPool[RayWorker]):
             )
         self._here = True
         ray.get(here)  # raises what kept an actor from being made
+
+    def begin(self, worker_idx: int) -> RayWorker:
+        """See Pool. It has no deadline for its place in the cluster but that for its first answer."""
+        worker = RayWorker(worker_idx, self._kind.remote(sys.path))
+        self.workers.append(worker)
+        return worker
+
+    def let_go(self, worker: RayWorker) -> None:
+        """See Pool."""
+        self.workers.remove(worker)
+        worker.kill()
+        worker.close()
 
     def close(self) -> None:
         """See Pool."""

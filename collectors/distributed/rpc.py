@@ -32,6 +32,7 @@ class RPCCollector(CrewCollector):
     Raises:
         RuntimeError: a process has one group: there is one and no ``workers``, or ``workers`` and none.
         wsync.SyncTimeout: a worker did not join in time.
+        ValueError: ``on_worker_failure="restart"``.
         Exception: else as ``CrewCollector``.
     """
 
@@ -46,6 +47,11 @@ class RPCCollector(CrewCollector):
         timeout: float = 60.0,
         **options: Unpack[CrewOptions],
     ) -> None:
+        self._refuse_restart(
+            options,
+            "torch.distributed.rpc does not take a member back into a group, nor lets this process have two: "
+            "use on_worker_failure=drop, or a DistributedCollector (weight_sync=distributed)",
+        )
         self._host = host
         start = partial(RpcPool, names=workers, host=host, timeout=timeout)
         super().__init__(create_env_fn, policy, sync=sync, start=start, **options)

@@ -18,7 +18,7 @@ from collectors.distributed import rpc_worker
 from collectors.distributed.calls import Answer, CalledWorker, CallPool, Signal
 from collectors.distributed.rpc_group import host_store, is_member, join_or_end, leave_group
 from collectors.pool import GRACE
-from collectors.processes import end, end_of, pipe, start
+from collectors.processes import end, end_of, kill, pipe, start
 from wsync import SyncTimeout, WorkerDied
 
 
@@ -179,6 +179,13 @@ class RpcPool(CallPool[RpcWorker]):
                 cause = f"{end_of(worker.process)}, before it had joined"
                 raise WorkerDied(f"worker {worker.worker_idx} {cause}", {worker.worker_idx: cause})
         self._joined = True
+
+    def let_go(self, worker: RpcWorker) -> None:
+        """See Pool. Somebody else's process is left alone."""
+        self.workers.remove(worker)
+        worker.close()
+        if isinstance(worker, OwnRpcWorker):
+            kill(worker.process)
 
     def close(self) -> None:
         """See Pool."""

@@ -33,6 +33,7 @@ class DistributedCollector(CrewCollector):
     Raises:
         wsync.SyncTimeout: a worker did not join in time; names it.
         OSError: it cannot listen there.
+        ValueError: ``on_worker_failure="restart"`` for workers that join.
         Exception: else as ``CrewCollector``.
     """
 
@@ -50,6 +51,12 @@ class DistributedCollector(CrewCollector):
     ) -> None:
         if launcher not in ("local", "join"):
             raise ValueError(f"launcher is 'local' or 'join', not {launcher!r}")
+        if launcher == "join":
+            self._refuse_restart(
+                options,
+                "workers that join were started by others (torchrun), who alone can start them anew: "
+                "use on_worker_failure=drop, or launcher=local",
+            )
         self._host = host or default_host(launcher)
         start = partial(TcpPool, host=self._host, port=port, launcher=launcher, timeout=timeout)
         super().__init__(create_env_fn, policy, sync=sync, start=start, **options)

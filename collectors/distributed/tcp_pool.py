@@ -16,9 +16,9 @@ from collectors.distributed import torchrun
 from collectors.distributed.doors import Door, Hello
 from collectors.distributed.tcp_worker import join, own_key
 from collectors.line_pool import LinePool, LineWorker
-from collectors.lines import StreamLine
+from collectors.lines import StreamLine, serve
 from collectors.pool import GRACE
-from collectors.processes import end, end_of, start
+from collectors.processes import ProcessWorker, end, end_of, kill, start, start_worker
 from wsync import SyncTimeout, WorkerDied
 
 Launcher = Literal["local", "join"]
@@ -55,8 +55,10 @@ class TcpWorker(LineWorker):
         return self._last_words()
 
 
-class TcpPool(LinePool[TcpWorker]):
+class TcpPool(LinePool[LineWorker]):
     """Waits until so many workers have joined; then nobody listens any more.
+
+    Who takes the place of one that was started here needs no door: its line is a pipe, with the same words and bytes.
 
     Args:
         count: how many.
@@ -145,17 +147,42 @@ class TcpPool(LinePool[TcpWorker]):
         own = self._processes.get(index)
         joined[index] = TcpWorker(index, StreamLine(line), life, partial(end_of, own) if own else lambda: gone)
 
+    def begin(self, worker_idx: int) -> LineWorker:
+        """See Pool."""
+        worker = start_worker(_serve, worker_idx, StreamLine)
+        self.workers.append(worker)
+        return worker
+
+    def let_go(self, worker: LineWorker) -> None:
+        """See Pool. A process that somebody else has started ends when it notices."""
+        self.workers.remove(worker)
+        if isinstance(worker, ProcessWorker):
+            worker.end()
+            return
+        worker.line.connection.close()
+        process = self._processes.pop(worker.worker_idx, None)
+        if process is not None:
+            kill(process)
+        if isinstance(worker, TcpWorker):
+            worker.life.close()
+
     def close(self) -> None:
         """See Pool."""
         for worker in self.workers:
             worker.line.connection.close()
         deadline = time.monotonic() + GRACE
         for worker in self.workers:
-            wait([worker.life], max(0.0, deadline - time.monotonic()))
-        end(list(self._processes.values()))
+            wait([worker.sentinel], max(0.0, deadline - time.monotonic()))
+        own = [worker.process for worker in self.workers if isinstance(worker, ProcessWorker)]
+        end([*self._processes.values(), *own])
         for worker in self.workers:
-            worker.life.close()  # the end of one that has not ended by now
+            if isinstance(worker, TcpWorker):
+                worker.life.close()  # the end of one that has not ended by now
         for half in self._met.values():
             for connection, _ in half.values():
                 connection.close()
         self.workers, self._processes, self._met = [], {}, {}
+
+
+def _serve(connection: Connection) -> None:
+    serve(StreamLine(connection))

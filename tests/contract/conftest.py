@@ -1,10 +1,9 @@
-"""The table of backends that the contract holds: a new backend is one line."""
+"""Every test of the contract runs once for each backend."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,7 @@ import wsync
 
 sys.path.insert(0, str(Path(__file__).parent))  # workers unpickle what is written here
 import crew
-
-BACKENDS: dict[str, Callable[..., wsync.WeightSyncScheme]] = {
-    "shared_mem": partial(wsync.SharedMemWeightSyncScheme, timeout=30.0),
-    "shared_mem-published": partial(wsync.SharedMemWeightSyncScheme, timeout=30.0, acknowledge="published"),
-    "multiprocess": partial(wsync.MultiProcessWeightSyncScheme, timeout=30.0),
-    "distributed": partial(wsync.DistributedWeightSyncScheme, timeout=30.0),
-    "rpc": partial(wsync.RPCWeightSyncScheme, timeout=30.0),
-    "ray": partial(wsync.RayWeightSyncScheme, timeout=30.0),
-}
+from backends import BACKENDS, WORKERS
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,9 +21,6 @@ def no_cluster_is_left() -> Iterator[None]:
     yield
     if "ray_crew" in sys.modules:
         sys.modules["ray_crew"].dismiss()
-
-
-WORKERS = {"rpc": "rpc", "ray": "ray"}  # of another kind than plain processes
 
 
 @pytest.fixture(params=list(BACKENDS))

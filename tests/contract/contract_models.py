@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from typing import Any
 
 import torch
@@ -68,6 +69,29 @@ class Small(nn.Module):
 
     def forward(self) -> Tensor:
         return self.weight
+
+
+class Large(Small):
+    """32 MiB, more than a socket takes at once; its output is its first value."""
+
+    def __init__(self) -> None:
+        super().__init__(2**23)
+
+    def forward(self) -> Tensor:
+        return self.weight[:1]
+
+
+class Stuck(Small):
+    """Its forward, once it has a ``fifo``, says there that it has begun, and does not end."""
+
+    fifo = ""
+
+    def forward(self) -> Tensor:
+        if self.fifo:
+            with open(self.fifo, "w"):
+                pass
+            threading.Event().wait()
+        return super().forward()
 
 
 class Other(nn.Module):

@@ -6,20 +6,19 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from contract_models import Tail, digest, fill
+from stopping import stop
 from torch import nn
 
 import wsync
 
-PATIENCE = 30.0  # seconds for an answer on a noisy machine; nothing here needs one
+PATIENCE = 60.0  # seconds for an answer on a noisy machine; nothing here needs one
 
 
 class RemoteError(Exception):
@@ -124,6 +123,7 @@ class Remote:
         raise NotImplementedError
 
     process: Any
+    alive = True
 
     def result(self) -> Any:
         good, value = self.answer()
@@ -136,16 +136,13 @@ class Remote:
         return self.result()
 
     def kill(self) -> None:
+        self.alive = False
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.join(PATIENCE)
 
     def stop(self) -> None:
         """Stop it, and see that it has stopped."""
-        os.kill(self.process.pid, signal.SIGSTOP)
-        deadline = time.monotonic() + PATIENCE
-        while Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
-            assert time.monotonic() < deadline, "a worker did not stop"
-            os.sched_yield()
+        stop(self.process.pid)
 
     def resume(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)

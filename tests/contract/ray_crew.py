@@ -67,12 +67,20 @@ def dismiss() -> None:
     ray.shutdown()
 
 
-def begin() -> None:
-    """Have a cluster."""
+def idle() -> int:
+    """How many actors wait for a test."""
+    return len(_idle)
+
+
+def begin(address: str = "") -> None:
+    """Have a cluster: one of one's own, or the one at ``address``."""
     if not ray.is_initialized():
-        here = {"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}}  # actors unpickle what is written here
-        options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error", "runtime_env": here}
-        ray.init("local", num_cpus=2, **options)
+        tests = Path(__file__).parents[1]
+        here = {"env_vars": {"PYTHONPATH": f"{tests / 'contract'}:{tests / 'chaos'}"}}  # actors unpickle what is there
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "runtime_env": here}
+        if not address:
+            options |= {"num_cpus": 2, "include_dashboard": False}
+        ray.init(address or "local", **options)
 
 
 def hire(count: int) -> list[Remote]:

@@ -177,6 +177,22 @@ def test_sender_that_leaves(make_scheme: Any) -> None:
         assert workers[0].call("forward")[0] == 3  # in memory of its own
 
 
+def test_answers_that_nobody_waits_for(make_scheme: Any) -> None:
+    """A trainer that only ever sends and never waits: no worker comes to wait for room to answer."""
+    model = fill(Small(), 1)
+    with crew(1) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=1)
+        workers.follow(scheme, Small)
+        for version in range(2, 602):  # twice what a Unix socket holds
+            scheme.send_async()
+            workers[0].call("receive")
+            assert scheme.version == version
+        fill(model, 7)
+        report = scheme.send()
+        assert report is not None and report.version == 602
+        assert workers[0].call("forward")[0] == 7
+
+
 def test_worker_that_leaves(make_scheme: Any) -> None:
     model = fill(Small(), 1)
     with crew(2) as workers, make_scheme() as scheme:
@@ -204,6 +220,70 @@ def test_a_dead_worker_is_replaced(make_scheme: Any) -> None:
         assert spare[0].call("forward")[0] == 2
         scheme.send(fill(model, 3))
         assert spare[0].call("forward")[0] == workers[0].call("forward")[0] == 3
+
+
+def test_a_successor_gets_what_its_predecessor_was_to_have(make_scheme: Any) -> None:
+    with crew(2) as workers, crew(2) as spare, make_scheme() as scheme:
+        scheme.init_on_sender("policy", params_map={0: fill(Small(), 1), 1: fill(Small(), 2)})
+        workers.follow(scheme, Small)
+        scheme.send({0: fill(Small(), 3), 1: fill(Small(), 4)})
+        workers[0].kill()
+        with pytest.raises(wsync.WorkerDied):
+            scheme.send({0: fill(Small(), 5), 1: fill(Small(), 6)})
+        spare[0].start("join", scheme, Small, 0, "policy")
+        scheme.sender.admit(0)
+        assert spare[0].result() == 3
+        assert spare[0].call("forward")[0] == 5
+        spare[0].kill()
+        with pytest.raises(wsync.WorkerDied):
+            scheme.send({0: fill(Small(), 7), 1: fill(Small(), 8)})
+        scheme.send({1: fill(Small(), 9)})  # who is absent need not be named
+        spare[1].start("join", scheme, Small, 0, "policy")
+        scheme.sender.admit(0)
+        assert spare[1].result() == 4
+        assert spare[1].call("forward")[0] == 7
+        assert workers[1].call("forward")[0] == 9
+
+
+def test_a_death_that_nobody_has_noticed_yet(make_scheme: Any) -> None:
+    model = fill(Small(), 1)
+    with crew(1) as workers, crew(1) as spare, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=1)
+        workers.follow(scheme, Small)
+        scheme.send(fill(model, 2))
+        workers[0].kill()
+        spare[0].start("join", scheme, Small, 0, "policy")
+        scheme.sender.admit(0)
+        assert spare[0].result() == 2
+        scheme.send(fill(model, 3))
+        assert spare[0].call("forward")[0] == 3
+
+
+def test_a_successor_after_a_transaction(make_scheme: Any) -> None:
+    """What was dropped is given to nobody, and what was decided to everybody, whoever was away then."""
+    model = fill(Small(), 1)
+    with crew(2) as workers, crew(2) as spare, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        workers.follow(scheme, Small)
+        scheme.send(fill(model, 2))
+        workers[1].kill()
+        with pytest.raises(wsync.WorkerDied):
+            wsync.synchronize({scheme: fill(model, 3)})
+        assert workers[0].call("forward")[0] == 2
+        spare[0].start("join", scheme, Small, 1, "policy")
+        scheme.sender.admit(1)
+        spare[0].result()
+        assert spare[0].call("forward")[0] == 2
+        spare[0].kill()
+        with pytest.raises(wsync.WorkerDied):
+            scheme.send(fill(model, 4))
+        wsync.synchronize({scheme: fill(model, 5)})
+        spare[1].start("join", scheme, Small, 1, "policy")
+        scheme.sender.admit(1)
+        spare[1].result()
+        assert [worker.call("forward")[0] for worker in (workers[0], spare[1])] == [5, 5]
+        scheme.send(fill(model, 6))
+        assert [worker.call("forward")[0] for worker in (workers[0], spare[1])] == [6, 6]
 
 
 def test_misuse(make_scheme: Any) -> None:

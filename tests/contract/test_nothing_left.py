@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 import os
-import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
+from census import census, census_in_worker, without_segments
 from contract_models import Small, fill
 from crew import crew
 
 pytestmark = pytest.mark.timeout(60)
 
 ROUNDS = int(os.environ.get("WSYNC_ROUNDS", "5"))
-
-
-def mapped() -> int:
-    return sum("wsync" in line for line in Path("/proc/self/maps").read_text().splitlines())
-
-
-def census() -> dict[str, Any]:
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return {
-        "threads": sorted(thread.name for thread in threading.enumerate()),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "children": len(children),
-        "segments": sorted(os.listdir("/dev/shm")),
-        "mappings": mapped(),
-    }
-
-
-def census_in_worker(host: Any) -> dict[str, Any]:
-    return census()
 
 
 def one_round(make_scheme: Any, workers: Any) -> None:
@@ -52,11 +32,6 @@ def one_round(make_scheme: Any, workers: Any) -> None:
 def forget(host: Any) -> None:
     host.schemes.clear()
     host.models.clear()
-
-
-def without_segments(count: dict[str, Any]) -> dict[str, Any]:
-    """Without /dev/shm, where other programs of this machine come and go."""
-    return {what: count[what] for what in count if what != "segments"}
 
 
 def test_nothing_is_left(make_scheme: Any) -> None:

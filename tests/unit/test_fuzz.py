@@ -34,6 +34,7 @@ from wsync.lines import Lines
 from wsync.local_receiver import LocalReceiver
 from wsync.network import NetLine, NetListener, dial
 from wsync.network_ends import Seed
+from wsync.packing import Buffer, Packer
 from wsync.plan import Plan
 from wsync.receiver_thread import Told
 from wsync.rendezvous import Connection, Listener, knock
@@ -130,7 +131,7 @@ def test_a_layout_survives_the_journey_and_its_views_are_the_weights(
     there = Plan.load(plan.dump())
     assert there == plan and there.layout is not None
     flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    layout.pack(layout.order(weights), layout.views(flat))
+    Packer(layout).pack(layout.order(weights), Buffer.over(layout, flat))
     for name, view in zip(there.layout.names, there.layout.views(flat), strict=True):
         assert view.shape == weights.tensors[name].shape and same_bits(view, weights.tensors[name])
     with suppress(ValueError):

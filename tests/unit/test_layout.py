@@ -12,6 +12,7 @@ from torch import Tensor
 
 from wsync import LayoutMismatch
 from wsync.layout import Layout
+from wsync.packing import Buffer, Packer
 from wsync.snapshot import Snapshot
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
@@ -39,9 +40,9 @@ def raw(tensor: Tensor) -> bytes:
 def test_round_trip(given_: list[Tensor]) -> None:
     snapshot = Snapshot({f"t{i}": tensor for i, tensor in enumerate(given_)})
     layout = Layout.of(snapshot)
-    views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
-    layout.pack(layout.order(snapshot), views)
-    for name, view in zip(layout.names, views, strict=True):
+    buffer = Buffer.over(layout, torch.zeros(layout.nbytes, dtype=torch.uint8))
+    Packer(layout).pack(layout.order(snapshot), buffer)
+    for name, view in zip(layout.names, buffer.views, strict=True):
         original = snapshot.tensors[name]
         assert view.shape == original.shape and view.dtype == original.dtype
         assert raw(view) == raw(original)
@@ -73,3 +74,27 @@ def test_tied_tensors_may_hold_nans() -> None:
     tensor = torch.full((4,), torch.nan)
     layout = Layout.of(Snapshot({"a": tensor, "b": tensor}))
     layout.order(Snapshot({"a": tensor.clone(), "b": tensor.clone()}))
+
+
+def test_small_weights_are_copied_from_where_they_lie_now() -> None:
+    model = torch.nn.Linear(3, 3)
+    state: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
+    layout = Layout.of(Snapshot(state))
+    flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    buffer, packer = Buffer.over(layout, flat), Packer(layout)
+    assert buffer.windows
+
+    def packed(weight: Tensor) -> bytes:
+        given_ = {**state, "weight": weight}
+        packer.pack([given_[name] for name in layout.names], buffer)
+        return raw(buffer.views[layout.names.index("weight")])
+
+    weight = state["weight"]
+    assert packed(weight) == raw(weight)
+    weight.data = torch.rand(3, 3)  # the same parameter, elsewhere
+    assert packed(weight) == raw(weight)
+    weight.data.t_()  # the same place, another order
+    assert packed(weight) == raw(weight)
+    negative = torch.complex(torch.rand(3, 3), torch.rand(3, 3)).conj().imag
+    assert negative.is_neg() and packed(negative) == raw(negative.resolve_neg())
+    assert packed(torch.nn.Buffer(torch.ones(3, 3))) == raw(torch.ones(3, 3))

@@ -43,6 +43,12 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
         """Nobody to meet."""
 
+    def dismiss(self, worker_idx: int) -> None:
+        """Nobody is sent anything."""
+
+    def readmit(self, worker_idx: int, sentinel: int | None = None, timeout: float | None = None) -> None:
+        """Nobody to meet."""
+
     def send(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
         """Nothing is sent."""
 

@@ -14,9 +14,9 @@ from wsync.ports import SenderPort
 from wsync.rendezvous import Endpoint
 from wsync.scheme import WeightSyncScheme
 from wsync.sender import Sender
+from wsync.snapshot import Snapshot
 from wsync.source import DeviceMap, Source
 from wsync.strategy import Format
-from wsync.types import SyncReport
 
 
 class SharedMemTransport(SenderPort):
@@ -43,6 +43,25 @@ class SharedMemTransport(SenderPort):
             TensorDict({tuple(name.split(".")): view for name, view in zip(layout.names, views, strict=True)})
             for views in self._end.published_views()
         ]
+
+
+class _Unregistered(Source):
+    """Where ``auto_register`` is off and nothing was registered: the first weights may not define the buffers."""
+
+    def __init__(self, model_id: str) -> None:
+        super().__init__()
+        self._model_id = model_id
+
+    def first(self, weights: object) -> Snapshot:
+        """Refuse to begin.
+
+        Raises:
+            NotConnected: always; says what to call.
+        """
+        raise NotConnected(
+            f"'{self._model_id}' has no shared buffers, and auto_register is off: call "
+            f"register_shared_weights('{self._model_id}', weights) before init_on_sender()"
+        )
 
 
 class SharedMemWeightSyncScheme(WeightSyncScheme):
@@ -105,23 +124,6 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             raise RuntimeError(f"'{model_id}' has its buffers already: register them once, before init_on_sender()")
         self._registered[model_id] = weights
 
-    def send(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> SyncReport | None:
-        """Deliver an update: see ``WeightSyncScheme.send``."""
-        self._require_registered()
-        return super().send(weights, worker_ids)
-
-    def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
-        """Hand an update over: see ``WeightSyncScheme.send_async``."""
-        self._require_registered()
-        super().send_async(weights, worker_ids)
-
-    def _require_registered(self) -> None:
-        if not self.auto_register and self.model_id is not None and self.model_id not in self._registered:
-            raise NotConnected(
-                f"'{self.model_id}' has no shared buffers, and auto_register is off: call "
-                f"register_shared_weights('{self.model_id}', weights) before init_on_sender()"
-            )
-
     @property
     def shared_transport(self) -> SharedMemTransport | None:
         """The one line to all workers, on the sender."""
@@ -140,7 +142,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None) -> Source:
         mirror = self._registered.get(model_id)
         if not self.auto_register and mirror is None:
-            weights = None  # the first weights would define the buffers
+            return _Unregistered(model_id)
         return Source(weights, self.strategy, device_map_fn=device_map_fn, apart=self.per_worker_weights, mirror=mirror)
 
     def _make_sender_end(self, num_workers: int) -> tuple[LocalSender, Endpoint]:

@@ -1,0 +1,369 @@
+"""Who takes part in collecting: workers begin, deliver, fail, and have successors.
+
+A worker's place goes through these stages; whatever fails goes to PAUSED (to be started anew) or DROPPED:
+
+    BUILDING ─ready→ READY ─connect→ JOINING ─connected→ THERE
+        ↑                                                  │ died, raised, or did not answer
+        └────────────── after a pause ── PAUSED ←──────────┤
+                                        DROPPED ←──────────┘
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import Any, Generic, TypeVar
+
+import wsync
+from collectors.pool import Event, Pool, Worker
+from collectors.recovery import Cause, FailurePolicy, Failures, Pace
+from collectors.worker import WorkerOptions
+
+_JOIN = 10.0  # seconds in which a successor that is ready has to have joined a scheme: the trainer waits for that
+_STOP = 2.0  # seconds in which a batch under way has to be complete once somebody has asked to stop
+_log = logging.getLogger(__name__)
+W = TypeVar("W", bound=Worker)
+
+
+class Stage(Enum):
+    """See the module."""
+
+    BUILDING = auto()
+    READY = auto()
+    JOINING = auto()
+    THERE = auto()
+    PAUSED = auto()
+    DROPPED = auto()
+
+
+@dataclass(eq=False)
+class Place(Generic[W]):
+    """One worker index, and who has it.
+
+    Attributes:
+        options: of whoever has it.
+        parts: likewise.
+        worker: who has it; None for nobody.
+        due: answers that it owes.
+        since: when it last answered, or began to owe one.
+        begins_at: when a paused one is started anew.
+        joined: whether it gets updates.
+        frames: that all who had this place have delivered.
+    """
+
+    options: WorkerOptions
+    parts: bytes
+    pace: Pace
+    worker: W | None
+    stage: Stage = Stage.BUILDING
+    due: int = 0
+    since: float = 0.0
+    begins_at: float = 0.0
+    joined: bool = False
+    num_envs: int = 0
+    frames: int = 0
+
+
+@dataclass
+class Members(Generic[W]):
+    """All workers' places, and what is done when a worker fails.
+
+    Attributes:
+        pool: of workers that have begun, and have nothing to act with yet.
+        policy: what is done about failures.
+        schemes: those that successors join.
+        failures: what has happened so far.
+        over: whether a failure was raised; nobody should go on then.
+    """
+
+    pool: Pool[W]
+    policy: FailurePolicy
+    schemes: Mapping[str, wsync.WeightSyncScheme]
+    failures: Failures = field(default_factory=Failures)
+    over: bool = False
+
+    def __post_init__(self) -> None:
+        """Nobody has a place yet."""
+        self.pool.patience = self.policy.worker_timeout
+        self._places: list[Place[W]] = []
+        self._events: deque[Event[W]] = deque()
+        self._batches: deque[tuple[W, int]] = deque()
+        self._started = False
+        self._next_seed: int | None = None
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._stop_at: float | None = None
+
+    def start(self, parts: Sequence[bytes], options: Sequence[WorkerOptions]) -> None:
+        """Build and connect all workers; whatever fails now is raised."""
+        self._places = [
+            Place(options[worker.worker_idx], parts[worker.worker_idx], Pace(self.policy), worker)
+            for worker in self.pool.workers
+        ]
+        for place in self._places:
+            self._build(place)
+        self._step_until(Stage.READY)
+        for place in self._places:
+            self._connect(place)
+        for scheme in self.schemes.values():
+            scheme.connect()
+        self._step_until(Stage.THERE)
+        self._started = True
+
+    def _step_until(self, stage: Stage) -> None:
+        while any(place.stage is not stage for place in self._places):
+            self._step()
+
+    # --- for whoever gathers ---
+
+    @property
+    def there(self) -> list[W]:
+        """The workers that take part now, by index."""
+        return [place.worker for place in self._places if place.worker is not None and place.stage is Stage.THERE]
+
+    def muster(self) -> list[W]:
+        """Take in who has come back; then the workers that take part. If there is none, wait for the first.
+
+        Raises:
+            WorkerDied, WorkerFailed, SyncTimeout: one has failed, and that is not to be borne (any more).
+        """
+        if any(place.stage is not Stage.THERE and place.stage is not Stage.DROPPED for place in self._places):
+            self._step(at_once=True)
+        while not (there := self.there):
+            self._step()
+        return there
+
+    def tell(self, worker: W, command: str, argument: Any) -> None:
+        """Give a command that is answered; nothing happens if another one has the worker's place by now."""
+        place = self._places[worker.worker_idx]
+        if place.worker is worker:
+            if not place.due:
+                place.since = time.monotonic()
+            place.due += 1
+            self.pool.tell([worker], command, argument)
+
+    def hear(self) -> tuple[W, int] | None:
+        """The next batch: whose, and in which buffer. None: something else has happened; look who is there.
+
+        Raises:
+            WorkerDied, WorkerFailed, SyncTimeout: as ``muster``.
+        """
+        if not self._batches:
+            self._step()
+        return self._batches.popleft() if self._batches else None
+
+    def seed(self, seed: int) -> int:
+        """Seed every worker; the next free seed, which successors go on from."""
+        for place in self._places:
+            if place.worker is not None and place.stage is Stage.THERE:
+                self.pool.tell([place.worker], "seed", seed)
+            seed += place.num_envs
+        self._next_seed = seed
+        return seed
+
+    # --- for whoever brings weights ---
+
+    def deliver(self, send: Callable[[Any], object], worker_ids: int | Sequence[int] | None) -> None:
+        """``send(worker_ids)``, and again to the others if somebody's failure has kept it from all of them.
+
+        Raises:
+            WorkerFailed: a model refused the weights.
+            Exception: whatever ``send`` raises, but for deaths and timeouts that the policy takes care of.
+        """
+        wanted = [worker_ids] if isinstance(worker_ids, int) else worker_ids
+        known = range(len(self._places))
+        if self.policy.on_failure == "raise" or (
+            wanted is not None and (not wanted or any(worker not in known for worker in wanted))
+        ):
+            send(worker_ids)
+            return
+        while True:
+            there = self._reachable(known if wanted is None else wanted)
+            try:
+                send(None if wanted is None else there)  # what is for all is kept for who is away
+            except (wsync.WorkerDied, wsync.SyncTimeout) as error:
+                if not self._lose(there, error) and error.version is None:
+                    raise
+                if error.version is None:
+                    continue  # nobody was given it
+            return
+
+    def _reachable(self, wanted: Collection[int]) -> list[int]:
+        """Those among ``wanted`` that get updates; if there is none, wait for the first."""
+        while not (there := [worker for worker in wanted if self._places[worker].joined]):
+            if all(self._places[worker].stage is Stage.DROPPED for worker in wanted):
+                causes = dict.fromkeys(wanted, "was dropped")
+                raise wsync.WorkerDied(f"worker(s) {sorted(wanted)} were dropped: there is nobody to send to", causes)
+            self._step()
+        return there
+
+    def _lose(self, addressed: Collection[int], error: wsync.WorkerDied | wsync.SyncTimeout) -> bool:
+        """Give up those whom an update did not reach; whether there were any."""
+        lost = [worker for worker in addressed if worker in error.workers and worker not in error.refused]
+        for worker in lost:
+            detail = error.workers[worker].strip()
+            self._fail(self._places[worker], Cause(type(error), f"worker {worker} lacks an update: {detail}", detail))
+        if error.refused:
+            refused = {worker: error.workers[worker] for worker in error.refused}
+            raise wsync.WorkerFailed(str(error), refused, error.version, refused) from error
+        return bool(lost)
+
+    # --- what happens ---
+
+    def _step(self, at_once: bool = False) -> None:
+        """Wait until something happens, and do what is to be done about it."""
+        for place in self._places:
+            if place.stage is Stage.PAUSED and place.begins_at <= time.monotonic():
+                self._begin(place)
+        spoke = self._listen(0.0 if at_once else self._patience())
+        while self._events:
+            worker, kind, answer = self._events.popleft()
+            place = self._places[worker.worker_idx]
+            if place.worker is worker:  # else it is what a predecessor said
+                self._take(place, worker, kind, answer)
+        self._expire(spoke)
+
+    def _listen(self, timeout: float | None) -> set[W]:
+        events = self.pool.listen([p.worker for p in self._places if p.worker is not None], self._wake, timeout)
+        self._events.extend(events)
+        return {worker for worker, _, _ in events}
+
+    def _patience(self) -> float | None:
+        """Seconds until something has to be done, though nobody says anything."""
+        limit = self.policy.worker_timeout
+        times = [place.since + limit for place in self._places if place.due and limit is not None]
+        times += [place.begins_at for place in self._places if place.stage is Stage.PAUSED]
+        times += [] if self._stop_at is None else [self._stop_at]
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _take(self, place: Place[W], worker: W, kind: str, answer: Any) -> None:
+        place.due -= 1
+        place.since = time.monotonic()
+        if kind == "batch":
+            place.pace.delivered()
+            place.frames += worker.frames
+            self._batches.append((worker, answer))
+        elif kind == "ready":
+            place.stage, place.num_envs = Stage.READY, worker.num_envs
+            if self._started:
+                self._readmit(place, worker)
+        elif kind == "connected":
+            place.stage, place.joined = Stage.THERE, True
+            if self._started:
+                self._seed_anew(worker)
+        else:
+            self._fail(place, Cause.of(worker.worker_idx, kind, answer))
+
+    def _expire(self, spoke: Collection[W]) -> None:
+        """Those who owe an answer for too long, and have not said anything just now, have failed."""
+        now, limit = time.monotonic(), self.policy.worker_timeout
+        for index, place in enumerate(self._places):
+            late = limit is not None and place.due and place.worker not in spoke and now >= place.since + limit
+            if late:
+                detail = f"did not answer within {limit:g} s"
+                self._fail(place, Cause(wsync.SyncTimeout, f"worker {index} {detail}", detail))
+        if self._stop_at is not None and now >= self._stop_at and not self._batches:
+            raise wsync.SyncTimeout("asked to stop, and the batch under way is not complete")
+
+    def interrupt(self) -> None:
+        """Bear with workers for ``_STOP`` more seconds; harmless in a signal handler."""
+        self._stop_at = time.monotonic() + _STOP
+        os.eventfd_write(self._wake, 1)
+
+    # --- failures and successors ---
+
+    def _fail(self, place: Place[W], cause: Cause) -> None:
+        """A worker has failed: raise, or let it go and say what is done."""
+        index = place.options.worker_idx
+        self.failures.failed[index] += 1
+        if not self._started or self.policy.on_failure == "raise":
+            self.over = True
+            raise cause.error(index)
+        worker, place.worker, place.due, place.joined = place.worker, None, 0, False
+        if worker is not None:
+            for scheme in self.schemes.values():
+                scheme.dismiss(index)
+            self.pool.let_go(worker)
+            self._batches = deque(batch for batch in self._batches if batch[0] is not worker)
+        done = self._drop(place, cause) if self.policy.on_failure == "drop" else self._pause(place, cause)
+        _log.warning("%s: %s", cause.line, done)
+        if cause.kind is wsync.WorkerFailed:
+            _log.warning("what worker %d raised:\n%s", index, cause.detail)
+
+    def _drop(self, place: Place[W], cause: Cause) -> str:
+        index, place.stage = place.options.worker_idx, Stage.DROPPED
+        self.failures.dropped[index] += 1
+        left = [other.options.worker_idx for other in self._places if other.stage is not Stage.DROPPED]
+        if not left:
+            self.over = True
+            raise cause.error(index, "no worker is left; the last one: ")
+        return f"it is dropped, and {left} go on"
+
+    def _pause(self, place: Place[W], cause: Cause) -> str:
+        index, pause = place.options.worker_idx, place.pace.failed()
+        if pause is None:
+            self.over = True
+            often = f"more than {self.policy.max_restarts} times within {self.policy.restart_window:g} s"
+            raise cause.error(index, f"worker {index} has failed {often}; the last time: ")
+        place.stage, place.begins_at = Stage.PAUSED, time.monotonic() + pause
+        return f"it is started anew in {pause:g} s"
+
+    def _begin(self, place: Place[W]) -> None:
+        index = place.options.worker_idx
+        try:
+            place.worker = self.pool.begin(index)
+        except OSError as error:
+            detail = f"could not be started anew: {error}"
+            self._fail(place, Cause(wsync.WorkerDied, f"worker {index} {detail}", detail))
+            return
+        self.failures.restarted[index] += 1
+        place.stage = Stage.BUILDING
+        self._build(place)
+
+    def _build(self, place: Place[W]) -> None:
+        assert place.worker is not None
+        left = max(0, place.options.init_random_frames - place.frames)
+        self.tell(place.worker, "build", (place.parts, replace(place.options, init_random_frames=left)))
+
+    def _connect(self, place: Place[W]) -> None:
+        assert place.worker is not None
+        place.stage = Stage.JOINING
+        self.tell(place.worker, "connect", None)
+
+    def _readmit(self, place: Place[W], worker: W) -> None:
+        """Have a successor join every scheme: the trainer waits for that, some milliseconds."""
+        self._connect(place)
+        index = worker.worker_idx
+        try:
+            for scheme in self.schemes.values():
+                scheme.readmit(index, worker.sentinel, _JOIN)
+        except (wsync.WeightSyncError, OSError) as error:
+            self._listen(0.0)  # what it says itself is the better cause
+            said = [answer for one, kind, answer in self._events if one is worker and kind == "error"]
+            cause = Cause(wsync.WorkerDied, f"worker {index} could not join again: {error}", str(error))
+            self._fail(place, Cause.of(index, "error", said[0]) if said else cause)
+            return
+        place.joined = True  # from here on it gets every update
+
+    def _seed_anew(self, worker: W) -> None:
+        """A seed that nobody has had; a successor must not go through its predecessor's episodes again."""
+        seed = secrets.randbits(31) if self._next_seed is None else self._next_seed
+        if self._next_seed is not None:
+            self._next_seed += worker.num_envs
+        self.pool.tell([worker], "seed", seed)
+
+    def close(self) -> None:
+        """End the workers; harmless when repeated. Successors that are being built are not waited for."""
+        for place in self._places:
+            if self._started and place.worker is not None and place.stage is not Stage.THERE:
+                self.pool.let_go(place.worker)
+                place.worker = None
+        self.pool.close()
+        if self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1

@@ -1,0 +1,131 @@
+"""Seconds until CartPole-v1 is solved, for ``train.py`` with each backend, beside Stable-Baselines3 in the same run.
+
+    python scripts/bench_train.py                                    # shared memory, 5 seeds, beside the peer
+    python scripts/bench_train.py --backends all --no-peer           # every backend
+
+The contenders take turns, seed by seed, each a process of its own with two workers (the peer: one process). Seconds
+count from the first step of an environment. The exit status is 1 if a run of ours did not solve it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib
+import typer
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+BACKENDS = ("shared_mem", "multiprocess", "distributed", "rpc", "ray")
+PEER = "stable-baselines3"
+Outcome = dict[str, Any]
+Results = Mapping[str, Sequence[Outcome]]
+
+
+def train(backend: str, seed: int) -> Outcome:
+    """One run of ours."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = [f"weight_sync={backend}", f"seed={seed}", "logger=none", f"hydra.run.dir={folder}"]
+        subprocess.run([sys.executable, "train.py", *settings], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        summary = json.loads(Path(folder, "summary.json").read_text())
+    return {key: summary[key] for key in ("solved", "seconds", "frames")}
+
+
+def train_peer(seed: int) -> Outcome:
+    """One run of the peer's."""
+    command = [sys.executable, "scripts/bench/sb3_ppo.py", str(seed)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def table(results: Results) -> Table:
+    """All contenders, and how many times longer the peer took."""
+    shown = Table("", "solved", "seconds, median", "(all)", "frames", "frames/s", "peer took", box=None)
+    for column in shown.columns[1:]:
+        column.justify = "right"
+    peer = statistics.median(one["seconds"] for one in results[PEER]) if results.get(PEER) else None
+    for name, outcomes in results.items():
+        seconds = sorted(one["seconds"] for one in outcomes)
+        middle = statistics.median(seconds)
+        shown.add_row(
+            name,
+            f"{sum(one['solved'] for one in outcomes)} of {len(outcomes)}",
+            f"{middle:.1f}",
+            " ".join(f"{one:.1f}" for one in seconds),
+            f"{statistics.median(one['frames'] for one in outcomes):,.0f}",
+            f"{statistics.median(one['frames'] / one['seconds'] for one in outcomes):,.0f}",
+            f"{peer / middle:.1f} ×" if peer and name != PEER else "",
+        )
+    return shown
+
+
+def picture(results: Results, path: Path) -> None:
+    """A dot for each run, a bar at each median."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, ax = pyplot.subplots(figsize=(7.5, 1.2 + 0.55 * len(results)), layout="constrained")
+    for row, outcomes in enumerate(reversed(list(results.values()))):
+        seconds = [one["seconds"] for one in outcomes]
+        for one in outcomes:
+            ax.plot(one["seconds"], row, "o" if one["solved"] else "x", color="#2563eb", alpha=0.6, markersize=7)
+        ax.plot([statistics.median(seconds)] * 2, [row - 0.3, row + 0.3], color="#1f2933", linewidth=2)
+    ax.set_yticks(range(len(results)), list(results)[::-1])
+    ax.set_xlim(left=0)
+    ax.set_xlabel("seconds from the first step until CartPole-v1 is solved; a cross: it was not")
+    ax.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def main(
+    backends: Annotated[str, typer.Option(help="Names with commas between, or 'all'.")] = "shared_mem",
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each contender, with seeds 0, 1, …")] = 5,
+    peer: Annotated[bool, typer.Option(help="Beside Stable-Baselines3's PPO, tuned.")] = True,
+    out: Annotated[Path, typer.Option(help="A folder for results.json and seconds.png.")] = ROOT
+    / "outputs/bench_train",
+) -> None:
+    """Measure, show, and write."""
+    chosen = BACKENDS if backends == "all" else tuple(backends.split(","))
+    unknown = sorted(set(chosen) - set(BACKENDS))
+    if unknown:
+        raise typer.BadParameter(f"no backend {', '.join(unknown)}; there are {', '.join(BACKENDS)}")
+    if peer and find_spec("stable_baselines3") is None:
+        raise typer.BadParameter("stable-baselines3 is not installed here: pip install -e '.[bench]', or say --no-peer")
+    names = [*chosen, *([PEER] if peer else [])]
+    results: dict[str, list[Outcome]] = {name: [] for name in names}
+    console = Console()
+    with Progress(TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn(), console=console) as bar:
+        task = bar.add_task("", total=seeds * len(names))
+        for seed in range(seeds):
+            for name in names:
+                bar.update(task, description=f"{name}, seed {seed}")
+                outcome = train_peer(seed) if name == PEER else train(name, seed)
+                results[name].append(outcome)
+                how = "solved" if outcome["solved"] else "[red]not solved[/]"
+                bar.console.print(
+                    f"{name}, seed {seed}: {how} in {outcome['seconds']:.1f} s, {outcome['frames']:,} frames"
+                )
+                bar.advance(task)
+    console.print(table(results))
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "results.json").write_text(json.dumps(results, indent=1))
+    picture(results, out / "seconds.png")
+    console.print(f"→ {os.path.relpath(out)}", highlight=False)
+    if not all(one["solved"] for name in chosen for one in results[name]):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,71 @@
+"""Flips a byte of an update after it was packed: at the last moment at which the trainer has it in hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from stage import VICTIM, Stage
+
+from wsync.arena import Arena
+from wsync.group_sender import GroupSender
+from wsync.local_sender import LocalSender
+
+
+class _Switch:
+    """The victim's switch: what it is pointed to is damaged first."""
+
+    def __init__(self, switch: Any, arena: Arena) -> None:
+        self._switch = switch
+        self._arena = arena
+
+    def publish(self, version: int, slot: int, *rest: Any) -> bool:
+        flip(self._arena.views(slot)[0].view(torch.uint8))
+        return self._switch.publish(version, slot, *rest)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._switch, name)
+
+
+class _Pair:
+    """The victim's pair: what it is sent is a damaged copy."""
+
+    def __init__(self, pair: Any) -> None:
+        self._pair = pair
+        self._sent: list[torch.Tensor] = []  # until it has gone
+
+    def send(self, flat: torch.Tensor) -> Any:
+        damaged = flip(flat.clone())
+        self._sent.append(damaged)
+        return self._pair.send(damaged)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pair, name)
+
+
+def flip(data: torch.Tensor) -> torch.Tensor:
+    """One bit."""
+    data[len(data) // 2] ^= 1
+    return data
+
+
+@contextmanager
+def corrupt(stage: Stage) -> Iterator[None]:
+    """What is sent to the victim meanwhile is damaged."""
+    end: Any = stage.scheme.sender._end
+    if isinstance(end, LocalSender):
+        switches = end.arena.switches
+        real: Any = switches[VICTIM]
+        switches[VICTIM] = _Switch(real, end.arena)  # pyright: ignore[reportArgumentType]
+        yield
+        switches[VICTIM] = real
+        return
+    assert isinstance(end, GroupSender)
+    lane = end._lanes[VICTIM]
+    pair: Any = lane.pair
+    damaged = _Pair(pair)
+    lane.pair = damaged  # pyright: ignore[reportAttributeAccessIssue]
+    yield
+    lane.pair = pair

@@ -1,0 +1,32 @@
+"""What a process has that a scheme may have made: threads, descriptors, children, shared memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+
+def mapped() -> int:
+    return sum("wsync" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def census() -> dict[str, Any]:
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return {
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "children": len(children),
+        "segments": sorted(os.listdir("/dev/shm")),
+        "mappings": mapped(),
+    }
+
+
+def census_in_worker(host: Any) -> dict[str, Any]:
+    return census()
+
+
+def without_segments(count: dict[str, Any]) -> dict[str, Any]:
+    """Without /dev/shm, where other programs of this machine come and go."""
+    return {what: count[what] for what in count if what != "segments"}

@@ -1,0 +1,416 @@
+"""Workers that die, stall, raise and come back, in collectors with worker processes: real kills, real processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import threading
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from stopping import stop
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+import wsync
+from collectors import GymEnv, MultiAsyncCollector, MultiSyncCollector
+
+KINDS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+class Telling(nn.Module):
+    """Its action is 0; it writes down the version that its weight, buffer and extra state are of, and its process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.register_buffer("mark", torch.zeros(1))
+        self.note = 0
+        self.critic = nn.Linear(4, 1)
+
+    def become(self, value: int) -> Telling:
+        with torch.no_grad():
+            for tensor in (*self.parameters(), *self.buffers()):
+                tensor.fill_(value)
+        self.note = value
+        return self
+
+    def get_extra_state(self) -> int:
+        return self.note
+
+    def set_extra_state(self, state: int) -> None:
+        if state == -13:
+            raise ArithmeticError("-13 is refused")
+        self.note = state
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        size = observation.shape[:-1]
+        told = torch.tensor([self.weight.item(), self.mark.item(), self.note, os.getpid()], dtype=torch.float64)
+        return torch.zeros(size, dtype=torch.int64), told.expand(*size, 4)
+
+
+def policy() -> TensorDictModule:
+    return TensorDictModule(Telling().become(1), in_keys=["observation"], out_keys=["action", "told"])
+
+
+class Still(gymnasium.Env):
+    """Nothing happens, until a file says what: each line but the last is taken by one worker, once.
+
+    ``raise`` raises, ``die`` kills its process, ``stop`` stops it.
+    """
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (4,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.full(4, -1 if seed is None else seed, np.float32), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        what = take(self.folder)
+        if what == "raise":
+            raise ArithmeticError("the cart fell off the table")
+        if what:
+            os.kill(os.getpid(), {"die": signal.SIGKILL, "stop": signal.SIGSTOP}[what])
+        return np.zeros(4, np.float32), 0.0, False, False, {}
+
+
+def take(folder: Path) -> str:
+    """What is to happen, if anything is: nobody else gets the same."""
+    for name in os.listdir(folder):
+        try:
+            os.rename(folder / name, folder.with_suffix(f".{name}.{os.getpid()}"))
+        except FileNotFoundError:
+            continue  # another worker was faster
+        return name.partition("-")[0]
+    return ""
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> Path:
+    folder = tmp_path / "events"
+    folder.mkdir()
+    return folder
+
+
+def collect(kind: str, events: Path, failure: str = "restart", *, workers: int = 2, **options: Any) -> Any:
+    options.setdefault("frames_per_batch", 16)
+    maker = options.pop("maker", lambda: GymEnv(Still(events)))
+    return KINDS[kind]([maker] * workers, policy(), on_worker_failure=failure, **options)
+
+
+def told(batch: TensorDictBase, what: str) -> set[int]:
+    index = ("weight", "mark", "note", "pid").index(what)
+    return set(batch["told"][..., index].flatten().int().tolist())
+
+
+def kill(collector: Any, worker_idx: int, how: signal.Signals = signal.SIGKILL) -> int:
+    """Kill a worker; its process."""
+    (victim,) = [worker.process for worker in collector.remote_workers if worker.worker_idx == worker_idx]
+    if how is signal.SIGSTOP:
+        stop(victim.pid)
+        return victim.pid
+    os.kill(victim.pid, how)
+    if how is signal.SIGKILL:
+        assert wait([victim.sentinel], 10)
+    return victim.pid
+
+
+def update(collector: Any, value: int) -> None:
+    collector.policy.module.become(value)
+    collector.update_policy_weights_()
+
+
+def until_there(collector: Any, workers: int, sync: bool, versions: dict[int, int] | None = None) -> Any:
+    """Batches, until so many workers are there, and each has delivered: in one batch, or one after the other."""
+    seen: set[int] = set()
+    for _ in range(3000):
+        batch = next(collector)
+        note(batch, {} if versions is None else versions)
+        seen = told(batch, "pid") if sync else seen | told(batch, "pid")
+        pids = {worker.process.pid for worker in collector.remote_workers}
+        if len(pids) == workers and pids <= seen:
+            return batch
+    raise AssertionError(f"there are still only {seen}")
+
+
+def note(batch: TensorDictBase, newest: dict[int, int]) -> None:
+    """Check the versions of a batch, by process: they never go back."""
+    rows = torch.stack([batch["told"][..., 3].flatten(), batch["policy_version"].flatten().double()], 1)
+    for pid in rows[:, 0].unique().tolist():
+        mine = rows[rows[:, 0] == pid, 1]
+        assert mine.diff().ge(0).all() and mine[0] >= newest.get(int(pid), 0)
+        newest[int(pid)] = int(mine[-1])
+
+
+@every_kind
+def test_raise_is_what_it_was(kind, events):
+    with collect(kind, events, "raise") as collector:
+        next(collector)
+        kill(collector, 1)
+        with pytest.raises(wsync.WorkerDied, match="worker 1"):
+            for _ in range(9):
+                next(collector)
+        assert collector.closed and collector.failures.failed == {1: 1}
+
+
+@every_kind
+def test_drop_goes_on_with_the_others_until_nobody_is_left(kind, events, caplog):
+    with collect(kind, events, "drop", total_frames=400) as collector:
+        next(collector)
+        pid = kill(collector, 0)
+        update(collector, 2)
+        batches = [next(collector) for _ in range(3)]
+        assert all(pid not in told(batch, "pid") for batch in batches)
+        assert [batch.numel() for batch in batches] == [8 if kind == "sync" else 16] * 3
+        assert told(batches[-1], "weight") == {2}
+        assert collector.failures.as_dict() == {"failed": {"0": 1}, "dropped": {"0": 1}, "restarted": {}}
+        with pytest.raises(wsync.WorkerDied, match="dropped"):
+            collector.update_policy_weights_(worker_ids=0)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "worker 0" in caplog.text and "dropped" in caplog.text
+        total = 16 + sum(batch.numel() for batch in batches)
+        rest = list(collector)
+        assert collector.frames == total + sum(batch.numel() for batch in rest) >= 400
+        collector.total_frames = -1
+        kill(collector, 1)
+        with pytest.raises(wsync.WorkerDied, match="no worker is left"):
+            for _ in range(4):
+                next(collector)
+
+
+@every_kind
+@pytest.mark.parametrize("what", ["die", "raise"])
+def test_a_worker_that_fails_within_a_batch_comes_back(kind, what, events, caplog):
+    with collect(kind, events) as collector:
+        first = until_there(collector, 2, kind == "sync")
+        before = collector.frames
+        update(collector, 2)
+        (events / what).touch()
+        frames = 0
+        while not collector.failures:
+            batch = next(collector)
+            frames += batch.numel()
+        update(collector, 3)
+        batch = until_there(collector, 2, kind == "sync")
+        assert told(batch, "pid") != told(first, "pid") or kind == "async"
+        for name in ("weight", "mark", "note"):
+            assert told(batch, name) == {3}
+        assert collector.failures.failed.total() == collector.failures.restarted.total() == 1
+        assert collector.frames > before + frames
+        assert ("the cart fell off the table" in caplog.text) == (what == "raise")
+
+
+@every_kind
+def test_a_successor_has_every_model_from_its_first_frame_on(kind, events):
+    schemes = {name: wsync.SharedMemWeightSyncScheme() for name in ("policy", "module.critic")}
+    with collect(kind, events, weight_sync_schemes=schemes) as collector:
+        until_there(collector, 2, kind == "sync")
+        for value in (2, 3):
+            collector.policy.module.become(value)
+            both = {"policy": collector.policy, "module.critic": nn.Linear(4, 1)}
+            collector.update_policy_weights_(weights_dict=both)
+        kill(collector, 1)
+        collector.policy.module.become(4)
+        collector.update_policy_weights_(weights_dict=both)  # undone by the death, and done again with the other
+        known = {worker.process.pid for worker in collector.remote_workers}
+        while (batch := next(collector)) is not None and not told(batch, "pid") - known:
+            assert collector.frames < 10**5
+        theirs = batch["told"][batch["told"][..., 3] == max(told(batch, "pid") - known)]
+        assert theirs[:, :3].unique().tolist() == [4]
+        assert collector.failures.restarted == {1: 1}
+
+
+def test_an_update_that_was_decided_is_not_reported_as_undone(events):
+    """The worker dies between its yes and the switch: the others have the update, and the call returns."""
+    schemes = {name: wsync.SharedMemWeightSyncScheme() for name in ("policy", "module.critic")}
+    with collect("sync", events, weight_sync_schemes=schemes) as collector:
+        next(collector)
+        sender, decide = schemes["policy"].sender, schemes["policy"].sender.decide
+
+        def die_first(*arguments: Any) -> None:
+            kill(collector, 1)
+            decide(*arguments)
+
+        sender.decide = die_first  # where the death comes, nothing else
+        collector.policy.module.become(5)
+        collector.update_policy_weights_(weights_dict={"policy": collector.policy, "module.critic": nn.Linear(4, 1)})
+        sender.decide = decide
+        assert collector.failures.failed == {1: 1}
+        assert told(next(collector), "weight") == {5}
+        assert told(until_there(collector, 2, True), "weight") == {5}
+        assert [scheme.version for scheme in schemes.values()] == [2, 2]
+
+
+@every_kind
+def test_a_stopped_worker_is_ended_and_replaced(kind, events):
+    with collect(kind, events, worker_timeout=3.0) as collector:
+        until_there(collector, 2, kind == "sync")
+        (events / "stop").touch()
+        while not collector.failures:
+            next(collector)
+        until_there(collector, 2, kind == "sync")
+        assert collector.failures.failed.total() == 1
+
+
+def test_a_stopped_worker_is_an_error_in_the_end(events):
+    (events / "stop").touch()
+    started = time.monotonic()
+    with collect("sync", events, "raise", worker_timeout=2.0) as collector:
+        with pytest.raises(wsync.SyncTimeout, match="did not answer within 2 s"):
+            next(collector)
+        assert collector.closed and time.monotonic() - started < 15
+
+
+def test_a_stopped_worker_does_not_hold_up_an_update_for_ever(events):
+    scheme = wsync.SharedMemWeightSyncScheme(timeout=2.0)  # waits until the weights are installed
+    with collect("sync", events, weight_sync_schemes={"policy": scheme}) as collector:
+        next(collector)
+        kill(collector, 0, signal.SIGSTOP)
+        update(collector, 2)
+        assert collector.failures.failed == {0: 1}
+        assert told(next(collector), "weight") == {2}
+        assert told(until_there(collector, 2, True), "weight") == {2}
+
+
+def test_refused_weights_are_an_error_whatever_the_policy(events):
+    scheme = wsync.SharedMemWeightSyncScheme()
+    with collect("sync", events, weight_sync_schemes={"policy": scheme}) as collector:
+        next(collector)
+        with pytest.raises(wsync.WorkerFailed, match="-13 is refused"):
+            update(collector, -13)
+        assert not collector.failures and not collector.closed
+        update(collector, 14)
+        assert told(next(collector), "note") == {14}
+
+
+def fails_at(folder: Path, builds: set[int]):
+    """Makes an environment, but not at these builds (counted over all workers)."""
+
+    def make() -> GymEnv:
+        for number in range(99):
+            try:
+                os.close(os.open(folder.with_suffix(f".build{number}"), os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                continue
+            if number in builds:
+                raise ArithmeticError(f"no such table ({number})")
+            return GymEnv(Still(folder))
+        raise AssertionError("built 99 times")
+
+    return make
+
+
+def test_one_that_cannot_be_built_is_tried_again(events):
+    with collect("sync", events, maker=fails_at(events, {2, 3})) as collector:
+        next(collector)
+        kill(collector, 1)
+        assert told(until_there(collector, 2, True), "weight") == {1}
+        assert collector.failures.failed == collector.failures.restarted == {1: 3}
+
+
+def test_one_that_fails_too_often_is_an_error_with_the_last_cause(events):
+    options = {"max_restarts": 2, "restart_window": 30.0, "maker": fails_at(events, set(range(2, 99)))}
+    with collect("async", events, **options) as collector:
+        next(collector)
+        kill(collector, 1)
+        with pytest.raises(wsync.WorkerFailed, match=r"(?s)more than 2 times within 30 s.*no such table \(3\)"):
+            for _ in range(10**6):
+                next(collector)
+        assert collector.closed and collector.failures.restarted == {1: 2}
+
+
+@every_kind
+def test_with_everybody_gone_the_first_to_come_back_is_waited_for(kind, events):
+    with collect(kind, events) as collector:
+        next(collector)
+        for worker in (0, 1):
+            kill(collector, worker)
+        update(collector, 7)
+        assert told(next(collector), "weight") == {7}
+        until_there(collector, 2, kind == "sync")
+        assert collector.failures.restarted == {0: 1, 1: 1}
+
+
+def test_seeds_are_never_used_twice(events):
+    class Seeds(Still):
+        def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+            return np.zeros(4, np.float32), 0.0, True, False, {}
+
+    with collect("sync", events, maker=lambda: GymEnv(Seeds(events))) as collector:
+        assert collector.set_seed(100) == 102
+        seeds = set(next(collector)["observation"][:, 0].int().tolist()) - {0, -1}
+        kill(collector, 1)
+        batch = until_there(collector, 2, True)
+        seeds |= {101} | set(batch["observation"][:, 0].int().tolist()) - {0, -1}
+        assert seeds == {100, 101, 102}
+
+
+def test_interrupt_ends_a_wait_for_workers_that_do_not_come_back(events):
+    with collect("sync", events, maker=fails_at(events, set(range(2, 99))), max_restarts=98) as collector:
+        next(collector)
+        for worker in (0, 1):
+            kill(collector, worker)
+        timer = threading.Timer(0.5, collector.interrupt)
+        timer.start()
+        started = time.monotonic()
+        with pytest.raises(wsync.SyncTimeout, match="asked to stop"):
+            next(collector)
+        assert collector.closed and time.monotonic() - started < 5
+        timer.join()
+
+
+@every_kind
+def test_many_kills_leave_nothing_and_versions_never_go_back(kind, events, caplog):
+    def count() -> tuple[int, ...]:
+        with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
+            children = len(file.read().split())
+        return threading.active_count(), len(os.listdir("/proc/self/fd")), children, len(os.listdir("/dev/shm"))
+
+    dice, versions = random.Random(3), {}
+    caplog.set_level(logging.ERROR)
+    with collect(kind, events) as collector:
+        until_there(collector, 2, kind == "sync")
+        before = count()
+        for number in range(10):
+            kill(collector, dice.randrange(2))
+            while collector.failures.restarted.total() <= number:
+                update(collector, collector.weight_sync_schemes["policy"].version + 1)
+                note(next(collector), versions)
+            batch = until_there(collector, 2, kind == "sync", versions)
+            assert torch.equal(batch["told"][..., 0], batch["policy_version"].double())
+        assert collector.failures.failed.total() == collector.failures.restarted.total() == 10
+        assert count() == before
+
+
+def test_nonsense_is_refused(events):
+    for options, message in (
+        ({"failure": "ignore"}, "raise, drop, restart"),
+        ({"worker_timeout": 0}, "worker_timeout"),
+        ({"max_restarts": -1}, "max_restarts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            collect("sync", events, **options)
+
+
+def test_weights_per_worker_reach_those_who_are_there(events):
+    with collect("sync", events, "drop", workers=3) as collector:
+        next(collector)
+        kill(collector, 0)
+        weights = {w: TensorDict.from_module(policy()).data.clone().apply_(lambda t, w=w: t.fill_(w)) for w in range(3)}
+        collector.update_policy_weights_(weights)
+        collector.update_policy_weights_(weights)
+        assert told(next(collector), "weight") == {1, 2}
