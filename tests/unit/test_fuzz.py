@@ -450,3 +450,10 @@ def test_checkpoints(tmp_path: Path) -> None:
 def test_half_a_header(size: int) -> None:
     with pytest.raises(ValueError):
         unpack(bytes(size))
+
+
+def test_a_seed_of_the_wrong_kind() -> None:
+    """Found by a long run: a dictionary is unpacked as gladly as a list."""
+    for where in ({"a": 1, "b": 2, "c": 3}, [1, 2, "gloo"], ["h", 80, []], ["h", True, "gloo"]):
+        with pytest.raises(ValueError):
+            Seed.load(json.dumps([["host", 80, "00"], where, 0, 0]))
