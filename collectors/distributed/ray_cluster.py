@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import socket
+import subprocess
 import tempfile
 from typing import Any
 
@@ -32,7 +32,7 @@ class Cluster:
 
     def __init__(self, address: str | None) -> None:
         self._started = False
-        self._folder: str | None = None
+        self._janitor: subprocess.Popen[bytes] | None = None
         if ray.is_initialized():
             here = ray.get_runtime_context().gcs_address
             if address not in (None, "auto", "local", here):
@@ -42,9 +42,10 @@ class Cluster:
         self._started = True
         if address == "local":
             # Nobody else looks at this cluster: no dashboard, no report to anybody, and its logs go with it.
-            self._folder = tempfile.mkdtemp(prefix="wsync-ray-")
+            folder = tempfile.mkdtemp(prefix="wsync-ray-")
+            self._janitor = _remove_when_hung_up_on(folder)
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            options = {"include_dashboard": False, "_temp_dir": self._folder, "_node_ip_address": "127.0.0.1"}
+            options = {"include_dashboard": False, "_temp_dir": folder, "_node_ip_address": "127.0.0.1"}
             self._init(address, logging_level=logging.ERROR, **options)
             return
         _reach(address)
@@ -62,8 +63,20 @@ class Cluster:
         if self._started:
             self._started = False
             ray.shutdown()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)  # its last processes may still be writing their logs
+        if self._janitor is not None:
+            self._janitor.communicate()  # hangs up, and waits
+            self._janitor = None
+
+
+def _remove_when_hung_up_on(folder: str) -> subprocess.Popen[bytes]:
+    """A process that removes ``folder`` when its input ends: also if this process is killed.
+
+    Ray's last processes may still be writing their logs then, so it may have to try again.
+    """
+    script = 'read _; n=0; until rm -rf -- "$0" || [ $n = 20 ]; do n=$((n+1)); sleep 0.5; done'
+    return subprocess.Popen(
+        ["sh", "-c", script, folder], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    )
 
 
 def _reach(address: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -276,7 +277,7 @@ def test_a_stopped_worker_is_an_error_in_the_end(events):
 
 
 def test_a_stopped_worker_does_not_hold_up_an_update_for_ever(events):
-    scheme = wsync.SharedMemWeightSyncScheme(timeout=2.0)  # waits until the weights are installed
+    scheme = wsync.SharedMemWeightSyncScheme(timeout=6.0)  # waits until the weights are installed
     with collect("sync", events, weight_sync_schemes={"policy": scheme}) as collector:
         next(collector)
         kill(collector, 0, signal.SIGSTOP)
@@ -373,12 +374,24 @@ def test_interrupt_ends_a_wait_for_workers_that_do_not_come_back(events):
         timer.join()
 
 
+def descriptors() -> int:
+    """Those that are open, but for the arena's: it may have one slot more than before."""
+    kept = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            kept += "wsync-weights" not in os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue  # the one by which they were listed
+    return kept
+
+
 @every_kind
 def test_many_kills_leave_nothing_and_versions_never_go_back(kind, events, caplog):
     def count() -> tuple[int, ...]:
+        gc.collect()  # a memory map keeps a descriptor
         with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
             children = len(file.read().split())
-        return threading.active_count(), len(os.listdir("/proc/self/fd")), children, len(os.listdir("/dev/shm"))
+        return threading.active_count(), descriptors(), children, len(os.listdir("/dev/shm"))
 
     dice, versions = random.Random(3), {}
     caplog.set_level(logging.ERROR)
