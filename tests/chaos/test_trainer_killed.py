@@ -47,7 +47,9 @@ def test_trainer_killed(cell: Cell, backend: str, tmp_path: Path) -> None:
     before = {name for name in os.listdir("/dev/shm") if "wsync" in name}
     here = Path(__file__).parent
     command = [sys.executable, str(here / "trainer.py"), backend, str(tmp_path), *address]
-    paths = os.pathsep.join([*map(str, (here, here.parent, here.parent / "contract")), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join(
+        [*map(str, (here, here.parent, here.parent / "contract")), os.environ.get("PYTHONPATH", "")]
+    )
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
     ) as trainer:

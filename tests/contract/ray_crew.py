@@ -67,11 +67,6 @@ def dismiss() -> None:
     ray.shutdown()
 
 
-def idle() -> int:
-    """How many actors wait for a test."""
-    return len(_idle)
-
-
 def begin(address: str = "") -> None:
     """Have a cluster: one of one's own, or the one at ``address``."""
     if not ray.is_initialized():
