@@ -38,6 +38,10 @@ class Attach(Protocol):
         """No more; return when no such call is under way, unless this is one."""
         ...
 
+    def alive(self, line: Line) -> bool:
+        """Whether the other end of ``line`` is there, where nobody would tell that it is not."""
+        ...
+
 
 @dataclass(slots=True)
 class _Slot:
@@ -144,6 +148,10 @@ class GroupReceiver:
         """As the backend does it."""
         if self._line is not None:
             self._telling.detach(self._line, receiver)
+
+    def alive(self) -> bool:
+        """As the backend finds out."""
+        return self._line is None or self._telling.alive(self._line)
 
     def events(self) -> Sequence[Event]:
         """What one message says; of an announced version, when it is here."""

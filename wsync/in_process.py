@@ -94,6 +94,10 @@ class InProcessLine:
     def detach(self, receiver: Told) -> None:
         """As ``attach``."""
 
+    def alive(self) -> bool:
+        """It is this process."""
+        return True
+
     def events(self) -> Sequence[Event]:
         """None: see ``attach``."""
         return ()

@@ -89,6 +89,10 @@ class LocalReceiver:
         """Listen no more."""
         receiver_thread().unregister(receiver)
 
+    def alive(self) -> bool:
+        """The thread is told of a death."""
+        return True
+
     def events(self) -> Sequence[Event]:
         """What one message says."""
         message = self._connection().receive()

@@ -24,6 +24,8 @@ from wsync.strategy import WeightStrategy
 from wsync.transport import Closed, Decision, News, ReceiverEnd, Stage
 from wsync.types import ANY_VERSION, Ack, Update
 
+_LOOK = 2.0  # seconds after which somebody who waits looks whether the sender is there, where nobody would tell
+
 # What is staged in this process, by transaction: only the holder of the gate touches it.
 _staged: dict[int, list[tuple[Receiver, Update]]] = {}
 
@@ -209,8 +211,8 @@ class Receiver:
         self._call(True)
         with process_gate().hold():
             pass
+        self._await_change(deadline)
         with self._changed:
-            self._changed.wait_for(lambda: self.version > self._seen or self._closed, remaining(deadline))
             if self.version > self._seen:
                 self._seen = self.version
                 self._call(not self._quiet)
@@ -219,6 +221,18 @@ class Receiver:
                 raise NotConnected("the sender has shut down, or died: there will be no more weights")
         self._call(not self._quiet)
         return None
+
+    def _await_change(self, deadline: float | None) -> None:
+        """Wait for a newer version, the sender's end, or the deadline."""
+        while True:
+            left = remaining(deadline)
+            with self._changed:
+                pause = _LOOK if left is None else min(left, _LOOK)
+                if self._changed.wait_for(lambda: self.version > self._seen or self._closed, pause) or left == 0.0:
+                    return
+            if not self._end.alive():
+                with self._changed:
+                    self._closed = True
 
     def quiet(self) -> None:
         """Do not be woken for updates that nobody waits for: this worker acts through the gate alone."""

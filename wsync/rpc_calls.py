@@ -15,6 +15,7 @@ from typing import Protocol
 from torch.distributed import rpc
 
 from wsync.errors import NotConnected
+from wsync.identity import identity
 from wsync.words import Message, unpack
 
 
@@ -42,8 +43,8 @@ porters: dict[str, Porter] = {}  # by the door's key
 servers: dict[tuple[str, int], Server] = {}  # by the door's key, and the worker's index
 
 
-def knock(key: str, worker: int, protocol: int, name: str, who: bytes) -> None:
-    """Called in the trainer, by a worker that wants to be let in.
+def knock(key: str, worker: int, protocol: int, name: str, who: bytes) -> bytes:
+    """Called in the trainer, by a worker that wants to be let in; the trainer's identity.
 
     Raises:
         NotConnected: there is no such door.
@@ -51,6 +52,12 @@ def knock(key: str, worker: int, protocol: int, name: str, who: bytes) -> None:
     if key not in porters:
         raise NotConnected("there is no such sender here (any more)")
     porters[key].knock(worker, protocol, name, who)
+    return identity()
+
+
+def there(key: str) -> bool:
+    """Called in the trainer: whether that door is open."""
+    return key in porters
 
 
 def hear(key: str, worker: int, name: str, data: bytes) -> None:

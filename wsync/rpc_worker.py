@@ -7,13 +7,16 @@ from collections.abc import Sequence
 
 from torch.distributed import rpc
 
+from wsync.deadlines import wait_readable
 from wsync.errors import NotConnected
-from wsync.identity import identity
+from wsync.identity import Watch, identity
 from wsync.receiver_thread import Told
-from wsync.rpc_calls import Inbox, hear, knock, own_name, servers
+from wsync.rpc_calls import Inbox, hear, knock, own_name, servers, there
 from wsync.words import PROTOCOL, Message
 
 _GOODBYE = 5.0  # seconds
+_NOW = 0.0  # a deadline that is over
+_TOO_LATE = "RPCErr:1:"  # how torch begins the message of a call that has timed out
 
 
 class WorkerLine:
@@ -36,14 +39,16 @@ class WorkerLine:
         self._told: Told | None = None
         self._saying = threading.Lock()
         self._reply: list[bytes] | None = None  # of the call that is being served
+        self._watch = Watch()
         servers[self._end] = self
         name = own_name()
         try:
-            rpc.rpc_sync(trainer, knock, args=(key, worker, PROTOCOL, name, identity()), timeout=_GOODBYE)
+            who = rpc.rpc_sync(trainer, knock, args=(key, worker, PROTOCOL, name, identity()), timeout=_GOODBYE)
         except RuntimeError as error:
             self.close()
             cause = f"the sender '{trainer}' is gone, has been shut down, or has another name: {error}"
             raise NotConnected(f"worker {worker}: {cause}") from error
+        self._watch = Watch(who)
 
     @property
     def signs(self) -> Sequence[int]:
@@ -113,7 +118,17 @@ class WorkerLine:
         """The next message."""
         return self._inbox.get()
 
+    def alive(self) -> bool:
+        """Whether the trainer is there: its process, if that runs on this machine, or else its answer to a call."""
+        if self._watch.pid >= 0:
+            return bool(self._watch.descriptors) and not wait_readable(self._watch.descriptors, _NOW)
+        try:
+            return rpc.rpc_sync(self._trainer, there, args=(self._end[0],), timeout=_GOODBYE)
+        except RuntimeError as error:
+            return _TOO_LATE in str(error)  # it is slow, or stopped, but its end of the connection is there
+
     def close(self) -> None:
         """Hang up; harmless when repeated."""
+        self._watch.close()
         servers.pop(self._end, None)
         self._inbox.close()

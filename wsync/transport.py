@@ -127,6 +127,13 @@ class ReceiverEnd(Protocol):
         """What the sender has said since."""
         ...
 
+    def alive(self) -> bool:
+        """Whether the sender is there, as far as one can tell; asked now and then while somebody waits for it.
+
+        True where its death is an event that ``heed`` hears of.
+        """
+        ...
+
     def call(self, wanted: bool) -> None:
         """Whether this worker must be woken for an update that nobody waits for."""
         ...

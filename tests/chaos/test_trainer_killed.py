@@ -37,8 +37,6 @@ def test_trainer_killed(cell: Cell, backend: str, tmp_path: Path) -> None:
     """The trainer is killed (SIGKILL) while its workers wait for weights without a limit. In each worker `receive`
     raises NotConnected within 10 s (Ray ends its actors by itself), the model keeps its weights, the process can end;
     nothing is left in `/dev/shm`."""
-    if backend == "rpc":
-        pytest.skip("known gap: a worker that waits without a limit has no thread that could notice")
     address = []
     if backend == "ray":
         import ray
@@ -47,9 +45,8 @@ def test_trainer_killed(cell: Cell, backend: str, tmp_path: Path) -> None:
     before = {name for name in os.listdir("/dev/shm") if "wsync" in name}
     here = Path(__file__).parent
     command = [sys.executable, str(here / "trainer.py"), backend, str(tmp_path), *address]
-    paths = os.pathsep.join(
-        [*map(str, (here, here.parent, here.parent / "contract")), os.environ.get("PYTHONPATH", "")]
-    )
+    folders = (here, here.parent, here.parent / "contract")
+    paths = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
     ) as trainer:

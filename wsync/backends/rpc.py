@@ -114,3 +114,7 @@ class _Called:
     def detach(self, line: Line, receiver: Told) -> None:
         assert isinstance(line, WorkerLine)
         line.detach()
+
+    def alive(self, line: Line) -> bool:
+        assert isinstance(line, WorkerLine)
+        return line.alive()
