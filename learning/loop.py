@@ -100,11 +100,11 @@ class Training:
                 raise
             status = "interrupted"
         finally:
-            checkpoint.save(self.folder, self.state_dict())
             summary = self._summary(status, collector.failures)
-            with ExitStack() as everyone:  # each is told, even if one raises
+            with ExitStack() as everyone:  # last in, first called; each is told, even if the disk is full
                 for reporter in reversed(self.reporters):
                     everyone.callback(reporter.finish, summary)
+                everyone.callback(checkpoint.save, self.folder, self.state_dict())
         return summary
 
     def _loop(self, collector: Collector, stop: StopRequest) -> str:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import subprocess
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -53,7 +57,8 @@ class Cluster:
 
     def _init(self, address: str, **options: Any) -> None:
         try:
-            ray.init(address, **options)
+            with _signals_kept():
+                ray.init(address, **options)
         except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
             self.close()
             raise ConnectionError(f"no Ray cluster can be reached at {address} ({error})") from error
@@ -66,6 +71,18 @@ class Cluster:
         if self._janitor is not None:
             self._janitor.communicate()  # hangs up, and waits
             self._janitor = None
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Keep the program's handlers: Ray puts one for SIGTERM below Python's, which prints a trace and aborts."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _remove_when_hung_up_on(folder: str) -> subprocess.Popen[bytes]:
