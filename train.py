@@ -20,7 +20,7 @@ if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     forkserver.ensure_running()
 
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -76,7 +76,7 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> int:
         training.resume(Path(cfg.resume))
     training.facts |= {"env": cfg.env.id, "seed": cfg.seed, "num_workers": cfg.num_workers, "num_envs": cfg.num_envs}
 
-    with StopRequest() as stop:
+    with StopRequest() as stop, ExitStack() as running:
         try:
             collector = instantiate(cfg.collector, _partial_=True)(
                 [make_env] * cfg.num_workers,
@@ -84,18 +84,19 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> int:
                 frames_per_batch=cfg.frames_per_batch,
                 weight_sync_schemes={"policy": scheme},
             )
+            running.enter_context(collector)
+            training.chaos = running.enter_context(instantiate(cfg.chaos, _partial_=True)(collector)).counts
         except (OSError, ValueError) as error:  # an address that there is not, or settings that contradict another
             raise ConfigError(str(error)) from error
-        with collector:
-            collector.set_seed(cfg.seed)
-            title = f"{cfg.env.id}, {scheme.name}, {cfg.num_workers} × {cfg.num_envs} environments, seed {cfg.seed}"
-            training.reporters = [
-                RunFiles(training.resumed_from, training.progress.frames),
-                ConsoleReporter(title, cfg.total_frames),
-                Pictures(),
-                instantiate(cfg.logger, _convert_="all"),
-            ]
-            training.run(collector, stop, OmegaConf.to_container(OmegaConf.structured(cfg)))
+        collector.set_seed(cfg.seed)
+        title = f"{cfg.env.id}, {scheme.name}, {cfg.num_workers} × {cfg.num_envs} environments, seed {cfg.seed}"
+        training.reporters = [
+            RunFiles(training.resumed_from, training.progress.frames),
+            ConsoleReporter(title, cfg.total_frames),
+            Pictures(),
+            instantiate(cfg.logger, _convert_="all"),
+        ]
+        training.run(collector, stop, OmegaConf.to_container(OmegaConf.structured(cfg)))
     return stop.exit_status
 
 

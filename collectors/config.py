@@ -142,6 +142,18 @@ class RayConfig(RemoteConfig):
     scheduling_strategy: str = "DEFAULT"
 
 
+@dataclass
+class ChaosConfig:
+    """Faults that are made on purpose, in the workers of a run; see ``collectors.chaos.Monkey``."""
+
+    _target_: str = "collectors.chaos.Monkey"
+    faults: list[str] = field(default_factory=list)
+    rate: float = 12.0
+    seed: int = 1
+    pause: float = 2.0
+    limit: int | None = None
+
+
 def check(collector: str, scheme: str, num_workers: int) -> None:
     """Raise ConfigError if the `collector` cannot carry the `scheme` (dotted names), or not with so many workers."""
     name, scheme_name = collector.rpartition(".")[2], scheme.rpartition(".")[2]
@@ -181,7 +193,7 @@ def store_once(group: str | None, name: str, node: type) -> None:
 
 
 def register_configs() -> None:
-    """Add the groups ``env`` and ``collector`` to Hydra's ConfigStore, as ``base_<name>``."""
+    """Add the groups ``env``, ``collector`` and ``chaos`` to Hydra's ConfigStore, as ``base_<name>``."""
     store_once("env", "base_gym", EnvConfig)
     store_once("collector", "base_single", SingleConfig)
     store_once("collector", "base_multi_sync", MultiSyncConfig)
@@ -189,3 +201,4 @@ def register_configs() -> None:
     store_once("collector", "base_distributed", DistributedConfig)
     store_once("collector", "base_rpc", RPCConfig)
     store_once("collector", "base_ray", RayConfig)
+    store_once("chaos", "base_chaos", ChaosConfig)

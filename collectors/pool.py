@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from tensordict import TensorDict
 
+from collectors.hold import Hold
 from collectors.shared_batch import BatchPlan
 
 GRACE = 5.0  # seconds in which a worker that was told to end has to
@@ -22,6 +23,7 @@ class Worker(ABC):
         num_envs: its environments, once it is ready.
         frames: that a batch of its has.
         buffers: what it brings, as bytes.
+        hold: on its process, if this side has started one for it on this machine; else an empty one.
         batches: the same, as TensorDicts; written again when the worker is told to fill that buffer again.
     """
 
@@ -31,6 +33,7 @@ class Worker(ABC):
         self.frames = 0
         self.buffers: list[torch.Tensor] = []
         self.batches: list[TensorDict] = []
+        self.hold = Hold(None)
 
     @property
     @abstractmethod

@@ -13,6 +13,7 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from collectors.hold import Hold
 from collectors.line_pool import LinePool, LineWorker
 from collectors.lines import Line, SharedMemoryLine, serve
 from collectors.pool import GRACE
@@ -94,6 +95,7 @@ class ProcessWorker(LineWorker):
     def __init__(self, worker_idx: int, line: Line, process: BaseProcess) -> None:
         super().__init__(worker_idx, line)
         self.process = process
+        self.hold = Hold(process.pid)
 
     @property
     def sentinel(self) -> int:
@@ -104,9 +106,14 @@ class ProcessWorker(LineWorker):
         """See LineWorker."""
         return end_of(self.process)
 
+    def close(self) -> None:
+        """Let go of the line, upon which the process ends, and of the hold on it."""
+        self.line.connection.close()
+        self.hold.close()
+
     def end(self) -> None:
         """Kill the process if it still runs, and let go of it and of the line."""
-        self.line.connection.close()
+        self.close()
         kill(self.process)
 
 
@@ -151,7 +158,7 @@ class ProcessPool(LinePool[ProcessWorker]):
     def close(self) -> None:
         """See Pool."""
         for worker in self.workers:
-            worker.line.connection.close()
+            worker.close()
         end([worker.process for worker in self.workers])
         self.workers = []
 

@@ -104,6 +104,7 @@ class TrainConfig:
     policy: Any = MISSING
     algorithm: Any = MISSING
     logger: Any = MISSING
+    chaos: Any = MISSING
 
 
 class SweepReport(Callback):

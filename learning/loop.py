@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +69,7 @@ class Training:
         progress: the counters; those of a checkpoint, if the run was resumed.
         resumed_from: the folder of that checkpoint.
         reporters: who is told.
+        chaos: how many workers each fault has hit so far that is made on purpose.
         facts: more entries for the summary (seed, number of workers, ...).
     """
 
@@ -81,6 +82,7 @@ class Training:
     progress: Progress = field(default_factory=Progress)
     resumed_from: Path | None = None
     reporters: Sequence[Reporter] = ()
+    chaos: Mapping[str, int] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
     def run(self, collector: Collector, stop: StopRequest, config: Any) -> dict[str, Any]:
@@ -151,7 +153,7 @@ class Training:
     def _summary(self, status: str, failures: Failures) -> dict[str, Any]:
         first = self.progress.first_update_at
         return {
-            **summarise(status, self.progress, self.goal.solved_at, self.scheme.metrics, failures),
+            **summarise(status, self.progress, self.goal.solved_at, self.scheme.metrics, failures, self.chaos),
             "seconds_to_first_update": None if first is None else first - self.started,
             **self.facts,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from learning.progress import WINDOW, Progress
@@ -24,6 +25,7 @@ def summarise(
     solved_at: float | None,
     metrics: SyncMetrics,
     failures: Failures | None = None,
+    chaos: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Return what ``summary.json`` holds of every run.
 
@@ -33,15 +35,18 @@ def summarise(
         solved_at: mean return that counts as solved; None: nothing does.
         metrics: what the updates cost.
         failures: of workers; None where there are no workers.
+        chaos: how many workers each fault has hit that was made on purpose.
     """
     sync = metrics.summary()
     sync.setdefault("latency_us", dict.fromkeys(("p50", "p95", "p99", "max")))
     sync.setdefault("phases_us", {})
-    told = verdict(status, progress, solved_at, updates=metrics.updates)
+    told = [verdict(status, progress, solved_at, updates=metrics.updates)]
+    told += [f"{failures}."] if failures else []
+    told += [f"Made on purpose: {_listed(chaos)}."] if chaos and any(chaos.values()) else []
     return {
         "status": status,
         "solved": progress.solved(solved_at),
-        "verdict": f"{told} {failures}." if failures else told,
+        "verdict": " ".join(told),
         "frames": progress.frames,
         "seconds": progress.seconds,
         "frames_per_second": progress.frames_per_second,
@@ -50,7 +55,12 @@ def summarise(
         "solved_at": solved_at,
         "weight_sync": {**sync, "staleness_mean": progress.staleness_mean},
         "worker_failures": failures.as_dict() if failures else {},
+        "chaos": dict(chaos or {}),
     }
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} × {what}" for what, count in counts.items())
 
 
 def verdict(status: str, progress: Progress, solved_at: float | None, updates: int) -> str:

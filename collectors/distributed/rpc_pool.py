@@ -17,6 +17,7 @@ from torch.futures import Future
 from collectors.distributed import rpc_worker
 from collectors.distributed.calls import Answer, CalledWorker, CallPool, Signal
 from collectors.distributed.rpc_group import host_store, is_member, join_or_end, leave_group
+from collectors.hold import Hold
 from collectors.pool import GRACE
 from collectors.processes import end, end_of, kill, pipe, start
 from wsync import SyncTimeout, WorkerDied
@@ -75,6 +76,7 @@ class OwnRpcWorker(RpcWorker):
         super().__init__(worker_idx, f"worker{worker_idx}", token)
         self.process = process
         self.line = line
+        self.hold = Hold(process.pid)
 
     @property
     def sentinel(self) -> int:
@@ -90,6 +92,7 @@ class OwnRpcWorker(RpcWorker):
     def close(self) -> None:
         """See RpcWorker."""
         self.line.close()
+        self.hold.close()
 
 
 class UsersRpcWorker(RpcWorker):

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from collectors.distributed import torchrun
 from collectors.distributed.doors import Door, Hello
 from collectors.distributed.tcp_worker import join, own_key
+from collectors.hold import Hold
 from collectors.line_pool import LinePool, LineWorker
 from collectors.lines import StreamLine, serve
 from collectors.pool import GRACE
@@ -37,11 +38,15 @@ class TcpWorker(LineWorker):
         worker_idx: its index.
         line: to it.
         life: ends when it does.
+        pid: of its process, if that was started here.
         last_words: see LineWorker.
     """
 
-    def __init__(self, worker_idx: int, line: StreamLine, life: Connection, last_words: Callable[[], str]) -> None:
+    def __init__(
+        self, worker_idx: int, line: StreamLine, life: Connection, pid: int | None, last_words: Callable[[], str]
+    ) -> None:
         super().__init__(worker_idx, line)
+        self.hold = Hold(pid)
         self.life = life
         self._last_words = last_words
 
@@ -145,7 +150,8 @@ class TcpPool(LinePool[LineWorker]):
         line.send(("welcome", index))
         gone = f"{hello.name} is gone: it was killed, or its machine or the network failed"
         own = self._processes.get(index)
-        joined[index] = TcpWorker(index, StreamLine(line), life, partial(end_of, own) if own else lambda: gone)
+        pid, last_words = (own.pid, partial(end_of, own)) if own else (None, lambda: gone)
+        joined[index] = TcpWorker(index, StreamLine(line), life, pid, last_words)
 
     def begin(self, worker_idx: int) -> LineWorker:
         """See Pool."""
@@ -160,6 +166,7 @@ class TcpPool(LinePool[LineWorker]):
             worker.end()
             return
         worker.line.connection.close()
+        worker.hold.close()
         process = self._processes.pop(worker.worker_idx, None)
         if process is not None:
             kill(process)
@@ -170,6 +177,7 @@ class TcpPool(LinePool[LineWorker]):
         """See Pool."""
         for worker in self.workers:
             worker.line.connection.close()
+            worker.hold.close()
         deadline = time.monotonic() + GRACE
         for worker in self.workers:
             wait([worker.sentinel], max(0.0, deadline - time.monotonic()))

@@ -27,7 +27,7 @@ def test_an_example_runs(tmp_path: Path, number: int) -> None:
 
 
 def test_the_tables_name_every_option() -> None:
-    for group in ("weight_sync", "env", "policy", "algorithm", "logger", "experiment"):
+    for group in ("weight_sync", "env", "policy", "algorithm", "logger", "chaos", "experiment"):
         for path in (ROOT / "conf" / group).glob("*.yaml"):
             assert f"`{path.stem}`" in README, f"{group}={path.stem} is not in the README"
 

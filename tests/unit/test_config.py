@@ -22,7 +22,7 @@ from learning.config import TrainConfig
 from learning.reporting.wandb_logger import WandbLogger
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-GROUPS = ("weight_sync", "collector", "env", "policy", "algorithm", "logger", "experiment")
+GROUPS = ("weight_sync", "collector", "env", "policy", "algorithm", "logger", "chaos", "experiment")
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 
 

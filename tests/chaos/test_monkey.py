@@ -1,0 +1,135 @@
+"""The chaos monkey in train.py, as people run it. No cells of the matrix: these tests take no ``cell``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collectors import GymEnv, MultiAsyncCollector, MultiSyncCollector
+from collectors.chaos import Monkey
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = ("logger=none", "num_envs=4", "frames_per_batch=256", "stop_when_solved=false")
+pytestmark = pytest.mark.timeout(120)
+
+
+def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """A run in a session of its own, of which nothing may be left."""
+    with subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *QUICK, f"hydra.run.dir={folder}", *overrides],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
+    ) as process:  # fmt: skip
+        told, complaint = process.communicate(timeout=100)
+    assert left_of(process.pid) == []
+    return subprocess.CompletedProcess(process.args, process.returncode, told, complaint)
+
+
+def left_of(session: int, within: float = 10.0) -> list[str]:
+    """Processes of the session that are still there after so many seconds."""
+    deadline = time.monotonic() + within
+    while True:
+        listed = subprocess.run(["ps", "-eo", "sid=,stat=,args="], capture_output=True, text=True, check=True).stdout
+        left = [line for line in listed.splitlines() if line.split()[0] == str(session) and "Z" not in line.split()[1]]
+        if not left or time.monotonic() > deadline:
+            return left
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def segments() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "wsync" in name}
+
+
+@pytest.mark.parametrize("scheme", ["shared_mem", "distributed"])
+def test_a_run_survives_kills_and_counts_them(tmp_path: Path, scheme: str) -> None:
+    before = segments()
+    done = train(
+        tmp_path, f"weight_sync={scheme}", "chaos=kill", "chaos.rate=120", "chaos.limit=3",
+        "collector.on_worker_failure=restart", "total_frames=20000",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = summary(tmp_path)
+    failures = told["worker_failures"]
+    assert (told["status"], told["frames"] >= 20_000) == ("finished", True)
+    kills = told["chaos"]["kill"]
+    assert sum(failures["failed"].values()) in (kills, kills - 1)  # the last one may have come after the last batch
+    assert sum(failures["restarted"].values()) >= 1
+    assert f"Made on purpose: {kills} × kill." in done.stdout
+    assert segments() <= before
+
+
+def test_a_run_that_does_not_bear_it_ends_with_an_error_that_names_the_worker(tmp_path: Path) -> None:
+    done = train(tmp_path, "chaos=kill", "chaos.rate=120", "chaos.limit=1", "total_frames=1000000")
+    assert done.returncode == 1
+    assert any(f"worker {index} " in done.stderr and "-9" in done.stderr for index in (0, 1)), done.stderr
+    assert "Traceback" not in done.stderr
+    told = summary(tmp_path)
+    assert (told["status"], told["chaos"]) == ("failed", {"kill": 1})
+    assert sum(told["worker_failures"]["failed"].values()) == 1
+
+
+def test_a_run_whose_workers_are_stopped_goes_on_without_a_failure(tmp_path: Path) -> None:
+    done = train(tmp_path, "chaos=stop", "chaos.rate=120", "chaos.pause=0.3", "chaos.limit=4", "total_frames=20000")
+    assert done.returncode == 0, done.stderr
+    told = summary(tmp_path)
+    assert told["chaos"]["stop"] >= 1
+    assert told["worker_failures"] == {}
+
+
+def test_a_run_without_chaos_does_not_speak_of_it(tmp_path: Path) -> None:
+    done = train(tmp_path, "total_frames=512")
+    assert done.returncode == 0, done.stderr
+    assert summary(tmp_path)["chaos"] == {}
+    assert "purpose" not in done.stdout
+
+
+def test_workers_out_of_reach_are_refused_at_the_start(tmp_path: Path) -> None:
+    done = train(tmp_path, "chaos=kill", "collector=single")
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "train.py: chaos needs workers, and Collector works in the trainer's process: say chaos=none"
+    ]
+
+
+@pytest.fixture
+def ends() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+def test_the_limit_is_kept_and_every_kill_is_a_restart(kind: Callable[..., Any], ends: ExitStack) -> None:
+    makers = [lambda: GymEnv("CartPole-v1")] * 2
+    collector = ends.enter_context(kind(makers, frames_per_batch=32, on_worker_failure="restart"))
+    monkey = ends.enter_context(Monkey(collector, faults=["kill"], rate=1200, limit=3))
+    while monkey.running or collector.failures.restarted.total() < 3:
+        next(collector)
+    assert monkey.counts == {"kill": 3}
+    assert collector.failures.failed.total() == 3
+
+
+def test_who_stands_still_goes_on_when_the_monkey_ends(ends: ExitStack) -> None:
+    collector = ends.enter_context(MultiSyncCollector([lambda: GymEnv("CartPole-v1")] * 2, frames_per_batch=32))
+    with Monkey(collector, faults=["stop"], rate=60_000, pause=3600, limit=2) as monkey:
+        pids = [worker.process.pid for worker in collector.remote_workers]
+        while monkey.counts["stop"] < 2 or any(state(pid) != "T" for pid in pids):
+            os.sched_yield()
+    assert all(state(pid) != "T" for pid in pids)
+    assert next(collector).numel() == 32
+
+
+def state(pid: int) -> str:
+    """As ps has it: T is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
