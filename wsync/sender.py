@@ -15,6 +15,7 @@ from wsync.deadlines import deadline_in
 from wsync.errors import NotConnected, SyncTimeout, WorkerDied, WorkerError, WorkerFailed
 from wsync.layout import Layout
 from wsync.packing import Buffer, Packer
+from wsync.roll import Roll
 from wsync.source import Part, Source
 from wsync.transport import SenderEnd
 from wsync.types import Ack, SyncReport
@@ -77,11 +78,7 @@ class Sender:
         self._delivers_at_connect = delivers_at_connect
         self._published = published
         self._record = record
-        self._extra: dict[int, bytes] = {}  # each worker's extra state, as last sent
-        self._due: dict[int, int] = {}  # the version that each worker, or who comes in its place, is to have
-        self._lost: set[int] = set()
-        self._alive: Sequence[int] = range(num_workers)
-        self._absent: Sequence[int] = ()  # the lost: what is for all is kept for who comes in their place
+        self._roll = Roll(num_workers)
         self._packer: Packer | None = None
         self._posted: list[Posted] = []
         self._lock = threading.RLock()
@@ -110,7 +107,7 @@ class Sender:
         """Take a worker for dead: nothing is sent to it, and what is for all is kept for who comes in its place."""
         with self._lock:
             self._end.forget(worker)
-            self._count_lost(self._lost | {worker})
+            self._roll.strike([worker])
 
     def admit(self, worker: int, sentinel: int | None = None, timeout: float | None = None) -> None:
         """Let one worker join again, after its predecessor died; it gets what that one was to have, or the newest.
@@ -127,15 +124,17 @@ class Sender:
             deadline = deadline_in(self._timeout if timeout is None else timeout)
             self.dismiss(worker)
             self._end.admit([worker], {} if sentinel is None else {worker: sentinel}, deadline)
-            self._count_lost(self._lost - {worker})
-            version = self._due.get(worker)
+            self._roll.restore(worker)
+            version = self._roll.due.get(worker)
             if version:
                 self._judge([worker], version, self._end.collect([worker], version, deadline))
 
     def send(self, weights: object, worker_ids: int | Sequence[int] | None, *, wait: bool) -> SyncReport | None:
         """Deliver an update; with ``wait``, return when the promise of a finished send holds."""
         with self._lock:
-            posted = self._post(weights, *self._addressees(worker_ids), acknowledge=not (wait and self._published))
+            self._require_connected()
+            workers, absent = self._roll.addressees(worker_ids)
+            posted = self._post(weights, workers, absent, acknowledge=not (wait and self._published))
             if wait:
                 self._posted.clear()  # whoever has this version, or is named in an error, needs no older one
                 return self._settle(posted)
@@ -156,28 +155,9 @@ class Sender:
                     report = self._settle(update)
             return report
 
-    def _addressees(self, worker_ids: int | Sequence[int] | None) -> tuple[Sequence[int], Sequence[int]]:
-        """Who is to have an update and answer to it, and for whose successors it is to be kept."""
+    def _require_connected(self) -> None:
         if not self.connected:
             raise NotConnected("not connected yet: call connect() on the sender (and on every worker) before send()")
-        if worker_ids is None:
-            if not self._alive:
-                raise NotConnected("every worker has died or left: there is nobody to send to")
-            return self._alive, self._absent
-        wanted = [worker_ids] if isinstance(worker_ids, int) else list(dict.fromkeys(worker_ids))
-        unknown = [worker for worker in wanted if worker not in range(self.num_workers)]
-        if unknown:
-            raise ValueError(f"unknown worker_ids {unknown}: there are workers 0 to {self.num_workers - 1}")
-        dead = {worker: "has died or left before" for worker in wanted if worker in self._lost}
-        if dead:
-            raise WorkerDied(f"worker(s) {sorted(dead)} have died or left; the others are {list(self._alive)}", dead)
-        if not wanted:
-            raise ValueError("worker_ids is empty: name at least one worker, or None for all")
-        return wanted, ()
-
-    def _count_lost(self, lost: set[int]) -> None:
-        self._lost, self._absent = lost, sorted(lost)
-        self._alive = [worker for worker in range(self.num_workers) if worker not in lost]
 
     def _plan(self, weights: object) -> tuple[Layout, Packer]:
         """The layout, and what packs by it; made from the first weights."""
@@ -198,15 +178,9 @@ class Sender:
         except BaseException:
             self._end.release([buffer for _, buffer, _ in packed])
             raise
-        self._count_due(posted)
+        self._roll.note(posted.version, posted.blobs)
         posted.transfer = time.perf_counter() - before
         return posted
-
-    def _count_due(self, posted: Posted) -> None:
-        for workers, blob in posted.blobs:
-            self._due.update(dict.fromkeys(workers, posted.version))
-            if blob or self._extra:
-                self._extra.update(dict.fromkeys(workers, blob))
 
     def _pack(
         self, weights: object, workers: Sequence[int], absent: Sequence[int], *, keep: bool = False
@@ -238,7 +212,7 @@ class Sender:
 
     def _blob(self, part: Part) -> bytes:
         """A part's extra state; weights that cannot say (a plain TensorDict) leave it as it was."""
-        return dump_extra(part.extra) if part.extra is not None else self._extra.get(part.workers[0], b"")
+        return dump_extra(part.extra) if part.extra is not None else self._roll.extra.get(part.workers[0], b"")
 
     def _settle(self, posted: Posted) -> SyncReport:
         """Wait for the answers, if they are wanted; report, or raise."""
@@ -284,7 +258,7 @@ class Sender:
         failed = {ack.worker: ack.error for ack in acks if ack.error and not ack.died}
         silent = set(workers) - {ack.worker for ack in acks}
         if died:
-            self._count_lost(self._lost | died.keys())
+            self._roll.strike(died)
         if not (died or failed or silent):
             return
         causes = {**died, **failed, **dict.fromkeys(silent, f"did not answer within {self._timeout} s")}
@@ -301,7 +275,8 @@ class Sender:
     def stage(self, weights: object, worker_ids: int | Sequence[int] | None, transaction: int) -> Posted:
         """Have every worker check an update and keep it ready; raises if one says no."""
         with self._lock:
-            workers, absent = self._addressees(worker_ids)
+            self._require_connected()
+            workers, absent = self._roll.addressees(worker_ids)
             posted, packed = self._pack(weights, workers, absent, keep=True)
             try:
                 for part, buffer, extra in packed:
@@ -317,7 +292,7 @@ class Sender:
         with self._lock:
             posted.deadline = deadline_in(self._timeout)
             self._end.decide(posted.version, transaction)
-            self._count_due(posted)
+            self._roll.note(posted.version, posted.blobs)
 
     def settle(self, posted: Posted) -> SyncReport:
         """Wait until a decided update is installed."""

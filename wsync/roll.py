@@ -1,0 +1,70 @@
+"""The roll of a sender's workers: who is there, who has gone, and what each is to have."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from wsync.errors import NotConnected, WorkerDied
+
+
+class Roll:
+    """All workers of one sender.
+
+    Args:
+        num_workers: how many there are to be.
+
+    Attributes:
+        present: those who are sent updates.
+        absent: those who have died or left; what is for all is kept for who comes in their place.
+        due: the version that each worker, or who comes in its place, is to have.
+        extra: each worker's extra state, as last sent.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self.present: Sequence[int] = range(num_workers)
+        self.absent: Sequence[int] = ()
+        self.due: dict[int, int] = {}
+        self.extra: dict[int, bytes] = {}
+
+    def strike(self, workers: Collection[int]) -> None:
+        """They have died or left."""
+        self._set({*self.absent, *workers})
+
+    def restore(self, worker: int) -> None:
+        """Somebody has come in its place."""
+        self._set({*self.absent} - {worker})
+
+    def _set(self, absent: Collection[int]) -> None:
+        self.absent = sorted(absent)
+        self.present = [worker for worker in range(self.num_workers) if worker not in absent]
+
+    def addressees(self, worker_ids: int | Sequence[int] | None) -> tuple[Sequence[int], Sequence[int]]:
+        """Who is to have an update and answer to it, and for whose successors it is to be kept.
+
+        Raises:
+            NotConnected: nobody is left.
+            ValueError: there is no such worker; or none is named.
+            WorkerDied: one that is named has gone.
+        """
+        if worker_ids is None:
+            if not self.present:
+                raise NotConnected("every worker has died or left: there is nobody to send to")
+            return self.present, self.absent
+        wanted = [worker_ids] if isinstance(worker_ids, int) else list(dict.fromkeys(worker_ids))
+        unknown = [worker for worker in wanted if worker not in range(self.num_workers)]
+        if unknown:
+            raise ValueError(f"unknown worker_ids {unknown}: there are workers 0 to {self.num_workers - 1}")
+        gone = {worker: "has died or left before" for worker in wanted if worker in self.absent}
+        if gone:
+            raise WorkerDied(f"worker(s) {sorted(gone)} have died or left; the others are {list(self.present)}", gone)
+        if not wanted:
+            raise ValueError("worker_ids is empty: name at least one worker, or None for all")
+        return wanted, ()
+
+    def note(self, version: int, blobs: Sequence[tuple[Sequence[int], bytes]]) -> None:
+        """A version was handed over, with the extra state of each part: ``(workers, extra)``."""
+        for workers, blob in blobs:
+            self.due.update(dict.fromkeys(workers, version))
+            if blob or self.extra:
+                self.extra.update(dict.fromkeys(workers, blob))
