@@ -8,12 +8,12 @@ from functools import partial
 import wsync
 
 BACKENDS: dict[str, Callable[..., wsync.WeightSyncScheme]] = {
-    "shared_mem": partial(wsync.SharedMemWeightSyncScheme, timeout=30.0),
-    "shared_mem-published": partial(wsync.SharedMemWeightSyncScheme, timeout=30.0, acknowledge="published"),
-    "multiprocess": partial(wsync.MultiProcessWeightSyncScheme, timeout=30.0),
-    "distributed": partial(wsync.DistributedWeightSyncScheme, timeout=30.0),
-    "rpc": partial(wsync.RPCWeightSyncScheme, timeout=30.0),
-    "ray": partial(wsync.RayWeightSyncScheme, timeout=30.0),
+    "shared_mem": partial(wsync.SharedMemWeightSyncScheme, timeout=60.0),
+    "shared_mem-published": partial(wsync.SharedMemWeightSyncScheme, timeout=60.0, acknowledge="published"),
+    "multiprocess": partial(wsync.MultiProcessWeightSyncScheme, timeout=60.0),
+    "distributed": partial(wsync.DistributedWeightSyncScheme, timeout=60.0),
+    "rpc": partial(wsync.RPCWeightSyncScheme, timeout=60.0),
+    "ray": partial(wsync.RayWeightSyncScheme, timeout=60.0),
 }
 
 WORKERS = {"rpc": "rpc", "ray": "ray"}  # of another kind than plain processes
