@@ -105,16 +105,17 @@ class BaseCollector(ABC):
             KeyError: a model without a scheme; names those that have one.
             wsync.WeightSyncError: as ``WeightSyncScheme.send``.
         """
-        forms = {"the positional argument": policy_or_weights, "policy": policy, "weights": weights}
-        given = [name for name, value in forms.items() if value is not None]
+        given = [source for source in (policy_or_weights, policy, weights) if source is not None]
         if weights_dict is not None:
             if given or model_id is not None:
                 raise ValueError("weights_dict says it all: give no policy, weights or model_id with it")
             self._update_together(weights_dict, worker_ids)
             return
         if len(given) > 1:
-            raise ValueError(f"weights were given more than once: {' and '.join(given)}")
-        source = next((value for value in forms.values() if value is not None), None)
+            forms = {"the positional argument": policy_or_weights, "policy": policy, "weights": weights}
+            names = " and ".join(name for name, value in forms.items() if value is not None)
+            raise ValueError(f"weights were given more than once: {names}")
+        source = given[0] if given else None
         scheme = self._scheme(self._default_model_id() if model_id is None else model_id)
         self._deliver(lambda workers: scheme.send(_share(source, workers, worker_ids), workers), worker_ids)
 
