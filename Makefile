@@ -27,7 +27,8 @@ train: install
 # What needs a Ray cluster of its own runs alone: two at a time get into each other's way.
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/cluster --ignore tests/chaos $(ARGS)
-	$(BIN)/python -m pytest tests/cluster tests/chaos $(ARGS)
+	$(BIN)/python -m pytest tests/cluster $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/chaos $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

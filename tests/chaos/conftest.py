@@ -29,6 +29,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[matrix] = Matrix()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several processes at work, all cells of a backend go to one: Ray must not be there twice."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            parameters = item.callspec.params if hasattr(item, "callspec") else {}
+            item.add_marker(pytest.mark.xdist_group(parameters.get("backend", "all")))
+
+
 @pytest.fixture(scope="session", params=list(BACKENDS))
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each in turn: all its cells run one after the other, so that what it needs is started once."""

@@ -1,4 +1,4 @@
-"""The chaos monkey in train.py, as people run it. No cells of the matrix: these tests take no ``cell``."""
+"""The chaos monkey in train.py, as people run it."""
 
 from __future__ import annotations
 
