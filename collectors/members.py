@@ -1,12 +1,4 @@
-"""Who takes part in collecting: workers begin, deliver, fail, and have successors.
-
-A worker's place goes through these stages; whatever fails goes to PAUSED (to be started anew) or DROPPED:
-
-    BUILDING ─ready→ READY ─connect→ JOINING ─connected→ THERE
-        ↑                                                  │ died, raised, or did not answer
-        └────────────── after a pause ── PAUSED ←──────────┤
-                                        DROPPED ←──────────┘
-"""
+"""Who takes part in collecting: workers begin, deliver, fail, and have successors (the stages are in ``place.py``)."""
 
 from __future__ import annotations
 
@@ -17,57 +9,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import wsync
-from collectors.pool import Event, Pool, Worker
+from collectors.place import Place, Stage, W
+from collectors.pool import Event, Pool
 from collectors.recovery import Cause, FailurePolicy, Failures, Pace
 from collectors.worker import WorkerOptions
 
 _JOIN = 10.0  # seconds in which a successor that is ready has to have joined a scheme: the trainer waits for that
 _STOP = 2.0  # seconds in which a batch under way has to be complete once somebody has asked to stop
 _log = logging.getLogger(__name__)
-W = TypeVar("W", bound=Worker)
-
-
-class Stage(Enum):
-    """See the module."""
-
-    BUILDING = auto()
-    READY = auto()
-    JOINING = auto()
-    THERE = auto()
-    PAUSED = auto()
-    DROPPED = auto()
-
-
-@dataclass(eq=False)
-class Place(Generic[W]):
-    """One worker index, and who has it.
-
-    Attributes:
-        options: of whoever has it.
-        parts: likewise.
-        worker: who has it; None for nobody.
-        due: answers that it owes.
-        since: when it last answered, or began to owe one.
-        begins_at: when a paused one is started anew.
-        joined: whether it gets updates.
-        frames: that all who had this place have delivered.
-    """
-
-    options: WorkerOptions
-    parts: bytes
-    pace: Pace
-    worker: W | None
-    stage: Stage = Stage.BUILDING
-    due: int = 0
-    since: float = 0.0
-    begins_at: float = 0.0
-    joined: bool = False
-    num_envs: int = 0
-    frames: int = 0
 
 
 @dataclass

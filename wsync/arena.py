@@ -39,14 +39,11 @@ from wsync import mutex
 from wsync.checksum import checksum_of, damage
 from wsync.errors import WeightSyncError
 from wsync.layout import Layout
-from wsync.mutex import Mutex
 from wsync.packing import Buffer
+from wsync.switch import BLOCK, HELD, NONE, SWITCH, TAKEN, USED, Switch
 
 _PAGE = mmap.PAGESIZE
 _SLOTS = 1024  # at the most
-_BLOCK = 128  # bytes of control per worker: the mutex, then words
-_SWITCH, _USED, _HELD, _TAKEN, _CALL, _AWAITED = range(mutex.SIZE // 8, mutex.SIZE // 8 + 6)
-_NONE = -1
 _EXTRA_SPAN = 1 << 36  # bytes of (sparse) file between the extra states of two slots
 
 
@@ -62,19 +59,19 @@ class Arena:
     def __init__(self, layout: Layout, workers: int, fds: tuple[int, int] | None = None) -> None:
         self._layout = layout
         self._span = -(-layout.nbytes // _PAGE) * _PAGE
-        self._base = -(-(workers * _BLOCK + 2 * _SLOTS * 8) // _PAGE) * _PAGE
+        self._base = -(-(workers * BLOCK + 2 * _SLOTS * 8) // _PAGE) * _PAGE
         self._buffers: list[Buffer] = []
         self.fds = fds or self._create()
         control = mmap.mmap(self.fds[0], self._base)
         self._words = memoryview(control).cast("q")
         address = ctypes.addressof(ctypes.c_char.from_buffer(control))
-        self._extra_sizes = workers * _BLOCK // 8
+        self._extra_sizes = workers * BLOCK // 8
         self._checksums = memoryview(control).cast("Q")[self._extra_sizes + _SLOTS :]
-        self._blocks = [w * _BLOCK // 8 for w in range(workers)]
+        self._blocks = [w * BLOCK // 8 for w in range(workers)]
         self.switches = [Switch(self._words, address + at * 8, at) for at in self._blocks]
         if fds is None:
             for w in range(workers):
-                mutex.initialise(address + w * _BLOCK)
+                mutex.initialise(address + w * BLOCK)
                 self.switches[w].reset()
 
     def _create(self) -> tuple[int, int]:
@@ -124,13 +121,13 @@ class Arena:
         """
         words, named, used, held = self._words, set(), set(), set()
         for at in self._blocks:
-            value = words[at + _SWITCH]
-            if value >> 16 and (retains or words[at + _TAKEN] < value >> 16):
+            value = words[at + SWITCH]
+            if value >> 16 and (retains or words[at + TAKEN] < value >> 16):
                 named.add(value >> 1 & 0x7FFF)
-            if words[at + _USED] != _NONE:
-                used.add(words[at + _USED])
-            if words[at + _HELD] != _NONE:
-                held.add(words[at + _HELD])
+            if words[at + USED] != NONE:
+                used.add(words[at + USED])
+            if words[at + HELD] != NONE:
+                held.add(words[at + HELD])
         return named, used, held
 
     def free_slot(self, busy: Collection[int]) -> int | None:
@@ -172,100 +169,7 @@ class Arena:
         """Close the descriptors; the memory goes when the last view does."""
         for fd in self.fds:
             os.close(fd)
-        self.fds = (_NONE, _NONE)
-
-
-class Switch:
-    """One worker's words in the arena. The sender calls ``publish`` and looks; the worker calls the rest."""
-
-    __slots__ = ("_address", "_at", "_mutex", "_words")
-
-    def __init__(self, words: memoryview, address: int, at: int) -> None:
-        self._words = words
-        self._at = at
-        self._mutex = Mutex(address, words)
-
-    def reset(self) -> None:
-        """The state before anything was published: version 0, nothing used, calls wanted."""
-        for word, value in ((_SWITCH, 0), (_USED, _NONE), (_HELD, _NONE), (_TAKEN, 0), (_CALL, 1), (_AWAITED, 0)):
-            self._words[self._at + word] = value
-
-    def publish(self, version: int, slot: int, acknowledge: bool, timeout: float | None) -> bool:
-        """Point the worker to a slot; whether it wants to be called about it."""
-        words, at = self._words, self._at
-        try:
-            self._mutex.lock(timeout)
-            words[at + _SWITCH] = version << 16 | slot << 1 | acknowledge
-            return bool(words[at + _CALL])
-        finally:
-            self._mutex.unlock()
-
-    def published(self) -> tuple[int, int]:
-        """``(version, slot)`` that the worker is pointed to; version 0 for nothing yet."""
-        value = self._words[self._at + _SWITCH]
-        return value >> 16, value >> 1 & 0x7FFF
-
-    def vacate(self) -> None:
-        """The worker has died: nothing is in use, and who comes in its place has taken nothing."""
-        self.leave()
-        self._words[self._at + _TAKEN] = 0
-
-    def await_free(self, timeout: float | None) -> bool:
-        """Ask to be told when the worker's forward ends; False if none runs."""
-        words, at = self._words, self._at
-        try:
-            self._mutex.lock(timeout)
-            busy = words[at + _USED] != _NONE
-            words[at + _AWAITED] = busy
-            return busy
-        finally:
-            self._mutex.unlock()
-
-    def enter(self, version: int, slot: int, hold: bool) -> tuple[int, int, bool]:
-        """Begin to use the newest of the published slot and the one that the model is on (``version``, ``slot``).
-
-        Args:
-            version: the newest version that the worker need not be given again.
-            slot: where the model is bound; -1 if it has memory of its own.
-            hold: keep ``slot`` safe as well until ``leave``, because installing the new one may fail.
-
-        Returns:
-            ``(version, slot, acknowledge)`` of what is now in use.
-        """
-        words, at = self._words, self._at
-        try:
-            self._mutex.lock()
-            value = words[at + _SWITCH]
-            if value >> 16 > version:
-                if hold:
-                    words[at + _HELD] = slot
-                version, slot = value >> 16, value >> 1 & 0x7FFF
-                words[at + _TAKEN] = version
-            words[at + _USED] = slot
-            return version, slot, bool(value & 1)
-        finally:
-            self._mutex.unlock()
-
-    def leave(self, keep: int = _NONE) -> bool:
-        """End the use of slots, but of ``keep``; whether the sender waits to be told."""
-        words, at = self._words, self._at
-        try:
-            self._mutex.lock()
-            words[at + _USED] = _NONE
-            words[at + _HELD] = keep
-            awaited = words[at + _AWAITED]
-            words[at + _AWAITED] = 0
-            return bool(awaited)
-        finally:
-            self._mutex.unlock()
-
-    def call(self, wanted: bool) -> None:
-        """Say whether a publish without acknowledgement shall call this worker."""
-        try:
-            self._mutex.lock()
-            self._words[self._at + _CALL] = wanted
-        finally:
-            self._mutex.unlock()
+        self.fds = (NONE, NONE)
 
 
 def _allocate(fd: int, offset: int, size: int) -> None:
