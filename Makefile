@@ -24,10 +24,11 @@ $(VENV)/.bench: $(VENV)/.dev
 train: install
 	$(BIN)/python train.py $(ARGS)
 
-# What needs a Ray cluster of its own runs alone: two at a time get into each other's way.
+# Most tests wait for processes to start, so there are more at a time than cores. A file's tests stay together: they
+# share what takes long to start (a Ray cluster, RPC processes).
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/cluster --ignore tests/chaos $(ARGS)
-	$(BIN)/python -m pytest tests/cluster $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --ignore tests/cluster --ignore tests/chaos $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile tests/cluster $(ARGS)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/chaos $(ARGS)
 
 lint: install
