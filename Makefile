@@ -24,11 +24,10 @@ $(VENV)/.bench: $(VENV)/.dev
 train: install
 	$(BIN)/python train.py $(ARGS)
 
-# Most tests wait for processes to start, so there are more at a time than cores. A file's tests stay together: they
-# share what takes long to start (a Ray cluster, RPC processes).
+# A file's tests stay together: they share what takes long to start (a Ray cluster, RPC processes).
 test: install
-	$(BIN)/python -m pytest -n 3 --dist loadfile --ignore tests/cluster --ignore tests/chaos $(ARGS)
-	$(BIN)/python -m pytest -n 3 --dist loadfile tests/cluster $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/cluster --ignore tests/chaos $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/cluster $(ARGS)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/chaos $(ARGS)
 
 lint: install

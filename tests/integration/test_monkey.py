@@ -52,7 +52,7 @@ def segments() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if "wsync" in name}
 
 
-@pytest.mark.parametrize("scheme", ["shared_mem", "distributed"])
+@pytest.mark.parametrize("scheme", ["shared_mem"])
 def test_a_run_survives_kills_and_counts_them(tmp_path: Path, scheme: str) -> None:
     before = segments()
     done = train(
