@@ -88,21 +88,6 @@ def test_a_run_whose_workers_are_stopped_goes_on_without_a_failure(tmp_path: Pat
     assert told["worker_failures"] == {}
 
 
-def test_a_run_without_chaos_does_not_speak_of_it(tmp_path: Path) -> None:
-    done = train(tmp_path, "total_frames=512")
-    assert done.returncode == 0, done.stderr
-    assert summary(tmp_path)["chaos"] == {}
-    assert "purpose" not in done.stdout
-
-
-def test_workers_out_of_reach_are_refused_at_the_start(tmp_path: Path) -> None:
-    done = train(tmp_path, "chaos=kill", "collector=single")
-    assert done.returncode == 1
-    assert done.stderr.splitlines() == [
-        "train.py: chaos needs workers, and Collector works in the trainer's process: say chaos=none"
-    ]
-
-
 @pytest.fixture
 def ends() -> Iterator[ExitStack]:
     with ExitStack() as stack:
