@@ -7,4 +7,4 @@ from hypothesis import settings
 
 settings.register_profile("long", max_examples=3_000, deadline=None)  # pytest --hypothesis-profile=long
 torch.set_num_threads(1)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would its children
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and theirs, ignore it

@@ -289,10 +289,11 @@ def become_middle(
     upper: wsync.WeightSyncScheme,
     lower: wsync.WeightSyncScheme,
     make: Callable[[], nn.Module],
+    method: str,
 ) -> None:
     """Follow ``upper``, and pass it on to two workers of one's own by ``lower``."""
     model = fill(make(), -1.0)
-    host.below = Crew(2)
+    host.below = Crew(2, method)
     lower.init_on_sender("policy", model=model, num_workers=2)
     context = CascadingHost(model, lower)
     host.models["policy"], host.schemes["policy"], host.schemes["lower"] = model, upper, lower

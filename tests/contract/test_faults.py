@@ -370,7 +370,8 @@ def test_cascade(make_scheme: Any) -> None:
         upper.init_on_sender("policy", model=model, num_workers=1)
         # What has sent by RPC or Ray to a machine goes on there by its memory, as a node's workers would have it.
         lower = make_scheme() if kind() == "process" else wsync.SharedMemWeightSyncScheme(timeout=30.0)
-        workers[0].start("run", become_middle, upper, lower, Small)
+        method = "fork" if kind() == "process" else "forkserver"  # RPC and Ray do not survive a fork
+        workers[0].start("run", become_middle, upper, lower, Small, method)
         establish(upper)
         workers[0].result()
         assert [seen[0] for seen in workers[0].call("run", below_forward)] == [1, 1]

@@ -47,9 +47,7 @@ def command(folder: Path, *overrides: str) -> list[str]:
 
 
 def test_a_tiny_run_ends_well(tmp_path):
-    done = subprocess.run(
-        command(tmp_path, "backends=[shared_mem]"), capture_output=True, text=True, timeout=100
-    )
+    done = subprocess.run(command(tmp_path, "backends=[shared_mem]"), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "results.json").read_text())
     assert [(case["kind"], case["backend"]) for case in found["cases"]] == [

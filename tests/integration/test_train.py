@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -53,14 +54,15 @@ def left_of(group: int, within: float = 10.0) -> list[str]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
-    """One short run with each backend: its folder, and what it printed."""
-    result = {}
-    for scheme in ("shared_mem", "multiprocess", "none"):
-        folder = tmp_path_factory.mktemp(scheme)
-        done = run(folder, f"weight_sync={scheme}", "total_frames=1024", "seed=3", "algorithm.lr=1e-3")
-        assert done.returncode == 0, done.stderr
-        result[scheme] = folder, done.stdout
-    return result
+    """A sweep of short runs, one with each of some backends: the run's folder, and what it printed."""
+    sweep, schemes = tmp_path_factory.mktemp("sweep"), ["shared_mem", "multiprocess", "none"]
+    options = ["total_frames=1024", "seed=3", "algorithm.lr=1e-3", f"hydra.sweep.dir={sweep}"]
+    done = run(sweep, f"weight_sync={','.join(schemes)}", *options, "-m")
+    assert done.returncode == 0, done.stderr
+    folders = sorted(path.parent for path in sweep.glob("*/summary.json"))
+    assert [summary(folder)["weight_sync"]["scheme"] for folder in folders] == schemes
+    printed = re.split(r"(?m)^\[.*\]\[HYDRA\] \t#\d : ", done.stdout)
+    return dict(zip(schemes, zip(folders, printed[1:], strict=True), strict=True))
 
 
 @pytest.mark.parametrize("scheme", ["shared_mem", "multiprocess", "none"])
@@ -238,25 +240,21 @@ def test_a_bad_command_line_is_answered_in_one_line(tmp_path: Path, overrides: l
     assert done.stdout == ""
 
 
-def test_a_sweep_runs_them_all_each_in_its_own_folder(tmp_path: Path) -> None:
-    done = run(tmp_path, "weight_sync=shared_mem,none", "total_frames=512", f"hydra.sweep.dir={tmp_path}", "-m")
-    assert done.returncode == 0, done.stderr
-    folders = sorted(path.parent for path in tmp_path.glob("*/summary.json"))
-    assert [summary(folder)["weight_sync"]["scheme"] for folder in folders] == ["shared_mem", "none"]
-
-    with open(tmp_path / "sweep.csv", encoding="utf-8", newline="") as file:
+def test_a_sweep_ends_with_a_report_that_says_what_the_runs_say(runs: dict[str, tuple[Path, str]]) -> None:
+    sweep = runs["none"][0].parent
+    with open(sweep / "sweep.csv", encoding="utf-8", newline="") as file:
         table = {row["run"]: row for row in csv.DictReader(file)}
-    page = (tmp_path / "sweep.html").read_text()
-    for folder in folders:
+    page, (_, printed) = (sweep / "sweep.html").read_text(), runs["none"]  # which was the last
+    for folder, _ in runs.values():
         told, row = summary(folder), table[folder.name]
         assert (row["backend"], row["status"]) == (told["weight_sync"]["scheme"], told["status"])
         assert float(row["frames/s"]) == told["frames_per_second"]
         p50 = told["weight_sync"]["latency_us"].get("p50")
         assert row["sync p50"] == ("" if p50 is None else str(p50))
         assert f"<td>{told['frames_per_second']:,.0f}</td>" in page
-        assert row["backend"] in done.stdout
+        assert row["backend"] in printed
     assert page.count("data:image/png;base64,") == 2
-    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("sweep_returns.png", "sweep_latency.png"))
+    assert all((sweep / name).stat().st_size > 10_000 for name in ("sweep_returns.png", "sweep_latency.png"))
 
 
 def test_a_report_of_nothing_says_so(tmp_path: Path) -> None:
