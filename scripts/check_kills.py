@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from tensordict import TensorDictBase
 from torch import nn
@@ -165,8 +166,10 @@ def open_now() -> tuple[int, int, int]:
     return len(kept), threading.active_count(), len(children)
 
 
-def check(backend: str, sync: bool, *, kills: int, workers: int, pause: float, seed: int) -> Tally:
-    """One long run.
+def check(
+    backend: str, sync: bool, *, kills: int, workers: int, pause: float, seed: int, tell: Callable[..., object]
+) -> Tally:
+    """One long run; ``tell(completed=…)`` hears how many were killed so far.
 
     Raises:
         AssertionError: something does not add up.
@@ -205,6 +208,7 @@ def check(backend: str, sync: bool, *, kills: int, workers: int, pause: float, s
         killer.start()
         while killer.is_alive():
             turn()
+            tell(completed=killer.done)
         killer.end()
         tally.kills, deadline = killer.done, time.monotonic() + _PATIENCE
         failures = collector.failures
@@ -243,15 +247,22 @@ def main(
     columns = ("backend", "collector", "kills", "batches", "frames", "updates", "torn", "went back", "stale")
     for column in (*columns, "longest batch", "s"):
         table.add_column(column, justify="left" if column in columns[:2] else "right", no_wrap=True)
-    bad = 0
+    bad, console = 0, Console(width=140)
+    shown = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    progress = Progress(*shown, console=console, transient=True)
     for name in chosen:
         for sync in (True, False):
-            tally = check(name, sync, kills=kills, workers=workers, pause=pause, seed=seed)
+            how = "sync" if sync else "async"
+            with progress:
+                task = progress.add_task(f"kills, {name}, {how}", total=kills)
+                tell = partial(progress.update, task)
+                tally = check(name, sync, kills=kills, workers=workers, pause=pause, seed=seed, tell=tell)
+                progress.remove_task(task)
             counts = (tally.kills, tally.batches, tally.frames, tally.updates, *tally.wrong.values())
             last = (f"{tally.longest * 1e3:.0f} ms", f"{tally.seconds:.0f}")
-            table.add_row(name, "sync" if sync else "async", *(f"{count:,}" for count in counts), *last)
+            table.add_row(name, how, *(f"{count:,}" for count in counts), *last)
             bad += sum(tally.wrong.values())
-    Console(width=140).print(table)
+    console.print(table)
     if bad:
         raise typer.Exit(1)
 

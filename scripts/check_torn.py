@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from tensordict import TensorDictBase
 from torch import Tensor, nn
@@ -229,8 +230,16 @@ def standalone(
     return total
 
 
-def in_collector(backend: str, *, forwards: int, workers: int, mib: float, seconds: float) -> Tally:
-    """Workers of an asynchronous collector, who act in an environment."""
+def in_collector(
+    backend: str,
+    *,
+    forwards: int,
+    workers: int,
+    mib: float,
+    seconds: float,
+    tell: Callable[..., object] = dict,
+) -> Tally:
+    """Workers of an asynchronous collector, who act in an environment; ``tell(completed=…)`` hears how far it is."""
     scheme, policy, total = BACKENDS[backend](), RevealingPolicy(mib), Tally()
     policy.become(int(scheme.delivers_at_connect))  # what workers begin with is version 1, or none yet
     learner = RevealingPolicy(mib)  # what the trainer changes; the collector's own stays as it is
@@ -258,6 +267,7 @@ def in_collector(backend: str, *, forwards: int, workers: int, mib: float, secon
         try:
             while total.forwards < forwards and time.monotonic() - started < seconds and not errors:
                 _see_batch(total, next(collector))
+                tell(completed=total.forwards)
         finally:
             stop.set()
             sender.join()
@@ -320,16 +330,22 @@ def main(
     for column in ("backend", "forwards", "sends", "versions seen", "mixed", "went back", "stale", "s"):
         table.add_column(column, justify="left" if column == "backend" else "right", no_wrap=True)
     bad: list[str] = []
+    console = Console(width=110)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    progress = Progress(*columns, console=console, transient=True)
     for name in chosen:
         options = {"forwards": share, "workers": workers, "mib": mib, "seconds": seconds}
-        tally = (
-            in_collector(name, **options) if collector else standalone(BACKENDS[name], **options, bypass=bypass_gate)
-        )
+        with progress:
+            task = progress.add_task(name, total=share if collector else None)  # only a collector tells meanwhile
+            if collector:
+                tally = in_collector(name, **options, tell=partial(progress.update, task))
+            else:
+                tally = standalone(BACKENDS[name], **options, bypass=bypass_gate)
+            progress.remove_task(task)
         counts = (tally.forwards, tally.updates, tally.versions, tally.mixed, tally.backwards, tally.stale)
         table.add_row(name, *(f"{count:,}" for count in counts), f"{tally.seconds:.1f}")
         if tally.example:
             bad.append(f"{name}: {tally.example}")
-    console = Console()
     console.print(table)
     for line in bad:
         console.print(line, highlight=False)
