@@ -44,6 +44,10 @@ class Posted:
     transfer: float = 0.0
 
 
+Packed = tuple[Part, Buffer, bytes]
+"""Weights for some workers, the buffer that they were copied into, and their extra state."""
+
+
 class Sender:
     """One model, and all the workers that act with copies of it.
 
@@ -168,11 +172,12 @@ class Sender:
         return self.layout, self._packer
 
     def _post(self, weights: object, workers: Sequence[int], absent: Sequence[int], *, acknowledge: bool) -> Posted:
-        posted, packed = self._pack(weights, workers, absent)
-        # Parameters are bound or not, but a module's set_extra_state may raise: that has to be answered for.
-        posted.acknowledge = acknowledge = acknowledge or any([extra for _, _, extra in packed])
-        before = time.perf_counter()
+        packed: list[Packed] = []
         try:
+            posted = self._pack(weights, workers, absent, packed)
+            # Parameters are bound or not, but a module's set_extra_state may raise: that has to be answered for.
+            posted.acknowledge = acknowledge = acknowledge or any([extra for _, _, extra in packed])
+            before = time.perf_counter()
             for part, buffer, extra in packed:
                 self._end.publish(buffer, posted.version, extra, part.workers, acknowledge)
         except BaseException:
@@ -183,9 +188,15 @@ class Sender:
         return posted
 
     def _pack(
-        self, weights: object, workers: Sequence[int], absent: Sequence[int], *, keep: bool = False
-    ) -> tuple[Posted, list[tuple[Part, Buffer, bytes]]]:
-        """Check everything, then copy it into buffers that no worker reads."""
+        self,
+        weights: object,
+        workers: Sequence[int],
+        absent: Sequence[int],
+        packed: list[Packed],
+        *,
+        keep: bool = False,
+    ) -> Posted:
+        """Check everything, then copy it into buffers that no worker reads; these go into ``packed``, one by one."""
         started = time.perf_counter()
         deadline = deadline_in(self._timeout)
         layout, packer = self._plan(weights)
@@ -193,22 +204,17 @@ class Sender:
         blobs = [self._blob(part) for part in parts]
         extracted = time.perf_counter()
         waited = 0.0
-        packed: list[tuple[Part, Buffer, bytes]] = []
-        try:
-            for part, blob in zip(parts, blobs, strict=True):
-                before = time.perf_counter()
-                buffer = self._end.reserve(part.workers, deadline, keep=keep)
-                packed.append((part, buffer, blob))
-                waited += time.perf_counter() - before
-                packer.pack(part.tensors, buffer)
-        except BaseException:
-            self._end.release([buffer for _, buffer, _ in packed])
-            raise
+        for part, blob in zip(parts, blobs, strict=True):
+            before = time.perf_counter()
+            buffer = self._end.reserve(part.workers, deadline, keep=keep)
+            packed.append((part, buffer, blob))
+            waited += time.perf_counter() - before
+            packer.pack(part.tensors, buffer)
         self.version += 1
         pack = time.perf_counter() - extracted - waited
         extract = extracted - started
         owners = [(part.workers, blob) for part, _, blob in packed]
-        return Posted(self.version, workers, owners, True, deadline, started, extract, waited, pack), packed
+        return Posted(self.version, workers, owners, True, deadline, started, extract, waited, pack)
 
     def _blob(self, part: Part) -> bytes:
         """A part's extra state; weights that cannot say (a plain TensorDict) leave it as it was."""
@@ -277,8 +283,9 @@ class Sender:
         with self._lock:
             self._require_connected()
             workers, absent = self._roll.addressees(worker_ids)
-            posted, packed = self._pack(weights, workers, absent, keep=True)
+            packed: list[Packed] = []
             try:
+                posted = self._pack(weights, workers, absent, packed, keep=True)
                 for part, buffer, extra in packed:
                     self._end.stage(buffer, posted.version, extra, part.workers, transaction)
             except BaseException:
