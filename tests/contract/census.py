@@ -12,6 +12,11 @@ def mapped() -> int:
     return sum("wsync" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
+def resident() -> float:
+    """MiB of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
 def census() -> dict[str, Any]:
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return {

@@ -232,6 +232,15 @@ class Crew:
             self.all("receive", PATIENCE, model_id)  # seen, as elsewhere after connect
         return self.all("version", model_id)
 
+    def succeed(self, index: int, spare: Crew, scheme: wsync.WeightSyncScheme, make: Callable[[], nn.Module]) -> None:
+        """Kill a worker, and have one of ``spare``, or a fresh one, join in its place."""
+        self.workers[index].kill()
+        self.workers[index].close()
+        self.workers[index] = spare.workers.pop() if spare.workers else Crew(1)[0]
+        self.workers[index].start("join", scheme, make, index, "policy")
+        scheme.readmit(index)
+        self.workers[index].result()
+
     def results(self) -> list[Any]:
         return [worker.result() for worker in self.workers]
 
