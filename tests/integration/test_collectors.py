@@ -18,6 +18,9 @@ from torch import nn
 import collectors
 import wsync
 from collectors import Collector, GymEnv, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from collectors.distributed import DistributedCollector
+from collectors.lines import SharedMemoryLine, serve
+from collectors.worker import WorkerOptions
 
 SCHEMES = ["shared_mem", "multiprocess"]
 
@@ -242,6 +245,32 @@ def test_an_environment_that_raises_is_an_error_with_its_traceback():
     with pytest.raises(wsync.WorkerFailed, match="the cart fell off the table"):
         next(collector)
     assert collector.closed and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+class Disconnected(Broken):
+    def step(self, action):
+        raise ConnectionResetError("the simulator hung up")
+
+
+@pytest.mark.parametrize("collector", [MultiSyncCollector, DistributedCollector])
+def test_a_connection_that_an_environment_loses_is_its_own_failure_and_not_the_trainers_end(collector):
+    with (
+        collector([lambda: Disconnected()], policy(), frames_per_batch=16) as gathering,
+        pytest.raises(wsync.WorkerFailed, match="the simulator hung up"),
+    ):
+        next(gathering)
+
+
+def test_a_worker_that_fails_when_its_trainer_has_hung_up_already_is_silent(capfd):
+    mine, theirs = multiprocessing.Pipe()
+    mine.send(("build", (b"not a pickle", WorkerOptions(0, 1, 1))))
+    mine.close()
+    line = SharedMemoryLine(theirs, os.getpid())
+    worker = multiprocessing.get_context("fork").Process(target=serve, args=(line,))
+    worker.start()
+    worker.join(20)
+    assert worker.exitcode == 0
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
