@@ -154,6 +154,8 @@ class BaseCollector(ABC):
         Raises:
             LookupError: only the workers have it (or nobody).
         """
+        if self.policy is None:
+            raise LookupError(f"no '{model_id}' here: this collector was given no policy")
         return find_in(SimpleNamespace(policy=self.policy), self.policy, model_id)
 
     @abstractmethod

@@ -123,6 +123,23 @@ def test_one_process_takes_every_scheme(name):
         assert chosen(next(collector)) == float(name == "none")
 
 
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_policy_that_only_the_workers_make_is_given_to_the_sender(cls, scheme):
+    """It acts with what its factory made (version 0) until it is sent weights for the first time."""
+    trained, schemes = policy(-1.0), {"policy": wsync.WeightSyncScheme.from_backend(scheme)}
+    makers = cartpole() if cls is Collector else [cartpole()] * 2
+    options = dict(policy_factory=lambda: policy(1.0), frames_per_batch=16, weight_sync_schemes=schemes)
+    with cls(makers, **options) as collector:
+        batch = next(collector)
+        assert chosen(batch) == 1.0 and batch["policy_version"].unique().tolist() == [0]
+        with pytest.raises(wsync.NotConnected, match="no model or weights were given"):
+            collector.update_policy_weights_()
+        collector.update_policy_weights_(trained)
+        batch = next(collector)
+        assert chosen(batch) == 0.0 and batch["policy_version"].unique().tolist() == [1]
+
+
 def test_no_scheme_means_no_update_ever():
     trained = policy()
     with multi(scheme="none", trained=trained) as collector:
