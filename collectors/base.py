@@ -43,6 +43,10 @@ class BaseCollector(ABC):
             raise ValueError(f"frames_per_batch is at least 1, not {frames_per_batch}")
         if total_frames != -1 and total_frames < 1:
             raise ValueError(f"total_frames is at least 1, or -1 for no end, not {total_frames}")
+        for model_id, scheme in (weight_sync_schemes or {}).items():
+            if not isinstance(scheme, wsync.WeightSyncScheme):
+                what = scheme if isinstance(scheme, type | str) else type(scheme)
+                raise TypeError(f"the scheme for '{model_id}' is a WeightSyncScheme, not {what!r}")
         if weight_sync_schemes is None and isinstance(policy, nn.Module):
             weight_sync_schemes = {"policy": self._default_scheme()}
         self.policy = policy

@@ -299,6 +299,8 @@ def test_a_worker_that_fails_when_its_trainer_has_hung_up_already_is_silent(capf
         (dict(policy=threading.Lock()), TypeError, "policy cannot be sent to a worker"),
         (dict(frames_per_batch=0), ValueError, "frames_per_batch"),
         (dict(total_frames=-7), ValueError, "total_frames"),
+        (dict(weight_sync_schemes={"policy": "shared_mem"}), TypeError, "not 'shared_mem'"),
+        (dict(weight_sync_schemes={"policy": wsync.SharedMemWeightSyncScheme}), TypeError, "not <class"),
         (dict(weight_sync_schemes={"polcy": wsync.SharedMemWeightSyncScheme()}), wsync.WorkerFailed, "polcy"),
     ],
 )
