@@ -209,10 +209,13 @@ def find_in(context: object, policy: object, model_id: str) -> nn.Module:
     """
     try:
         return wsync.find_model(context, model_id)
-    except LookupError:
+    except LookupError as error:
         if not isinstance(policy, nn.Module):
             raise
-        return wsync.find_model(policy, model_id)
+        try:
+            return wsync.find_model(policy, model_id)
+        except LookupError:
+            raise error from None  # it says how far the path leads in an environment
 
 
 def make_env(create_env_fn: EnvMaker | GymEnv) -> Any:

@@ -264,6 +264,35 @@ def test_an_environment_that_raises_is_an_error_with_its_traceback():
     assert collector.closed and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
+class Judged(Broken):
+    """Its rewards are a model's."""
+
+    def __init__(self):
+        self.value_net = nn.Linear(1, 1)
+
+    def step(self, action):
+        return np.zeros(4, np.float32), self.value_net.weight.item(), False, False, {}
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
+def test_a_model_of_a_gymnasium_environment_is_updated_by_its_path(cls):
+    name, ours = "env.value_net", nn.Linear(1, 1)
+    nn.init.constant_(ours.weight, 7.0)
+    schemes = {"policy": wsync.SharedMemWeightSyncScheme(), name: wsync.SharedMemWeightSyncScheme()}
+    maker = gymnasium.wrappers.TimeLimit
+    makers = [lambda: GymEnv(maker(Judged(), 9))] * (1 if cls is Collector else 2)
+    with cls(makers, policy(), frames_per_batch=16, weight_sync_schemes=schemes) as collector:
+        next(collector)
+        collector.update_policy_weights_(weights=ours, model_id=name)
+        assert next(collector)["next", "reward"].unique().tolist() == [7.0]
+
+
+def test_a_path_that_leads_nowhere_in_an_environment_says_how_far_it_leads():
+    schemes = {"env.value_nut": wsync.SharedMemWeightSyncScheme()}
+    with pytest.raises(LookupError, match="env has no value_nut"):
+        Collector(lambda: GymEnv(Judged()), policy(), frames_per_batch=16, weight_sync_schemes=schemes)
+
+
 class Disconnected(Broken):
     def step(self, action):
         raise ConnectionResetError("the simulator hung up")
