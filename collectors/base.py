@@ -43,6 +43,10 @@ class BaseCollector(ABC):
             raise ValueError(f"frames_per_batch is at least 1, not {frames_per_batch}")
         if total_frames != -1 and total_frames < 1:
             raise ValueError(f"total_frames is at least 1, or -1 for no end, not {total_frames}")
+        for model_id, scheme in (weight_sync_schemes or {}).items():
+            if not isinstance(scheme, wsync.WeightSyncScheme):
+                what = scheme if isinstance(scheme, type | str) else type(scheme)
+                raise TypeError(f"the scheme for '{model_id}' is a WeightSyncScheme, not {what!r}")
         if weight_sync_schemes is None and isinstance(policy, nn.Module):
             weight_sync_schemes = {"policy": self._default_scheme()}
         self.policy = policy
@@ -154,6 +158,8 @@ class BaseCollector(ABC):
         Raises:
             LookupError: only the workers have it (or nobody).
         """
+        if self.policy is None:
+            raise LookupError(f"no '{model_id}' here: this collector was given no policy")
         return find_in(SimpleNamespace(policy=self.policy), self.policy, model_id)
 
     @abstractmethod
@@ -203,10 +209,13 @@ def find_in(context: object, policy: object, model_id: str) -> nn.Module:
     """
     try:
         return wsync.find_model(context, model_id)
-    except LookupError:
+    except LookupError as error:
         if not isinstance(policy, nn.Module):
             raise
-        return wsync.find_model(policy, model_id)
+        try:
+            return wsync.find_model(policy, model_id)
+        except LookupError:
+            raise error from None  # it says how far the path leads in an environment
 
 
 def make_env(create_env_fn: EnvMaker | GymEnv) -> Any:

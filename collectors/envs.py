@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -12,7 +12,7 @@ from collectors.rollout import Policy, Rollout
 from collectors.specs import Spec, to_numpy
 from collectors.stepper import Stepper, Steps
 from collectors.transforms import Transform
-from collectors.vector import EnvSource, make_driver
+from collectors.vector import EnvSource, ScalarDriver, make_driver
 
 
 class GymEnv:
@@ -64,6 +64,19 @@ class GymEnv:
         self.transform: list[Transform] = []
         for transform in transforms:
             self.append_transform(transform)
+
+    if not TYPE_CHECKING:  # a misspelt name of GymEnv's own is still found out
+
+        def __getattr__(self, name: str) -> Any:
+            """What the one Gymnasium environment inside has: a model of it is ``"env.value_net"`` for a collector.
+
+            Raises:
+                AttributeError: it has no such thing; or there are several environments, and so several such things.
+            """
+            stepper = vars(self).get("stepper")  # not there yet while this is made or unpickled
+            if stepper is None or not isinstance(stepper.driver, ScalarDriver):
+                raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
+            return stepper.driver.env.get_wrapper_attr(name)
 
     def append_transform(self, transform: Transform) -> Self:
         """Have ``transform`` change what comes out, after the transforms that are there; return this environment.

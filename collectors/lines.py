@@ -11,6 +11,8 @@ import socket
 import struct
 import traceback
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 
 from collectors.shared_batch import BatchPlan
-from collectors.worker import Core, WorkerOptions, be_a_worker
+from collectors.worker import Core, be_a_worker
 
 
 class Line(ABC):
@@ -129,28 +131,46 @@ def serve(line: Line) -> None:
     """
     connection = line.connection
     try:
-        _, (parts, options) = connection.recv()
-        _serve(line, parts, options)
-    except (EOFError, ConnectionError):
-        return  # the trainer has hung up
+        _serve(line)
+    except _HungUp:
+        return
     except Exception:  # noqa: BLE001  whatever it is, the trainer raises it again with this traceback
-        connection.send(("error", traceback.format_exc()))
+        with suppress(ConnectionError):  # unless it has gone: another worker failed first
+            connection.send(("error", traceback.format_exc()))
     finally:
         connection.close()
 
 
-def _serve(line: Line, parts: bytes, options: WorkerOptions) -> None:
+class _HungUp(Exception):
+    """The trainer has. Not what an environment raises that has lost a connection of its own: that is a failure."""
+
+
+@contextmanager
+def _with_trainer() -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, ConnectionError) as error:
+        raise _HungUp from error
+
+
+def _serve(line: Line) -> None:
+    with _with_trainer():
+        _, (parts, options) = line.connection.recv()
     be_a_worker(options)
     core = Core(parts, options)
-    line.connection.send(("ready", (core.plan, options.buffers, core.num_envs)))
-    buffers = line.offer(core.plan, options.buffers)
+    with _with_trainer():
+        line.connection.send(("ready", (core.plan, options.buffers, core.num_envs)))
+        buffers = line.offer(core.plan, options.buffers)
     core.fill(buffers)
     try:
         while True:
-            answer: tuple[str, Any] | None = core.obey(*line.connection.recv())
+            with _with_trainer():
+                words = line.connection.recv()
+            answer: tuple[str, Any] | None = core.obey(*words)
             if answer is not None:
-                line.connection.send(answer)
-                if answer[0] == "batch":
-                    line.push(buffers[answer[1]])
+                with _with_trainer():
+                    line.connection.send(answer)
+                    if answer[0] == "batch":
+                        line.push(buffers[answer[1]])
     finally:
         core.close()

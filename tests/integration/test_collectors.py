@@ -18,6 +18,9 @@ from torch import nn
 import collectors
 import wsync
 from collectors import Collector, GymEnv, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from collectors.distributed import DistributedCollector
+from collectors.lines import SharedMemoryLine, serve
+from collectors.worker import WorkerOptions
 
 SCHEMES = ["shared_mem", "multiprocess"]
 
@@ -118,6 +121,23 @@ def test_one_process_takes_every_scheme(name):
         assert chosen(next(collector)) == 1.0
         collector.update_policy_weights_()
         assert chosen(next(collector)) == float(name == "none")
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_policy_that_only_the_workers_make_is_given_to_the_sender(cls, scheme):
+    """It acts with what its factory made (version 0) until it is sent weights for the first time."""
+    trained, schemes = policy(-1.0), {"policy": wsync.WeightSyncScheme.from_backend(scheme)}
+    makers = cartpole() if cls is Collector else [cartpole()] * 2
+    options = dict(policy_factory=lambda: policy(1.0), frames_per_batch=16, weight_sync_schemes=schemes)
+    with cls(makers, **options) as collector:
+        batch = next(collector)
+        assert chosen(batch) == 1.0 and batch["policy_version"].unique().tolist() == [0]
+        with pytest.raises(wsync.NotConnected, match="no model or weights were given"):
+            collector.update_policy_weights_()
+        collector.update_policy_weights_(trained)
+        batch = next(collector)
+        assert chosen(batch) == 0.0 and batch["policy_version"].unique().tolist() == [1]
 
 
 def test_no_scheme_means_no_update_ever():
@@ -244,6 +264,61 @@ def test_an_environment_that_raises_is_an_error_with_its_traceback():
     assert collector.closed and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
+class Judged(Broken):
+    """Its rewards are a model's."""
+
+    def __init__(self):
+        self.value_net = nn.Linear(1, 1)
+
+    def step(self, action):
+        return np.zeros(4, np.float32), self.value_net.weight.item(), False, False, {}
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
+def test_a_model_of_a_gymnasium_environment_is_updated_by_its_path(cls):
+    name, ours = "env.value_net", nn.Linear(1, 1)
+    nn.init.constant_(ours.weight, 7.0)
+    schemes = {"policy": wsync.SharedMemWeightSyncScheme(), name: wsync.SharedMemWeightSyncScheme()}
+    maker = gymnasium.wrappers.TimeLimit
+    makers = [lambda: GymEnv(maker(Judged(), 9))] * (1 if cls is Collector else 2)
+    with cls(makers, policy(), frames_per_batch=16, weight_sync_schemes=schemes) as collector:
+        next(collector)
+        collector.update_policy_weights_(weights=ours, model_id=name)
+        assert next(collector)["next", "reward"].unique().tolist() == [7.0]
+
+
+def test_a_path_that_leads_nowhere_in_an_environment_says_how_far_it_leads():
+    schemes = {"env.value_nut": wsync.SharedMemWeightSyncScheme()}
+    with pytest.raises(LookupError, match="env has no value_nut"):
+        Collector(lambda: GymEnv(Judged()), policy(), frames_per_batch=16, weight_sync_schemes=schemes)
+
+
+class Disconnected(Broken):
+    def step(self, action):
+        raise ConnectionResetError("the simulator hung up")
+
+
+@pytest.mark.parametrize("collector", [MultiSyncCollector, DistributedCollector])
+def test_a_connection_that_an_environment_loses_is_its_own_failure_and_not_the_trainers_end(collector):
+    with (
+        collector([lambda: Disconnected()], policy(), frames_per_batch=16) as gathering,
+        pytest.raises(wsync.WorkerFailed, match="the simulator hung up"),
+    ):
+        next(gathering)
+
+
+def test_a_worker_that_fails_when_its_trainer_has_hung_up_already_is_silent(capfd):
+    mine, theirs = multiprocessing.Pipe()
+    mine.send(("build", (b"not a pickle", WorkerOptions(0, 1, 1))))
+    mine.close()
+    line = SharedMemoryLine(theirs, os.getpid())
+    worker = multiprocessing.get_context("fork").Process(target=serve, args=(line,))
+    worker.start()
+    worker.join(20)
+    assert worker.exitcode == 0
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -253,6 +328,8 @@ def test_an_environment_that_raises_is_an_error_with_its_traceback():
         (dict(policy=threading.Lock()), TypeError, "policy cannot be sent to a worker"),
         (dict(frames_per_batch=0), ValueError, "frames_per_batch"),
         (dict(total_frames=-7), ValueError, "total_frames"),
+        (dict(weight_sync_schemes={"policy": "shared_mem"}), TypeError, "not 'shared_mem'"),
+        (dict(weight_sync_schemes={"policy": wsync.SharedMemWeightSyncScheme}), TypeError, "not <class"),
         (dict(weight_sync_schemes={"polcy": wsync.SharedMemWeightSyncScheme()}), wsync.WorkerFailed, "polcy"),
     ],
 )

@@ -28,6 +28,11 @@ def test_from_backend(name: str) -> None:
     scheme.shutdown()
 
 
+def test_options_by_their_place_are_those_of_the_documented_signatures() -> None:
+    scheme = wsync.DistributedWeightSyncScheme("gloo", False, 3.0)
+    assert (scheme.backend, scheme.sync, scheme.timeout) == ("gloo", False, 3.0)
+
+
 def test_bad_options() -> None:
     with pytest.raises(ValueError, match=r"distributed, multiprocess, none, ray, .*rpc, shared_mem"):
         wsync.WeightSyncScheme.from_backend("carrier_pigeon")

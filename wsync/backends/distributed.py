@@ -39,8 +39,8 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
     Args:
         backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
         sync: whether ``send`` waits until its promise holds.
-        strategy: the format in which weights are handed out.
         timeout: seconds for ``connect`` and ``send``; None for no limit.
+        strategy: the format in which weights are handed out.
         host: the sender's address. Loopback, unless somebody says which interface may be reached from outside.
         bind: whether parameters may be bound to received memory. Say False for workers that train.
         checksum: whether each update carries a checksum, which a worker verifies before it stages or applies it.
@@ -55,9 +55,9 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         self,
         backend: str = "gloo",
         sync: bool = True,
+        timeout: float | None = 60.0,
         *,
         strategy: Any = "tensordict",
-        timeout: float | None = 60.0,
         host: str = "127.0.0.1",
         bind: bool = True,
         checksum: bool = True,
