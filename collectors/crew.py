@@ -160,7 +160,7 @@ class CrewCollector(BaseCollector):
     def _gather(self) -> TensorDictBase:
         try:
             return self._gathering.gather(self._members)
-        except wsync.WeightSyncError:
+        except BaseException:  # KeyboardInterrupt, too: a later batch would be made of answers to what was asked now
             self.shutdown()
             raise
 

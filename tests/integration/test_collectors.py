@@ -244,6 +244,33 @@ def test_an_environment_that_raises_is_an_error_with_its_traceback():
     assert collector.closed and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
+class Nudging(Broken):
+    """Signals its trainer in the middle of the second batch, and goes on."""
+
+    def __init__(self, trainer: int):
+        self.trainer = trainer
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 12:
+            os.kill(self.trainer, signal.SIGINT)
+        return np.zeros(4, np.float32), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
+def test_what_an_interrupted_batch_was_asked_for_is_in_no_later_one(cls):
+    trainer = os.getpid()
+    makers = [lambda: GymEnv(Nudging(trainer)), cartpole(1)]  # one signal: a second would interrupt the shutdown
+    with cls(makers, policy(), frames_per_batch=16) as collector:
+        pids = [worker.process.pid for worker in collector.remote_workers]
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(1000):
+                next(collector)
+        assert collector.closed and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+        with pytest.raises(RuntimeError, match="shut down"):
+            next(collector)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
