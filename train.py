@@ -89,6 +89,7 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> int:
         except (OSError, ValueError) as error:  # an address that there is not, or settings that contradict another
             raise ConfigError(str(error)) from error
         collector.set_seed(cfg.seed)
+        collector.load_state_dict({"frames": training.progress.frames})
         title = f"{cfg.env.id}, {scheme.name}, {cfg.num_workers} × {cfg.num_envs} environments, seed {cfg.seed}"
         training.reporters = [
             RunFiles(training.resumed_from, training.progress.frames),

@@ -193,6 +193,11 @@ class CrewCollector(BaseCollector):
         """
         return self._members.seed(seed)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See BaseCollector."""
+        super().load_state_dict(state_dict)
+        self._members.resume(self.frames)
+
     def _refuse_restart(self, options: Mapping[str, Any], why: str) -> None:
         if options.get("on_worker_failure") == "restart":
             raise ValueError(f"{type(self).__name__} cannot restart these workers: {why}")

@@ -100,6 +100,11 @@ class Collector(BaseCollector):
         self._actor.rollout.seed(seed)
         return seed + self.env.num_envs
 
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See BaseCollector."""
+        super().load_state_dict(state_dict)
+        self._actor.rollout.frames = self.frames
+
     def interrupt(self) -> None:
         """Nobody is waited for here."""
 

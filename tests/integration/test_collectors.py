@@ -271,6 +271,19 @@ def test_what_an_interrupted_batch_was_asked_for_is_in_no_later_one(cls):
             next(collector)
 
 
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
+def test_random_frames_of_an_earlier_run_are_not_had_again(cls):
+    def versions(earlier: int) -> list[int]:
+        with cls([cartpole()], policy(), frames_per_batch=16, init_random_frames=24) as collector:
+            collector.load_state_dict({"frames": earlier})
+            assert collector.frames == earlier
+            return [int((next(collector)["policy_version"] == -1).sum()) for _ in range(2)]
+
+    assert versions(0) == [16, 8]
+    assert versions(16) == [8, 0]
+    assert versions(4096) == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
