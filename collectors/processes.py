@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from collectors.lines import Line, SharedMemoryLine, serve
 from collectors.pool import GRACE
 from collectors.worker import end_with_process, leave_signals_to_the_trainer
 
+_hiding = threading.Lock()  # collectors may be made in several threads at once; all have the same __main__
+
 
 @contextmanager
 def _without_main() -> Iterator[None]:
@@ -28,13 +31,14 @@ def _without_main() -> Iterator[None]:
     script without an ``if __name__ == "__main__"`` works.
     """
     names = vars(sys.modules["__main__"])
-    hidden = {name: names[name] for name in ("__spec__", "__file__") if name in names}
-    names["__spec__"] = None
-    names.pop("__file__", None)
-    try:
-        yield
-    finally:
-        names.update(hidden)
+    with _hiding:
+        hidden = {name: names[name] for name in ("__spec__", "__file__") if name in names}
+        names["__spec__"] = None
+        names.pop("__file__", None)
+        try:
+            yield
+        finally:
+            names.update(hidden)
 
 
 def _context() -> BaseContext:

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -18,6 +19,7 @@ from torch import nn
 import collectors
 import wsync
 from collectors import Collector, GymEnv, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from collectors.processes import _without_main as hide_main
 
 SCHEMES = ["shared_mem", "multiprocess"]
 
@@ -282,6 +284,23 @@ def test_random_frames_of_an_earlier_run_are_not_had_again(cls):
     assert versions(0) == [16, 8]
     assert versions(16) == [8, 0]
     assert versions(4096) == [0, 0]
+
+
+def test_collectors_that_are_made_at_once_do_not_show_each_other_the_script():
+    names, inside, done = vars(sys.modules["__main__"]), threading.Event(), threading.Event()
+    before = {name: names.get(name) for name in ("__spec__", "__file__")}
+
+    def other():
+        inside.set()
+        with hide_main():
+            done.set()
+
+    thread = threading.Thread(target=other)
+    with hide_main():
+        thread.start()
+        assert inside.wait(10) and not done.wait(0.2), "two had hidden it at once: the first to end would show it"
+    thread.join(10)
+    assert done.is_set() and {name: names.get(name) for name in before} == before
 
 
 @pytest.mark.parametrize(
