@@ -76,9 +76,13 @@ class Collector(BaseCollector):
             max_frames_per_traj=max_frames_per_traj,
         )
         self.env = self._actor.env
-        for model_id, scheme in self.weight_sync_schemes.items():
-            if not isinstance(scheme, wsync.NoWeightSyncScheme):
-                scheme.init_in_process(model_id, self._actor.get_model(model_id), self._source(model_id))
+        try:
+            for model_id, scheme in self.weight_sync_schemes.items():
+                if not isinstance(scheme, wsync.NoWeightSyncScheme):
+                    scheme.init_in_process(model_id, self._actor.get_model(model_id), self._source(model_id))
+        except BaseException:
+            self.shutdown()
+            raise
         followed = policy_scheme(self.weight_sync_schemes)
         if followed is not None:
             self._actor.follow(followed)

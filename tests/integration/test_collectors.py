@@ -20,6 +20,7 @@ import collectors
 import wsync
 from collectors import Collector, GymEnv, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from collectors.processes import _without_main as hide_main
+from wsync.gate import process_gate
 
 SCHEMES = ["shared_mem", "multiprocess"]
 
@@ -301,6 +302,16 @@ def test_collectors_that_are_made_at_once_do_not_show_each_other_the_script():
         assert inside.wait(10) and not done.wait(0.2), "two had hidden it at once: the first to end would show it"
     thread.join(10)
     assert done.is_set() and {name: names.get(name) for name in before} == before
+
+
+def test_a_collector_in_one_process_that_cannot_be_made_leaves_nothing():
+    schemes = {name: wsync.SharedMemWeightSyncScheme() for name in ("policy", "polcy")}
+    env = GymEnv(Broken())
+    closed: list[bool] = []
+    env.stepper.driver.close = lambda: closed.append(True)
+    with pytest.raises(LookupError, match="polcy"):
+        Collector(env, policy(), frames_per_batch=16, weight_sync_schemes=schemes)
+    assert closed and not process_gate().feeds
 
 
 @pytest.mark.parametrize(
