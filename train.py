@@ -140,7 +140,8 @@ if __name__ == "__main__":
     try:
         sys.argv[1:] = learning.config.stored_overrides(sys.argv[1:])
         main()
-    except EXPECTED as error:
-        if verbose:
+    except (Exception, SystemExit) as error:
+        learning.config.SweepReport.make_up()  # of the runs that came to an end before, or beside one that failed
+        if verbose or not isinstance(error, EXPECTED):
             raise
         sys.exit(complaint(error))

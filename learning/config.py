@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hydra.core.config_store import ConfigStore
 from hydra.experimental.callback import Callback
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from collectors.config import ConfigError, store_once
+from collectors.config import ConfigError, MultiSyncConfig, RemoteConfig, store_once
+from collectors.specs import Spec
 from learning.networks import ACTIVATIONS
 from learning.reporting.sweep import report
 
@@ -108,13 +109,28 @@ class TrainConfig:
 
 
 class SweepReport(Callback):
-    """Hydra's callback that reports on a sweep when its last run has ended."""
+    """Hydra's callback that reports on a sweep when its last run has ended.
+
+    Hydra does not tell of the end of a sweep in which a run has failed: `make_up` is for that.
+    """
+
+    _under_way: ClassVar[list[Path]] = []
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Remember the sweep's folder."""
+        self._under_way.append(Path(config.hydra.sweep.dir))
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Print the table, and write the report into the sweep's folder; nothing if no run came to an end."""
-        folder = Path(config.hydra.sweep.dir)
-        if any(folder.glob("*/summary.json")):
-            report(folder)
+        self.make_up()
+
+    @classmethod
+    def make_up(cls) -> None:
+        """Report on the sweep that has not been reported on, if there is one; see `on_multirun_end`."""
+        while cls._under_way:
+            folder = cls._under_way.pop()
+            if any(folder.glob("*/summary.json")):
+                report(folder)
 
 
 def settings() -> list[str]:
