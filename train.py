@@ -65,7 +65,8 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> int:
         GymEnv, cfg.env.id, cfg.num_envs, max_frames_per_traj=cfg.env.max_episode_steps, **cfg.env.kwargs
     )
     with closing(collectors.config.sample(cfg.env)) as env:
-        observation_dim, action_spec = env.observation_spec["observation"].shape.numel(), env.action_spec
+        observation_dim = learning.config.observation_dim(cfg.env.id, env.observation_spec["observation"])
+        action_spec = env.action_spec
     policy = make_policy(observation_dim, action_spec, cfg.policy.hidden, cfg.policy.activation, cfg.policy.initial_std)
     critic = make_critic(observation_dim, cfg.policy.hidden, cfg.policy.activation)
     learner = instantiate(cfg.algorithm, policy, critic)

@@ -153,12 +153,23 @@ def check(config: TrainConfig) -> None:
     }
     positive |= {f"algorithm.{name}": getattr(config.algorithm, name) for name in ("epochs", "minibatch_size", "lr")}
     positive |= {f"policy.hidden[{i}]": width for i, width in enumerate(config.policy.hidden)}
+    positive |= {"policy.initial_std": config.policy.initial_std}
+    positive |= {"env.max_episode_steps": config.env.max_episode_steps}
     for name, value in positive.items():
         if value is not None and value <= 0:
             raise ConfigError(f"{name} has to be more than 0, not {value}")
+    if config.seed < 0:
+        raise ConfigError(f"seed has to be at least 0, not {config.seed}")
     for name in ("gamma", "gae_lambda"):
         if not 0 <= (value := getattr(config.algorithm, name)) <= 1:
             raise ConfigError(f"algorithm.{name} has to be between 0 and 1, not {value}")
+    if isinstance(config.collector, MultiSyncConfig | RemoteConfig):
+        how, time = config.collector.cat_results, 0 if config.num_envs == 1 else 1
+        if how in (time, -1):
+            raise ConfigError(
+                f"collector.cat_results={how} joins the workers' batches along time, as if one's frames came after "
+                f"another's: say stack{', or 0' if time else ''}"
+            )
     rows = config.num_workers * config.num_envs
     if config.frames_per_batch < rows:
         raise ConfigError(
@@ -167,6 +178,21 @@ def check(config: TrainConfig) -> None:
         )
     if config.policy.activation not in ACTIVATIONS:
         raise ConfigError(f"policy.activation={config.policy.activation}: it is one of {', '.join(ACTIVATIONS)}")
+
+
+def observation_dim(env_id: str, spec: Spec) -> int:
+    """Return the length of an observation that a policy can read.
+
+    Raises:
+        ConfigError: it is no vector of floats (an image, say).
+    """
+    if len(spec.shape) != 1 or not spec.dtype.is_floating_point:
+        raise ConfigError(
+            f"env.id={env_id}: the policy reads a vector of floats, and an observation is {spec.dtype} of shape "
+            f"{list(spec.shape)}: register the environment with wrappers that make it one (FlattenObservation, "
+            "RescaleObservation)"
+        )
+    return spec.shape[0]
 
 
 def stored_overrides(argv: Sequence[str]) -> list[str]:
