@@ -203,10 +203,12 @@ class CrewCollector(BaseCollector):
             raise ValueError(f"{type(self).__name__} cannot restart these workers: {why}")
 
     def _close(self) -> None:
-        self._members.close()
-        for scheme in self.weight_sync_schemes.values():
-            scheme.shutdown()
-        atexit.unregister(self._at_exit)
+        try:
+            self._members.close()
+        finally:
+            for scheme in self.weight_sync_schemes.values():
+                scheme.shutdown()
+            atexit.unregister(self._at_exit)
 
 
 def _spread(device: Any, workers: int) -> list[str | None]:

@@ -76,14 +76,14 @@ def end_of(process: BaseProcess) -> str:
 
 
 def end(processes: Collection[BaseProcess]) -> None:
-    """Wait for processes that were told to end, and kill those who do not."""
+    """Wait for processes that were told to end, and kill those who do not; all of them, if the wait is interrupted."""
     deadline = time.monotonic() + GRACE
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
-        process.close()
+    try:
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+    finally:  # a second Ctrl-C: nobody may be left whom this process would wait for when it exits
+        for process in processes:
+            kill(process)
 
 
 def kill(process: BaseProcess) -> None:

@@ -20,6 +20,7 @@ import collectors
 import wsync
 from collectors import Collector, GymEnv, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from collectors.processes import _without_main as hide_main
+from collectors.processes import end, start
 from wsync.gate import process_gate
 
 SCHEMES = ["shared_mem", "multiprocess"]
@@ -272,6 +273,22 @@ def test_what_an_interrupted_batch_was_asked_for_is_in_no_later_one(cls):
         assert collector.closed and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
         with pytest.raises(RuntimeError, match="shut down"):
             next(collector)
+
+
+def test_an_interrupted_shutdown_leaves_no_worker_that_is_waited_for_at_exit():
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    stuck = [start(time.sleep, i, 1000.0) for i in range(2)]
+    pids = [process.pid for process in stuck]
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            end(stuck)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
