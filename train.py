@@ -65,7 +65,8 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> int:
         GymEnv, cfg.env.id, cfg.num_envs, max_frames_per_traj=cfg.env.max_episode_steps, **cfg.env.kwargs
     )
     with closing(collectors.config.sample(cfg.env)) as env:
-        observation_dim, action_spec = env.observation_spec["observation"].shape.numel(), env.action_spec
+        observation_dim = learning.config.observation_dim(cfg.env.id, env.observation_spec["observation"])
+        action_spec = env.action_spec
     policy = make_policy(observation_dim, action_spec, cfg.policy.hidden, cfg.policy.activation, cfg.policy.initial_std)
     critic = make_critic(observation_dim, cfg.policy.hidden, cfg.policy.activation)
     learner = instantiate(cfg.algorithm, policy, critic)
@@ -89,6 +90,7 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> int:
         except (OSError, ValueError) as error:  # an address that there is not, or settings that contradict another
             raise ConfigError(str(error)) from error
         collector.set_seed(cfg.seed)
+        collector.load_state_dict({"frames": training.progress.frames})
         title = f"{cfg.env.id}, {scheme.name}, {cfg.num_workers} × {cfg.num_envs} environments, seed {cfg.seed}"
         training.reporters = [
             RunFiles(training.resumed_from, training.progress.frames),
@@ -139,7 +141,8 @@ if __name__ == "__main__":
     try:
         sys.argv[1:] = learning.config.stored_overrides(sys.argv[1:])
         main()
-    except EXPECTED as error:
-        if verbose:
+    except (Exception, SystemExit) as error:
+        learning.config.SweepReport.make_up()  # of the runs that came to an end before, or beside one that failed
+        if verbose or not isinstance(error, EXPECTED):
             raise
         sys.exit(complaint(error))

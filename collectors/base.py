@@ -171,7 +171,7 @@ class BaseCollector(ABC):
         return {"frames": self.frames}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on counting where ``state_dict`` was taken."""
+        """Go on counting where ``state_dict`` was taken; random frames that were had then are not had again."""
         self.frames = int(state_dict["frames"])
 
     def shutdown(self) -> None:

@@ -88,7 +88,7 @@ class MultiSyncConfig(CrewConfig):
     """Worker processes; a batch has a share of each, and all wait for new weights."""
 
     _target_: str = "collectors.MultiSyncCollector"
-    cat_results: str = "stack"
+    cat_results: Any = "stack"  # or a dimension, which is a number
 
 
 @dataclass
@@ -108,7 +108,7 @@ class RemoteConfig(CrewConfig):
     """
 
     sync: bool = True
-    cat_results: str = "stack"
+    cat_results: Any = "stack"  # or a dimension, which is a number
     timeout: float = 60.0
     _convert_: str = "all"  # lists and dictionaries reach the collector as such
 

@@ -160,7 +160,7 @@ class CrewCollector(BaseCollector):
     def _gather(self) -> TensorDictBase:
         try:
             return self._gathering.gather(self._members)
-        except wsync.WeightSyncError:
+        except BaseException:  # KeyboardInterrupt, too: a later batch would be made of answers to what was asked now
             self.shutdown()
             raise
 
@@ -193,15 +193,22 @@ class CrewCollector(BaseCollector):
         """
         return self._members.seed(seed)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See BaseCollector."""
+        super().load_state_dict(state_dict)
+        self._members.resume(self.frames)
+
     def _refuse_restart(self, options: Mapping[str, Any], why: str) -> None:
         if options.get("on_worker_failure") == "restart":
             raise ValueError(f"{type(self).__name__} cannot restart these workers: {why}")
 
     def _close(self) -> None:
-        self._members.close()
-        for scheme in self.weight_sync_schemes.values():
-            scheme.shutdown()
-        atexit.unregister(self._at_exit)
+        try:
+            self._members.close()
+        finally:
+            for scheme in self.weight_sync_schemes.values():
+                scheme.shutdown()
+            atexit.unregister(self._at_exit)
 
 
 def _spread(device: Any, workers: int) -> list[str | None]:

@@ -118,6 +118,14 @@ class Members(Generic[W]):
         self._next_seed = seed
         return seed
 
+    def resume(self, frames: int) -> None:
+        """An earlier run has had so many frames: fewer random ones are left, for each worker and its successors."""
+        share = -(-frames // len(self._places))
+        for place in self._places:
+            place.frames = share
+            if place.worker is not None and place.stage is Stage.THERE:
+                self.pool.tell([place.worker], "resume", share)
+
     # --- for whoever brings weights ---
 
     def deliver(self, send: Callable[[Any], object], worker_ids: int | Sequence[int] | None) -> None:

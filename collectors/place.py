@@ -42,7 +42,7 @@ class Place(Generic[W]):
         since: when it last answered, or began to owe one.
         begins_at: when a paused one is started anew.
         joined: whether it gets updates.
-        frames: that all who had this place have delivered.
+        frames: that all who had this place have delivered, in an earlier run, too.
     """
 
     options: WorkerOptions

@@ -55,8 +55,8 @@ Event = tuple[W, str, Any]
 class Pool(ABC, Generic[W]):
     """Workers that are there, but have nothing to act with yet: they are told ``build`` first.
 
-    A command is answered once, but for ``seed``: ``build`` by ``ready``, ``connect`` by ``connected``, ``collect`` by
-    ``batch``, which is in the worker's ``batches`` then. Each worker takes its commands in order.
+    A command is answered once, but for ``seed`` and ``resume``: ``build`` by ``ready``, ``connect`` by ``connected``,
+    ``collect`` by ``batch``, which is in the worker's ``batches`` then. Each worker takes its commands in order.
 
     Attributes:
         workers: those that were not let go.

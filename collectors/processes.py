@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from collectors.lines import Line, SharedMemoryLine, serve
 from collectors.pool import GRACE
 from collectors.worker import end_with_process, leave_signals_to_the_trainer
 
+_hiding = threading.Lock()  # collectors may be made in several threads at once; all have the same __main__
+
 
 @contextmanager
 def _without_main() -> Iterator[None]:
@@ -28,13 +31,14 @@ def _without_main() -> Iterator[None]:
     script without an ``if __name__ == "__main__"`` works.
     """
     names = vars(sys.modules["__main__"])
-    hidden = {name: names[name] for name in ("__spec__", "__file__") if name in names}
-    names["__spec__"] = None
-    names.pop("__file__", None)
-    try:
-        yield
-    finally:
-        names.update(hidden)
+    with _hiding:
+        hidden = {name: names[name] for name in ("__spec__", "__file__") if name in names}
+        names["__spec__"] = None
+        names.pop("__file__", None)
+        try:
+            yield
+        finally:
+            names.update(hidden)
 
 
 def _context() -> BaseContext:
@@ -72,14 +76,14 @@ def end_of(process: BaseProcess) -> str:
 
 
 def end(processes: Collection[BaseProcess]) -> None:
-    """Wait for processes that were told to end, and kill those who do not."""
+    """Wait for processes that were told to end, and kill those who do not; all of them, if the wait is interrupted."""
     deadline = time.monotonic() + GRACE
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
-        process.close()
+    try:
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+    finally:  # a second Ctrl-C: nobody may be left whom this process would wait for when it exits
+        for process in processes:
+            kill(process)
 
 
 def kill(process: BaseProcess) -> None:

@@ -76,9 +76,13 @@ class Collector(BaseCollector):
             max_frames_per_traj=max_frames_per_traj,
         )
         self.env = self._actor.env
-        for model_id, scheme in self.weight_sync_schemes.items():
-            if not isinstance(scheme, wsync.NoWeightSyncScheme):
-                scheme.init_in_process(model_id, self._actor.get_model(model_id), self._source(model_id))
+        try:
+            for model_id, scheme in self.weight_sync_schemes.items():
+                if not isinstance(scheme, wsync.NoWeightSyncScheme):
+                    scheme.init_in_process(model_id, self._actor.get_model(model_id), self._source(model_id))
+        except BaseException:
+            self.shutdown()
+            raise
         followed = policy_scheme(self.weight_sync_schemes)
         if followed is not None:
             self._actor.follow(followed)
@@ -99,6 +103,11 @@ class Collector(BaseCollector):
         """Environment ``i`` gets ``seed + i``."""
         self._actor.rollout.seed(seed)
         return seed + self.env.num_envs
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See BaseCollector."""
+        super().load_state_dict(state_dict)
+        self._actor.rollout.frames = self.frames
 
     def interrupt(self) -> None:
         """Nobody is waited for here."""

@@ -57,7 +57,8 @@ class Parts:
 class Core:
     """A worker's environment, policy and schemes, and the batches that it fills.
 
-    The trainer's commands are ``connect``, then any number of ``seed`` (a number) and ``collect`` (a buffer's index).
+    The trainer's commands are ``connect``, then any number of ``seed`` (a number), ``resume`` (the frames of an earlier
+    run) and ``collect`` (a buffer's index).
 
     Args:
         parts: pickled ``Parts``.
@@ -93,6 +94,9 @@ class Core:
             return "connected", None
         if command == "seed":
             self._actor.rollout.seed(argument)
+            return None
+        if command == "resume":
+            self._actor.rollout.frames = argument
             return None
         index: int = argument
         self._actor.rollout.collect(self._batches[index])

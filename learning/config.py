@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hydra.core.config_store import ConfigStore
 from hydra.experimental.callback import Callback
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from collectors.config import ConfigError, store_once
+from collectors.config import ConfigError, MultiSyncConfig, RemoteConfig, store_once
+from collectors.specs import Spec
 from learning.networks import ACTIVATIONS
 from learning.reporting.sweep import report
 
@@ -108,13 +109,28 @@ class TrainConfig:
 
 
 class SweepReport(Callback):
-    """Hydra's callback that reports on a sweep when its last run has ended."""
+    """Hydra's callback that reports on a sweep when its last run has ended.
+
+    Hydra does not tell of the end of a sweep in which a run has failed: `make_up` is for that.
+    """
+
+    _under_way: ClassVar[list[Path]] = []
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Remember the sweep's folder."""
+        self._under_way.append(Path(config.hydra.sweep.dir))
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Print the table, and write the report into the sweep's folder; nothing if no run came to an end."""
-        folder = Path(config.hydra.sweep.dir)
-        if any(folder.glob("*/summary.json")):
-            report(folder)
+        self.make_up()
+
+    @classmethod
+    def make_up(cls) -> None:
+        """Report on the sweep that has not been reported on, if there is one; see `on_multirun_end`."""
+        while cls._under_way:
+            folder = cls._under_way.pop()
+            if any(folder.glob("*/summary.json")):
+                report(folder)
 
 
 def settings() -> list[str]:
@@ -137,12 +153,23 @@ def check(config: TrainConfig) -> None:
     }
     positive |= {f"algorithm.{name}": getattr(config.algorithm, name) for name in ("epochs", "minibatch_size", "lr")}
     positive |= {f"policy.hidden[{i}]": width for i, width in enumerate(config.policy.hidden)}
+    positive |= {"policy.initial_std": config.policy.initial_std}
+    positive |= {"env.max_episode_steps": config.env.max_episode_steps}
     for name, value in positive.items():
         if value is not None and value <= 0:
             raise ConfigError(f"{name} has to be more than 0, not {value}")
+    if config.seed < 0:
+        raise ConfigError(f"seed has to be at least 0, not {config.seed}")
     for name in ("gamma", "gae_lambda"):
         if not 0 <= (value := getattr(config.algorithm, name)) <= 1:
             raise ConfigError(f"algorithm.{name} has to be between 0 and 1, not {value}")
+    if isinstance(config.collector, MultiSyncConfig | RemoteConfig):
+        how, time = config.collector.cat_results, 0 if config.num_envs == 1 else 1
+        if how in (time, -1):
+            raise ConfigError(
+                f"collector.cat_results={how} joins the workers' batches along time, as if one's frames came after "
+                f"another's: say stack{', or 0' if time else ''}"
+            )
     rows = config.num_workers * config.num_envs
     if config.frames_per_batch < rows:
         raise ConfigError(
@@ -151,6 +178,21 @@ def check(config: TrainConfig) -> None:
         )
     if config.policy.activation not in ACTIVATIONS:
         raise ConfigError(f"policy.activation={config.policy.activation}: it is one of {', '.join(ACTIVATIONS)}")
+
+
+def observation_dim(env_id: str, spec: Spec) -> int:
+    """Return the length of an observation that a policy can read.
+
+    Raises:
+        ConfigError: it is no vector of floats (an image, say).
+    """
+    if len(spec.shape) != 1 or not spec.dtype.is_floating_point:
+        raise ConfigError(
+            f"env.id={env_id}: the policy reads a vector of floats, and an observation is {spec.dtype} of shape "
+            f"{list(spec.shape)}: register the environment with wrappers that make it one (FlattenObservation, "
+            "RescaleObservation)"
+        )
+    return spec.shape[0]
 
 
 def stored_overrides(argv: Sequence[str]) -> list[str]:

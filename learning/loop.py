@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from learning import checkpoint
-from learning.ppo import PPO
+from learning.ppo import PPO, Diverged
 from learning.progress import Progress
 from learning.reporting import Reporter
 from learning.stop import StopRequest
@@ -88,15 +88,19 @@ class Training:
     def run(self, collector: Collector, stop: StopRequest, config: Any) -> dict[str, Any]:
         """Train until the goal is reached or somebody asks to stop; return the summary, which reporters get too.
 
-        Whatever ends the run, a checkpoint and the summary are written. An error is raised again afterwards, unless it
-        came after a request to stop: a signal to the whole process group ends the workers as well.
+        Whatever ends the run, a checkpoint and the summary are written; but networks that have diverged are not, so
+        that the last checkpoint before is the one to go on from. An error is raised again afterwards, unless it came
+        after a request to stop: a signal to the whole process group ends the workers as well.
         """
-        status = "failed"
+        status, diverged = "failed", False
         stop.tell(collector.interrupt)
         try:
             for reporter in self.reporters:
                 reporter.begin(self.folder, config)
             status = self._loop(collector, stop)
+        except Diverged:
+            diverged = True
+            raise
         except RuntimeError:
             if not stop.requested:
                 raise
@@ -106,7 +110,8 @@ class Training:
             with ExitStack() as everyone:  # last in, first called; each is told, even if the disk is full
                 for reporter in reversed(self.reporters):
                     everyone.callback(reporter.finish, summary)
-                everyone.callback(checkpoint.save, self.folder, self.state_dict())
+                if not diverged:
+                    everyone.callback(checkpoint.save, self.folder, self.state_dict())
         return summary
 
     def _loop(self, collector: Collector, stop: StopRequest) -> str:

@@ -17,6 +17,10 @@ STATS = ("loss_policy", "loss_value", "entropy", "kl", "clip_fraction", "grad_no
 KL = STATS.index("kl")
 
 
+class Diverged(FloatingPointError):
+    """A learner's figures are no longer finite: its networks are lost."""
+
+
 class Frames(NamedTuple):
     """Frames to learn from, ``[n, ...]`` each: what the acting policy said of them, and what came of it."""
 
@@ -104,7 +108,7 @@ class PPO:
         ``explained_variance``, ``value`` (scaled reward), ``epochs`` (passes done), ``lr``, ``clip``.
 
         Raises:
-            FloatingPointError: the figures are no longer finite; the networks are lost.
+            Diverged: the figures are no longer finite; the networks are lost.
 
         """
         lr = self._scheduled(self.lr, self.lr_final)
@@ -119,7 +123,7 @@ class PPO:
         self.frames += batch.numel()
         stats = dict(zip(STATS, torch.stack(passes).mean(0).tolist(), strict=True)) | summary
         if not all(map(math.isfinite, stats.values())):
-            raise FloatingPointError(f"PPO diverged after {self.frames} frames: {stats}")
+            raise Diverged(f"PPO diverged after {self.frames} frames: {stats}")
         return stats | {"epochs": float(len(passes)), "lr": lr, "clip": clip}
 
     def _scheduled(self, first: float, final: float) -> float:

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -20,7 +21,10 @@ import wsync
 from collectors import Collector, GymEnv, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from collectors.distributed import DistributedCollector
 from collectors.lines import SharedMemoryLine, serve
+from collectors.processes import _without_main as hide_main
+from collectors.processes import end, start
 from collectors.worker import WorkerOptions
+from wsync.gate import process_gate
 
 SCHEMES = ["shared_mem", "multiprocess"]
 
@@ -317,6 +321,89 @@ def test_a_worker_that_fails_when_its_trainer_has_hung_up_already_is_silent(capf
     worker.join(20)
     assert worker.exitcode == 0
     assert capfd.readouterr().err == ""
+
+
+class Nudging(Broken):
+    """Signals its trainer in the middle of the second batch, and goes on."""
+
+    def __init__(self, trainer: int):
+        self.trainer = trainer
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 12:
+            os.kill(self.trainer, signal.SIGINT)
+        return np.zeros(4, np.float32), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
+def test_what_an_interrupted_batch_was_asked_for_is_in_no_later_one(cls):
+    trainer = os.getpid()
+    makers = [lambda: GymEnv(Nudging(trainer)), cartpole(1)]  # one signal: a second would interrupt the shutdown
+    with cls(makers, policy(), frames_per_batch=16) as collector:
+        pids = [worker.process.pid for worker in collector.remote_workers]
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(1000):
+                next(collector)
+        assert collector.closed and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+        with pytest.raises(RuntimeError, match="shut down"):
+            next(collector)
+
+
+def test_an_interrupted_shutdown_leaves_no_worker_that_is_waited_for_at_exit():
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    stuck = [start(time.sleep, i, 1000.0) for i in range(2)]
+    pids = [process.pid for process in stuck]
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            end(stuck)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
+def test_random_frames_of_an_earlier_run_are_not_had_again(cls):
+    def versions(earlier: int) -> list[int]:
+        with cls([cartpole()], policy(), frames_per_batch=16, init_random_frames=24) as collector:
+            collector.load_state_dict({"frames": earlier})
+            assert collector.frames == earlier
+            return [int((next(collector)["policy_version"] == -1).sum()) for _ in range(2)]
+
+    assert versions(0) == [16, 8]
+    assert versions(16) == [8, 0]
+    assert versions(4096) == [0, 0]
+
+
+def test_collectors_that_are_made_at_once_do_not_show_each_other_the_script():
+    names, inside, done = vars(sys.modules["__main__"]), threading.Event(), threading.Event()
+    before = {name: names.get(name) for name in ("__spec__", "__file__")}
+
+    def other():
+        inside.set()
+        with hide_main():
+            done.set()
+
+    thread = threading.Thread(target=other)
+    with hide_main():
+        thread.start()
+        assert inside.wait(10) and not done.wait(0.2), "two had hidden it at once: the first to end would show it"
+    thread.join(10)
+    assert done.is_set() and {name: names.get(name) for name in before} == before
+
+
+def test_a_collector_in_one_process_that_cannot_be_made_leaves_nothing():
+    schemes = {name: wsync.SharedMemWeightSyncScheme() for name in ("policy", "polcy")}
+    env = GymEnv(Broken())
+    closed: list[bool] = []
+    env.stepper.driver.close = lambda: closed.append(True)
+    with pytest.raises(LookupError, match="polcy"):
+        Collector(env, policy(), frames_per_batch=16, weight_sync_schemes=schemes)
+    assert closed and not process_gate().feeds
 
 
 @pytest.mark.parametrize(

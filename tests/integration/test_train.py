@@ -257,6 +257,16 @@ def test_a_sweep_ends_with_a_report_that_says_what_the_runs_say(runs: dict[str, 
     assert all((sweep / name).stat().st_size > 10_000 for name in ("sweep_returns.png", "sweep_latency.png"))
 
 
+def test_a_sweep_in_which_a_run_fails_ends_with_a_report_of_the_others(tmp_path: Path) -> None:
+    sweep = [f"hydra.sweep.dir={tmp_path}", "weight_sync=none", "total_frames=256", "collector.max_restarts=-1,3", "-m"]
+    done = run(tmp_path, *sweep)
+    assert done.returncode == 1
+    assert "train.py: max_restarts is at least 0" in done.stderr
+    with open(tmp_path / "sweep.csv", encoding="utf-8", newline="") as file:
+        assert [row["run"] for row in csv.DictReader(file)] == ["1-none-s0"]
+    assert "1 runs" in done.stdout and (tmp_path / "sweep.html").is_file()
+
+
 def test_a_report_of_nothing_says_so(tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "scripts" / "report.py"), str(tmp_path)]
     done = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
@@ -16,6 +17,7 @@ import collectors.config
 import learning.config
 import wsync.config
 from collectors.config import ConfigError, EnvConfig
+from collectors.specs import Spec
 from learning import PPO, make_policy
 from learning.complaints import one_line
 from learning.config import TrainConfig
@@ -142,11 +144,31 @@ def test_a_slip_is_answered_in_one_line(override: str, said: str) -> None:
         (["algorithm.epochs=0"], "algorithm.epochs has to be more than 0"),
         (["policy.hidden=[64,0]"], r"policy.hidden\[1\] has to be more than 0"),
         (["policy.activation=cubic"], "it is one of tanh, "),
+        (["policy.initial_std=0"], "policy.initial_std has to be more than 0"),
+        (["env.max_episode_steps=0"], "env.max_episode_steps has to be more than 0"),
+        (["seed=-1"], "seed has to be at least 0, not -1"),
+        (["collector.cat_results=1"], "cat_results=1 joins the workers' batches along time, .*: say stack, or 0"),
+        (["collector.cat_results=-1"], "along time"),
+        (["collector.cat_results=0", "num_envs=1"], "along time"),
     ],
 )
 def test_an_impossible_value_is_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         learning.config.check(config(*overrides))
+
+
+def test_a_batch_may_be_joined_along_a_dimension() -> None:
+    for option in ("shared_mem", "distributed"):
+        possible = config("collector.cat_results=0", f"weight_sync={option}")
+        learning.config.check(possible)
+        assert possible.collector.cat_results == 0
+
+
+@pytest.mark.parametrize("spec", [Spec(torch.Size([4, 4, 3]), torch.uint8), Spec(torch.Size([2, 3]), torch.float32)])
+def test_an_observation_that_no_policy_reads_is_refused(spec: Spec) -> None:
+    with pytest.raises(ConfigError, match=r"env\.id=Mine-v0: the policy reads a vector of floats"):
+        learning.config.observation_dim("Mine-v0", spec)
+    assert learning.config.observation_dim("Mine-v0", Spec(torch.Size([6]), torch.float32)) == 6
 
 
 def test_an_impossible_pair_is_refused() -> None:

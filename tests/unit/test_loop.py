@@ -1,0 +1,55 @@
+"""The training loop without workers: what is kept of a run that fails."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+import collectors.recovery
+from collectors.specs import Spec
+from learning import PPO, checkpoint, make_critic, make_policy
+from learning.loop import Goal, Training
+from learning.ppo import Diverged
+from learning.stop import StopRequest
+from learning.summary import Failures
+from wsync import NoWeightSyncScheme
+
+
+class Ruinous:
+    """Collects two good batches, and then one with a reward that is no number."""
+
+    failures: Failures = collectors.recovery.Failures()
+
+    def __init__(self, policy: nn.Module) -> None:
+        self.policy = policy
+
+    def interrupt(self) -> None:
+        pass
+
+    def update_policy_weights_(self, policy: nn.Module, /) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        for reward in (1.0, 2.0, torch.nan):
+            with torch.no_grad():
+                batch: Any = self.policy(TensorDict({"observation": torch.randn(2, 8, 4)}, [2, 8]))
+            no = torch.zeros(2, 8, 1, dtype=torch.bool)
+            step = {"observation": torch.randn(2, 8, 4), "reward": torch.full((2, 8, 1), reward), "done": no}
+            step |= {"terminated": no, "truncated": no, "episode_return": torch.zeros(2, 8, 1)}
+            batch["policy_version"] = torch.zeros(2, 8, dtype=torch.int64)
+            yield batch.set("next", TensorDict(step, [2, 8]))
+
+
+def test_networks_that_have_diverged_do_not_replace_the_last_checkpoint(tmp_path: Path) -> None:
+    policy = make_policy(4, Spec(torch.Size([2]), torch.int64, n=2), (8,))
+    learner = PPO(policy, make_critic(4, (8,)))
+    training = Training(learner, NoWeightSyncScheme(), Goal(1000), tmp_path, checkpoint_every=0.0)
+    with pytest.raises(Diverged, match="diverged after 48 frames"):
+        training.run(Ruinous(policy), StopRequest(), {})
+    kept = checkpoint.load(tmp_path)
+    assert kept["progress"]["frames"] == kept["learner"]["frames"] == 32
+    assert all(value.isfinite().all() for value in kept["learner"]["policy"].values())
