@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from contract_models import Hard, Small, Tail, fill
 from crew import (
+    Host,
     RemoteError,
     become_middle,
     below_forward,
@@ -21,6 +24,7 @@ from crew import (
 )
 
 import wsync
+from wsync import receiver
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -204,6 +208,48 @@ def test_worker_that_leaves(make_scheme: Any) -> None:
         scheme.send(fill(model, 3))
         assert workers[0].call("forward")[0] == 3
         assert workers[1].call("forward")[0] in (1, 2)
+
+
+def shut_down_under_receive(host: Host) -> str:
+    """Shut down while another thread waits in ``receive``: what that one was told."""
+    scheme, told = host.schemes["policy"], queue.SimpleQueue[str]()
+    at_the_door = threading.Event()
+
+    def wait() -> None:
+        at_the_door.set()
+        try:
+            scheme.receive()
+        except wsync.NotConnected as error:
+            told.put(str(error))
+
+    threading.Thread(target=wait, daemon=True).start()
+    at_the_door.wait()
+    with suppress(queue.Empty):
+        told.get(timeout=0.3)  # time to begin to wait; whether it has makes no difference
+    scheme.shutdown()
+    return told.get(timeout=10.0)
+
+
+def test_shutdown_ends_a_receive_that_waits(make_scheme: Any) -> None:
+    with crew(1) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=Small(), num_workers=1)
+        workers.follow(scheme, Small)
+        assert "shut down" in workers[0].call("run", shut_down_under_receive)
+
+
+def shut_down_with_something_staged(host: Host) -> int:
+    """How much is staged in this process after this end has gone."""
+    before = len(receiver._staged)
+    host.schemes["policy"].shutdown()
+    return before - len(receiver._staged)
+
+
+def test_what_was_staged_goes_with_the_receiver(make_scheme: Any) -> None:
+    with crew(1) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=Small(), num_workers=1)
+        workers.follow(scheme, Small)
+        scheme.sender.stage(None, None, 7)  # and there is no decision
+        assert workers[0].call("run", shut_down_with_something_staged) == 1
 
 
 def test_a_dead_worker_is_replaced(make_scheme: Any) -> None:
