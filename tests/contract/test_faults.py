@@ -197,6 +197,48 @@ def test_answers_that_nobody_waits_for(make_scheme: Any) -> None:
         assert workers[0].call("forward")[0] == 7
 
 
+def test_no_answer_is_forgotten(make_scheme: Any) -> None:
+    model = fill(Tail(), 1)
+    with crew(2) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        workers.follow(scheme, Tail)
+        model.note = "refuse 0"
+        scheme.send_async(worker_ids=0)
+        model.note = "fine"
+        scheme.send(worker_ids=1)  # says nothing about worker 0
+        with pytest.raises(wsync.WorkerFailed, match=r"(?s)worker 0.*ArithmeticError"):
+            scheme.wait_async()
+        model.note = "refuse 0"
+        scheme.send_async(worker_ids=0)
+        model.note = "fine"
+        scheme.send_async(worker_ids=1)
+        with pytest.raises(wsync.WorkerFailed, match=r"(?s)worker 0.*ArithmeticError"):
+            scheme.wait_async()
+        report = scheme.wait_async()
+        assert report is not None and dict(report.workers) == {1: 5}
+
+
+def test_no_answer_is_awaited_twice(make_scheme: Any) -> None:
+    model = fill(Small(), 1)
+    with crew(2) as workers, crew(1) as spare, make_scheme(timeout=20.0) as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        workers.follow(scheme, Small)
+        scheme.send_async(fill(model, 2))
+        wsync.synchronize({scheme: fill(model, 3)})
+        assert scheme.wait_async() is None
+        scheme.send_async(fill(model, 4))
+        scheme.send(fill(model, 5), worker_ids=1)
+        report = scheme.wait_async()
+        assert report is not None and dict(report.workers) == {0: 4}
+        scheme.send_async(fill(model, 6))
+        workers[1].kill()
+        spare[0].start("join", scheme, Small, 1, "policy")
+        scheme.readmit(1)
+        assert spare[0].result() == 6
+        report = scheme.wait_async()
+        assert report is not None and dict(report.workers) == {0: 6}
+
+
 def test_worker_that_leaves(make_scheme: Any) -> None:
     model = fill(Small(), 1)
     with crew(2) as workers, make_scheme() as scheme:
