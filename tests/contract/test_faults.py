@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import queue
 import threading
 import time
@@ -154,6 +155,22 @@ def test_missing_worker(make_scheme: Any) -> None:
         with pytest.raises(wsync.SyncTimeout, match=r"worker\(s\) 1 did not connect") as late:
             scheme.connect()
         assert set(late.value.workers) == {1}
+
+
+def test_worker_that_gave_up_and_comes_again(make_scheme: Any) -> None:
+    if kind() == "ray":
+        pytest.skip("the trainer has the actors join")
+    with crew(2) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=2)
+        hasty = pickle.loads(pickle.dumps(scheme))
+        hasty.timeout = 0.2
+        with pytest.raises(RemoteError, match="sender did not answer"):
+            workers[0].call("join", hasty, Small, 0, "policy")
+        with pytest.raises(RemoteError, match="sender did not answer"):
+            workers[1].call("join", hasty, Small, 1, "policy")
+        assert workers.follow(scheme, Small) == [1, 1]
+        scheme.send(fill(Small(), 2))
+        assert [seen[0] for seen in workers.all("forward")] == [2, 2]
 
 
 def test_worker_that_dies_before_it_connects(make_scheme: Any) -> None:
