@@ -235,6 +235,11 @@ class Receiver:
                 with self._changed:
                     self._closed = True
 
+    def own_memory(self) -> None:
+        """Give the model memory of its own until the next update: somebody is about to write. Call it in the gate."""
+        if self._binding is not None:
+            self._binding.detach()
+
     def quiet(self) -> None:
         """Do not be woken for updates that nobody waits for: this worker acts through the gate alone."""
         self._quiet = self._cascade is None
@@ -258,8 +263,7 @@ class Receiver:
                 if not members:
                     del _staged[transaction]
             self._end.leave()
-            if self._binding is not None:
-                self._binding.detach()
+            self.own_memory()
         release(self.model)
         self._end.close()
 
