@@ -8,7 +8,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 from wsync.binding import dump_extra
 from wsync.deadlines import deadline_in
@@ -279,6 +281,10 @@ class Sender:
         raise kind(message, causes, version, failed)
 
     # --- all or nothing: see transaction.py ---
+
+    def alone(self) -> AbstractContextManager[Any]:
+        """Keep other threads' updates waiting while it is open."""
+        return self._lock
 
     def stage(self, weights: object, worker_ids: int | Sequence[int] | None, transaction: int) -> Posted:
         """Have every worker check an update and keep it ready; raises if one says no."""

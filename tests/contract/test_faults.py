@@ -445,6 +445,35 @@ def test_two_models_together(make_scheme: Any) -> None:
         assert [seen[0] for seen in workers.all("forward", "critic")] == [61, 61]
 
 
+def test_a_send_waits_for_a_transaction(make_scheme: Any) -> None:
+    with crew(1) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
+        workers.follow(scheme, Small)
+        decide, threads = scheme.sender.decide, []
+
+        def late(*args: Any) -> None:
+            threads.append(threading.Thread(target=scheme.send, args=(fill(Small(), 3),)))
+            threads[0].start()
+            threads[0].join(0.3)  # it may come first, if nothing keeps it
+            decide(*args)
+
+        scheme.sender.decide = late
+        assert wsync.synchronize({scheme: fill(Small(), 2)})["policy"].version == 2
+        threads[0].join()
+        assert workers.all("version") == [3]
+        assert workers[0].call("forward")[0] == 3
+
+
+def test_two_models_of_one_name(make_scheme: Any) -> None:
+    with crew(1) as workers, make_scheme() as scheme, make_scheme() as other:
+        for one in (scheme, other):
+            one.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
+        workers.follow(scheme, Small)
+        with pytest.raises(ValueError, match="model_id of its own"):
+            wsync.synchronize({scheme: fill(Small(), 2), other: fill(Small(), 3)})
+        assert workers[0].call("forward")[0] == 1
+
+
 def test_two_models_and_a_death(make_scheme: Any) -> None:
     actor, critic = fill(Small(), 1), fill(Small(), 1)
     with crew(2) as workers, make_scheme() as first, make_scheme() as second:
