@@ -65,6 +65,8 @@ class Binding:
             elif self._bind and isinstance(tensor, nn.Parameter) and tensor.device.type == "cpu":
                 self._bound.append((tensor, i))
             else:
+                if any(not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+                    tensor.data = tensor.data.contiguous()  # expanded: several elements in one place take one value
                 self._copied.append((tensor, i))
         self._index = index
         self._places = list(index.places.values())

@@ -106,6 +106,9 @@ class Lines:
             return -1
         line, hello = visitor
         worker = hello.worker
+        if wait_readable(line.signs, _NOW):  # until it is welcomed it has nothing to say: it has died, or given up
+            line.close()
+            return -1
         self.listen()  # its predecessor may have died
         problem = ""
         if hello.version != PROTOCOL:
@@ -127,7 +130,7 @@ class Lines:
         for fd in line.signs:
             self._of[fd] = worker
             self._poll.register(fd, select.POLLIN)
-        line.send(welcome)
+        self.say(worker, welcome)
         self._owner.joined(worker, hello, deadline)
         return worker
 

@@ -192,7 +192,7 @@ class LocalSender:
 
     def close(self) -> None:
         """Hang up on every worker, shut the door, and let the memory go."""
+        arena, self._arena = self._arena, None  # first: a forked child that closes leaves the workers' words alone
         self._lines.close()
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        if arena is not None:
+            arena.close()

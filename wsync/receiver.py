@@ -75,6 +75,7 @@ class Receiver:
             LayoutMismatch: its weights do not fit the model; the sender gets the same error.
         """
         self.worker_idx = worker_idx
+        self._closed = False
         self._end.connect(worker_idx, deadline_in(timeout))
         try:
             if self._end.layout is not None:
@@ -218,7 +219,7 @@ class Receiver:
                 self._call(not self._quiet)
                 return self._strategy.extract_weights(self.model)
             if self._closed:
-                raise NotConnected("the sender has shut down, or died: there will be no more weights")
+                raise NotConnected("the sender (or this end) has shut down, or died: there will be no more weights")
         self._call(not self._quiet)
         return None
 
@@ -234,6 +235,11 @@ class Receiver:
                 with self._changed:
                     self._closed = True
 
+    def own_memory(self) -> None:
+        """Give the model memory of its own until the next update: somebody is about to write. Call it in the gate."""
+        if self._binding is not None:
+            self._binding.detach()
+
     def quiet(self) -> None:
         """Do not be woken for updates that nobody waits for: this worker acts through the gate alone."""
         self._quiet = self._cascade is None
@@ -244,14 +250,20 @@ class Receiver:
             self._end.call(wanted)
 
     def close(self) -> None:
-        """Give the model its own memory and class back, and hang up."""
+        """Give the model its own memory and class back, and hang up; who waits in ``receive`` is let go."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
         self._end.detach(self)
         gate = process_gate()
         with gate.hold():
             gate.detach(self)
+            for transaction, members in list(_staged.items()):  # nobody decides for a model that is its owner's again
+                members[:] = [member for member in members if member[0] is not self]
+                if not members:
+                    del _staged[transaction]
             self._end.leave()
-            if self._binding is not None:
-                self._binding.detach()
+            self.own_memory()
         release(self.model)
         self._end.close()
 

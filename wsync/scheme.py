@@ -289,7 +289,7 @@ class WeightSyncScheme(SchemeView, ABC):
         """Wait until what was sent without waiting is installed.
 
         Raises:
-            WorkerDied, WorkerFailed, SyncTimeout: as ``send``.
+            WorkerDied, WorkerFailed, SyncTimeout: as ``send``, of one update; another call waits for the others.
         """
         return self._trainer("wait_async").sender.wait()
 
@@ -317,6 +317,8 @@ class WeightSyncScheme(SchemeView, ABC):
         if model is None:
             raise NotConnected("this end has no model to apply weights to")
         with process_gate().hold():
+            if isinstance(self._role, Worker):
+                self._role.receiver.own_memory()  # what it is bound to may be the other workers', too
             self.strategy.apply_weights(model, weights, inplace=inplace)
 
     def prepare_weights(

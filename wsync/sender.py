@@ -8,7 +8,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 from wsync.binding import dump_extra
 from wsync.deadlines import deadline_in
@@ -111,6 +113,7 @@ class Sender:
         """Take a worker for dead: nothing is sent to it, and what is for all is kept for who comes in its place."""
         with self._lock:
             self._end.forget(worker)
+            self._excuse([worker])
             self._roll.strike([worker])
 
     def admit(self, worker: int, sentinel: int | None = None, timeout: float | None = None) -> None:
@@ -139,24 +142,25 @@ class Sender:
             self._require_connected()
             workers, absent = self._roll.addressees(worker_ids)
             posted = self._post(weights, workers, absent, acknowledge=not (wait and self._published))
+            self._excuse(posted.workers)
             if wait:
-                self._posted.clear()  # whoever has this version, or is named in an error, needs no older one
                 return self._settle(posted)
-            everyone = set(posted.workers)
-            self._posted = [*(older for older in self._posted if not everyone.issuperset(older.workers)), posted]
+            self._posted.append(posted)
             self._end.listen()
             return None
+
+    def _excuse(self, workers: Collection[int]) -> None:
+        """Await no older answers of ``workers``: they are given, or owe, a newer one, or are named in an error."""
+        for older in self._posted:
+            older.workers = [worker for worker in older.workers if worker not in workers]
+        self._posted = [older for older in self._posted if older.workers]
 
     def wait(self) -> SyncReport | None:
         """Wait for everything that was sent without waiting; the newest one's report."""
         with self._lock:
-            posted, self._posted = self._posted, []
-            newest: dict[int, Posted] = {worker: update for update in posted for worker in update.workers}
             report = None
-            for update in posted:
-                update.workers = [worker for worker in update.workers if newest[worker] is update]
-                if update.workers:
-                    report = self._settle(update)
+            while self._posted:  # after an error the others are still waited for, by the next call
+                report = self._settle(self._posted.pop(0))
             return report
 
     def _require_connected(self) -> None:
@@ -278,6 +282,10 @@ class Sender:
 
     # --- all or nothing: see transaction.py ---
 
+    def alone(self) -> AbstractContextManager[Any]:
+        """Keep other threads' updates waiting while it is open."""
+        return self._lock
+
     def stage(self, weights: object, worker_ids: int | Sequence[int] | None, transaction: int) -> Posted:
         """Have every worker check an update and keep it ready; raises if one says no."""
         with self._lock:
@@ -291,6 +299,7 @@ class Sender:
             except BaseException:
                 self._end.release([buffer for _, buffer, _ in packed])
                 raise
+            self._excuse(workers)
             self._judge(workers, posted.version, self._end.collect(workers, posted.version, posted.deadline))
             return posted
 

@@ -71,12 +71,16 @@ class Switch:
         try:
             self._mutex.lock()
             value = words[at + SWITCH]
-            if value >> 16 > version:
+            newer = value >> 16 > version
+            if newer:
                 if hold:
                     words[at + HELD] = slot
                 version, slot = value >> 16, value >> 1 & 0x7FFF
-                words[at + TAKEN] = version
+            # The sender looks without the mutex, at TAKEN, then USED, then HELD: what says that a slot is needed is
+            # stored before what said so until now goes.
             words[at + USED] = slot
+            if newer:
+                words[at + TAKEN] = version
             return version, slot, bool(value & 1)
         finally:
             self._mutex.unlock()
@@ -86,8 +90,8 @@ class Switch:
         words, at = self._words, self._at
         try:
             self._mutex.lock()
+            words[at + HELD] = keep  # first: see enter
             words[at + USED] = NONE
-            words[at + HELD] = keep
             awaited = words[at + AWAITED]
             words[at + AWAITED] = 0
             return bool(awaited)

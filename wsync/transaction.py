@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from wsync.errors import WorkerError
@@ -30,12 +31,25 @@ def synchronize(
         ``{model_id: report}``.
 
     Raises:
+        ValueError: two schemes have one model_id; nothing was applied anywhere.
         LayoutMismatch: weights that do not fit; nothing was applied anywhere.
         WorkerDied, WorkerFailed, SyncTimeout: somebody could not stage them, and nothing was applied anywhere; or, if
             the message says that it had been decided, the others have all of them.
     """
     transaction = secrets.randbits(63)
     senders = {str(scheme.model_id): (scheme.sender, weights) for scheme, weights in updates.items()}
+    if len(senders) < len(updates):
+        raise ValueError(f"each scheme must have a model_id of its own, not {[s.model_id for s in updates]}")
+    with ExitStack() as alone:  # another thread's send must not come between staging and decision
+        for sender in sorted((sender for sender, _ in senders.values()), key=id):  # everybody in one order
+            alone.enter_context(sender.alone())
+        return _synchronize(senders, worker_ids, transaction)
+
+
+def _synchronize(
+    senders: Mapping[str, tuple[Sender, Any]], worker_ids: int | Sequence[int] | None, transaction: int
+) -> dict[str, SyncReport]:
+    """As ``synchronize``, by senders that nobody else uses meanwhile."""
     staged: dict[str, tuple[Sender, Posted]] = {}
     try:
         for model_id, (sender, weights) in senders.items():

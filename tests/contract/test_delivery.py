@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from typing import Any
 
@@ -261,6 +262,21 @@ def test_installed_is_seen_by_a_plain_read(make_scheme: Any) -> None:
             assert workers[0].call("raw_digest") == digest(model)
 
 
+def apply_here(host: Host, value: float) -> None:
+    host.schemes["policy"].apply_weights(fill(Small(), value).state_dict())
+
+
+def test_what_a_worker_applies_is_its_own(make_scheme: Any) -> None:
+    model = fill(Small(), 1)
+    with crew(2) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        workers.follow(scheme, Small)
+        workers[0].call("run", apply_here, 9.0)
+        assert [seen[0] for seen in workers.all("forward")] == [9, 1]
+        scheme.send(fill(model, 2))
+        assert [seen[0] for seen in workers.all("forward")] == [2, 2]
+
+
 def test_pickle_holds_no_weights(make_scheme: Any) -> None:
     with make_scheme() as scheme:
         model = big()
@@ -322,6 +338,22 @@ def test_fork(make_scheme: Any) -> None:
             scheme.send()
             assert workers.all("digest") == [digest(model)] * 2
             assert workers.all("shutdown") == [[], []]
+
+
+@pytest.mark.parametrize("kind", [wsync.SharedMemWeightSyncScheme, wsync.MultiProcessWeightSyncScheme])
+def test_a_forked_child_leaves_the_other_workers_slots_alone(kind: Any) -> None:
+    with crew(1) as workers, kind(timeout=30.0) as scheme:
+        scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
+        workers.follow(scheme, Small)
+        switch = scheme._role.end.arena.switches[0]
+        _, slot, _ = switch.enter(0, -1, False)  # as the worker does whose forward runs
+        child = os.fork()
+        if child == 0:
+            scheme.init_on_receiver("policy", model=Small(), worker_idx=0)
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert slot in scheme._role.end.arena.occupied(retains=False)[1]
+        switch.leave()
 
 
 def use_inherited(host: Host) -> list[float]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
+import queue
 import threading
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from contract_models import Hard, Small, Tail, fill
 from crew import (
+    Host,
     RemoteError,
     become_middle,
     below_forward,
@@ -21,6 +25,7 @@ from crew import (
 )
 
 import wsync
+from wsync import receiver
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -152,6 +157,22 @@ def test_missing_worker(make_scheme: Any) -> None:
         assert set(late.value.workers) == {1}
 
 
+def test_worker_that_gave_up_and_comes_again(make_scheme: Any) -> None:
+    if kind() == "ray":
+        pytest.skip("the trainer has the actors join")
+    with crew(2) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=2)
+        hasty = pickle.loads(pickle.dumps(scheme))
+        hasty.timeout = 0.2
+        with pytest.raises(RemoteError, match="sender did not answer"):
+            workers[0].call("join", hasty, Small, 0, "policy")
+        with pytest.raises(RemoteError, match="sender did not answer"):
+            workers[1].call("join", hasty, Small, 1, "policy")
+        assert workers.follow(scheme, Small) == [1, 1]
+        scheme.send(fill(Small(), 2))
+        assert [seen[0] for seen in workers.all("forward")] == [2, 2]
+
+
 def test_worker_that_dies_before_it_connects(make_scheme: Any) -> None:
     with crew(2) as workers, make_scheme() as scheme:
         remote = [SimpleNamespace(worker_idx=i, sentinel=workers[i].process.sentinel) for i in range(2)]
@@ -193,6 +214,48 @@ def test_answers_that_nobody_waits_for(make_scheme: Any) -> None:
         assert workers[0].call("forward")[0] == 7
 
 
+def test_no_answer_is_forgotten(make_scheme: Any) -> None:
+    model = fill(Tail(), 1)
+    with crew(2) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        workers.follow(scheme, Tail)
+        model.note = "refuse 0"
+        scheme.send_async(worker_ids=0)
+        model.note = "fine"
+        scheme.send(worker_ids=1)  # says nothing about worker 0
+        with pytest.raises(wsync.WorkerFailed, match=r"(?s)worker 0.*ArithmeticError"):
+            scheme.wait_async()
+        model.note = "refuse 0"
+        scheme.send_async(worker_ids=0)
+        model.note = "fine"
+        scheme.send_async(worker_ids=1)
+        with pytest.raises(wsync.WorkerFailed, match=r"(?s)worker 0.*ArithmeticError"):
+            scheme.wait_async()
+        report = scheme.wait_async()
+        assert report is not None and dict(report.workers) == {1: 5}
+
+
+def test_no_answer_is_awaited_twice(make_scheme: Any) -> None:
+    model = fill(Small(), 1)
+    with crew(2) as workers, crew(1) as spare, make_scheme(timeout=20.0) as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        workers.follow(scheme, Small)
+        scheme.send_async(fill(model, 2))
+        wsync.synchronize({scheme: fill(model, 3)})
+        assert scheme.wait_async() is None
+        scheme.send_async(fill(model, 4))
+        scheme.send(fill(model, 5), worker_ids=1)
+        report = scheme.wait_async()
+        assert report is not None and dict(report.workers) == {0: 4}
+        scheme.send_async(fill(model, 6))
+        workers[1].kill()
+        spare[0].start("join", scheme, Small, 1, "policy")
+        scheme.readmit(1)
+        assert spare[0].result() == 6
+        report = scheme.wait_async()
+        assert report is not None and dict(report.workers) == {0: 6}
+
+
 def test_worker_that_leaves(make_scheme: Any) -> None:
     model = fill(Small(), 1)
     with crew(2) as workers, make_scheme() as scheme:
@@ -204,6 +267,48 @@ def test_worker_that_leaves(make_scheme: Any) -> None:
         scheme.send(fill(model, 3))
         assert workers[0].call("forward")[0] == 3
         assert workers[1].call("forward")[0] in (1, 2)
+
+
+def shut_down_under_receive(host: Host) -> str:
+    """Shut down while another thread waits in ``receive``: what that one was told."""
+    scheme, told = host.schemes["policy"], queue.SimpleQueue[str]()
+    at_the_door = threading.Event()
+
+    def wait() -> None:
+        at_the_door.set()
+        try:
+            scheme.receive()
+        except wsync.NotConnected as error:
+            told.put(str(error))
+
+    threading.Thread(target=wait, daemon=True).start()
+    at_the_door.wait()
+    with suppress(queue.Empty):
+        told.get(timeout=0.3)  # time to begin to wait; whether it has makes no difference
+    scheme.shutdown()
+    return told.get(timeout=10.0)
+
+
+def test_shutdown_ends_a_receive_that_waits(make_scheme: Any) -> None:
+    with crew(1) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=Small(), num_workers=1)
+        workers.follow(scheme, Small)
+        assert "shut down" in workers[0].call("run", shut_down_under_receive)
+
+
+def shut_down_with_something_staged(host: Host) -> int:
+    """How much is staged in this process after this end has gone."""
+    before = len(receiver._staged)
+    host.schemes["policy"].shutdown()
+    return before - len(receiver._staged)
+
+
+def test_what_was_staged_goes_with_the_receiver(make_scheme: Any) -> None:
+    with crew(1) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=Small(), num_workers=1)
+        workers.follow(scheme, Small)
+        scheme.sender.stage(None, None, 7)  # and there is no decision
+        assert workers[0].call("run", shut_down_with_something_staged) == 1
 
 
 def test_a_dead_worker_is_replaced(make_scheme: Any) -> None:
@@ -338,6 +443,35 @@ def test_two_models_together(make_scheme: Any) -> None:
         second.send(fill(critic, 61))
         assert [seen[0] for seen in workers.all("forward", "actor")] == [60, 60]
         assert [seen[0] for seen in workers.all("forward", "critic")] == [61, 61]
+
+
+def test_a_send_waits_for_a_transaction(make_scheme: Any) -> None:
+    with crew(1) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
+        workers.follow(scheme, Small)
+        decide, threads = scheme.sender.decide, []
+
+        def late(*args: Any) -> None:
+            threads.append(threading.Thread(target=scheme.send, args=(fill(Small(), 3),)))
+            threads[0].start()
+            threads[0].join(0.3)  # it may come first, if nothing keeps it
+            decide(*args)
+
+        scheme.sender.decide = late
+        assert wsync.synchronize({scheme: fill(Small(), 2)})["policy"].version == 2
+        threads[0].join()
+        assert workers.all("version") == [3]
+        assert workers[0].call("forward")[0] == 3
+
+
+def test_two_models_of_one_name(make_scheme: Any) -> None:
+    with crew(1) as workers, make_scheme() as scheme, make_scheme() as other:
+        for one in (scheme, other):
+            one.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
+        workers.follow(scheme, Small)
+        with pytest.raises(ValueError, match="model_id of its own"):
+            wsync.synchronize({scheme: fill(Small(), 2), other: fill(Small(), 3)})
+        assert workers[0].call("forward")[0] == 1
 
 
 def test_two_models_and_a_death(make_scheme: Any) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import signal
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,46 @@ def test_mutex_of_a_dead_owner_is_free() -> None:
         lock.unlock()
     os.close(told)
     os.close(tell)
+
+
+class Watched:
+    """A worker's words; after every store to them the sender looks."""
+
+    def __init__(self, words: Any, look: Any) -> None:
+        self.words, self.look = words, look
+
+    def __getitem__(self, index: int) -> int:
+        return self.words[index]
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self.words[index] = value
+        self.look()
+
+
+@pytest.mark.parametrize("retains", [True, False])
+def test_a_needed_slot_is_occupied_at_every_moment(retains: bool) -> None:
+    arena = Arena(Layout.of(Snapshot({"a": torch.zeros(4)})), 1)
+    try:
+        for _ in range(4):
+            arena.grow()
+        switch, needed = arena.switches[0], set[int]()
+
+        def look() -> None:
+            assert needed <= set().union(*arena.occupied(retains))
+
+        switch._words = Watched(switch._words, look)  # pyright: ignore[reportAttributeAccessIssue]
+        switch.publish(1, 1, False, 1.0)
+        needed = {1}
+        assert switch.enter(0, -1, True) == (1, 1, False)
+        switch.publish(2, 2, False, 1.0)
+        switch.leave(1)  # a model that stays on it
+        needed = {1, 2}
+        assert switch.enter(1, 1, True) == (2, 2, False)
+        switch.publish(3, 3, False, 1.0)
+        needed = {2, 3}  # version 2 was installed, and version 3 may be refused
+        switch.leave(2)
+    finally:
+        arena.close()
 
 
 def test_switch_names_what_is_used() -> None:

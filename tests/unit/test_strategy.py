@@ -28,3 +28,14 @@ def test_what_does_not_fit_changes_nothing() -> None:
     assert torch.equal(model.weight, before)
     with pytest.raises(ValueError, match="json"):
         WeightStrategy("json")  # pyright: ignore[reportArgumentType]
+
+
+def test_an_expanded_buffer_is_filled() -> None:
+    model, other = nn.Module(), nn.Module()
+    model.register_buffer("first", torch.zeros(2))
+    model.register_buffer("mask", torch.zeros(1).expand(3))
+    other.register_buffer("first", torch.ones(2))
+    other.register_buffer("mask", torch.tensor([1.0, 2.0, 3.0]))
+    WeightStrategy().apply_weights(model, other)
+    assert model.state_dict()["first"].tolist() == [1, 1]
+    assert model.state_dict()["mask"].tolist() == [1, 2, 3]
