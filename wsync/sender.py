@@ -112,6 +112,7 @@ class Sender:
         with self._lock:
             self._end.forget(worker)
             self._roll.strike([worker])
+            self._excuse([worker])
 
     def admit(self, worker: int, sentinel: int | None = None, timeout: float | None = None) -> None:
         """Let one worker join again, after its predecessor died; it gets what that one was to have, or the newest.
@@ -131,7 +132,7 @@ class Sender:
             self._roll.restore(worker)
             version = self._roll.due.get(worker)
             if version:
-                self._judge([worker], version, self._end.collect([worker], version, deadline))
+                self._judge([worker], version, self._collect([worker], version, deadline))
 
     def send(self, weights: object, worker_ids: int | Sequence[int] | None, *, wait: bool) -> SyncReport | None:
         """Deliver an update; with ``wait``, return when the promise of a finished send holds."""
@@ -140,7 +141,7 @@ class Sender:
             workers, absent = self._roll.addressees(worker_ids)
             posted = self._post(weights, workers, absent, acknowledge=not (wait and self._published))
             if wait:
-                self._posted.clear()  # whoever has this version, or is named in an error, needs no older one
+                self._excuse(posted.workers)  # whoever has this version, or is named in an error, needs no older one
                 return self._settle(posted)
             everyone = set(posted.workers)
             self._posted = [*(older for older in self._posted if not everyone.issuperset(older.workers)), posted]
@@ -150,14 +151,28 @@ class Sender:
     def wait(self) -> SyncReport | None:
         """Wait for everything that was sent without waiting; the newest one's report."""
         with self._lock:
-            posted, self._posted = self._posted, []
-            newest: dict[int, Posted] = {worker: update for update in posted for worker in update.workers}
-            report = None
-            for update in posted:
+            newest: dict[int, Posted] = {worker: update for update in self._posted for worker in update.workers}
+            for update in self._posted:
                 update.workers = [worker for worker in update.workers if newest[worker] is update]
+            report = None
+            while self._posted:  # after an error, the next call waits for the others
+                update = self._posted.pop(0)
                 if update.workers:
                     report = self._settle(update)
             return report
+
+    def _collect(self, workers: Sequence[int], version: int, deadline: float | None) -> list[Ack]:
+        """The answers; who has given one has done so to older versions as well, or taken this one in their place."""
+        acks = self._end.collect(workers, version, deadline)
+        if self._posted:
+            self._excuse([ack.worker for ack in acks])
+        return acks
+
+    def _excuse(self, workers: Collection[int]) -> None:
+        """Nobody need wait for an answer of ``workers`` to what was sent without waiting."""
+        for update in self._posted:
+            update.workers = [worker for worker in update.workers if worker not in workers]
+        self._posted = [update for update in self._posted if update.workers]
 
     def _require_connected(self) -> None:
         if not self.connected:
@@ -249,7 +264,7 @@ class Sender:
     def _await(self, posted: Posted) -> Sequence[Ack]:
         """The answers to an update; raises if one is missing, or says no."""
         if posted.acknowledge:
-            acks = self._end.collect(posted.workers, posted.version, posted.deadline)
+            acks = self._collect(posted.workers, posted.version, posted.deadline)
             self._judge(posted.workers, posted.version, acks)
             return acks
         # Nobody answers; but a death, or an error of before, is an event that has happened or not.
@@ -291,7 +306,7 @@ class Sender:
             except BaseException:
                 self._end.release([buffer for _, buffer, _ in packed])
                 raise
-            self._judge(workers, posted.version, self._end.collect(workers, posted.version, posted.deadline))
+            self._judge(workers, posted.version, self._collect(workers, posted.version, posted.deadline))
             return posted
 
     def decide(self, posted: Posted, transaction: int) -> None:

@@ -193,6 +193,49 @@ def test_answers_that_nobody_waits_for(make_scheme: Any) -> None:
         assert workers[0].call("forward")[0] == 7
 
 
+def test_what_a_newer_send_leaves_out_is_waited_for(make_scheme: Any) -> None:
+    model = fill(Small(), 1)
+    with crew(2) as workers, make_scheme(timeout=2.0) as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        workers.follow(scheme, Small)
+        workers[1].stop()
+        try:
+            scheme.send_async(fill(model, 2))
+            scheme.send(fill(model, 3), worker_ids=0)
+            with pytest.raises(wsync.SyncTimeout, match="worker 1"):
+                scheme.wait_async()
+        finally:
+            workers[1].resume()
+        assert scheme.wait_async() is None
+        assert workers[0].call("forward")[0] == 3
+
+
+def test_answers_that_were_given_already_are_not_waited_for(make_scheme: Any) -> None:
+    model = fill(Small(), 1)
+    with crew(2) as workers, crew(1) as spare, make_scheme(timeout=20.0) as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        workers.follow(scheme, Small)
+        before = time.monotonic()
+
+        scheme.send_async(fill(model, 2))
+        wsync.synchronize({scheme: fill(model, 3)})
+        assert scheme.wait_async() is None
+
+        scheme.send_async(fill(model, 4))
+        workers[1].kill()
+        spare[0].start("join", scheme, Small, 1, "policy")
+        scheme.readmit(1)
+        assert spare[0].result() == 4
+        scheme.wait_async()
+
+        spare[0].stop()
+        scheme.send_async(fill(model, 5))
+        scheme.dismiss(1)
+        scheme.wait_async()
+        spare[0].resume()
+        assert time.monotonic() - before < 15.0
+
+
 def test_worker_that_leaves(make_scheme: Any) -> None:
     model = fill(Small(), 1)
     with crew(2) as workers, make_scheme() as scheme:
