@@ -101,12 +101,15 @@ class Lines:
             raise WorkerDied(f"worker(s) {names(dead)} died before they had connected", dead)
 
     def _let_in(self, deadline: float | None) -> int:
-        """Greet who is at the door; its index, or -1 if it was turned away."""
+        """Greet who is at the door; its index, or -1 if it was turned away, or has left."""
         visitor = self._door.accept()
         if visitor is None:
             return -1
         line, hello = visitor
         worker = hello.worker
+        if wait_readable(line.signs, _NOW):  # before it is let in it has nothing to say: it has given up, or died
+            line.close()
+            return -1
         self.listen()  # its predecessor may have died
         problem = ""
         if hello.version != PROTOCOL:

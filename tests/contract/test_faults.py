@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from contract_models import Hard, Small, Tail, fill
 from crew import (
+    Host,
     RemoteError,
     become_middle,
     below_forward,
@@ -141,6 +142,27 @@ def test_index_out_of_range_or_taken(make_scheme: Any) -> None:
         workers[1].result()
         connecting.join(20)
         assert not connecting.is_alive()
+
+
+def try_to_connect(host: Host, timeout: float) -> None:
+    """Knock, and have no patience."""
+    scheme = host.schemes["policy"]
+    with pytest.raises(wsync.SyncTimeout):
+        scheme.receiver.connect(0, timeout)
+
+
+def test_a_worker_that_gave_up_and_comes_again(make_scheme: Any) -> None:
+    with crew(1) as workers, crew(1) as spare, make_scheme(timeout=10.0) as scheme:
+        scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
+        workers[0].call("init", scheme, Small, 0, "policy")
+        workers[0].call("run", try_to_connect, 0.2)
+        spare[0].call("init", scheme, Small, 0, "policy")
+        spare[0].call("run", try_to_connect, 0.2)
+        spare[0].kill()
+        workers[0].start("connect")
+        establish(scheme)
+        workers[0].result()
+        assert workers[0].call("forward")[0] == 1
 
 
 def test_missing_worker(make_scheme: Any) -> None:
