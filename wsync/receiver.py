@@ -249,6 +249,8 @@ class Receiver:
         gate = process_gate()
         with gate.hold():
             gate.detach(self)
+            for members in _staged.values():  # others may yet be told to switch
+                members[:] = [member for member in members if member[0] is not self]
             self._end.leave()
             if self._binding is not None:
                 self._binding.detach()

@@ -429,6 +429,31 @@ def test_two_models_and_a_death(make_scheme: Any) -> None:
 # --- cascade ---
 
 
+def test_who_leaves_between_vote_and_decision(make_scheme: Any) -> None:
+    """A worker that has shut one of two models down switches the other one, and goes on."""
+    actor, critic = fill(Small(), 1), fill(Small(), 1)
+    with crew(1) as workers, make_scheme() as first, make_scheme() as second:
+        first.init_on_sender("actor", model=actor, num_workers=1)
+        second.init_on_sender("critic", model=critic, num_workers=1)
+        workers.follow(first, Small, "actor")
+        workers.follow(second, Small, "critic")
+        staged = {scheme: scheme.sender.stage(fill(Small(), 2), None, 7) for scheme in (first, second)}
+        workers[0].call("run", leave, "critic")
+        for scheme, posted in staged.items():
+            scheme.sender.decide(posted, 7)
+        first.sender.settle(staged[first])
+        with pytest.raises(wsync.WorkerDied):
+            second.sender.settle(staged[second])
+        assert workers[0].call("forward", "actor")[0] == 2
+        first.send(fill(actor, 3))
+        assert workers[0].call("forward", "actor")[0] == 3
+        assert workers[0].call("forward", "critic")[0] == 1
+
+
+def leave(host: Host, model_id: str) -> None:
+    host.schemes[model_id].shutdown()
+
+
 def test_cascade(make_scheme: Any) -> None:
     model = fill(Small(), 1)
     with crew(1) as workers, make_scheme() as upper:
