@@ -124,6 +124,7 @@ class GroupReceiver:
             raise
 
     def _drop_line(self, line: Line) -> None:
+        _say_goodbye(line)
         line.close()
         self._line = None
 
@@ -273,7 +274,7 @@ class GroupReceiver:
         """Say good-bye and hang up."""
         if self._line is None:
             return
-        self._say_goodbye()
+        _say_goodbye(self._line)
         self._line.close()
         self._line = None
         with self._lock:
@@ -283,12 +284,13 @@ class GroupReceiver:
                 self._pair = None
             self._slots.clear()
 
-    def _say_goodbye(self) -> None:
-        """Tell the sender that this end leaves of its own will."""
-        try:
-            self._connection().send(Message(Kind.BYE))
-        except ConnectionError:
-            return
+
+def _say_goodbye(line: Line) -> None:
+    """Tell the sender that this end leaves of its own will."""
+    try:
+        line.send(Message(Kind.BYE))
+    except ConnectionError:
+        return
 
 
 def _unpacked(form: struct.Struct, data: bytes) -> tuple[int, ...]:

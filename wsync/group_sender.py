@@ -121,6 +121,8 @@ class GroupSender:
             ) from error
         self._greet(worker, hello)
         self._move_on(worker)
+        if self._courier is not None:
+            os.eventfd_write(self._wake, 1)  # it listens to those who were there before
 
     def left(self, worker: int) -> None:
         """End what was under way."""
@@ -200,8 +202,10 @@ class GroupSender:
         while True:
             with self._lock:
                 signs = [self._wake, *self._lines.signs]
-            wait_readable(signs, None)
+            ready = wait_readable(signs, None)
             with self._lock:
+                if self._wake in ready:
+                    os.eventfd_read(self._wake)
                 if not self._closed:
                     self._lines.read(0.0)
                 if self._closed or not self._somebody_waits():

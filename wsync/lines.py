@@ -58,6 +58,7 @@ class Lines:
         self._poll = select.poll()  # not an epoll: a forked child would share that
         self._answers: dict[int, Ack] = {}
         self._departed: dict[int, Ack] = {}
+        self._reads = 0
 
     @property
     def workers(self) -> Collection[int]:
@@ -100,7 +101,7 @@ class Lines:
             raise WorkerDied(f"worker(s) {names(dead)} died before they had connected", dead)
 
     def _let_in(self, deadline: float | None) -> int:
-        """Greet who is at the door; its index, or -1 if it was turned away."""
+        """Greet who is at the door; its index, or -1 if it was turned away, or has left."""
         visitor = self._door.accept()
         if visitor is None:
             return -1
@@ -192,6 +193,8 @@ class Lines:
         ready = self._poll.poll(milliseconds(deadline))
         if not ready:
             return False
+        self._reads += 1
+        this = self._reads
         # Lines before process descriptors: a worker that answered and then died has answered.
         for fd, _ in sorted(ready, key=self._is_sentinel) if len(ready) > 1 else ready:
             worker = self._of.get(fd)
@@ -206,6 +209,8 @@ class Lines:
                 error = message.payload.decode(errors="replace") if message.kind is Kind.FAILED else ""
                 self._answers[worker] = Ack(worker, message.version, error, False, message.wait, message.apply)
             self._owner.answered(worker, message)
+            if self._reads != this:
+                return True  # the owner has read meanwhile: what else was ready may be so no more
         return True
 
     def _is_sentinel(self, ready: tuple[int, int]) -> bool:

@@ -89,8 +89,10 @@ class Lobby:
         return admitted
 
     def _dismiss(self, fd: int) -> None:
-        self._poll.unregister(fd)
-        self._visitors.pop(fd).socket.close()
+        visitor = self._visitors.pop(fd)
+        if visitor.socket.fileno() >= 0:  # else whoever heard it has hung up
+            self._poll.unregister(fd)
+            visitor.socket.close()
 
     def close(self) -> None:
         """Shut the door, and send everybody away; harmless when repeated."""

@@ -12,6 +12,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from wsync.deadlines import remaining
@@ -78,10 +79,15 @@ class NetLine:
         Raises:
             ConnectionError: the other end is gone, or has stopped reading long ago.
         """
+        data = memoryview(message.pack())
         try:
-            self._socket.sendall(message.pack())
-        except TimeoutError as error:
-            raise ConnectionError(f"{self.peer} does not read") from error
+            for begin in range(0, len(data), _STEP):  # the socket's timeout is for all that is sent at once
+                self._socket.sendall(data[begin : begin + _STEP])
+        except OSError as error:
+            with suppress(OSError):  # it may have ended already
+                self._socket.shutdown(socket.SHUT_RDWR)  # after half a message nothing would be understood
+            why = "does not read" if isinstance(error, TimeoutError) else f"cannot be reached: {error}"
+            raise ConnectionError(f"{self.peer} {why}") from error
 
     def call(self, message: Message) -> None:
         """Send a message without payload."""

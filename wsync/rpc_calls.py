@@ -18,15 +18,18 @@ from wsync.errors import NotConnected
 from wsync.identity import identity
 from wsync.words import Message, unpack
 
+End = tuple[str, int, str]
+"""Of one line: the key of its door, the worker's index, and what tells one attempt to come in from another."""
+
 
 class Porter(Protocol):
     """Who answers in the trainer, for one door."""
 
-    def knock(self, worker: int, protocol: int, name: str, who: bytes) -> None:
+    def knock(self, end: End, protocol: int, name: str, who: bytes) -> None:
         """A worker asks to be let in."""
         ...
 
-    def hear(self, worker: int, name: str, data: bytes) -> None:
+    def hear(self, end: End, data: bytes) -> None:
         """A worker says something of itself."""
         ...
 
@@ -40,18 +43,19 @@ class Server(Protocol):
 
 
 porters: dict[str, Porter] = {}  # by the door's key
-servers: dict[tuple[str, int], Server] = {}  # by the door's key, and the worker's index
+servers: dict[End, Server] = {}
 
 
-def knock(key: str, worker: int, protocol: int, name: str, who: bytes) -> bytes:
+def knock(end: End, protocol: int, name: str, who: bytes) -> bytes:
     """Called in the trainer, by a worker that wants to be let in; the trainer's identity.
 
     Raises:
         NotConnected: there is no such door.
     """
-    if key not in porters:
+    porter = porters.get(end[0])
+    if porter is None:
         raise NotConnected("there is no such sender here (any more)")
-    porters[key].knock(worker, protocol, name, who)
+    porter.knock(end, protocol, name, who)
     return identity()
 
 
@@ -60,14 +64,14 @@ def there(key: str) -> bool:
     return key in porters
 
 
-def hear(key: str, worker: int, name: str, data: bytes) -> None:
+def hear(end: End, data: bytes) -> None:
     """Called in the trainer, with what a worker says of itself."""
-    porter = porters.get(key)
+    porter = porters.get(end[0])
     if porter is not None:
-        porter.hear(worker, name, data)
+        porter.hear(end, data)
 
 
-def _receive_weights_scheme(end: tuple[str, int], number: int, data: bytes) -> list[bytes]:
+def _receive_weights_scheme(end: End, number: int, data: bytes) -> list[bytes]:
     """Called in a worker, for everything that the trainer says; weights that it announces come by their own way."""
     server = servers.get(end)
     return [] if server is None else server.serve(number, unpack(data))

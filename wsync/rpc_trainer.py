@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from torch.distributed import rpc
 
 from wsync.identity import Watch
-from wsync.rpc_calls import Inbox, porters, receive_weights_scheme
+from wsync.rpc_calls import End, Inbox, porters, receive_weights_scheme
 from wsync.words import Kind, Line, Message, unpack
 
 _FOREVER = 0.0  # as RPC says it: whoever waits has a deadline of its own
@@ -19,15 +20,14 @@ class TrainerLine:
     """The trainer's end of the line to one worker (a ``Line``).
 
     Args:
-        key: of the door by which it came.
-        worker: its index.
+        end: of the line.
         name: by which RPC knows it.
         who: its identity.
     """
 
-    def __init__(self, key: str, worker: int, name: str, who: bytes) -> None:
+    def __init__(self, end: End, name: str, who: bytes) -> None:
         self.peer = f"RPC worker '{name}'"
-        self._end = (key, worker)
+        self._end = end
         self._name = name
         self._watch = Watch(who)
         self._inbox = Inbox()
@@ -99,18 +99,23 @@ class RpcDoor:
         self._key = key
         self._visitors = Inbox()
         self._waiting: deque[TrainerLine] = deque()
-        self._lines: dict[int, TrainerLine] = {}
+        self._lines: dict[End, TrainerLine] = {}
+        self._order = threading.Lock()  # calls come on several threads
         porters[key] = self
 
-    def knock(self, worker: int, protocol: int, name: str, who: bytes) -> None:
+    def knock(self, end: End, protocol: int, name: str, who: bytes) -> None:
         """A worker asks to be let in."""
-        self._waiting.append(TrainerLine(self._key, worker, name, who))
-        self._visitors.put(Message(Kind.HELLO, worker, protocol))
+        line = TrainerLine(end, name, who)
+        with self._order:
+            self._lines = {other: open_ for other, open_ in self._lines.items() if open_.fileno() >= 0}
+            self._lines[end] = line
+            self._waiting.append(line)
+            self._visitors.put(Message(Kind.HELLO, end[1], protocol))
 
-    def hear(self, worker: int, name: str, data: bytes) -> None:
+    def hear(self, end: End, data: bytes) -> None:
         """A worker says something of itself."""
-        line = self._lines.get(worker)
-        if line is not None and line.peer == f"RPC worker '{name}'":
+        line = self._lines.get(end)
+        if line is not None:
             line.hear(data)
 
     def fileno(self) -> int:
@@ -121,10 +126,7 @@ class RpcDoor:
         """Who is at the door."""
         hello = self._visitors.get()
         line = self._waiting.popleft()
-        if hello is None:
-            return None
-        self._lines[hello.worker] = line
-        return line, hello
+        return None if hello is None else (line, hello)
 
     def close(self) -> None:
         """Shut it; harmless when repeated."""

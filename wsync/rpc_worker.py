@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Sequence
 
@@ -30,10 +31,10 @@ class WorkerLine:
 
     def __init__(self, key: str, trainer: str, worker: int) -> None:
         self.peer = f"RPC worker '{trainer}'"
-        self._end = (key, worker)
+        self._end = (key, worker, secrets.token_hex(8))
         self._trainer = trainer
         self._inbox = Inbox()
-        self._order = threading.Lock()  # one call is served at a time
+        self._order = threading.RLock()  # one call is served at a time
         self._heard = 0
         self._early: dict[int, Message] = {}
         self._told: Told | None = None
@@ -43,7 +44,7 @@ class WorkerLine:
         servers[self._end] = self
         name = own_name()
         try:
-            who = rpc.rpc_sync(trainer, knock, args=(key, worker, PROTOCOL, name, identity()), timeout=_GOODBYE)
+            who = rpc.rpc_sync(trainer, knock, args=(self._end, PROTOCOL, name, identity()), timeout=_GOODBYE)
         except RuntimeError as error:
             self.close()
             cause = f"the sender '{trainer}' is gone, has been shut down, or has another name: {error}"
@@ -91,8 +92,9 @@ class WorkerLine:
             self._tell(reply)
 
     def detach(self) -> None:
-        """Serve no more."""
-        self._told = None
+        """Serve no more; return when no call is being served, unless it is by this one."""
+        with self._order:
+            self._told = None
 
     def send(self, message: Message) -> None:
         """Say it in reply to the call that is being served, or by a call to the trainer."""
@@ -105,9 +107,8 @@ class WorkerLine:
 
     def _tell(self, data: bytes) -> None:
         try:
-            arguments = (*self._end, own_name(), data)
-            rpc.rpc_async(self._trainer, hear, args=arguments, timeout=_GOODBYE)
-        except (RuntimeError, NotConnected) as error:
+            rpc.rpc_async(self._trainer, hear, args=(self._end, data), timeout=_GOODBYE)
+        except RuntimeError as error:
             raise ConnectionError(f"{self.peer} cannot be called: {error}") from error
 
     def call(self, message: Message) -> None:

@@ -148,6 +148,27 @@ def test_index_out_of_range_or_taken(make_scheme: Any) -> None:
         assert not connecting.is_alive()
 
 
+def try_to_connect(host: Host, timeout: float) -> None:
+    """Knock, and have no patience."""
+    scheme = host.schemes["policy"]
+    with pytest.raises(wsync.SyncTimeout):
+        scheme.receiver.connect(0, timeout)
+
+
+def test_a_worker_that_gave_up_and_comes_again(make_scheme: Any) -> None:
+    with crew(1) as workers, crew(1) as spare, make_scheme(timeout=10.0) as scheme:
+        scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
+        workers[0].call("init", scheme, Small, 0, "policy")
+        workers[0].call("run", try_to_connect, 0.2)
+        spare[0].call("init", scheme, Small, 0, "policy")
+        spare[0].call("run", try_to_connect, 0.2)
+        spare[0].kill()
+        workers[0].start("connect")
+        establish(scheme)
+        workers[0].result()
+        assert workers[0].call("forward")[0] == 1
+
+
 def test_missing_worker(make_scheme: Any) -> None:
     with crew(1) as workers, make_scheme(timeout=1.0) as scheme:
         scheme.init_on_sender("policy", model=Small(), num_workers=2)
@@ -235,6 +256,23 @@ def test_no_answer_is_forgotten(make_scheme: Any) -> None:
         assert report is not None and dict(report.workers) == {1: 5}
 
 
+def test_what_a_newer_send_leaves_out_is_waited_for(make_scheme: Any) -> None:
+    model = fill(Small(), 1)
+    with crew(2) as workers, make_scheme(timeout=2.0) as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        workers.follow(scheme, Small)
+        workers[1].stop()
+        try:
+            scheme.send_async(fill(model, 2))
+            scheme.send(fill(model, 3), worker_ids=0)
+            with pytest.raises(wsync.SyncTimeout, match="worker 1"):
+                scheme.wait_async()
+        finally:
+            workers[1].resume()
+        assert scheme.wait_async() is None
+        assert workers[0].call("forward")[0] == 3
+
+
 def test_no_answer_is_awaited_twice(make_scheme: Any) -> None:
     model = fill(Small(), 1)
     with crew(2) as workers, crew(1) as spare, make_scheme(timeout=20.0) as scheme:
@@ -254,6 +292,12 @@ def test_no_answer_is_awaited_twice(make_scheme: Any) -> None:
         assert spare[0].result() == 6
         report = scheme.wait_async()
         assert report is not None and dict(report.workers) == {0: 6}
+        spare[0].stop()
+        scheme.send_async(fill(model, 7))
+        scheme.dismiss(1)
+        report = scheme.wait_async()
+        assert report is not None and dict(report.workers) == {0: 7}
+        spare[0].resume()
 
 
 def test_worker_that_leaves(make_scheme: Any) -> None:
@@ -496,6 +540,31 @@ def test_two_models_and_a_death(make_scheme: Any) -> None:
 
 
 # --- cascade ---
+
+
+def test_who_leaves_between_vote_and_decision(make_scheme: Any) -> None:
+    """A worker that has shut one of two models down switches the other one, and goes on."""
+    actor, critic = fill(Small(), 1), fill(Small(), 1)
+    with crew(1) as workers, make_scheme() as first, make_scheme() as second:
+        first.init_on_sender("actor", model=actor, num_workers=1)
+        second.init_on_sender("critic", model=critic, num_workers=1)
+        workers.follow(first, Small, "actor")
+        workers.follow(second, Small, "critic")
+        staged = {scheme: scheme.sender.stage(fill(Small(), 2), None, 7) for scheme in (first, second)}
+        workers[0].call("run", leave, "critic")
+        for scheme, posted in staged.items():
+            scheme.sender.decide(posted, 7)
+        first.sender.settle(staged[first])
+        with pytest.raises(wsync.WorkerDied):
+            second.sender.settle(staged[second])
+        assert workers[0].call("forward", "actor")[0] == 2
+        first.send(fill(actor, 3))
+        assert workers[0].call("forward", "actor")[0] == 3
+        assert workers[0].call("forward", "critic")[0] == 1
+
+
+def leave(host: Host, model_id: str) -> None:
+    host.schemes[model_id].shutdown()
 
 
 def test_cascade(make_scheme: Any) -> None:

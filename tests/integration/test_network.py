@@ -166,6 +166,43 @@ def test_messages_come_whole() -> None:
     far.close()
 
 
+def test_a_long_message_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The patience is for a stretch of a message, not for all of it: a slow network is not a silent one."""
+    monkeypatch.setattr("wsync.network._FRAME_TIMEOUT", 0.5)
+    with listen_on("127.0.0.1") as door:
+        near = NetLine(socket.create_connection(door.getsockname()))
+        far, _ = door.accept()
+    patience = threading.Event()
+
+    def read() -> None:
+        while far.recv(1 << 19):
+            patience.wait(0.02)
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    near.send(Message(Kind.NEWS, payload=bytes(64 << 20)))
+    near.close()
+    reading.join()
+    far.close()
+
+
+def test_half_a_message_ends_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said next would be taken for the rest of it."""
+    monkeypatch.setattr("wsync.network._FRAME_TIMEOUT", 0.5)
+    with listen_on("127.0.0.1") as door:
+        near = NetLine(socket.create_connection(door.getsockname()))
+        far = NetLine(door.accept()[0])
+    with pytest.raises(ConnectionError, match="does not read"):
+        near.send(Message(Kind.NEWS, payload=bytes(64 << 20)))
+    with pytest.raises(ConnectionError):
+        near.send(Message(Kind.ASK))
+    assert wait_readable([near.fileno()], deadline_in(0.0))
+    assert near.receive() is None
+    assert far.receive() is None
+    near.close()
+    far.close()
+
+
 def run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True)
 
