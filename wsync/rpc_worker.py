@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed import rpc
@@ -41,6 +41,7 @@ class WorkerLine:
         self._told: Told | None = None
         self._saying = threading.Lock()
         self._reply: list[bytes] | None = None  # of the call that is being served
+        self._under_way: Any = None  # the newest call to the trainer, which ends within _GOODBYE
         self._watch = Watch()
         servers[self._end] = self
         name = own_name()
@@ -104,12 +105,19 @@ class WorkerLine:
             if self._reply is not None:
                 self._reply.append(data)
                 return
-        # Who hangs up must have been heard to, or the trainer lets in and waits for somebody who is no more.
-        self._tell(data, rpc.rpc_sync if message.kind is Kind.BYE else rpc.rpc_async)
+        self._tell(data, last=message.kind is Kind.BYE)
 
-    def _tell(self, data: bytes, call: Callable[..., Any] = rpc.rpc_async) -> None:
+    def _tell(self, data: bytes, last: bool = False) -> None:
+        """Call the trainer. The ``last`` call comes after what was said before, and has been heard on return.
+
+        Else the trainer might take a failure for a departure, or let in and wait for somebody who has given up.
+        """
         try:
-            call(self._trainer, hear, args=(self._end, data), timeout=_GOODBYE)
+            if last and self._under_way is not None:
+                self._under_way.wait()
+            self._under_way = rpc.rpc_async(self._trainer, hear, args=(self._end, data), timeout=_GOODBYE)
+            if last:
+                self._under_way.wait()
         except RuntimeError as error:
             raise ConnectionError(f"{self.peer} cannot be called: {error}") from error
 
