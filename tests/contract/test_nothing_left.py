@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from typing import Any
 
@@ -56,7 +55,6 @@ def test_nothing_is_left_of_workers_that_were_killed(make_scheme: Any) -> None:
     """Again and again one is killed, and another comes in its place; in the end all are killed."""
 
     def left() -> dict[str, Any]:
-        gc.collect()  # a memory map keeps a descriptor
         count = without_segments(census())
         if crew_module.kind() == "ray":
             del count["descriptors"]  # Ray's client drops its connections to killed actors when it likes
