@@ -15,6 +15,7 @@ from torch import nn
 import wsync
 from collectors.envs import GymEnv
 from collectors.recovery import Failures
+from collectors.updaters import UpdaterOrFactory, WeightUpdaterBase, appoint
 
 EnvMaker = Callable[[], Any]
 
@@ -27,7 +28,11 @@ class BaseCollector(ABC):
     Attributes:
         frames: so many were delivered: counted when a batch reaches the caller.
         failures: of workers, and what was done about them.
+        num_workers: how many act.
+        weight_updater: of the older API; decides who gets which of the policy's weights, if there is one.
     """
+
+    num_workers: int = 1
 
     def __init__(
         self,
@@ -38,6 +43,7 @@ class BaseCollector(ABC):
         storing_device: torch.device | str | None,
         weight_sync_schemes: Mapping[str, wsync.WeightSyncScheme] | None,
         track_policy_version: bool,
+        weight_updater: UpdaterOrFactory | None = None,
     ) -> None:
         if frames_per_batch < 1:
             raise ValueError(f"frames_per_batch is at least 1, not {frames_per_batch}")
@@ -58,6 +64,9 @@ class BaseCollector(ABC):
         self.frames = 0
         self.closed = False
         self.failures = Failures()
+        self.weight_updater: WeightUpdaterBase | None = None
+        if weight_updater is not None:
+            self.weight_updater = appoint(weight_updater, self, policy)
 
     def _default_scheme(self) -> wsync.WeightSyncScheme:
         """What carries the policy if nobody says."""
@@ -120,8 +129,34 @@ class BaseCollector(ABC):
             names = " and ".join(name for name, value in forms.items() if value is not None)
             raise ValueError(f"weights were given more than once: {names}")
         source = given[0] if given else None
-        scheme = self._scheme(self._default_model_id() if model_id is None else model_id)
-        self._deliver(lambda workers: scheme.send(_share(source, workers, worker_ids), workers), worker_ids)
+        if self.weight_updater is not None and model_id in (None, self.default_model_id):
+            self.weight_updater.update_weights(source, worker_ids)
+        else:
+            self.send_weights(source, worker_ids, model_id=model_id)
+
+    def send_weights(
+        self,
+        weights: Any = None,
+        worker_ids: int | Sequence[int] | None = None,
+        *,
+        model_id: str | None = None,
+        wait: bool = True,
+    ) -> None:
+        """As ``update_policy_weights_``, but never by way of a ``weight_updater``: this is what an updater calls.
+
+        Args:
+            weights: as for ``WeightSyncScheme.send``.
+            worker_ids: one, several, or (None) all workers.
+            model_id: whose weights; ``"policy"``, or the only scheme's model.
+            wait: whether to wait until the promise of ``send`` holds.
+
+        Raises:
+            KeyError: a model without a scheme; names those that have one.
+            wsync.WeightSyncError: as ``WeightSyncScheme.send``.
+        """
+        scheme = self._scheme(self.default_model_id if model_id is None else model_id)
+        send = scheme.send if wait else scheme.send_async
+        self._deliver(lambda workers: send(_share(weights, workers, worker_ids), workers), worker_ids)
 
     def _deliver(self, send: Callable[[Any], object], worker_ids: int | Sequence[int] | None) -> None:
         """Send to all of ``worker_ids`` that there are."""
@@ -134,6 +169,11 @@ class BaseCollector(ABC):
     def _update_together(self, weights_dict: Mapping[str, Any], worker_ids: int | Sequence[int] | None) -> None:
         if not weights_dict:
             raise ValueError("weights_dict is empty")
+        if self.weight_updater is not None and self.default_model_id in weights_dict:
+            raise ValueError(
+                f"the weights of '{self.default_model_id}' go by way of weight_updater, one model at a time: "
+                "leave that out to update several at once"
+            )
         schemes = {self._scheme(model_id): weights for model_id, weights in weights_dict.items()}
         carried = {s: w for s, w in schemes.items() if not isinstance(s, wsync.NoWeightSyncScheme)}
         self._deliver(
@@ -147,7 +187,9 @@ class BaseCollector(ABC):
             raise KeyError(f"no weight sync scheme for model '{model_id}'; there are: {known}")
         return self.weight_sync_schemes[model_id]
 
-    def _default_model_id(self) -> str:
+    @property
+    def default_model_id(self) -> str:
+        """Whose weights are meant where nobody says."""
         if "policy" in self.weight_sync_schemes or len(self.weight_sync_schemes) != 1:
             return "policy"
         return next(iter(self.weight_sync_schemes))
