@@ -72,6 +72,12 @@ class Binding:
         self._places = list(index.places.values())
         self._tensors = [where[key] for where, key in self._places]
 
+    @property
+    def may_refuse(self) -> bool:
+        """Whether weights that fit the layout may yet be refused, for what they are."""
+        undeclared = self._layout.extra is None and bool(self._index.extra)
+        return undeclared or bool(self._layout.extra) or bool(self._agree)
+
     def _check(self, own: Mapping[str, Tensor], index: ModuleIndex) -> None:
         names = set(self._layout.names)
         problems = [f"the model has no '{name}'" for name in self._layout.names if name not in own]

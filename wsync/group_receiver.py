@@ -243,6 +243,9 @@ class GroupReceiver:
     def call(self, wanted: bool) -> None:
         """Weights come to the worker, whether it waits or not: it is always told."""
 
+    def may_refuse(self) -> None:
+        """Nobody writes what the model is bound to, until it is bound to something else."""
+
     def enter(self) -> Update | None:
         """What has arrived and is not installed."""
         update, self._pending = self._pending, None

@@ -105,6 +105,9 @@ class InProcessLine:
     def call(self, wanted: bool) -> None:
         """Nobody needs to be called."""
 
+    def may_refuse(self) -> None:
+        """The model has memory of its own."""
+
     def enter(self) -> Update | None:
         """What was published and not installed."""
         update, self._pending = self._pending, None

@@ -77,7 +77,7 @@ class LocalReceiver:
             arena = Arena(plan.layout, plan.workers, (message.fds[0], message.fds[1]))
             self._layout, self._checksum = plan.layout, plan.checksum
             self._switch = arena.switches[self._worker]
-            self._may_fail = self._retains and (self._checksum or bool(self._layout.extra))
+            self._may_fail = self._retains and self._checksum
             self._switch.call(self._wanted)
             self._arena = arena  # last: an acting thread that sees it uses the others
 
@@ -110,11 +110,11 @@ class LocalReceiver:
             return []
         if message.kind is Kind.NEWS:
             return [News()]
-        if message.kind not in (Kind.STAGE, Kind.DROP) or len(message.payload) != STAGED.size:
+        if message.kind is Kind.DROP:
+            return [Decision(message.version, install=False)]
+        if message.kind is not Kind.STAGE or len(message.payload) != STAGED.size:
             raise ValueError(f"a message {message.kind.name} of {len(message.payload)} bytes")
         transaction, slot = STAGED.unpack(message.payload)
-        if message.kind is Kind.DROP:
-            return [Decision(transaction, install=False)]
         return [Stage(transaction, self._update(message.version, slot, acknowledge=True))]
 
     def _update(self, version: int, slot: int, acknowledge: bool) -> Update:
@@ -133,6 +133,10 @@ class LocalReceiver:
         self._wanted = wanted
         if self._arena is not None:
             self._switch.call(wanted)
+
+    def may_refuse(self) -> None:
+        """Hold what the model is bound to between forwards as well."""
+        self._may_fail = self._retains
 
     def enter(self) -> Update | None:
         """Look at the switch."""

@@ -179,7 +179,7 @@ class LocalSender:
         """Have workers forget what was staged, and free its slots."""
         staged = self._staged.pop(transaction, {})
         for worker in workers:
-            self._lines.say(worker, Message(Kind.DROP, worker, payload=STAGED.pack(transaction, 0)))
+            self._lines.say(worker, Message(Kind.DROP, worker, transaction))  # nobody decides it, heard or not
         self._reserved.difference_update(staged.values())
 
     def listen(self) -> None:

@@ -103,6 +103,8 @@ class Receiver:
             if layout is None:
                 raise NotConnected("weights were announced before their layout")
             self._binding = Binding(self.model, layout, bind=self._bind)
+            if self._binding.may_refuse:
+                self._end.may_refuse()
         return self._binding
 
     # --- called inside the gate ---

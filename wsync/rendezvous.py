@@ -24,6 +24,7 @@ _INLINE = 32_768  # bytes; a longer payload goes through a memory file, whose de
 _ATTACHED = 1 << 63
 _ROOM = socket.CMSG_SPACE(4 * 4)  # for four descriptors
 _MOST = 1 << 30  # bytes of one message; a longer one is nonsense
+_SEND_TIMEOUT = struct.pack("ll", 5, 0)  # seconds in which there has to be room for one more message, and microseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
         self.pid, self.uid = _peer_of(sock)
         try:
             self.pidfd = os.pidfd_open(self.pid)
@@ -64,7 +66,7 @@ class Connection:
         """Send one message, whole.
 
         Raises:
-            ConnectionError: the other end is gone.
+            ConnectionError: the other end is gone, or has stopped reading long ago.
         """
         payload, fds = message.payload, list(message.fds)
         length = len(payload)
@@ -80,6 +82,8 @@ class Connection:
                 socket.send_fds(self._socket, [header + payload], fds)
             else:
                 self._socket.send(header + payload)
+        except BlockingIOError as error:
+            raise ConnectionError(f"{self.peer} does not read") from error
         finally:
             if length & _ATTACHED:
                 os.close(fds[-1])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch.distributed import rpc
 
@@ -13,7 +14,7 @@ from wsync.errors import NotConnected
 from wsync.identity import Watch, identity
 from wsync.receiver_thread import Told
 from wsync.rpc_calls import Inbox, hear, knock, own_name, servers, there
-from wsync.words import PROTOCOL, Message
+from wsync.words import PROTOCOL, Kind, Message
 
 _GOODBYE = 5.0  # seconds
 _NOW = 0.0  # a deadline that is over
@@ -103,11 +104,12 @@ class WorkerLine:
             if self._reply is not None:
                 self._reply.append(data)
                 return
-        self._tell(data)
+        # Who hangs up must have been heard to, or the trainer lets in and waits for somebody who is no more.
+        self._tell(data, rpc.rpc_sync if message.kind is Kind.BYE else rpc.rpc_async)
 
-    def _tell(self, data: bytes) -> None:
+    def _tell(self, data: bytes, call: Callable[..., Any] = rpc.rpc_async) -> None:
         try:
-            rpc.rpc_async(self._trainer, hear, args=(self._end, data), timeout=_GOODBYE)
+            call(self._trainer, hear, args=(self._end, data), timeout=_GOODBYE)
         except RuntimeError as error:
             raise ConnectionError(f"{self.peer} cannot be called: {error}") from error
 

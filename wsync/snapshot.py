@@ -54,6 +54,7 @@ class ModuleIndex:
         self.parameters: dict[str, tuple[dict[str, Any], str]] = {}
         self.buffers: dict[str, tuple[dict[str, Any], str]] = {}
         self.extra: dict[str, nn.Module] = {}
+        self._vacant: list[tuple[dict[str, Any], str]] = []
         optional: set[str] = set()
         self._walk(unwrap(module), "", optional)
         self.optional = frozenset(optional)
@@ -67,7 +68,9 @@ class ModuleIndex:
                     raise LayoutMismatch(
                         f"'{prefix}{key}' has no shape yet (a lazy module): run one forward before it is synchronised"
                     )
-                if tensor is not None:
+                if tensor is None:
+                    self._vacant.append((kind, key))
+                else:
                     found[prefix + key] = (kind, key)
         optional.update(prefix + key for key in module._non_persistent_buffers_set)
         if type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -86,6 +89,11 @@ class ModuleIndex:
             and [len(table) for table in self._tables] == self._sizes
             and all(map(is_, [where.get(key) for where, key in self._links], self._children))
         )
+
+    @property
+    def complete(self) -> bool:
+        """Whether the places that had no tensor (a layer without bias) have none now."""
+        return not any(where[key] is not None for where, key in self._vacant)
 
     @property
     def places(self) -> dict[str, tuple[dict[str, Any], str]]:

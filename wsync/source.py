@@ -35,18 +35,25 @@ class Reader:
     def read(self, source: object) -> Snapshot:
         """The canonical form of ``source``, as it is now."""
         if isinstance(source, nn.Module) and not isinstance(source, TensorDictBase):
-            if self._index is None or not self._index.describes(source):
-                self._index, self._layout = ModuleIndex(source), None
-            return self._index.snapshot()
+            index = self._current(source)
+            if index is None:
+                index = self._index = ModuleIndex(source)
+                self._layout = None
+            return index.snapshot()
         return snapshot(source)
+
+    def _current(self, source: nn.Module) -> ModuleIndex | None:
+        """The index, if it is that of ``source`` and nothing has been added to it."""
+        index = self._index
+        return index if index is not None and index.describes(source) and index.complete else None
 
     def read_module(self, source: object, layout: Layout) -> tuple[list[Tensor], Mapping[str, Any]] | None:
         """The tensors of a module that was read before, in the layout's order and checked, and its extra state.
 
         None if ``source`` is anything else, or has changed: the short way that most updates take.
         """
-        index = self._index
-        if index is None or not isinstance(source, nn.Module) or not index.describes(source):
+        index = self._current(source) if isinstance(source, nn.Module) else None
+        if index is None:
             return None
         if self._layout is not layout:
             places = index.places

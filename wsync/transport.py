@@ -138,6 +138,10 @@ class ReceiverEnd(Protocol):
         """Whether this worker must be woken for an update that nobody waits for."""
         ...
 
+    def may_refuse(self) -> None:
+        """The model may refuse a version that has arrived whole: keep safe what it is on until it takes another."""
+        ...
+
     def enter(self) -> Update | None:
         """A forward is about to start: the version that it must use, if that is not the installed one."""
         ...

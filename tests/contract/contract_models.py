@@ -71,6 +71,22 @@ class Small(nn.Module):
         return self.weight
 
 
+class Apart(Small):
+    """Two weights, of which its output is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Parameter(torch.zeros(4))
+
+
+class Joined(Apart):
+    """The same, but here they are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = self.weight
+
+
 class Large(Small):
     """32 MiB, more than a socket takes at once; its output is its first value."""
 

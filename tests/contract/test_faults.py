@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from contract_models import Hard, Small, Tail, fill
+from contract_models import Apart, Hard, Joined, Small, Tail, fill
 from crew import (
     Host,
     RemoteError,
@@ -565,6 +565,61 @@ def test_who_leaves_between_vote_and_decision(make_scheme: Any) -> None:
 
 def leave(host: Host, model_id: str) -> None:
     host.schemes[model_id].shutdown()
+
+
+def test_who_does_not_read_holds_up_no_transaction_for_ever() -> None:
+    model = fill(Small(), 1)
+    with crew(1) as workers, wsync.SharedMemWeightSyncScheme(timeout=1.0) as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=1)
+        workers.follow(scheme, Small)
+        workers[0].stop()
+        for value in range(2, 600):  # more words than a socket takes
+            scheme.send_async(fill(model, value))
+        before = time.monotonic()
+        with pytest.raises(wsync.SyncTimeout, match="worker 0"):
+            wsync.synchronize({scheme: fill(model, 600)})
+        assert time.monotonic() - before < 10.0
+        workers[0].resume()
+        scheme.send(fill(model, 601))
+        assert workers[0].call("forward")[0] == 601
+
+
+def test_after_a_refusal_a_forward_sees_one_version() -> None:
+    source: Any = fill(Apart(), 1)
+    with crew(1) as workers, wsync.SharedMemWeightSyncScheme(acknowledge="published") as scheme:
+        scheme.init_on_sender("policy", model=source, num_workers=1)
+        workers.follow(scheme, Joined)
+        source.other.data.fill_(2)
+        scheme.send()
+        workers[0].call("run", begin_forward)  # refuses that, since its own two are tied, and goes on with what it has
+        with suppress(wsync.WorkerFailed):
+            scheme.send(fill(source, 3))  # hears of it
+        for value in range(4, 8):
+            scheme.send(fill(source, value))
+        assert workers[0].call("run", end_forward) == [[1.0] * 4] * 2
+        assert workers[0].call("forward")[0] == 7
+
+
+def begin_forward(host: Any) -> None:
+    """A thread inside the gate looks at the weights, now and when it is told to end."""
+    host.seen, host.end, begun = [], threading.Event(), threading.Event()
+
+    def forward() -> None:
+        with wsync.gate():
+            host.seen.append(host.models["policy"].weight.tolist())
+            begun.set()
+            host.end.wait()
+            host.seen.append(host.models["policy"].weight.tolist())
+
+    host.thread = threading.Thread(target=forward, daemon=True)
+    host.thread.start()
+    begun.wait()
+
+
+def end_forward(host: Any) -> list[list[float]]:
+    host.end.set()
+    host.thread.join()
+    return host.seen
 
 
 def test_cascade(make_scheme: Any) -> None:

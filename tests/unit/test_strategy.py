@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from wsync import LayoutMismatch, WeightStrategy
+from wsync import LayoutMismatch, SharedMemWeightSyncScheme, WeightStrategy
 
 
 @pytest.mark.parametrize("inplace", [True, False])
@@ -28,6 +28,16 @@ def test_what_does_not_fit_changes_nothing() -> None:
     assert torch.equal(model.weight, before)
     with pytest.raises(ValueError, match="json"):
         WeightStrategy("json")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_bias_that_comes_later_is_not_left_out_in_silence() -> None:
+    source, model = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    with SharedMemWeightSyncScheme() as scheme:
+        scheme.init_in_process("policy", model, source)
+        scheme.send()
+        source.bias = nn.Parameter(torch.ones(2))
+        with pytest.raises(LayoutMismatch, match="unknown 'bias'"):
+            scheme.send()
 
 
 def test_an_expanded_buffer_is_filled() -> None:
