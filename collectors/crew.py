@@ -20,7 +20,7 @@ from collectors.members import Members
 from collectors.pool import Pool, Worker
 from collectors.recovery import FailurePolicy, OnFailure
 from collectors.single import pickled
-from collectors.updaters import UpdaterOrFactory
+from collectors.updating import UpdaterOrFactory
 from collectors.worker import Parts, WorkerOptions
 
 

@@ -14,7 +14,7 @@ import wsync
 from collectors.acting import Actor, policy_scheme
 from collectors.base import BaseCollector, EnvMaker, make_env
 from collectors.envs import GymEnv
-from collectors.updaters import UpdaterOrFactory
+from collectors.updating import UpdaterOrFactory
 
 
 class Collector(BaseCollector):

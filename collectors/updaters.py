@@ -178,27 +178,6 @@ class WeightUpdaterBase:
         return collector
 
 
-UpdaterOrFactory = WeightUpdaterBase | Callable[[], WeightUpdaterBase]
-
-
-def appoint(given: UpdaterOrFactory, collector: UpdatedCollector, policy: Any) -> WeightUpdaterBase:
-    """Register the updater that a collector was ``given``, or that the given factory makes.
-
-    Raises:
-        TypeError: it is none.
-        RuntimeError, ValueError: as ``WeightUpdaterBase.register_collector``.
-    """
-    updater: Any = given
-    if isinstance(given, type) and issubclass(given, WeightUpdaterBase):
-        updater = given.from_policy(policy) or given()
-    elif not isinstance(given, WeightUpdaterBase) and callable(given):
-        updater = given()
-    if not isinstance(updater, WeightUpdaterBase):
-        raise TypeError(f"weight_updater is a WeightUpdaterBase or makes one, and this is a {type(updater).__name__}")
-    updater.register_collector(collector)
-    return updater
-
-
 def _level_of_caller() -> int:
     """The stack level, for a warning of this function's caller, of the first frame outside this package."""
     package = __name__.partition(".")[0]
