@@ -122,6 +122,28 @@ def test_a_users_own_updater_decides_who_gets_what_in_one_version_for_all():
         assert versions(batch) == [4] and chosen(batch) == 0.0 and collector.failures.dropped == {0: 1}
 
 
+class Told:
+    """In place of a collector: remembers what it is told to send, and to whom."""
+
+    num_workers, default_model_id = 2, "policy"
+
+    def __init__(self):
+        self.weight_sync_schemes = {"policy": wsync.MultiProcessWeightSyncScheme()}
+        self.sent = []
+
+    def send_weights(self, weights, worker_ids, *, wait):
+        self.sent.append((type(weights), worker_ids, wait))
+
+
+@pytest.mark.parametrize(("updater", "sort"), [(MultiProcessedWeightUpdater, TensorDict), (Mirrored, dict)])
+def test_what_is_for_everyone_is_sent_to_all_so_that_a_successor_gets_it_too(updater, sort):
+    updater, told = updater(), Told()
+    updater.register_collector(told)
+    updater.push_weights(policy())
+    updater.push_weights(policy(), worker_ids=[1])
+    assert told.sent == [(sort, None, True), (TensorDict, [1], True)]
+
+
 class Hooked(WeightUpdaterBase):
     """Every hook but the delivery."""
 
