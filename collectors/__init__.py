@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 from collectors.base import BaseCollector
 from collectors.envs import GymEnv
 from collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from collectors.ready_updaters import MultiProcessedWeightUpdater, RayWeightUpdater, VanillaWeightUpdater
 from collectors.single import Collector
 from collectors.transforms import ModuleTransform
+from collectors.updaters import WeightUpdaterBase
 
 if TYPE_CHECKING:
     from collectors.ray_transform import RayModuleTransform
@@ -23,11 +25,15 @@ __all__ = [
     "ModuleTransform",
     "MultiAsyncCollector",
     "MultiCollector",
+    "MultiProcessedWeightUpdater",
     "MultiSyncCollector",
     "MultiSyncDataCollector",
     "MultiaSyncDataCollector",
     "RayModuleTransform",
+    "RayWeightUpdater",
     "SyncDataCollector",
+    "VanillaWeightUpdater",
+    "WeightUpdaterBase",
 ]
 
 _WITH_RAY = {"RayModuleTransform": "collectors.ray_transform"}

@@ -1,9 +1,9 @@
-"""What all collectors have in common: iteration, the count of frames, and every way of updating weights, once."""
+"""What all collectors have in common: iteration, and the count of frames; ``updating.py`` says how they are updated."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -15,11 +15,12 @@ from torch import nn
 import wsync
 from collectors.envs import GymEnv
 from collectors.recovery import Failures
+from collectors.updating import UpdaterOrFactory, Updating, appoint
 
 EnvMaker = Callable[[], Any]
 
 
-class BaseCollector(ABC):
+class BaseCollector(Updating):
     """Gathers experience in batches, with copies of a policy that are updated on demand.
 
     Iterate over it; update it with ``update_policy_weights_``; use it as a context manager, or ``shutdown`` it.
@@ -27,7 +28,10 @@ class BaseCollector(ABC):
     Attributes:
         frames: so many were delivered: counted when a batch reaches the caller.
         failures: of workers, and what was done about them.
+        num_workers: how many act.
     """
+
+    num_workers: int = 1
 
     def __init__(
         self,
@@ -38,6 +42,7 @@ class BaseCollector(ABC):
         storing_device: torch.device | str | None,
         weight_sync_schemes: Mapping[str, wsync.WeightSyncScheme] | None,
         track_policy_version: bool,
+        weight_updater: UpdaterOrFactory | None = None,
     ) -> None:
         if frames_per_batch < 1:
             raise ValueError(f"frames_per_batch is at least 1, not {frames_per_batch}")
@@ -58,6 +63,7 @@ class BaseCollector(ABC):
         self.frames = 0
         self.closed = False
         self.failures = Failures()
+        self.weight_updater = None if weight_updater is None else appoint(weight_updater, self, policy)
 
     def _default_scheme(self) -> wsync.WeightSyncScheme:
         """What carries the policy if nobody says."""
@@ -83,74 +89,9 @@ class BaseCollector(ABC):
     def _gather(self) -> TensorDictBase:
         """One batch, in memory that nobody writes again."""
 
-    def update_policy_weights_(
-        self,
-        policy_or_weights: Any = None,
-        /,
-        *,
-        policy: nn.Module | None = None,
-        weights: Any = None,
-        model_id: str | None = None,
-        worker_ids: int | Sequence[int] | None = None,
-        weights_dict: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Deliver weights to the workers; every frame acted from then on is acted with them.
-
-        Args:
-            policy_or_weights: a module, a TensorDict or a state dict; nothing reads the registered policy.
-            policy: a module.
-            weights: a TensorDict or a state dict.
-            model_id: whose weights; ``"policy"``, or the only scheme's model.
-            worker_ids: one, several, or (None) all workers.
-            weights_dict: ``{model_id: weights}`` of several models, all or nothing on every worker.
-
-        Raises:
-            ValueError: arguments that contradict one another, or an unknown worker.
-            KeyError: a model without a scheme; names those that have one.
-            wsync.WeightSyncError: as ``WeightSyncScheme.send``.
-        """
-        given = [source for source in (policy_or_weights, policy, weights) if source is not None]
-        if weights_dict is not None:
-            if given or model_id is not None:
-                raise ValueError("weights_dict says it all: give no policy, weights or model_id with it")
-            self._update_together(weights_dict, worker_ids)
-            return
-        if len(given) > 1:
-            forms = {"the positional argument": policy_or_weights, "policy": policy, "weights": weights}
-            names = " and ".join(name for name, value in forms.items() if value is not None)
-            raise ValueError(f"weights were given more than once: {names}")
-        source = given[0] if given else None
-        scheme = self._scheme(self._default_model_id() if model_id is None else model_id)
-        self._deliver(lambda workers: scheme.send(_share(source, workers, worker_ids), workers), worker_ids)
-
-    def _deliver(self, send: Callable[[Any], object], worker_ids: int | Sequence[int] | None) -> None:
-        """Send to all of ``worker_ids`` that there are."""
-        send(worker_ids)
-
     @abstractmethod
     def interrupt(self) -> None:
         """Do not wait much longer for the batch under way; harmless in a signal handler."""
-
-    def _update_together(self, weights_dict: Mapping[str, Any], worker_ids: int | Sequence[int] | None) -> None:
-        if not weights_dict:
-            raise ValueError("weights_dict is empty")
-        schemes = {self._scheme(model_id): weights for model_id, weights in weights_dict.items()}
-        carried = {s: w for s, w in schemes.items() if not isinstance(s, wsync.NoWeightSyncScheme)}
-        self._deliver(
-            lambda workers: wsync.synchronize({s: _share(w, workers, worker_ids) for s, w in carried.items()}, workers),
-            worker_ids,
-        )
-
-    def _scheme(self, model_id: str) -> wsync.WeightSyncScheme:
-        if model_id not in self.weight_sync_schemes:
-            known = ", ".join(self.weight_sync_schemes) or "none at all"
-            raise KeyError(f"no weight sync scheme for model '{model_id}'; there are: {known}")
-        return self.weight_sync_schemes[model_id]
-
-    def _default_model_id(self) -> str:
-        if "policy" in self.weight_sync_schemes or len(self.weight_sync_schemes) != 1:
-            return "policy"
-        return next(iter(self.weight_sync_schemes))
 
     def get_model(self, model_id: str) -> nn.Module:
         """The trainer's model called ``model_id``: ``"policy"``, or a path below the policy.
@@ -191,14 +132,6 @@ class BaseCollector(ABC):
     def __exit__(self, *_: object) -> None:
         """Shut down."""
         self.shutdown()
-
-
-def _share(source: Any, workers: Any, asked: Any) -> Any:
-    """Of weights per worker, those of the ``workers`` that there are, where others were ``asked`` for."""
-    per_worker = isinstance(source, dict) and source and all(isinstance(key, int) for key in source)
-    if workers is asked or not per_worker:
-        return source
-    return {worker: source[worker] for worker in workers if worker in source}
 
 
 def find_in(context: object, policy: object, model_id: str) -> nn.Module:

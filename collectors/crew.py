@@ -20,6 +20,7 @@ from collectors.members import Members
 from collectors.pool import Pool, Worker
 from collectors.recovery import FailurePolicy, OnFailure
 from collectors.single import pickled
+from collectors.updating import UpdaterOrFactory
 from collectors.worker import Parts, WorkerOptions
 
 
@@ -32,6 +33,7 @@ class CrewOptions(TypedDict, total=False):
     device: torch.device | str | Sequence[torch.device | str] | None
     storing_device: torch.device | str | None
     weight_sync_schemes: Mapping[str, wsync.WeightSyncScheme] | None
+    weight_updater: UpdaterOrFactory | None
     max_frames_per_traj: int | None
     init_random_frames: int
     cat_results: int | Literal["stack"]
@@ -58,6 +60,7 @@ class CrewCollector(BaseCollector):
         device: where the policies act; one, or one per worker.
         storing_device: where batches are put.
         weight_sync_schemes: ``{model_id: scheme}``; by default one for the policy, which suits the workers.
+        weight_updater: of the older API, deprecated; or a function that makes one.
         max_frames_per_traj: episodes are truncated after so many steps.
         init_random_frames: so many frames, over all workers, begin with random actions.
         cat_results: how workers' batches are joined: along a dimension (0), or ``"stack"`` with a new leading one.
@@ -73,7 +76,7 @@ class CrewCollector(BaseCollector):
 
     Raises:
         TypeError: something that a worker needs cannot be pickled.
-        ValueError: no environment, or numbers out of range.
+        ValueError: no environment, numbers out of range, or a weight_updater that the schemes contradict.
         wsync.WorkerFailed: a worker could not start; carries its traceback. No worker is left.
         wsync.WorkerDied: a worker ended.
         wsync.SyncTimeout: a worker did not answer within ``worker_timeout``.
@@ -92,6 +95,7 @@ class CrewCollector(BaseCollector):
         device: torch.device | str | Sequence[torch.device | str] | None = None,
         storing_device: torch.device | str | None = None,
         weight_sync_schemes: Mapping[str, wsync.WeightSyncScheme] | None = None,
+        weight_updater: UpdaterOrFactory | None = None,
         max_frames_per_traj: int | None = None,
         init_random_frames: int = 0,
         cat_results: int | Literal["stack"] = 0,
@@ -102,6 +106,10 @@ class CrewCollector(BaseCollector):
         max_restarts: int = 10,
         restart_window: float = 60.0,
     ) -> None:
+        makers = [create_env_fn] if callable(create_env_fn) else list(create_env_fn or ())
+        if not makers:
+            raise ValueError("no environment: create_env_fn is a list of functions, one for each worker")
+        self.num_workers = len(makers)
         failure_policy = FailurePolicy(on_worker_failure, worker_timeout, max_restarts, restart_window)
         super().__init__(
             policy,
@@ -110,11 +118,8 @@ class CrewCollector(BaseCollector):
             storing_device=storing_device,
             weight_sync_schemes=weight_sync_schemes,
             track_policy_version=track_policy_version,
+            weight_updater=weight_updater,
         )
-        makers = [create_env_fn] if callable(create_env_fn) else list(create_env_fn or ())
-        if not makers:
-            raise ValueError("no environment: create_env_fn is a list of functions, one for each worker")
-        self.num_workers = len(makers)
         together = Together(cat_results)
         self._gathering: Gathering = together if sync else FirstCome()
         devices = _spread(device, len(makers))

@@ -14,6 +14,7 @@ import wsync
 from collectors.acting import Actor, policy_scheme
 from collectors.base import BaseCollector, EnvMaker, make_env
 from collectors.envs import GymEnv
+from collectors.updating import UpdaterOrFactory
 
 
 class Collector(BaseCollector):
@@ -32,13 +33,14 @@ class Collector(BaseCollector):
         device: where the policy acts.
         storing_device: where batches are put.
         weight_sync_schemes: ``{model_id: scheme}``; by default one for the policy.
+        weight_updater: of the older API, deprecated; or a function that makes one.
         max_frames_per_traj: episodes are truncated after so many steps.
         init_random_frames: so many frames begin with random actions.
         track_policy_version: whether batches have ``policy_version``.
 
     Raises:
         TypeError: no environment; or a policy that cannot be copied.
-        ValueError: numbers out of range.
+        ValueError: numbers out of range, or a weight_updater that the schemes contradict.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Collector(BaseCollector):
         device: torch.device | str | None = None,
         storing_device: torch.device | str | None = None,
         weight_sync_schemes: Mapping[str, wsync.WeightSyncScheme] | None = None,
+        weight_updater: UpdaterOrFactory | None = None,
         max_frames_per_traj: int | None = None,
         init_random_frames: int = 0,
         track_policy_version: bool = True,
@@ -63,6 +66,7 @@ class Collector(BaseCollector):
             storing_device=storing_device,
             weight_sync_schemes=weight_sync_schemes,
             track_policy_version=track_policy_version,
+            weight_updater=weight_updater,
         )
         makers = create_env_fn if isinstance(create_env_fn, list) else [create_env_fn]
         if len(makers) != 1:

@@ -5,12 +5,21 @@ from typing import TYPE_CHECKING, Any
 
 from collectors.distributed.tcp import DistributedCollector
 from collectors.distributed.tcp_worker import is_worker, join_trainer
+from collectors.distributed.updaters import DistributedWeightUpdater, RPCWeightUpdater
 
 if TYPE_CHECKING:
     from collectors.distributed.ray_collector import RayCollector
     from collectors.distributed.rpc import RPCCollector
 
-__all__ = ["DistributedCollector", "RPCCollector", "RayCollector", "is_worker", "join_trainer"]
+__all__ = [
+    "DistributedCollector",
+    "DistributedWeightUpdater",
+    "RPCCollector",
+    "RPCWeightUpdater",
+    "RayCollector",
+    "is_worker",
+    "join_trainer",
+]
 
 # Ray is heavy, and RPC starts nothing but is not everybody's: who does not use them does not import them.
 _LAZY = {"RPCCollector": "collectors.distributed.rpc", "RayCollector": "collectors.distributed.ray_collector"}

@@ -30,7 +30,13 @@ from torch.distributed import rpc
 
 import wsync
 from collectors import GymEnv, MultiSyncCollector
-from collectors.distributed import DistributedCollector, RayCollector, RPCCollector
+from collectors.distributed import (
+    DistributedCollector,
+    DistributedWeightUpdater,
+    RayCollector,
+    RPCCollector,
+    RPCWeightUpdater,
+)
 from collectors.distributed.tcp_worker import join
 
 ROOT = Path(__file__).parents[2]
@@ -508,3 +514,23 @@ def test_actors_that_have_no_place_are_named(cluster):
         collect_with("ray", resources={"num_cpus": 64}, timeout=0.5)
     with pytest.raises(ConnectionError, match=r"connected to the Ray cluster at .*, not at 10\.0\.0\.1:6379"):
         collect_with("ray", address="10.0.0.1:6379")
+
+
+UPDATERS = {
+    "tcp": lambda source: DistributedWeightUpdater(None, source, 2, sync=False),
+    "rpc": lambda source: RPCWeightUpdater([0, 1], None, [0, 1], source, num_workers=2),
+}
+
+
+@pytest.mark.parametrize("family", UPDATERS)
+def test_the_older_apis_updater_pushes_the_weights_that_it_was_made_with(family):
+    source = TensorDict.from_module(policy(-1.0)).data
+    with pytest.warns(DeprecationWarning, match="older API"):
+        updater = UPDATERS[family](source)
+    with collect_with(family, weight_updater=updater) as collector:
+        assert chosen(next(collector)) == 1.0
+        collector.update_policy_weights_()
+        report = collector.weight_sync_schemes["policy"].wait_async()
+        assert (report is not None) == (family == "tcp"), "a push waits itself, or leaves that to others"
+        batch = next(collector)
+        assert chosen(batch) == 0.0 and batch["policy_version"].unique().tolist() == [2]

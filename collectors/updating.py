@@ -1,0 +1,150 @@
+"""Every way of updating the weights that workers act with, once for all collectors."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+import wsync
+from collectors.updaters import UpdatedCollector, WeightUpdaterBase
+
+UpdaterOrFactory = WeightUpdaterBase | Callable[[], WeightUpdaterBase]
+
+
+class Updating(ABC):
+    """What can be updated: models, each with a scheme; and, in the older API, an updater for the first of them.
+
+    Attributes:
+        weight_sync_schemes: ``{model_id: scheme}``.
+        weight_updater: of the older API; decides who gets which of the policy's weights, if there is one.
+    """
+
+    weight_sync_schemes: dict[str, wsync.WeightSyncScheme]
+    weight_updater: WeightUpdaterBase | None
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = None,
+        /,
+        *,
+        policy: nn.Module | None = None,
+        weights: Any = None,
+        model_id: str | None = None,
+        worker_ids: int | Sequence[int] | None = None,
+        weights_dict: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Deliver weights to the workers; every frame acted from then on is acted with them.
+
+        Args:
+            policy_or_weights: a module, a TensorDict or a state dict; nothing reads the registered policy.
+            policy: a module.
+            weights: a TensorDict or a state dict.
+            model_id: whose weights; ``"policy"``, or the only scheme's model.
+            worker_ids: one, several, or (None) all workers.
+            weights_dict: ``{model_id: weights}`` of several models, all or nothing on every worker.
+
+        Raises:
+            ValueError: arguments that contradict one another, or an unknown worker.
+            KeyError: a model without a scheme; names those that have one.
+            wsync.WeightSyncError: as ``WeightSyncScheme.send``.
+        """
+        given = [source for source in (policy_or_weights, policy, weights) if source is not None]
+        if weights_dict is not None:
+            if given or model_id is not None:
+                raise ValueError("weights_dict says it all: give no policy, weights or model_id with it")
+            self._update_together(weights_dict, worker_ids)
+            return
+        if len(given) > 1:
+            forms = {"the positional argument": policy_or_weights, "policy": policy, "weights": weights}
+            names = " and ".join(name for name, value in forms.items() if value is not None)
+            raise ValueError(f"weights were given more than once: {names}")
+        source = given[0] if given else None
+        if self.weight_updater is not None and model_id in (None, self.default_model_id):
+            self.weight_updater.update_weights(source, worker_ids)
+        else:
+            self.send_weights(source, worker_ids, model_id=model_id)
+
+    def send_weights(
+        self,
+        weights: Any = None,
+        worker_ids: int | Sequence[int] | None = None,
+        *,
+        model_id: str | None = None,
+        wait: bool = True,
+    ) -> None:
+        """As ``update_policy_weights_``, but never by way of a ``weight_updater``: this is what an updater calls.
+
+        Args:
+            weights: as for ``WeightSyncScheme.send``.
+            worker_ids: one, several, or (None) all workers.
+            model_id: whose weights; ``"policy"``, or the only scheme's model.
+            wait: whether to wait until the promise of ``send`` holds.
+
+        Raises:
+            KeyError: a model without a scheme; names those that have one.
+            wsync.WeightSyncError: as ``WeightSyncScheme.send``.
+        """
+        scheme = self._scheme(self.default_model_id if model_id is None else model_id)
+        send = scheme.send if wait else scheme.send_async
+        self._deliver(lambda workers: send(_share(weights, workers, worker_ids), workers), worker_ids)
+
+    def _deliver(self, send: Callable[[Any], object], worker_ids: int | Sequence[int] | None) -> None:
+        """Send to all of ``worker_ids`` that there are."""
+        send(worker_ids)
+
+    def _update_together(self, weights_dict: Mapping[str, Any], worker_ids: int | Sequence[int] | None) -> None:
+        if not weights_dict:
+            raise ValueError("weights_dict is empty")
+        if self.weight_updater is not None and self.default_model_id in weights_dict:
+            raise ValueError(
+                f"the weights of '{self.default_model_id}' go by way of weight_updater, one model at a time: "
+                "leave that out to update several at once"
+            )
+        schemes = {self._scheme(model_id): weights for model_id, weights in weights_dict.items()}
+        carried = {s: w for s, w in schemes.items() if not isinstance(s, wsync.NoWeightSyncScheme)}
+        self._deliver(
+            lambda workers: wsync.synchronize({s: _share(w, workers, worker_ids) for s, w in carried.items()}, workers),
+            worker_ids,
+        )
+
+    def _scheme(self, model_id: str) -> wsync.WeightSyncScheme:
+        if model_id not in self.weight_sync_schemes:
+            known = ", ".join(self.weight_sync_schemes) or "none at all"
+            raise KeyError(f"no weight sync scheme for model '{model_id}'; there are: {known}")
+        return self.weight_sync_schemes[model_id]
+
+    @property
+    def default_model_id(self) -> str:
+        """Whose weights are meant where nobody says."""
+        if "policy" in self.weight_sync_schemes or len(self.weight_sync_schemes) != 1:
+            return "policy"
+        return next(iter(self.weight_sync_schemes))
+
+
+def appoint(given: UpdaterOrFactory, collector: UpdatedCollector, policy: Any) -> WeightUpdaterBase:
+    """Register the updater that a collector was ``given``, or that the given factory makes.
+
+    Raises:
+        TypeError: it is none.
+        RuntimeError, ValueError: as ``WeightUpdaterBase.register_collector``.
+    """
+    updater: Any = given
+    if isinstance(given, type) and issubclass(given, WeightUpdaterBase):
+        updater = given.from_policy(policy) or given()
+    elif not isinstance(given, WeightUpdaterBase) and callable(given):
+        updater = given()
+    if not isinstance(updater, WeightUpdaterBase):
+        raise TypeError(f"weight_updater is a WeightUpdaterBase or makes one, and this is a {type(updater).__name__}")
+    updater.register_collector(collector)
+    return updater
+
+
+def _share(source: Any, workers: Any, asked: Any) -> Any:
+    """Of weights per worker, those of the ``workers`` that there are, where others were ``asked`` for."""
+    per_worker = isinstance(source, dict) and source and all(isinstance(key, int) for key in source)
+    if workers is asked or not per_worker:
+        return source
+    return {worker: source[worker] for worker in workers if worker in source}

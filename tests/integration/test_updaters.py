@@ -1,0 +1,275 @@
+"""The older API's weight updaters: their hooks decide who gets what, and the collectors' schemes carry it."""
+
+import os
+import signal
+from multiprocessing.connection import wait
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+import wsync
+from collectors import (
+    Collector,
+    GymEnv,
+    MultiAsyncCollector,
+    MultiProcessedWeightUpdater,
+    MultiSyncCollector,
+    RayWeightUpdater,
+    VanillaWeightUpdater,
+    WeightUpdaterBase,
+)
+from collectors.distributed import DistributedWeightUpdater, RPCWeightUpdater
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*of the older API:DeprecationWarning")
+READY_MADE = [
+    VanillaWeightUpdater,
+    MultiProcessedWeightUpdater,
+    RayWeightUpdater,
+    RPCWeightUpdater,
+    DistributedWeightUpdater,
+]
+
+
+class Scores(nn.Module):
+    """Chooses action 1 always, or 0 always, by the sign of one weight."""
+
+    def __init__(self, sign: float = 1.0):
+        super().__init__()
+        self.bias = nn.Parameter(torch.tensor([0.0, sign]))
+
+    def forward(self, observation):
+        return self.bias.expand(*observation.shape[:-1], 2)
+
+
+def policy(sign: float = 1.0) -> TensorDictModule:
+    return TensorDictModule(Scores(sign), in_keys=["observation"], out_keys=["action"])
+
+
+def weights(sign: float) -> TensorDict:
+    return TensorDict.from_module(policy(sign)).data.clone()
+
+
+def single(updater, trained=None, scheme=None, **options) -> Collector:
+    if scheme is not None:
+        options["weight_sync_schemes"] = {"policy": wsync.WeightSyncScheme.from_backend(scheme)}
+    trained = policy() if trained is None else trained
+    return Collector(lambda: GymEnv("CartPole-v1"), trained, frames_per_batch=4, weight_updater=updater, **options)
+
+
+def multi(updater, cls=MultiSyncCollector, **options):
+    makers = [lambda: GymEnv("CartPole-v1")] * 2
+    return cls(makers, options.pop("trained", policy()), frames_per_batch=8, weight_updater=updater, **options)
+
+
+def chosen(batch) -> float:
+    return batch["action"].float().argmax(-1).float().mean().item()
+
+
+def versions(batch) -> list[int]:
+    return batch["policy_version"].unique().tolist()
+
+
+class Mirrored(WeightUpdaterBase):
+    """Worker 1 gets the weights with the opposite sign; note that it does not call ``super().__init__()``."""
+
+    def __init__(self):
+        self.synced = []
+
+    def all_worker_ids(self):
+        return [0, 1]
+
+    def _sync_weights_with_worker(self, *, worker_id, server_weights):
+        self.synced.append(worker_id)
+        own = -server_weights if worker_id == 1 else server_weights
+        super()._sync_weights_with_worker(worker_id=worker_id, server_weights=own)
+
+
+@pytest.mark.parametrize("cls", [WeightUpdaterBase, Mirrored, *READY_MADE])
+def test_each_warns_where_it_is_made(cls):
+    with pytest.warns(DeprecationWarning, match=f"^{cls.__name__} is of the older API: .*weight_sync_schemes") as seen:
+        cls()
+    assert [warning.filename for warning in seen] == [__file__]
+
+
+def test_a_class_that_a_collector_makes_warns_where_the_collector_is_made():
+    with pytest.warns(DeprecationWarning, match="VanillaWeightUpdater") as seen, single(VanillaWeightUpdater):
+        pass
+    assert [warning.filename for warning in seen] == [__file__]
+
+
+def test_a_users_own_updater_decides_who_gets_what_in_one_version_for_all():
+    hooked = []
+    with multi(Mirrored, cat_results="stack", on_worker_failure="drop") as collector:
+        updater = collector.weight_updater
+        updater.register_post_hook(lambda: hooked.append(len(updater.synced)))
+        collector.update_policy_weights_(policy(1.0))
+        batch = next(collector)
+        assert [chosen(batch[0]), chosen(batch[1])] == [1.0, 0.0] and versions(batch) == [2]
+        collector.update_policy_weights_(policy(-1.0).state_dict(), worker_ids=1)
+        batch = next(collector)
+        assert [chosen(batch[0]), chosen(batch[1])] == [1.0, 1.0] and versions(batch) == [2, 3]
+        assert updater.synced == [0, 1, 1] and hooked == [2, 3]
+        with pytest.raises(ValueError, match=r"unknown worker_ids \[7\]"):
+            updater.push_weights(worker_ids=[7])
+        victim = collector.remote_workers[0]
+        os.kill(victim.process.pid, signal.SIGKILL)
+        assert wait([victim.sentinel], 20)
+        updater(policy(1.0))  # for all: the other one has it
+        batch = next(collector)
+        assert versions(batch) == [4] and chosen(batch) == 0.0 and collector.failures.dropped == {0: 1}
+
+
+class Told:
+    """In place of a collector: remembers what it is told to send, and to whom."""
+
+    num_workers, default_model_id = 2, "policy"
+
+    def __init__(self):
+        self.weight_sync_schemes = {"policy": wsync.MultiProcessWeightSyncScheme()}
+        self.sent = []
+
+    def send_weights(self, weights, worker_ids, *, wait):
+        self.sent.append((type(weights), worker_ids, wait))
+
+
+@pytest.mark.parametrize(("updater", "sort"), [(MultiProcessedWeightUpdater, TensorDict), (Mirrored, dict)])
+def test_what_is_for_everyone_is_sent_to_all_so_that_a_successor_gets_it_too(updater, sort):
+    updater, told = updater(), Told()
+    updater.register_collector(told)
+    updater.push_weights(policy())
+    updater.push_weights(policy(), worker_ids=[1])
+    assert told.sent == [(sort, None, True), (TensorDict, [1], True)]
+
+
+class Hooked(WeightUpdaterBase):
+    """Every hook but the delivery."""
+
+    skip = False
+
+    def _get_server_weights(self):
+        return weights(1.0)
+
+    def _maybe_map_weights(self, server_weights):
+        assert isinstance(server_weights, TensorDict)
+        return -server_weights
+
+    def _skip_update(self, worker_id):
+        return self.skip
+
+
+def test_every_other_hook_is_asked():
+    with single(updater := Hooked()) as collector:
+        assert updater.collector is collector
+        collector.update_policy_weights_()
+        batch = next(collector)
+        assert chosen(batch) == 0.0 and versions(batch) == [2]
+        collector.update_policy_weights_(policy(-1.0), model_id="policy")
+        assert chosen(next(collector)) == 1.0
+        updater.skip = True
+        collector.update_policy_weights_(policy(1.0))
+        assert versions(next(collector)) == [3]
+        updater._sync_weights_with_worker(server_weights=weights(-1.0))  # by itself: at once
+        assert chosen(next(collector)) == 0.0
+
+
+def test_an_updater_without_hooks_sends_the_policy_as_it_is_now():
+    trained = policy(1.0)
+    with single(WeightUpdaterBase, trained) as collector:
+        with torch.no_grad():
+            trained.module.bias.neg_()
+        assert chosen(next(collector)) == 1.0
+        collector.update_policy_weights_()
+        assert chosen(next(collector)) == 0.0
+
+
+def test_weights_that_do_not_fit_are_nowhere_and_the_next_push_works():
+    kept = weights(1.0)
+    with single(VanillaWeightUpdater(weight_getter=lambda: weights(-1.0), policy_weights=kept)) as collector:
+        with pytest.raises(wsync.LayoutMismatch, match="bias"):
+            collector.update_policy_weights_({"module.bias": torch.zeros(3)})
+        assert chosen(next(collector)) == 1.0 and (kept == weights(1.0)).all()
+        collector.update_policy_weights_()
+        assert chosen(next(collector)) == 0.0 and (kept == weights(-1.0)).all()
+
+
+def test_several_workers_and_the_weights_kept_for_each():
+    trained, device = policy(1.0), torch.device("cpu")
+    kept = {device: weights(1.0), 1: weights(1.0)}
+
+    def make():
+        return MultiProcessedWeightUpdater(
+            get_server_weights=lambda: TensorDict.from_module(trained), policy_weights=kept
+        )
+
+    with multi(make, MultiAsyncCollector, trained=trained) as collector:
+        with torch.no_grad():
+            trained.module.bias.neg_()
+        collector.update_policy_weights_(worker_ids=[0])
+        assert (kept[device] == weights(-1.0)).all() and (kept[1] == weights(1.0)).all()
+        collector.update_policy_weights_()
+        assert (kept[1] == weights(-1.0)).all()
+        batch = next(batch for batch in collector if min(versions(batch)) == 3)
+        assert chosen(batch) == 0.0
+
+
+def test_ray_leaves_workers_out_for_max_interval_pushes():
+    with single(RayWeightUpdater(weights(-1.0), [object()], max_interval=2), scheme="distributed") as collector:
+        seen = []
+        for _ in range(6):
+            collector.update_policy_weights_()
+            seen += versions(next(collector))
+        assert seen == [1, 1, 2, 2, 2, 3] and chosen(next(collector)) == 0.0
+    with pytest.raises(ValueError, match="max_interval is at least 0"):
+        RayWeightUpdater(max_interval=-1)
+
+
+@pytest.mark.parametrize(
+    ("updater", "scheme", "said"),
+    [
+        (VanillaWeightUpdater, "none", "contradict each other: .* a NoWeightSyncScheme"),
+        (WeightUpdaterBase, "none", "contradict each other: that scheme carries nothing"),
+        (MultiProcessedWeightUpdater, "distributed", "multiprocess or shared_mem, .* a DistributedWeightSyncScheme"),
+        (RayWeightUpdater, "shared_mem", "distributed or ray, .* a SharedMemWeightSyncScheme"),
+        (RPCWeightUpdater, "multiprocess", "distributed or rpc, .* a MultiProcessWeightSyncScheme"),
+        (DistributedWeightUpdater, "rpc", "by distributed, .* a RPCWeightSyncScheme"),
+        (lambda: DistributedWeightUpdater(num_workers=3), "distributed", r"for 3 worker\(s\); the collector has 1"),
+        (lambda: RayWeightUpdater(None, [1, 2]), "distributed", r"for 2 worker\(s\); the collector has 1"),
+    ],
+)
+def test_an_updater_that_the_scheme_contradicts_is_an_error(updater, scheme, said):
+    with pytest.raises(ValueError, match=said):
+        single(updater, scheme=scheme)
+
+
+def test_no_scheme_is_a_contradiction_too_and_numbers_have_to_agree():
+    with pytest.raises(ValueError, match="the scheme of 'policy' is none at all"):
+        single(VanillaWeightUpdater, weight_sync_schemes={})
+    with pytest.raises(ValueError, match="how many workers"):
+        RPCWeightUpdater([1, 2], None, [1, 2, 3])
+
+
+@pytest.mark.parametrize("nothing", [3, lambda: "an updater"])
+def test_what_is_no_updater_is_refused(nothing):
+    with pytest.raises(TypeError, match="weight_updater is a WeightUpdaterBase or makes one"):
+        single(nothing)
+
+
+def test_an_updater_is_one_collectors_and_one_update_at_a_time():
+    class Loop(WeightUpdaterBase):
+        def _sync_weights_with_worker(self, *, worker_id, server_weights):
+            self.collector.update_policy_weights_(server_weights)
+
+    with single(updater := Loop()) as collector:
+        with pytest.raises(RuntimeError, match="another collector's already"):
+            single(updater)
+        with pytest.raises(RuntimeError, match="a hook of Loop has started another update"):
+            collector.update_policy_weights_()
+        with pytest.raises(ValueError, match="go by way of weight_updater"):
+            collector.update_policy_weights_(weights_dict={"policy": policy()})
+        with pytest.raises(ValueError, match="worker_ids is empty"):
+            collector.update_policy_weights_(worker_ids=[])
+    with pytest.raises(RuntimeError, match="has no collector"):
+        VanillaWeightUpdater().push_weights(policy())
