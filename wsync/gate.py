@@ -83,6 +83,16 @@ class Gate:
             for feed in self._feeds:
                 feed.leave()
 
+    @property
+    def held_here(self) -> bool:
+        """Whether the calling thread is inside."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            return self._depth > 0  # nobody else's: the lock is this thread's
+        finally:
+            self._lock.release()
+
     def attach(self, feed: Feed) -> None:
         """Ask ``feed`` for news from now on."""
         with self._lock:

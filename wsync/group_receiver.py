@@ -162,10 +162,10 @@ class GroupReceiver:
         try:
             return self._events(message)
         except ConnectionError:
-            return [Closed()]
+            return self._give_up()
         except ValueError as error:
             self.answer(Ack(self._worker, ANY_VERSION, f"it does not understand the sender: {error}"))
-            return [Closed()]
+            return self._give_up()
 
     def _events(self, message: Message) -> Sequence[Event]:
         if message.kind is Kind.LAYOUT:
@@ -184,13 +184,20 @@ class GroupReceiver:
         try:
             update = self._take(message)
         except RuntimeError:  # the line of tensors has broken, so there will be no more
-            return [Closed()]
+            return self._give_up()
         if message.kind is Kind.NEWS:
             self._pending = update
             return [News()]
         (transaction,) = _unpacked(TRANSACTION, message.payload[: TRANSACTION.size])
         self._kept[transaction] = update
         return [Stage(transaction, update)]
+
+    def _give_up(self) -> Sequence[Event]:
+        """Hang up, so that the sender knows at once; what the model has it keeps."""
+        line = self._connection()
+        _say_goodbye(line)
+        line.close()
+        return [Closed()]
 
     # --- buffers ---
 

@@ -17,7 +17,7 @@ import torch
 
 from wsync.checksum import CHECKSUM, checksum_of
 from wsync.deadlines import wait_readable
-from wsync.errors import SyncTimeout
+from wsync.errors import SyncTimeout, WeightSyncError
 from wsync.group import Pair
 from wsync.lanes import Flats, Lane, Parcel
 from wsync.layout import Layout
@@ -28,6 +28,7 @@ from wsync.types import Ack
 from wsync.words import Door, Kind, Message
 
 TRANSACTION = struct.Struct("<Q")
+MOST_EXTRA = 1000 << 20  # bytes; who listens to a line takes longer messages for nonsense
 FormPair = Callable[[int, int, float | None], Pair]
 """``(worker, generation, deadline) -> pair``: the trainer's half of the rendezvous of a pair."""
 
@@ -175,7 +176,16 @@ class GroupSender:
         self._dispatch(Parcel(Kind.NEWS, version, self._sealed(buffer, extra), buffer.slot), workers)
 
     def _sealed(self, buffer: Buffer, extra: bytes) -> bytes:
-        """What is said beside the weights: a checksum, if there is one, and the extra state."""
+        """What is said beside the weights: a checksum, if there is one, and the extra state.
+
+        Raises:
+            WeightSyncError: that is more than one message may have.
+        """
+        if len(extra) > MOST_EXTRA:
+            raise WeightSyncError(
+                f"the modules' extra state has {len(extra) / 2**20:.0f} MiB; a network carries up to "
+                f"{MOST_EXTRA / 2**20:.0f}: register what is large as buffers"
+            )
         if not self._checksum:
             return extra
         return CHECKSUM.pack(checksum_of(self._flats.flat(buffer.slot), extra)) + extra

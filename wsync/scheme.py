@@ -343,12 +343,19 @@ class WeightSyncScheme(SchemeView, ABC):
         """Let everything go: lines, memory, the thread. Harmless when repeated.
 
         A worker's model keeps the weights that it has, in memory of its own.
+
+        Raises:
+            RuntimeError: called in a worker from inside the gate, for which whoever is to end may be waiting.
         """
         if isinstance(self._role, Trainer):
             if self._role.local is not None:
                 self._role.local.close()
             self._role.sender.close()
         elif isinstance(self._role, Worker):
+            if process_gate().held_here:
+                raise RuntimeError(
+                    "shutdown() inside a forward, or wsync.gate(), would wait for itself: leave it first"
+                )
             self._role.receiver.close()
         self._role = None
         self._seed = None

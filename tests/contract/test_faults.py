@@ -584,6 +584,21 @@ def test_who_does_not_read_holds_up_no_transaction_for_ever() -> None:
         assert workers[0].call("forward")[0] == 601
 
 
+def test_a_shutdown_inside_the_gate_is_an_error_and_no_deadlock() -> None:
+    with crew(1) as workers, wsync.SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
+        workers.follow(scheme, Small)
+        with pytest.raises(RemoteError, match="leave it first"):
+            workers[0].call("run", leave_inside_the_gate)
+        scheme.send(fill(Small(), 2))
+        assert workers[0].call("forward")[0] == 2
+
+
+def leave_inside_the_gate(host: Host) -> None:
+    with wsync.gate():
+        host.schemes["policy"].shutdown()
+
+
 def test_after_a_refusal_a_forward_sees_one_version() -> None:
     source: Any = fill(Apart(), 1)
     with crew(1) as workers, wsync.SharedMemWeightSyncScheme(acknowledge="published") as scheme:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -65,6 +66,17 @@ def test_open_again_whatever_the_forward_raised(error: BaseException) -> None:
         assert (news.entered, news.left) == (4, 4)
     finally:
         process_gate().detach(news)
+
+
+def test_who_is_inside_knows() -> None:
+    gate, seen = Gate(), []
+    other = threading.Thread(target=lambda: seen.append(gate.held_here))
+    assert not gate.held_here
+    with gate.hold():
+        assert gate.held_here
+        other.start()
+        other.join()
+    assert (seen, gate.held_here) == ([False], False)
 
 
 def test_copies_are_ungated_and_of_the_original_class() -> None:
