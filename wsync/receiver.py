@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -65,6 +65,14 @@ class Receiver:
         self._told_at = 0.0
         self._error = ""
         self._changed = threading.Condition()
+
+    def knock(self, worker_idx: int, timeout: float | None) -> Sequence[int]:
+        """Begin ``connect``: descriptors, one of which is readable when the rest of it need not wait for the sender.
+
+        Raises:
+            NotConnected: no sender is there.
+        """
+        return self._end.knock(worker_idx, deadline_in(timeout))
 
     def connect(self, worker_idx: int, timeout: float | None) -> None:
         """The rendezvous; returns with the first weights installed, if the sender has any yet.
