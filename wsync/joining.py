@@ -26,16 +26,17 @@ class Joining:
                 receiver_thread().register(descriptor, self)
 
     def heed(self) -> bool:
-        """Connect. True, for the receiver listens at one of the descriptors from now on."""
+        """Connect. True if that went well: the receiver listens at one of the descriptors from then on."""
         with self._lock:
-            if not self._over.is_set():
-                try:
-                    self._connect()
-                except Exception as error:  # noqa: BLE001  raised where somebody waits: in the worker's own thread
-                    self._error = error
+            if self._over.is_set():
+                return False
+            try:
+                self._connect()
                 receiver_thread().unregister(self)
-                self._over.set()
-        return True
+            except Exception as error:  # noqa: BLE001  raised where somebody waits: in the worker's own thread
+                self._error = error
+            self._over.set()
+            return self._error is None
 
     def wait(self, timeout: float | None) -> bool:
         """Whether this worker is let in, ``timeout`` seconds (None: no limit) from now at the latest.

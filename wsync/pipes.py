@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import nn
 
 from wsync.invitation import await_invitation, invite
+from wsync.roles import Worker
 from wsync.scheme import WeightSyncScheme
 from wsync.strategy import Format
 from wsync.transport import TransportBackend
@@ -168,7 +169,7 @@ class PipedScheme(WeightSyncScheme):
         Raises:
             ValueError: not a pipe of this scheme.
         """
-        if not isinstance(pipe_or_context, Connection):
+        if not isinstance(pipe_or_context, Connection) or isinstance(self._role, Worker):
             return super().create_transport(pipe_or_context, worker_ids=worker_ids)
         if self._role is None and all(pipe is not pipe_or_context for pipe in self._pipes):
             self._pipes.append(pipe_or_context)

@@ -140,6 +140,39 @@ def both_ends(make: Make, **options: Any) -> tuple[Any, Any, nn.Module]:
     return sender, worker, model
 
 
+class Slow(nn.Linear):
+    """Its forward lasts until it is told to end, and says whether the weights stayed the same meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.inside, self.go = threading.Event(), threading.Event()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        before = self.weight.detach().clone()
+        self.inside.set()
+        assert self.go.wait(PATIENCE)
+        return torch.equal(before, self.weight) * torch.ones(1)
+
+
+def test_a_forward_that_began_before_it_was_let_in_is_not_torn(make: Make) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    model, seen = Slow(), []
+    with make() as sender, make() as worker:
+        sender.init_on_sender("policy", pipes=[ours])
+        worker.init_on_worker("policy", pipe=theirs, model=model)
+        acting = threading.Thread(target=lambda: seen.append(model(torch.ones(4)).item()))
+        acting.start()
+        assert model.inside.wait(PATIENCE)
+        sending = threading.Thread(target=sender.get_sender().send, args=(policy_of(1.0),))
+        sending.start()
+        sending.join(0.2)
+        model.go.set()
+        acting.join(PATIENCE)
+        sending.join(PATIENCE)
+        assert seen == [1.0]
+        assert torch.equal(model.weight, policy_of(1.0).weight)
+
+
 def test_a_pipe_is_the_users_but_for_one_message(make: Make) -> None:
     ours, theirs = multiprocessing.Pipe()
     ours.send("before")
