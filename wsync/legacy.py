@@ -11,28 +11,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import nn
 
 from wsync.deadlines import deadline_in, remaining
 from wsync.joining import Joining
 from wsync.roles import SchemeView, Trainer, Worker, find_or_none
-from wsync.types import SyncReport
-
-
-@runtime_checkable
-class NumberedContext(Protocol):
-    """A context that knows which worker it is."""
-
-    worker_idx: int
-
-
-@runtime_checkable
-class ModelHolder(Protocol):
-    """A context with one model, whatever its name."""
-
-    model: nn.Module
+from wsync.types import ModelHolder, NumberedContext, SyncReport
 
 
 class WeightSender:
@@ -128,7 +114,7 @@ class OlderApi(SchemeView, ABC):
             raise ValueError("which worker is this? give init_on_worker() a worker_idx, or a context that has it")
         if model is None and context is not None:
             model = find_or_none(context, model_id)
-            if model is None and isinstance(context, ModelHolder):
+            if model is None and isinstance(context, ModelHolder) and isinstance(context.model, nn.Module):
                 model = context.model
         self.init_on_receiver(model_id, context, model=model, worker_idx=worker_idx)
         role = self._worker("init_on_worker")

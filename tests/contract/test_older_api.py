@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -220,6 +222,20 @@ def test_no_invitation_is_an_error_in_time(make: Make) -> None:
     _ours, theirs = multiprocessing.Pipe()
     with make(timeout=0.05) as worker, pytest.raises(wsync.SyncTimeout, match="init_on_sender"):
         worker.init_on_worker("policy", pipe=theirs, model=nn.Linear(4, 2))
+
+
+def test_a_full_pipe_is_an_error_in_time(make: Make) -> None:
+    ours, _theirs = multiprocessing.Pipe()
+    os.set_blocking(ours.fileno(), False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(ours.fileno(), bytes(4096))
+    os.set_blocking(ours.fileno(), True)
+    with make(timeout=0.05) as sender:
+        with pytest.raises(wsync.SyncTimeout, match="worker 0: its pipe is full"):
+            sender.init_on_sender("policy", pipes=[ours])
+        with pytest.raises(ValueError, match="num_workers: 2, pipes: 1"):
+            sender.init_on_sender("policy", pipes=[ours], num_workers=2)
 
 
 def test_weights_that_do_not_fit_are_told_at_both_ends(make: Make, workers: Crew) -> None:
