@@ -10,6 +10,7 @@ from wsync.backends.rpc import RPCTransport, RPCWeightSyncScheme
 from wsync.backends.shared_mem import SharedMemTransport, SharedMemWeightSyncScheme
 from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, WeightSyncError, WorkerDied, WorkerFailed
 from wsync.gate import gate
+from wsync.legacy import WeightReceiver, WeightSender
 from wsync.metrics import MetricsSink, SyncMetrics
 from wsync.paths import find_model
 from wsync.scheme import WeightSyncScheme
@@ -44,6 +45,8 @@ __all__ = [
     "SyncReport",
     "SyncTimeout",
     "TransportBackend",
+    "WeightReceiver",
+    "WeightSender",
     "WeightStrategy",
     "WeightSyncError",
     "WeightSyncScheme",

@@ -89,6 +89,7 @@ class GroupReceiver:
         self.layout: Layout | None = None
         self._checksum = False
         self._worker = -1
+        self._knocked: Line | None = None  # and was not let in yet
         self._line: Line | None = None
         self._pair: Pair | None = None
         self._slots: list[_Slot] = []
@@ -99,9 +100,14 @@ class GroupReceiver:
         self._said: Message | None = None  # the last answer
         self._lock = threading.Lock()  # slots and transfers: the acting thread installs, too
 
+    def knock(self, worker_idx: int, deadline: float | None) -> Sequence[int]:
+        """Say who is here."""
+        self._knocked = self._dial(worker_idx, deadline)
+        return self._knocked.signs
+
     def connect(self, worker_idx: int, deadline: float | None) -> None:
         """Knock, wait to be let in, form the pair; return with the first weights at hand, if the sender has any."""
-        line = self._dial(worker_idx, deadline)
+        line, self._knocked = self._knocked or self._dial(worker_idx, deadline), None
         self._worker = worker_idx
         try:
             message = self._await(line, worker_idx, deadline)
@@ -282,6 +288,9 @@ class GroupReceiver:
 
     def close(self) -> None:
         """Say good-bye and hang up."""
+        if self._knocked is not None:
+            self._knocked.close()
+            self._knocked = None
         if self._line is None:
             return
         _say_goodbye(self._line)

@@ -85,6 +85,10 @@ class InProcessLine:
 
     # --- the receiver's end ---
 
+    def knock(self, worker_idx: int, deadline: float | None) -> Sequence[int]:
+        """The sender is here."""
+        return ()
+
     def connect(self, worker_idx: int, deadline: float | None) -> None:
         """The sender is here."""
 

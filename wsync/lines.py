@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Protocol
 
 from wsync.deadlines import milliseconds, wait_readable
@@ -90,7 +91,7 @@ class Lines:
             if not ready:
                 raise SyncTimeout(
                     f"worker(s) {names(missing)} did not connect in time: "
-                    "each worker must call connect(worker_idx=…) while the sender does",
+                    "each worker must call connect(worker_idx=…), or init_on_worker(…), while the sender waits",
                     {worker: "never connected" for worker in missing},
                 )
             if self._door.fileno() in ready:
@@ -119,7 +120,8 @@ class Lines:
         elif worker in self._lines:
             problem = f"worker_idx {worker} is taken by {self._lines[worker].peer}"
         if problem:
-            line.send(Message(Kind.REFUSED, worker, payload=problem.encode()))
+            with suppress(ConnectionError):  # it has not waited for this
+                line.send(Message(Kind.REFUSED, worker, payload=problem.encode()))
             line.close()
             return -1
         again = worker in self._gone
@@ -131,7 +133,13 @@ class Lines:
         for fd in line.signs:
             self._of[fd] = worker
             self._poll.register(fd, select.POLLIN)
-        self.say(worker, welcome)
+        try:
+            line.send(welcome)
+        except ConnectionError:  # it has knocked and left: as if it had not come
+            self.forget(worker)
+            if not again:
+                self._gone.discard(worker)
+            return -1
         self._owner.joined(worker, hello, deadline)
         return worker
 

@@ -28,6 +28,7 @@ class LocalReceiver:
     def __init__(self, endpoint: Endpoint, *, retains: bool) -> None:
         self._endpoint = endpoint
         self._retains = retains
+        self._knocked: Connection | None = None  # and was not let in yet
         self._line: Connection | None = None
         self._arena: Arena | None = None
         self._layout: Layout | None = None
@@ -51,13 +52,20 @@ class LocalReceiver:
             raise NotConnected("this worker is not connected: call connect(worker_idx=…) first")
         return self._line
 
+    def knock(self, worker_idx: int, deadline: float | None) -> Sequence[int]:
+        """Say who is here."""
+        self._knocked = knock(self._endpoint, worker_idx)
+        return self._knocked.signs
+
     def connect(self, worker_idx: int, deadline: float | None) -> None:
-        """Knock, and wait to be let in."""
-        line = knock(self._endpoint, worker_idx)
-        if not wait_readable(line.signs, deadline):
+        """Knock, unless that has been done, and wait to be let in."""
+        line, self._knocked = self._knocked or knock(self._endpoint, worker_idx), None
+        ready = wait_readable(line.signs, deadline)
+        if not ready:
             line.close()
             raise SyncTimeout(f"worker {worker_idx}: the sender did not answer: does it call connect() too?")
-        message = line.receive()
+        # A forked child may hold the dead sender's door open: then only the process says that it is gone.
+        message = line.receive() if line.fileno() in ready else None
         if message is None or message.kind is not Kind.WELCOME:
             line.close()
             why = message.payload.decode(errors="replace") if message else "the sender went away"
@@ -178,6 +186,9 @@ class LocalReceiver:
 
     def close(self) -> None:
         """Say good-bye and hang up."""
+        if self._knocked is not None:
+            self._knocked.close()
+            self._knocked = None
         if self._line is None:
             return
         self.answer(Ack(self._worker, 0), kind=Kind.BYE)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -34,7 +34,7 @@ class Receiver:
     """One model in one worker.
 
     Args:
-        model: is gated from ``connect`` on.
+        model: is gated from ``knock`` or ``connect`` on.
         strategy: the format in which ``receive`` returns weights.
         end: the worker's end of the line.
         bind: whether parameters may be bound to the received memory.
@@ -65,6 +65,18 @@ class Receiver:
         self._told_at = 0.0
         self._error = ""
         self._changed = threading.Condition()
+
+    def knock(self, worker_idx: int, timeout: float | None) -> Sequence[int]:
+        """Begin ``connect``: descriptors, one of which is readable when the rest of it need not wait for the sender.
+
+        The model is gated from here on: whoever does the rest may do it while the model acts.
+
+        Raises:
+            NotConnected: no sender is there.
+        """
+        signs = self._end.knock(worker_idx, deadline_in(timeout))
+        guard(self.model)
+        return signs
 
     def connect(self, worker_idx: int, timeout: float | None) -> None:
         """The rendezvous; returns with the first weights installed, if the sender has any yet.

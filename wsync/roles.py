@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from wsync.errors import NotConnected
+from wsync.joining import Joining
 from wsync.paths import find_model
 from wsync.ports import ReceiverPort, SenderPort
 from wsync.receiver import Receiver
@@ -17,6 +18,7 @@ from wsync.snapshot import snapshot
 from wsync.source import is_per_worker
 from wsync.strategy import WeightStrategy
 from wsync.transport import SenderEnd, TransportBackend
+from wsync.types import RemoteWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Worker:
     model: nn.Module
     receiver: Receiver
     worker_idx: int | None
+    joining: Joining | None = None  # its rendezvous, where the thread does that
 
 
 class SchemeView:
@@ -116,9 +119,22 @@ class SchemeView:
         """On a receiver, the line to the sender."""
         return ReceiverPort(self._role.receiver, self.timeout) if isinstance(self._role, Worker) else None
 
-    def create_transport(self, *, worker_ids: Sequence[int] | None = None) -> TransportBackend:
-        """The sender's line to some workers (None: all)."""
-        role = self._trainer("create_transport")
+    def create_transport(
+        self, pipe_or_context: Any = None, *, worker_ids: Sequence[int] | None = None
+    ) -> TransportBackend:
+        """The sender's line to some workers (None: all).
+
+        Args:
+            pipe_or_context: the older API's way to say whom: a worker (``RemoteWorker``), or a context, which means all
+                of them; and see ``PipedScheme``.
+            worker_ids: whom.
+        """
+        if isinstance(pipe_or_context, RemoteWorker):
+            worker_ids = [pipe_or_context.worker_idx]
+        return self._port(self._trainer("create_transport"), worker_ids)
+
+    def _port(self, role: Trainer, worker_ids: Sequence[int] | None) -> TransportBackend:
+        """A backend's own kind of line, for ``create_transport``."""
         return SenderPort(role.sender, role.sentinels, worker_ids)
 
     @property

@@ -7,7 +7,7 @@ options and an address, and takes on the other role there.
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -18,10 +18,11 @@ from torch import nn
 from wsync.errors import NotConnected
 from wsync.gate import process_gate
 from wsync.in_process import InProcessLine
+from wsync.legacy import OlderApi
 from wsync.metrics import SyncMetrics
 from wsync.paths import find_model
 from wsync.receiver import Receiver
-from wsync.roles import SchemeView, Trainer, Worker, agreed_count, find_or_none
+from wsync.roles import Trainer, Worker, agreed_count, find_or_none
 from wsync.sender import Sender
 from wsync.source import DeviceMap, Source
 from wsync.strategy import Format, WeightStrategy
@@ -39,7 +40,7 @@ BACKENDS = {
 }
 
 
-class WeightSyncScheme(SchemeView, ABC):
+class WeightSyncScheme(OlderApi):
     """Carries one model's weights from a trainer to its workers.
 
     Args:
@@ -165,10 +166,7 @@ class WeightSyncScheme(SchemeView, ABC):
             LookupError, TypeError: the context has no such model.
             ValueError: neither a model nor a context.
         """
-        if isinstance(self._role, Trainer) and self._role.pid != os.getpid():
-            self._role.end.close()  # a forked child has inherited the trainer's end
-            self._role = None
-        self._require_fresh()
+        self._require_fresh_worker()
         if self._seed is None and not self._can_meet(model_id):
             raise RuntimeError(
                 "initialise this scheme on the sender first, then hand it (pickled or forked) to the worker"
@@ -207,6 +205,12 @@ class WeightSyncScheme(SchemeView, ABC):
         if self._role is not None:
             end = "sender" if isinstance(self._role, Trainer) else "receiver"
             raise RuntimeError(f"this scheme is already initialised on the {end}, for model '{self._role.model_id}'")
+
+    def _require_fresh_worker(self) -> None:
+        if isinstance(self._role, Trainer) and self._role.pid != os.getpid():
+            self._role.end.close()  # a forked child has inherited the trainer's end
+            self._role = None
+        self._require_fresh()
 
     # --- the lifecycle after it ---
 
@@ -356,6 +360,8 @@ class WeightSyncScheme(SchemeView, ABC):
                 raise RuntimeError(
                     "shutdown() inside a forward, or wsync.gate(), would wait for itself: leave it first"
                 )
+            if self._role.joining is not None:
+                self._role.joining.close()
             self._role.receiver.close()
         self._role = None
         self._seed = None

@@ -106,6 +106,14 @@ class ReceiverEnd(Protocol):
         """What the weights look like; None until the sender knows."""
         ...
 
+    def knock(self, worker_idx: int, deadline: float | None) -> Sequence[int]:
+        """Begin ``connect`` and do not wait for the sender: descriptors, one of which is readable when it has answered.
+
+        Raises:
+            NotConnected: no sender is there.
+        """
+        ...
+
     def connect(self, worker_idx: int, deadline: float | None) -> None:
         """The rendezvous: return when the sender has let this worker in.
 

@@ -116,3 +116,17 @@ class ModelContext(Protocol):
     def get_model(self, model_id: str) -> object:
         """The model called ``model_id``."""
         ...
+
+
+@runtime_checkable
+class NumberedContext(Protocol):
+    """A context that knows which worker it is."""
+
+    worker_idx: int
+
+
+@runtime_checkable
+class ModelHolder(Protocol):
+    """A context with one model, whatever its name."""
+
+    model: object

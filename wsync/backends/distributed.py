@@ -84,9 +84,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             store.set(self._key, self._seed.dump())
         super().connect(worker_idx=worker_idx, weights=weights)
 
-    def create_transport(self, *, worker_ids: Sequence[int] | None = None) -> DistributedTransport:
-        """The sender's line to some workers (None: all)."""
-        role = self._trainer("create_transport")
+    def _port(self, role: Trainer, worker_ids: Sequence[int] | None) -> DistributedTransport:
         return DistributedTransport(role.sender, role.sentinels, worker_ids)
 
     def _make_sender_end(self, num_workers: int) -> tuple[GroupSender, Seed]:

@@ -18,8 +18,9 @@ from wsync.errors import SyncTimeout, WorkerFailed
 from wsync.gate import process_gate
 from wsync.local_receiver import LocalReceiver
 from wsync.local_sender import LocalSender
+from wsync.pipes import PipedScheme
 from wsync.rendezvous import Endpoint
-from wsync.scheme import WeightSyncScheme
+from wsync.roles import Trainer
 from wsync.sender import Sender
 from wsync.snapshot import snapshot
 from wsync.strategy import WeightStrategy
@@ -139,7 +140,7 @@ class _Line:
         raise queue.Empty
 
 
-class MultiProcessWeightSyncScheme(WeightSyncScheme):
+class MultiProcessWeightSyncScheme(PipedScheme):
     """Weight synchronization by copies, for workers on the trainer's machine with memory of their own.
 
     Args:
@@ -162,9 +163,8 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         super().__init__(strategy, sync, timeout=timeout, bind=False)
         self.checksum = checksum
 
-    def create_transport(self, *, worker_ids: Sequence[int] | None = None) -> MPTransport:
-        """The sender's line to some workers (None: all)."""
-        return MPTransport(_Line(self._trainer("create_transport").sender, worker_ids), timeout=self.timeout)
+    def _port(self, role: Trainer, worker_ids: Sequence[int] | None) -> MPTransport:
+        return MPTransport(_Line(role.sender, worker_ids), timeout=self.timeout)
 
     def _make_sender_end(self, num_workers: int) -> tuple[LocalSender, Endpoint]:
         end = LocalSender(num_workers, retains=False, checksum=self.checksum)

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from wsync.legacy import WeightReceiver, WeightSender
 from wsync.scheme import WeightSyncScheme
 from wsync.source import DeviceMap
 
@@ -27,6 +28,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         device_map_fn: DeviceMap | None = None,
         num_workers: int | None = None,
         params_map: Mapping[int, Any] | None = None,
+        pipes: Sequence[Any] | None = None,
     ) -> None:
         """Nothing to set up."""
 
@@ -39,6 +41,25 @@ class NoWeightSyncScheme(WeightSyncScheme):
         worker_idx: int | None = None,
     ) -> None:
         """Nothing to set up."""
+
+    def init_on_worker(
+        self,
+        model_id: str = "policy",
+        context: Any = None,
+        *,
+        pipe: Any = None,
+        model: nn.Module | None = None,
+        worker_idx: int | None = None,
+    ) -> None:
+        """Nothing to set up."""
+
+    def get_sender(self) -> WeightSender:
+        """Sends nothing."""
+        return WeightSender(self)
+
+    def get_receiver(self) -> WeightReceiver:
+        """Receives nothing."""
+        return WeightReceiver(self)
 
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
         """Nobody to meet."""

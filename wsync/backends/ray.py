@@ -133,9 +133,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
             left = [_call(actor, _leave, name) for actor in actors]
             ray.wait(left, num_returns=len(left), timeout=_GRACE)  # one that is dead has left
 
-    def create_transport(self, *, worker_ids: Sequence[int] | None = None) -> RayTransport:
-        """The sender's line to some actors (None: all)."""
-        role = self._trainer("create_transport")
+    def _port(self, role: Trainer, worker_ids: Sequence[int] | None) -> RayTransport:
         return RayTransport(role.sender, role.sentinels, worker_ids)
 
     def _make_sender_end(self, num_workers: int) -> tuple[GroupSender, Seed]:

@@ -13,6 +13,7 @@ from wsync.group_sender import GroupSender
 from wsync.network_ends import device_of
 from wsync.ports import SenderPort
 from wsync.receiver_thread import Told
+from wsync.roles import Trainer
 from wsync.rpc_calls import own_name
 from wsync.rpc_trainer import RpcDoor
 from wsync.rpc_worker import WorkerLine
@@ -80,9 +81,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
             own_name()
         super().connect(worker_idx=worker_idx, weights=weights)
 
-    def create_transport(self, *, worker_ids: Sequence[int] | None = None) -> RPCTransport:
-        """The sender's line to some workers (None: all)."""
-        role = self._trainer("create_transport")
+    def _port(self, role: Trainer, worker_ids: Sequence[int] | None) -> RPCTransport:
         return RPCTransport(role.sender, role.sentinels, worker_ids)
 
     def _make_sender_end(self, num_workers: int) -> tuple[GroupSender, RpcSeed]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from tensordict import TensorDict, TensorDictBase
 
 from wsync.errors import NotConnected
 from wsync.local_receiver import LocalReceiver
 from wsync.local_sender import LocalSender
+from wsync.pipes import PipedScheme
 from wsync.ports import SenderPort
 from wsync.rendezvous import Endpoint
-from wsync.scheme import WeightSyncScheme
+from wsync.roles import Trainer
 from wsync.sender import Sender
 from wsync.snapshot import Snapshot
 from wsync.source import DeviceMap, Source
@@ -45,6 +46,13 @@ class SharedMemTransport(SenderPort):
         ]
 
 
+@runtime_checkable
+class CachingContext(Protocol):
+    """A context that has shared buffers already."""
+
+    cached_weights: TensorDictBase
+
+
 class _Unregistered(Source):
     """Where ``auto_register`` is off and nothing was registered: the first weights may not define the buffers."""
 
@@ -64,7 +72,7 @@ class _Unregistered(Source):
         )
 
 
-class SharedMemWeightSyncScheme(WeightSyncScheme):
+class SharedMemWeightSyncScheme(PipedScheme):
     """Weight synchronization through shared memory, for workers on the trainer's machine.
 
     Args:
@@ -124,16 +132,39 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             raise RuntimeError(f"'{model_id}' has its buffers already: register them once, before init_on_sender()")
         self._registered[model_id] = weights
 
+    def init_on_sender(
+        self,
+        model_id: str = "policy",
+        context: Any = None,
+        *,
+        cached_weights: TensorDictBase | None = None,
+        **given: Any,
+    ) -> None:
+        """Set up the trainer's end: see ``PipedScheme.init_on_sender``.
+
+        Args:
+            model_id: the model's name.
+            context: as there; or what has ``cached_weights``.
+            cached_weights: the older API's way to ``register_shared_weights``.
+            given: as there.
+        """
+        if cached_weights is None and isinstance(context, CachingContext):
+            cached_weights = context.cached_weights
+        if cached_weights is not None:
+            self.register_shared_weights(model_id, cached_weights)
+        super().init_on_sender(model_id, context, **given)
+
     @property
     def shared_transport(self) -> SharedMemTransport | None:
         """The one line to all workers, on the sender."""
-        return self.create_transport() if self.num_workers else None
+        return self._port(self._role, None) if isinstance(self._role, Trainer) else None
 
-    def create_transport(self, *, worker_ids: Sequence[int] | None = None) -> SharedMemTransport:
-        """The sender's line to some workers (None: all)."""
-        role = self._trainer("create_transport")
+    def _port(self, role: Trainer, worker_ids: Sequence[int] | None) -> SharedMemTransport:
         assert isinstance(role.end, LocalSender)
         return SharedMemTransport(role.sender, role.end, role.sentinels, worker_ids)
+
+    def _behind(self, worker: int) -> None:
+        """One line leads to all."""
 
     @property
     def _published(self) -> bool:
