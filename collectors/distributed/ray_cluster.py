@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+
+from collectors.distributed import ray_janitor
 
 _REACH = 5.0  # seconds in which an address has to answer
 
@@ -47,7 +50,8 @@ class Cluster:
         if address == "local":
             # Nobody else looks at this cluster: no dashboard, no report to anybody, and its logs go with it.
             folder = tempfile.mkdtemp(prefix="wsync-ray-")
-            self._janitor = _remove_when_hung_up_on(folder)
+            command = [sys.executable, "-I", "-S", ray_janitor.__file__, folder]
+            self._janitor = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             options = {"include_dashboard": False, "_temp_dir": folder, "_node_ip_address": "127.0.0.1"}
             self._init(address, logging_level=logging.ERROR, **options)
@@ -83,17 +87,6 @@ def _signals_kept() -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-def _remove_when_hung_up_on(folder: str) -> subprocess.Popen[bytes]:
-    """A process that removes ``folder`` when its input ends: also if this process is killed.
-
-    Ray's last processes may still be writing their logs then, so it may have to try again.
-    """
-    script = 'read _; n=0; until rm -rf -- "$0" || [ $n = 20 ]; do n=$((n+1)); sleep 0.5; done'
-    return subprocess.Popen(
-        ["sh", "-c", script, folder], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-    )
 
 
 def _reach(address: str) -> None:

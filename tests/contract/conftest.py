@@ -26,6 +26,8 @@ def no_cluster_is_left() -> Iterator[None]:
 @pytest.fixture(params=list(BACKENDS))
 def make_scheme(request: pytest.FixtureRequest) -> Iterator[Callable[..., wsync.WeightSyncScheme]]:
     """Makes a scheme of each backend in turn; ``crew`` then has the workers that it needs."""
+    if request.param == "ray" and request.node.get_closest_marker("above_the_ends"):
+        pytest.skip("is about what stands above the ends, and Ray's ends are those of distributed")
     crew.current_kind = WORKERS.get(request.param, "process")
     if crew.current_kind == "ray":
         import ray_crew  # Ray takes seconds to start: for those who need it

@@ -56,6 +56,7 @@ def test_dead_worker(make_scheme: Any) -> None:
             scheme.send()
 
 
+@pytest.mark.above_the_ends
 def test_death_wakes_a_send_that_waits(make_scheme: Any) -> None:
     model = fill(Small(), 1)
     with crew(2) as workers, make_scheme() as scheme:
@@ -71,6 +72,7 @@ def test_death_wakes_a_send_that_waits(make_scheme: Any) -> None:
         assert workers[0].call("forward")[0] == 2
 
 
+@pytest.mark.above_the_ends
 def test_stopped_worker(make_scheme: Any) -> None:
     model = fill(Small(), 1)
     with crew(2) as workers, make_scheme(timeout=2.0) as scheme:
@@ -155,6 +157,7 @@ def try_to_connect(host: Host, timeout: float) -> None:
         scheme.receiver.connect(0, timeout)
 
 
+@pytest.mark.above_the_ends
 def test_a_worker_that_gave_up_and_comes_again(make_scheme: Any) -> None:
     with crew(1) as workers, crew(1) as spare, make_scheme(timeout=10.0) as scheme:
         scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
@@ -235,6 +238,7 @@ def test_answers_that_nobody_waits_for(make_scheme: Any) -> None:
         assert workers[0].call("forward")[0] == 7
 
 
+@pytest.mark.above_the_ends
 def test_no_answer_is_forgotten(make_scheme: Any) -> None:
     model = fill(Tail(), 1)
     with crew(2) as workers, make_scheme() as scheme:
@@ -256,6 +260,7 @@ def test_no_answer_is_forgotten(make_scheme: Any) -> None:
         assert report is not None and dict(report.workers) == {1: 5}
 
 
+@pytest.mark.above_the_ends
 def test_what_a_newer_send_leaves_out_is_waited_for(make_scheme: Any) -> None:
     model = fill(Small(), 1)
     with crew(2) as workers, make_scheme(timeout=2.0) as scheme:
@@ -273,6 +278,7 @@ def test_what_a_newer_send_leaves_out_is_waited_for(make_scheme: Any) -> None:
         assert workers[0].call("forward")[0] == 3
 
 
+@pytest.mark.above_the_ends
 def test_no_answer_is_awaited_twice(make_scheme: Any) -> None:
     model = fill(Small(), 1)
     with crew(2) as workers, crew(1) as spare, make_scheme(timeout=20.0) as scheme:
@@ -371,6 +377,7 @@ def test_a_dead_worker_is_replaced(make_scheme: Any) -> None:
         assert spare[0].call("forward")[0] == workers[0].call("forward")[0] == 3
 
 
+@pytest.mark.above_the_ends
 def test_a_successor_gets_what_its_predecessor_was_to_have(make_scheme: Any) -> None:
     with crew(2) as workers, crew(2) as spare, make_scheme() as scheme:
         scheme.init_on_sender("policy", params_map={0: fill(Small(), 1), 1: fill(Small(), 2)})
@@ -408,6 +415,7 @@ def test_a_death_that_nobody_has_noticed_yet(make_scheme: Any) -> None:
         assert spare[0].call("forward")[0] == 3
 
 
+@pytest.mark.above_the_ends
 def test_a_successor_after_a_transaction(make_scheme: Any) -> None:
     """What was dropped is given to nobody, and what was decided to everybody, whoever was away then."""
     model = fill(Small(), 1)
@@ -667,6 +675,7 @@ def test_cascade(make_scheme: Any) -> None:
         workers[0].call("run", close_below)
 
 
+@pytest.mark.above_the_ends
 def test_hard_model_survives_a_dead_worker(make_scheme: Any) -> None:
     with crew(2) as workers, make_scheme() as scheme:
         scheme.init_on_sender("policy", model=Hard(), num_workers=2)
