@@ -258,7 +258,7 @@ except wsync.NotConnected as error:
     assert second.startswith("RayModuleTransform (actor lost) cannot be reached") and f"127.0.0.1:{free}" in second
 
 
-@pytest.mark.parametrize("where", ["ray", "local"])
+@pytest.mark.parametrize("where", ["ray"])  # "local" takes as long, and is what unit tests look at
 def test_the_curious_script_trains_both_models(where: str) -> None:
     script = [sys.executable, str(ROOT / "scripts" / "train_curiosity.py"), "--transform", where]
     sizes = ["--frames", "4096", "--batch", "1024", "--num-envs", "4"]

@@ -104,7 +104,7 @@ def test_a_worker_comes_back_with_the_newest_weights(family, victims):
         assert collector.failures.failed == collector.failures.restarted == dict.fromkeys(victims, 1)
 
 
-@pytest.mark.parametrize(("family", "patience"), [("tcp", 8.0), ("ray", 15.0)])
+@pytest.mark.parametrize(("family", "patience"), [("tcp", 8.0), ("ray", 12.0)])
 def test_a_stopped_worker_is_ended(family, patience):
     with collect(family, "drop", worker_timeout=patience) as collector:
         first = pids(next(collector))

@@ -9,13 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "kill"])
-def test_a_signal_stops_it_cleanly(tmp_path: Path, number: signal.Signals, status: int) -> None:
+def test_a_signal_stops_it_cleanly(tmp_path: Path) -> None:
+    """The one that Ray handles by itself below Python, if it is let."""
     options = ["weight_sync=ray", "logger=none", "total_frames=100_000_000", "stop_when_solved=false"]
     with subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *options, f"hydra.run.dir={tmp_path}"],
@@ -23,9 +21,9 @@ def test_a_signal_stops_it_cleanly(tmp_path: Path, number: signal.Signals, statu
     ) as process:  # fmt: skip
         assert process.stdout is not None
         assert any(line.startswith("frames ") for line in process.stdout), "it never began"
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=60)
-    assert process.returncode == status, err
+    assert process.returncode == 143, err
     assert "Interrupted" in out and "Traceback" not in err
     told = json.loads((tmp_path / "summary.json").read_text())
     assert told["status"] == "interrupted" and (tmp_path / "checkpoint.pt").exists()

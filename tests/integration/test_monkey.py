@@ -80,14 +80,6 @@ def test_a_run_that_does_not_bear_it_ends_with_an_error_that_names_the_worker(tm
     assert sum(told["worker_failures"]["failed"].values()) == 1
 
 
-def test_a_run_whose_workers_are_stopped_goes_on_without_a_failure(tmp_path: Path) -> None:
-    done = train(tmp_path, "chaos=stop", "chaos.rate=120", "chaos.pause=0.3", "chaos.limit=4", "total_frames=20000")
-    assert done.returncode == 0, done.stderr
-    told = summary(tmp_path)
-    assert told["chaos"]["stop"] >= 1
-    assert told["worker_failures"] == {}
-
-
 @pytest.fixture
 def ends() -> Iterator[ExitStack]:
     with ExitStack() as stack:
