@@ -289,6 +289,7 @@ class GroupReceiver:
     def close(self) -> None:
         """Say good-bye and hang up."""
         if self._knocked is not None:
+            _say_goodbye(self._knocked)  # it may yet be let in, where nothing else tells that it has gone (RPC)
             self._knocked.close()
             self._knocked = None
         if self._line is None:

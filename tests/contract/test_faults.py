@@ -172,6 +172,19 @@ def test_a_worker_that_gave_up_and_comes_again(make_scheme: Any) -> None:
         assert workers[0].call("forward")[0] == 1
 
 
+@pytest.mark.above_the_ends
+def test_who_has_knocked_and_left_is_not_waited_for(make_scheme: Any) -> None:
+    with crew(1) as gone, crew(1) as workers, make_scheme(timeout=10.0) as scheme:
+        scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
+        gone[0].call("run", knock_and_leave, scheme)
+        assert workers.follow(scheme, Small) == [1]
+
+
+def knock_and_leave(host: Host, scheme: wsync.WeightSyncScheme) -> None:
+    scheme.init_on_worker("policy", model=Small(), worker_idx=0)
+    scheme.shutdown()
+
+
 def test_missing_worker(make_scheme: Any) -> None:
     with crew(1) as workers, make_scheme(timeout=1.0) as scheme:
         scheme.init_on_sender("policy", model=Small(), num_workers=2)
