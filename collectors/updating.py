@@ -51,18 +51,14 @@ class Updating(ABC):
             KeyError: a model without a scheme; names those that have one.
             wsync.WeightSyncError: as ``WeightSyncScheme.send``.
         """
-        given = [source for source in (policy_or_weights, policy, weights) if source is not None]
+        source = policy_or_weights
+        if policy is not None or weights is not None:
+            source = _the_one({"the positional argument": policy_or_weights, "policy": policy, "weights": weights})
         if weights_dict is not None:
-            if given or model_id is not None:
+            if source is not None or model_id is not None:
                 raise ValueError("weights_dict says it all: give no policy, weights or model_id with it")
             self._update_together(weights_dict, worker_ids)
-            return
-        if len(given) > 1:
-            forms = {"the positional argument": policy_or_weights, "policy": policy, "weights": weights}
-            names = " and ".join(name for name, value in forms.items() if value is not None)
-            raise ValueError(f"weights were given more than once: {names}")
-        source = given[0] if given else None
-        if self.weight_updater is not None and model_id in (None, self.default_model_id):
+        elif self.weight_updater is not None and model_id in (None, self.default_model_id):
             self.weight_updater.update_weights(source, worker_ids)
         else:
             self.send_weights(source, worker_ids, model_id=model_id)
@@ -87,9 +83,13 @@ class Updating(ABC):
             KeyError: a model without a scheme; names those that have one.
             wsync.WeightSyncError: as ``WeightSyncScheme.send``.
         """
-        scheme = self._scheme(self.default_model_id if model_id is None else model_id)
+        scheme = self._scheme(model_id)
         send = scheme.send if wait else scheme.send_async
-        self._deliver(lambda workers: send(_share(weights, workers, worker_ids), workers), worker_ids)
+
+        def deliver(workers: Any) -> None:
+            send(weights if workers is worker_ids else _share(weights, workers), workers)
+
+        self._deliver(deliver, worker_ids)
 
     def _deliver(self, send: Callable[[Any], object], worker_ids: int | Sequence[int] | None) -> None:
         """Send to all of ``worker_ids`` that there are."""
@@ -106,15 +106,18 @@ class Updating(ABC):
         schemes = {self._scheme(model_id): weights for model_id, weights in weights_dict.items()}
         carried = {s: w for s, w in schemes.items() if not isinstance(s, wsync.NoWeightSyncScheme)}
         self._deliver(
-            lambda workers: wsync.synchronize({s: _share(w, workers, worker_ids) for s, w in carried.items()}, workers),
+            lambda workers: wsync.synchronize(
+                carried if workers is worker_ids else {s: _share(w, workers) for s, w in carried.items()}, workers
+            ),
             worker_ids,
         )
 
-    def _scheme(self, model_id: str) -> wsync.WeightSyncScheme:
-        if model_id not in self.weight_sync_schemes:
+    def _scheme(self, model_id: str | None) -> wsync.WeightSyncScheme:
+        scheme = self.weight_sync_schemes.get(model_id or self.default_model_id)
+        if scheme is None:
             known = ", ".join(self.weight_sync_schemes) or "none at all"
-            raise KeyError(f"no weight sync scheme for model '{model_id}'; there are: {known}")
-        return self.weight_sync_schemes[model_id]
+            raise KeyError(f"no weight sync scheme for model '{model_id or self.default_model_id}'; there are: {known}")
+        return scheme
 
     @property
     def default_model_id(self) -> str:
@@ -142,9 +145,20 @@ def appoint(given: UpdaterOrFactory, collector: UpdatedCollector, policy: Any) -
     return updater
 
 
-def _share(source: Any, workers: Any, asked: Any) -> Any:
-    """Of weights per worker, those of the ``workers`` that there are, where others were ``asked`` for."""
-    per_worker = isinstance(source, dict) and source and all(isinstance(key, int) for key in source)
-    if workers is asked or not per_worker:
-        return source
-    return {worker: source[worker] for worker in workers if worker in source}
+def _the_one(forms: Mapping[str, Any]) -> Any:
+    """The only one that was given.
+
+    Raises:
+        ValueError: there are several; names them.
+    """
+    given = {name: source for name, source in forms.items() if source is not None}
+    if len(given) > 1:
+        raise ValueError(f"weights were given more than once: {' and '.join(given)}")
+    return next(iter(given.values()))
+
+
+def _share(source: Any, workers: Any) -> Any:
+    """Of weights per worker, those of the ``workers`` that there are."""
+    if isinstance(source, dict) and source and all(isinstance(key, int) for key in source):
+        return {worker: source[worker] for worker in workers if worker in source}
+    return source

@@ -29,18 +29,20 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from wsync import mutex
+from wsync import mutex, native
 from wsync.checksum import checksum_of, damage
 from wsync.errors import WeightSyncError
 from wsync.layout import Layout
 from wsync.packing import Buffer
 from wsync.switch import BLOCK, HELD, NONE, SWITCH, TAKEN, USED, Switch
+from wsync.types import SyncReport
 
 _PAGE = mmap.PAGESIZE
 _SLOTS = 1024  # at the most
@@ -61,6 +63,7 @@ class Arena:
         self._span = -(-layout.nbytes // _PAGE) * _PAGE
         self._base = -(-(workers * BLOCK + 2 * _SLOTS * 8) // _PAGE) * _PAGE
         self._buffers: list[Buffer] = []
+        self._rooms: list[native.Room | None] = []
         self.fds = fds or self._create()
         control = mmap.mmap(self.fds[0], self._base)
         self._words = memoryview(control).cast("q")
@@ -68,6 +71,7 @@ class Arena:
         self._extra_sizes = workers * BLOCK // 8
         self._checksums = memoryview(control).cast("Q")[self._extra_sizes + _SLOTS :]
         self._blocks = [w * BLOCK // 8 for w in range(workers)]
+        self._board = native.board(self._words, workers, BLOCK // 8, self._extra_sizes, layout.nbytes)
         self.switches = [Switch(self._words, address + at * 8, at) for at in self._blocks]
         if fds is None:
             for w in range(workers):
@@ -107,6 +111,7 @@ class Arena:
             with torch.inference_mode(False):
                 flat = torch.frombuffer(memory, dtype=torch.uint8)[: self._layout.nbytes]
                 self._buffers.append(Buffer.over(self._layout, flat, len(self._buffers)))
+            self._rooms.append(self._buffers[-1].room)
         return self._buffers[slot]
 
     def views(self, slot: int) -> Sequence[Tensor]:
@@ -136,6 +141,23 @@ class Arena:
             if slot not in busy:
                 return slot
         return None
+
+    def update(
+        self, descriptors: bytes, retains: bool, tree: native.Tree, acknowledge: bool, timeout: float | None
+    ) -> Callable[[int, float], SyncReport | tuple[SyncReport, int, list[int], bytes] | None] | None:
+        """The short way of a tree's updates to all workers, if there is one: see ``shortcut.py``.
+
+        Args:
+            descriptors: of the workers' lines, then of their processes: an ``array("i")``, as bytes.
+            retains: as for ``occupied``.
+            tree: finds the tensors.
+            acknowledge: whether to wait for answers.
+            timeout: how long, in seconds; None for no limit.
+        """
+        if self._board is None:
+            return None
+        limit = -1.0 if timeout is None else timeout
+        return partial(self._board.update, self._rooms, descriptors, retains, tree, acknowledge, limit)
 
     def write_extra(self, slot: int, blob: bytes) -> None:
         """Store a slot's extra state.

@@ -24,6 +24,7 @@ from wsync.layout import Layout
 from wsync.lines import Lines
 from wsync.packing import Buffer
 from wsync.plan import Plan
+from wsync.shortcut import Express
 from wsync.types import Ack
 from wsync.words import Door, Kind, Message
 
@@ -221,6 +222,10 @@ class GroupSender:
                 if self._closed or not self._somebody_waits():
                     self._courier = None
                     return
+
+    def express(self) -> Express | None:
+        """There is no short way."""
+        return None
 
     def stage(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
         """Send a packed buffer for workers to check and keep."""

@@ -10,6 +10,7 @@ from wsync.gate import process_gate
 from wsync.layout import Layout
 from wsync.packing import Buffer
 from wsync.receiver_thread import Told
+from wsync.shortcut import Express
 from wsync.transport import Event
 from wsync.types import Ack, Update
 
@@ -59,6 +60,10 @@ class InProcessLine:
         self._pending = Update(version, buffer.views, extra)
         with process_gate().hold():
             pass
+
+    def express(self) -> Express | None:
+        """There is no short way."""
+        return None
 
     def stage(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
         """The layout was checked when the update was packed; keep it."""

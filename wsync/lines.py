@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+from array import array
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Protocol
@@ -70,6 +71,14 @@ class Lines:
     def gone(self) -> Collection[int]:
         """Those that were connected once, and have no successor yet."""
         return self._gone
+
+    @property
+    def descriptors(self) -> bytes:
+        """Of all lines, then of all processes, as an ``array("i")``; empty if one is missing, or has no process."""
+        signs = [self._lines[worker].signs for worker in range(self._num_workers) if worker in self._lines]
+        if len(signs) < self._num_workers or any(len(both) != 2 for both in signs):
+            return b""
+        return array("i", [fd for column in zip(*signs, strict=True) for fd in column]).tobytes()
 
     @property
     def signs(self) -> Collection[int]:
@@ -173,7 +182,7 @@ class Lines:
         except ConnectionError:
             return
 
-    def failed(self, ack: Ack) -> None:
+    def note(self, ack: Ack) -> None:
         """Take it that a worker has answered so."""
         self._answers[ack.worker] = ack
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from wsync.lines import Lines, names
 from wsync.packing import Buffer
 from wsync.plan import Plan
 from wsync.rendezvous import Endpoint, Listener
+from wsync.shortcut import Express, Rest
 from wsync.types import ANY_VERSION, Ack
 from wsync.words import PROTOCOL, Kind, Message
 
@@ -146,6 +148,21 @@ class LocalSender:
             self._switch(worker, version, buffer.slot, acknowledge)
         self._reserved.discard(buffer.slot)
 
+    def express(self) -> Express | None:
+        """The short way, while everybody is there, and nothing is sealed, or kept for a decision."""
+        descriptors = self._lines.descriptors
+        if self._checksum or self._reserved or not descriptors:
+            return None
+        return Express(partial(self.arena.update, descriptors, self._retains), self._complete)
+
+    def _complete(self, rest: Rest, version: int, acknowledge: bool) -> None:
+        """Switch whom the short way could not switch at once, and remember who has answered."""
+        for worker in rest.others:
+            self._switch(worker, version, rest.slot, acknowledge)
+        for worker, answered in enumerate(rest.answered):
+            if answered:
+                self._lines.note(Ack(worker, version))
+
     def _write(self, slot: int, extra: bytes) -> None:
         """What belongs to the weights in a slot."""
         self.arena.write_extra(slot, extra)
@@ -156,7 +173,7 @@ class LocalSender:
         try:
             wants_call = self.arena.switches[worker].publish(version, slot, acknowledge, _SWITCH_TIMEOUT)
         except SyncTimeout as error:
-            self._lines.failed(Ack(worker, ANY_VERSION, error=f"could not be switched: {error}"))
+            self._lines.note(Ack(worker, ANY_VERSION, error=f"could not be switched: {error}"))
             return
         if acknowledge or wants_call:
             self._lines.say(worker, Message(Kind.NEWS, worker, version))

@@ -283,7 +283,8 @@ class WeightSyncScheme(OlderApi):
             ValueError: an unknown worker.
             WorkerDied, WorkerFailed, SyncTimeout: names each worker that lacks the update, and why; the others have it.
         """
-        return self._trainer("send").sender.send(weights, worker_ids, wait=self.sync)
+        role = self._role if isinstance(self._role, Trainer) else self._trainer("send")
+        return role.sender.send(weights, worker_ids, wait=self.sync)
 
     def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
         """Hand an update over, and return; ``wait_async`` waits. A newer one supersedes it if it is not taken yet."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from wsync.errors import NotConnected, SyncTimeout, WorkerDied, WorkerError, Wor
 from wsync.layout import Layout
 from wsync.packing import Buffer, Packer
 from wsync.roll import Roll
+from wsync.shortcut import Rest, Shortcut
 from wsync.source import Part, Source
 from wsync.transport import SenderEnd
 from wsync.types import Ack, SyncReport
@@ -87,6 +89,7 @@ class Sender:
         self._roll = Roll(num_workers)
         self._packer: Packer | None = None
         self._posted: list[Posted] = []
+        self._shortcut: Shortcut | None = None
         self._lock = threading.RLock()
 
     def connect(self, weights: object, sentinels: Mapping[int, int]) -> None:
@@ -96,7 +99,7 @@ class Sender:
             SyncTimeout: some worker never came, or did not install them in time.
             WorkerDied, WorkerFailed: naming the worker; a failure carries its traceback.
         """
-        with self._lock:
+        with self.alone():
             everyone = range(self.num_workers)
             posted = None
             if weights is not None or (self._delivers_at_connect and self.source.weights is not None):
@@ -111,7 +114,7 @@ class Sender:
 
     def dismiss(self, worker: int) -> None:
         """Take a worker for dead: nothing is sent to it, and what is for all is kept for who comes in its place."""
-        with self._lock:
+        with self.alone():
             self._end.forget(worker)
             self._excuse([worker])
             self._roll.strike([worker])
@@ -127,7 +130,7 @@ class Sender:
         Raises:
             SyncTimeout, WorkerDied, WorkerFailed: it did not come, or not with these weights.
         """
-        with self._lock:
+        with self.alone():
             deadline = deadline_in(self._timeout if timeout is None else timeout)
             self.dismiss(worker)
             self._end.admit([worker], {} if sentinel is None else {worker: sentinel}, deadline)
@@ -139,15 +142,64 @@ class Sender:
     def send(self, weights: object, worker_ids: int | Sequence[int] | None, *, wait: bool) -> SyncReport | None:
         """Deliver an update; with ``wait``, return when the promise of a finished send holds."""
         with self._lock:
+            short = self._shortcut if wait and worker_ids is None else None
+            if short is not None and (short.own if weights is None else short.module() is weights):
+                report = self._hurry(short)
+                if report is not None:
+                    return report
+        with self.alone():
             self._require_connected()
             workers, absent = self._roll.addressees(worker_ids)
             posted = self._post(weights, workers, absent, acknowledge=not (wait and self._published))
             self._excuse(posted.workers)
             if wait:
-                return self._settle(posted)
+                report = self._settle(posted)
+                if worker_ids is None:
+                    self._shorten(weights)
+                return report
             self._posted.append(posted)
             self._end.listen()
             return None
+
+    # --- the short way: see shortcut.py ---
+
+    def _shorten(self, weights: object) -> None:
+        """Find the short way of updates like this one, which went to everybody."""
+        if self._posted or self._roll.absent or self._roll.extra:
+            return
+        tree, express = self.source.tree(weights), self._end.express()
+        if tree is None or express is None:
+            return
+        update = express.update(tree, not self._published, self._timeout)
+        if update is not None:
+            module: Any = self.source.weights if weights is None else weights  # a tree is of a module
+            self._shortcut = Shortcut(weakref.ref(module), module is self.source.weights, update, express.complete)
+
+    def _hurry(self, short: Shortcut) -> SyncReport | None:
+        """Deliver an update by the short way; None, with nothing done, if it is unusual in any respect."""
+        began = time.perf_counter()
+        self.version += 1  # first: an update that is interrupted keeps its number
+        report = short.update(self.version, began)
+        if report is None:
+            self.version -= 1
+            return None
+        if not isinstance(report, SyncReport):
+            report = self._finish(short, Rest(*report), began)
+        self._roll.due.update(report.workers)
+        self._record(report)
+        return report
+
+    def _finish(self, short: Shortcut, rest: Rest, began: float) -> SyncReport:
+        """Go on the long way where the short one has ended: somebody has died, or failed, or said something else."""
+        self._shortcut = None
+        workers, deadline = self._roll.present, deadline_in(self._timeout)
+        self._roll.note(self.version, ((workers, b""),))
+        short.complete(rest, self.version, not self._published)
+        if self._published:
+            self._hear_of_failures(workers, self.version)
+        else:
+            self._judge(workers, self.version, self._end.collect(workers, self.version, deadline))
+        return rest.report._replace(seconds=time.perf_counter() - began)
 
     def _excuse(self, workers: Collection[int]) -> None:
         """Await no older answers of ``workers``: they are given, or owe, a newer one, or are named in an error."""
@@ -157,7 +209,7 @@ class Sender:
 
     def wait(self) -> SyncReport | None:
         """Wait for everything that was sent without waiting; the newest one's report."""
-        with self._lock:
+        with self.alone():
             report = None
             while self._posted:  # after an error the others are still waited for, by the next call
                 report = self._settle(self._posted.pop(0))
@@ -256,11 +308,14 @@ class Sender:
             acks = self._end.collect(posted.workers, posted.version, posted.deadline)
             self._judge(posted.workers, posted.version, acks)
             return acks
-        # Nobody answers; but a death, or an error of before, is an event that has happened or not.
-        acks = [ack for ack in self._end.collect(posted.workers, 0, _NOW) if ack.died or ack.error]
-        if acks:
-            self._judge((), posted.version, acks)
+        self._hear_of_failures(posted.workers, posted.version)
         return ()
+
+    def _hear_of_failures(self, workers: Collection[int], version: int) -> None:
+        """Nobody answers; but a death, or an error of before, is an event that has happened or not."""
+        acks = [ack for ack in self._end.collect(workers, 0, _NOW) if ack.died or ack.error]
+        if acks:
+            self._judge((), version, acks)
 
     def _judge(self, workers: Collection[int], version: int, acks: Sequence[Ack]) -> None:
         """Raise one error for all workers that lack ``version``; those who died are not sent to again."""
@@ -282,13 +337,16 @@ class Sender:
 
     # --- all or nothing: see transaction.py ---
 
-    def alone(self) -> AbstractContextManager[Any]:
-        """Keep other threads' updates waiting while it is open."""
-        return self._lock
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other threads' updates waiting while it is open; what is done then is not usual, so no way is short."""
+        with self._lock:
+            self._shortcut = None
+            yield
 
     def stage(self, weights: object, worker_ids: int | Sequence[int] | None, transaction: int) -> Posted:
         """Have every worker check an update and keep it ready; raises if one says no."""
-        with self._lock:
+        with self.alone():
             self._require_connected()
             workers, absent = self._roll.addressees(worker_ids)
             packed: list[Packed] = []
@@ -305,23 +363,23 @@ class Sender:
 
     def decide(self, posted: Posted, transaction: int) -> None:
         """Have the workers install what they staged."""
-        with self._lock:
+        with self.alone():
             posted.deadline = deadline_in(self._timeout)
             self._end.decide(posted.version, transaction)
             self._roll.note(posted.version, posted.blobs)
 
     def settle(self, posted: Posted) -> SyncReport:
         """Wait until a decided update is installed."""
-        with self._lock:
+        with self.alone():
             return self._settle(posted)
 
     def drop(self, transaction: int) -> None:
         """Have the workers forget what they staged. Its version number is not used again."""
-        with self._lock:
+        with self.alone():
             self._end.drop(range(self.num_workers), transaction)
 
     def close(self) -> None:
         """Hang up."""
-        with self._lock:
+        with self.alone():
             self.connected = False
             self._end.close()

@@ -12,6 +12,7 @@ from tensordict import TensorDictBase, is_leaf_nontensor
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from wsync import native
 from wsync.errors import LayoutMismatch
 
 EXTRA = "_extra_state"
@@ -91,6 +92,11 @@ class ModuleIndex:
         )
 
     @property
+    def module(self) -> nn.Module | None:
+        """Whose index this is; None if it is no more."""
+        return self._module()
+
+    @property
     def complete(self) -> bool:
         """Whether the places that had no tensor (a layer without bias) have none now."""
         return not any(where[key] is not None for where, key in self._vacant)
@@ -99,6 +105,12 @@ class ModuleIndex:
     def places(self) -> dict[str, tuple[dict[str, Any], str]]:
         """``{name: (dictionary, key)}`` of every parameter and buffer."""
         return {**self.parameters, **self.buffers}
+
+    def tree(self, names: Sequence[str]) -> native.Tree | None:
+        """The short way to the tensors called ``names``, for as long as ``describes`` and ``complete`` are true."""
+        places = self.places
+        links = list(zip(self._links, self._children, strict=True))
+        return native.tree([places[name] for name in names], links, self._vacant, self._tables)
 
     def tensors(self) -> dict[str, Tensor]:
         """Every parameter and buffer by name, as they are now."""

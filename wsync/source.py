@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeGuard
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from wsync import native
 from wsync.errors import NotConnected
 from wsync.layout import Layout
 from wsync.snapshot import ModuleIndex, Snapshot, snapshot
@@ -31,6 +32,7 @@ class Reader:
         self._index: ModuleIndex | None = None
         self._places: list[tuple[dict[str, Any], str]] = []  # of the index's tensors, in the layout's order
         self._layout: Layout | None = None
+        self._tree: native.Tree | None = None  # the same places, the short way
 
     def read(self, source: object) -> Snapshot:
         """The canonical form of ``source``, as it is now."""
@@ -38,7 +40,7 @@ class Reader:
             index = self._current(source)
             if index is None:
                 index = self._index = ModuleIndex(source)
-                self._layout = None
+                self._layout = self._tree = None
             return index.snapshot()
         return snapshot(source)
 
@@ -61,9 +63,14 @@ class Reader:
             if index.extra.keys() != layout.extra or not names <= places.keys() <= names | index.optional:
                 return None
             self._places, self._layout = [places[name] for name in layout.names], layout
+            self._tree = None if index.extra else index.tree(layout.names)
         tensors = [where[key] for where, key in self._places]
         layout.check(tensors)
         return tensors, index.extra_state()
+
+    def tree(self, source: object) -> native.Tree | None:
+        """The short way to what ``read_module`` last found in ``source``; None where there is none, or extra state."""
+        return self._tree if self._index is not None and self._index.module is source else None
 
 
 def is_per_worker(weights: object) -> TypeGuard[Mapping[int, Any]]:
@@ -103,6 +110,9 @@ class Source:
         self._apart = apart
         self._reader = Reader()
         self._own = Reader()
+        self._alike = (
+            device_map_fn is None and mirror is None and not apart
+        )  # everybody is given one thing, and only it
 
     def first(self, weights: object) -> Snapshot:
         """Any one worker's weights: what the layout is made from.
@@ -116,6 +126,10 @@ class Source:
         if is_per_worker(given):
             given = next(iter(given.values()))
         return self._reader.read(given)
+
+    def tree(self, weights: object) -> native.Tree | None:
+        """The short way to what everybody was just given; None where there is none, or not the same for all."""
+        return self._reader.tree(self.weights if weights is None else weights) if self._alike else None
 
     def parts(self, weights: object, workers: Sequence[int], absent: Sequence[int], layout: Layout) -> list[Part]:
         """What each of ``workers`` is to be sent, all of it checked before any is.

@@ -16,6 +16,7 @@ from torch import nn
 from wsync.layout import Layout
 from wsync.packing import Buffer
 from wsync.receiver_thread import Told
+from wsync.shortcut import Express
 from wsync.strategy import WeightStrategy
 from wsync.types import Ack, Update
 
@@ -64,6 +65,13 @@ class SenderEnd(Protocol):
         """Hand a packed buffer to ``workers``: from now on they will install it. Does not wait for them.
 
         Some may have gone: who comes in their place is given it.
+        """
+        ...
+
+    def express(self) -> Express | None:
+        """``reserve``, pack, ``publish`` and ``collect`` in one, for all workers, without extra state.
+
+        Good until anything else is asked of this end. None where there is no such way, or somebody is missing.
         """
         ...
 

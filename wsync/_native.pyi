@@ -1,0 +1,40 @@
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from wsync.types import SyncReport
+
+Spot = tuple[dict[str, Any], str]
+
+class Room:
+    def __init__(self, views: Sequence[Tensor], /) -> None: ...
+    def fill(self, tensors: list[Tensor], /) -> bool: ...
+
+class Tree:
+    def __init__(
+        self,
+        places: tuple[Spot, ...],
+        links: tuple[tuple[dict[str, Any], str, Any], ...],
+        vacant: tuple[Spot, ...],
+        tables: tuple[dict[str, Any], ...],
+        /,
+    ) -> None: ...
+    def tensors(self) -> list[Tensor] | None: ...
+
+class Board:
+    def __init__(self, words: memoryview, workers: int, block: int, extra: int, nbytes: int, /) -> None: ...
+    def update(
+        self,
+        rooms: list[Room | None],
+        descriptors: bytes,
+        retains: bool,
+        tree: Tree,
+        acknowledge: bool,
+        timeout: float,
+        version: int,
+        began: float,
+        /,
+    ) -> SyncReport | tuple[SyncReport, int, list[int], bytes] | None: ...
+
+def use(table: object, types: tuple[type, ...], report: type, phases: tuple[str, ...], /) -> None: ...

@@ -1,0 +1,61 @@
+"""The compiled short way (``_native.c``), where it could be built.
+
+An installation without a C compiler goes the long way, in Python, with every update: the same promises, and several
+times the latency for small models. ``WSYNC_NATIVE=0`` in the environment says the same, to measure what it brings.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from wsync.types import SyncReport
+
+if TYPE_CHECKING:
+    from wsync._native import Board, Room, Spot, Tree
+
+_SMALL = 2 << 20  # bytes: above, PyTorch's own copies are as fast, and may use several threads
+_PLAIN_TYPES = (nn.Parameter, Tensor)  # a subclass may keep its numbers elsewhere
+
+try:
+    if os.environ.get("WSYNC_NATIVE") == "0":
+        raise ImportError("it is not wanted")
+    from wsync import _native
+
+    table = Tensor.__dlpack_c_exchange_api__  # pyright: ignore[reportAttributeAccessIssue]
+    _native.use(table, _PLAIN_TYPES, SyncReport, ("extract", "wait", "pack", "transfer", "apply", "acknowledge"))
+except (ImportError, AttributeError):  # it was not built here, or this PyTorch has no such table
+    _native = None
+
+available = _native is not None
+"""Whether this process goes the short way."""
+
+
+def room(views: Sequence[Tensor], nbytes: int) -> Room | None:
+    """What fills ``views`` with bytes; None where PyTorch does that as well: they are many, or no real numbers."""
+    if _native is None or nbytes > _SMALL or any(not view.is_cpu or view.is_complex() for view in views):
+        return None
+    return _native.Room(views)
+
+
+def tree(places: Sequence[Spot], links: Sequence[tuple[Spot, Any]], vacant: Sequence[Spot], tables: Any) -> Tree | None:
+    """What finds a module's tensors again.
+
+    Args:
+        places: ``(dictionary, key)`` of each tensor.
+        links: of each child, and the child.
+        vacant: where there is None, and must be.
+        tables: the dictionaries to which nothing must be added.
+    """
+    if _native is None:
+        return None
+    children = tuple((where, key, child) for (where, key), child in links)
+    return _native.Tree(tuple(places), children, tuple(vacant), tuple(tables))
+
+
+def board(words: memoryview, workers: int, block: int, extra: int, nbytes: int) -> Board | None:
+    """What publishes in an arena: see ``arena.py`` for the words, ``switch.py`` for a worker's block of them."""
+    return None if _native is None else _native.Board(words, workers, block, extra, nbytes)
