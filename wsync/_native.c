@@ -14,6 +14,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <structmember.h>
 
 #include <errno.h>
 #include <poll.h>
@@ -64,17 +65,14 @@ static double now(void)
 /* --- Room: the tensors of a buffer, and what fits them --- */
 
 typedef struct {
-    void *data;
-    Py_ssize_t nbytes;
+    DLTensor view; /* of a tensor that the room keeps */
+    size_t nbytes;
     Py_ssize_t leader; /* the first place that is the same memory: of a tied tensor; or its own index */
-    uint32_t dtype;    /* the three fields, as bits */
-    int32_t ndim;
-    int64_t *shape, *strides;
 } Place;
 
 typedef struct {
     PyObject_HEAD
-    PyObject *views; /* a tuple; keeps the memory */
+    PyObject *views; /* a tuple */
     Py_ssize_t count;
     Place *places;
     const void **sources; /* where the tensors lie that are being copied */
@@ -82,53 +80,54 @@ typedef struct {
 
 static PyTypeObject *Room_type, *Tree_type;
 
-static uint32_t dtype_bits(const DLTensor *view)
+static char *start_of(const DLTensor *view)
 {
-    uint32_t bits;
-    memcpy(&bits, &view->dtype, sizeof bits);
-    return bits;
+    return (char *)view->data + view->byte_offset;
+}
+
+static size_t size_of(const DLTensor *view)
+{
+    size_t nbytes = view->dtype.bits / 8u * view->dtype.lanes;
+    for (int32_t d = 0; d < view->ndim; d++)
+        nbytes *= (size_t)view->shape[d];
+    return nbytes;
+}
+
+/* Whether a tensor is nothing but bytes in the main memory, in the order of `like`: 1, and `view` shows them; 0; or -1
+ * with an error. */
+static int is_like(PyObject *tensor, const DLTensor *like, DLTensor *view)
+{
+    PyObject *type = (PyObject *)Py_TYPE(tensor);
+    int plain = 0;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(plain_types); i++)
+        plain |= PyTuple_GET_ITEM(plain_types, i) == type;
+    if (!plain)
+        return 0;
+    if (dlpack->view(tensor, view)) { /* sparse, meta, vmapped …: the long way will see what it is */
+        PyErr_Clear();
+        return 0;
+    }
+    if (view->device.type != DL_CPU || view->ndim != like->ndim || view->dtype.code == DL_COMPLEX
+        || memcmp(&view->dtype, &like->dtype, sizeof like->dtype))
+        return 0;
+    for (int32_t d = 0; d < view->ndim; d++)
+        if (view->shape[d] != like->shape[d] || (view->shape[d] > 1 && view->strides[d] != like->strides[d]))
+            return 0;
+    PyObject *negative = PyObject_CallMethodNoArgs(tensor, is_neg); /* a bit that DLPack does not show */
+    if (!negative)
+        return -1;
+    Py_DECREF(negative);
+    return negative == Py_False;
 }
 
 static void Room_free(Room *self)
 {
-    if (self->places) {
-        for (Py_ssize_t i = 0; i < self->count; i++)
-            PyMem_Free(self->places[i].shape);
-    }
     PyMem_Free(self->places);
     PyMem_Free(self->sources);
     Py_XDECREF(self->views);
     PyTypeObject *type = Py_TYPE(self);
     type->tp_free(self);
     Py_DECREF(type);
-}
-
-/* Remember where a view lies and what it is like. */
-static int place_of(PyObject *tensor, Place *place)
-{
-    DLTensor view;
-    if (dlpack->view(tensor, &view))
-        return -1;
-    if (view.device.type != DL_CPU || view.dtype.code == DL_COMPLEX) {
-        PyErr_SetString(PyExc_ValueError, "a room is of real tensors in the main memory");
-        return -1;
-    }
-    place->data = (char *)view.data + view.byte_offset;
-    place->dtype = dtype_bits(&view);
-    place->ndim = view.ndim;
-    place->nbytes = view.dtype.bits / 8 * view.dtype.lanes;
-    place->shape = PyMem_Calloc(2 * (size_t)view.ndim + 1, sizeof(int64_t));
-    if (!place->shape) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    place->strides = place->shape + view.ndim;
-    for (int32_t d = 0; d < view.ndim; d++) {
-        place->shape[d] = view.shape[d];
-        place->strides[d] = view.strides[d];
-        place->nbytes *= view.shape[d];
-    }
-    return 0;
 }
 
 static PyObject *Room_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -156,10 +155,15 @@ static PyObject *Room_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->count = count;
     for (Py_ssize_t i = 0; i < count; i++) {
         Place *place = &self->places[i];
-        if (place_of(PyTuple_GET_ITEM(self->views, i), place))
+        if (dlpack->view(PyTuple_GET_ITEM(self->views, i), &place->view))
             goto failed;
-        place->leader = 0;
-        while (place->leader < i && (self->places[place->leader].data != place->data || !place->nbytes))
+        if (place->view.device.type != DL_CPU || place->view.dtype.code == DL_COMPLEX) {
+            PyErr_SetString(PyExc_ValueError, "a room is of real tensors in the main memory");
+            goto failed;
+        }
+        place->nbytes = size_of(&place->view);
+        while (place->leader < i
+               && (!place->nbytes || start_of(&self->places[place->leader].view) != start_of(&place->view)))
             place->leader++;
     }
     return (PyObject *)self;
@@ -168,47 +172,20 @@ failed:
     return NULL;
 }
 
-/* Where a tensor's bytes lie, if they are all of it and it is like the place: 1; 0 if not; -1 with an error. */
-static int source_of(PyObject *tensor, const Place *place, const void **source)
-{
-    PyObject *type = (PyObject *)Py_TYPE(tensor);
-    int plain = 0;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(plain_types); i++)
-        plain |= PyTuple_GET_ITEM(plain_types, i) == type;
-    if (!plain)
-        return 0;
-    DLTensor view;
-    if (dlpack->view(tensor, &view)) { /* sparse, meta, vmapped …: the long way will see what it is */
-        PyErr_Clear();
-        return 0;
-    }
-    if (view.device.type != DL_CPU || dtype_bits(&view) != place->dtype || view.ndim != place->ndim)
-        return 0;
-    for (int32_t d = 0; d < view.ndim; d++)
-        if (view.shape[d] != place->shape[d] || (view.shape[d] > 1 && view.strides[d] != place->strides[d]))
-            return 0;
-    PyObject *negative = PyObject_CallMethodNoArgs(tensor, is_neg); /* a bit that DLPack does not show */
-    if (!negative)
-        return -1;
-    Py_DECREF(negative);
-    if (negative != Py_False)
-        return 0;
-    *source = (char *)view.data + view.byte_offset;
-    return 1;
-}
-
 /* Whether all of a list of tensors fit: 1, and their addresses are in `sources`; 0; or -1 with an error. */
 static int Room_look(Room *self, PyObject *tensors)
 {
     if (!PyList_CheckExact(tensors) || PyList_GET_SIZE(tensors) != self->count)
         return 0;
     for (Py_ssize_t i = 0; i < self->count; i++) {
-        int fits = source_of(PyList_GET_ITEM(tensors, i), &self->places[i], &self->sources[i]);
+        DLTensor view;
+        int fits = is_like(PyList_GET_ITEM(tensors, i), &self->places[i].view, &view);
         if (fits <= 0)
             return fits;
+        self->sources[i] = start_of(&view);
     }
     for (Py_ssize_t i = 0; i < self->count; i++) /* what is tied no more is for the long way, which compares it */
-        if (self->sources[i] != self->sources[self->places[i].leader])
+        if (self->places[i].nbytes && self->sources[i] != self->sources[self->places[i].leader])
             return 0;
     return 1;
 }
@@ -217,7 +194,7 @@ static void Room_copy(Room *self)
 {
     for (Py_ssize_t i = 0; i < self->count; i++)
         if (self->places[i].nbytes && self->places[i].leader == i)
-            memcpy(self->places[i].data, self->sources[i], (size_t)self->places[i].nbytes);
+            memcpy(start_of(&self->places[i].view), self->sources[i], self->places[i].nbytes);
 }
 
 static PyObject *Room_fill(Room *self, PyObject *tensors)
@@ -439,14 +416,20 @@ static Py_ssize_t free_slot(Board *self, Py_ssize_t slots, int retains)
     return -1;
 }
 
+/* 1; 0 if it is not to be had at once. If its owner died it is ours. */
+static int try_lock(pthread_mutex_t *mutex)
+{
+    int code = pthread_mutex_trylock(mutex);
+    if (code == EOWNERDEAD)
+        code = pthread_mutex_consistent(mutex);
+    return !code;
+}
+
 /* Switch.publish: 1; 0 if the mutex is not to be had at once. */
 static int switch_to(Block *block, int64_t value, int *wants_call)
 {
     pthread_mutex_t *mutex = (pthread_mutex_t *)block->mutex;
-    int code = pthread_mutex_trylock(mutex);
-    if (code == EOWNERDEAD)
-        code = pthread_mutex_consistent(mutex);
-    if (code)
+    if (!try_lock(mutex))
         return 0;
     block->switched = value;
     *wants_call = (int)block->call;
@@ -462,14 +445,12 @@ typedef struct {
     double wait, apply;
 } Message;
 
-enum { NEWS = 4, ACK = 17, MOST = 128 /* workers, on the short way */ };
+enum { NEWS = 4, ACK = 17, FREED = 20, MOST = 128 /* workers, on the short way */ };
 
-/* Lines.call: an error, or no room, is noticed by who reads the line. */
-static void say(int fd, uint8_t kind, int32_t worker, uint64_t version, double wait, double apply)
+/* Lines.call: an error, or want of room, is noticed by who reads the line. */
+static int say(int fd, const Message *message, int flags)
 {
-    Message message = {.kind = kind, .worker = worker, .version = version, .wait = wait, .apply = apply};
-    if (send(fd, &message, sizeof message, MSG_DONTWAIT | MSG_NOSIGNAL) < 0)
-        return;
+    return send(fd, message, sizeof *message, flags | MSG_NOSIGNAL) == sizeof *message;
 }
 
 /* What one update has come to. */
@@ -479,14 +460,15 @@ typedef struct {
     double wait, apply; /* of the slowest worker, in seconds */
 } Answers;
 
-/* Take in an acknowledgement of `version`, if that is what a line brings next: 1; 0 if not. It is left there then. */
-static int hear(int fd, uint64_t version, Message *message)
+/* Take in what a line brings next if it is of `kind`, without payload, and (if that is not 0) about `version`: 1; 0 if
+ * it is not. It is left there then. */
+static int hear(int fd, uint8_t kind, uint64_t version, Message *message)
 {
     char more[sizeof *message + 1];
     if (recv(fd, more, sizeof more, MSG_PEEK | MSG_DONTWAIT) != sizeof *message)
         return 0;
     memcpy(message, more, sizeof *message);
-    if (message->kind != ACK || message->version != version || message->length)
+    if (message->kind != kind || message->length || (version && message->version != version))
         return 0;
     return recv(fd, more, sizeof more, MSG_DONTWAIT) == sizeof *message;
 }
@@ -529,7 +511,7 @@ static int await_answers(struct pollfd *polls, Py_ssize_t count, Py_ssize_t work
                 continue;
             ready--;
             Message message;
-            if (i >= workers || !hear(polls[i].fd, version, &message))
+            if (i >= workers || !hear(polls[i].fd, ACK, version, &message))
                 return 0;
             if (message.wait + message.apply > answers->wait + answers->apply)
                 answers->wait = message.wait, answers->apply = message.apply;
@@ -623,7 +605,7 @@ static PyObject *Board_update(Board *self, PyObject *const *args, Py_ssize_t cou
         int wants_call = 0;
         int done = switch_to(block_of(self, w), (int64_t)version << 16 | slot << 1 | acknowledge, &wants_call);
         if (done && (acknowledge || wants_call))
-            say(polls[w].fd, NEWS, (int32_t)w, (uint64_t)version, 0, 0);
+            say(polls[w].fd, &(Message){.kind = NEWS, .worker = (int32_t)w, .version = (uint64_t)version}, MSG_DONTWAIT);
         if (done)
             continue;
         PyObject *worker = PyLong_FromSsize_t(w);
@@ -681,6 +663,362 @@ static PyType_Slot Board_slots[] = {
 };
 static PyType_Spec Board_spec = {"wsync._native.Board", sizeof(Board), 0, Py_TPFLAGS_DEFAULT, Board_slots};
 
+/* --- Seat: a worker's own words, and what its model is on (local_receiver.py, switch.py) --- */
+
+typedef struct {
+    PyObject_HEAD
+    /* What the long way knows as well. */
+    long long version, slot, refused; /* that the model has; that it is bound to, or -1; that it did not take */
+    char hold, busy;                  /* it may refuse the next version; a slot is in use */
+    Py_buffer words;
+    Py_ssize_t at;      /* where its block begins, in words */
+    PyObject *receiver; /* the long way; weak: a receiver has this seat */
+    /* What installs an update: armed() if there is any of it. */
+    PyObject *tree, *tensors, *bound, *copied, *views, *staged, *bump;
+    int fd, worker, retains;
+} Seat;
+
+static PyObject *name_enter, *name_leave, *name_data, *name_version, *name_told_at, *name_waiting, *zero;
+
+static int Seat_traverse(Seat *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->receiver);
+    Py_VISIT(self->tree);
+    Py_VISIT(self->tensors);
+    Py_VISIT(self->bound);
+    Py_VISIT(self->copied);
+    Py_VISIT(self->views);
+    Py_VISIT(self->staged);
+    Py_VISIT(self->bump);
+    Py_VISIT(Py_TYPE(self));
+    return 0;
+}
+
+static void disarm(Seat *self)
+{
+    Py_CLEAR(self->tree);
+    Py_CLEAR(self->tensors);
+    Py_CLEAR(self->bound);
+    Py_CLEAR(self->copied);
+    Py_CLEAR(self->views);
+    Py_CLEAR(self->staged);
+    Py_CLEAR(self->bump);
+}
+
+static int Seat_clear(Seat *self)
+{
+    Py_CLEAR(self->receiver);
+    disarm(self);
+    return 0;
+}
+
+static void stand_up(Seat *self)
+{
+    if (self->words.obj)
+        PyBuffer_Release(&self->words);
+}
+
+static void Seat_free(Seat *self)
+{
+    PyObject_GC_UnTrack(self);
+    Seat_clear(self);
+    stand_up(self);
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyObject *Seat_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    if (!PyArg_ParseTuple(args, ":Seat"))
+        return NULL;
+    Seat *self = (Seat *)type->tp_alloc(type, 0);
+    if (self)
+        self->slot = -1;
+    return (PyObject *)self;
+}
+
+static PyObject *Seat_follow(Seat *self, PyObject *receiver)
+{
+    Py_XSETREF(self->receiver, Py_NewRef(receiver));
+    Py_RETURN_NONE;
+}
+
+static PyObject *Seat_take(Seat *self, PyObject *args)
+{
+    PyObject *words;
+    Py_ssize_t at;
+    if (!PyArg_ParseTuple(args, "On:take", &words, &at))
+        return NULL;
+    stand_up(self);
+    if (PyObject_GetBuffer(words, &self->words, PyBUF_WRITABLE))
+        return NULL;
+    if (at < 0 || at * 8 + (Py_ssize_t)sizeof(Block) > self->words.len) {
+        stand_up(self);
+        PyErr_SetString(PyExc_ValueError, "there is no such block of words");
+        return NULL;
+    }
+    self->at = at;
+    Py_RETURN_NONE;
+}
+
+static PyObject *Seat_quit(Seat *self, PyObject *Py_UNUSED(ignored))
+{
+    Seat_clear(self);
+    stand_up(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *Seat_arm(Seat *self, PyObject *args)
+{
+    PyObject *tree, *tensors, *bound, *copied, *views, *staged, *bump;
+    int fd, worker, retains;
+    if (!PyArg_ParseTuple(args, "O!O!O!O!OO!O!iip:arm", Tree_type, &tree, &PyTuple_Type, &tensors, &PyTuple_Type, &bound,
+                          &PyTuple_Type, &copied, &bump, &PyList_Type, &views, &PyDict_Type, &staged, &fd, &worker, &retains))
+        return NULL;
+    Py_XSETREF(self->tree, Py_NewRef(tree));
+    Py_XSETREF(self->tensors, Py_NewRef(tensors));
+    Py_XSETREF(self->bound, Py_NewRef(bound));
+    Py_XSETREF(self->copied, Py_NewRef(copied));
+    Py_XSETREF(self->views, Py_NewRef(views));
+    Py_XSETREF(self->staged, Py_NewRef(staged));
+    Py_XSETREF(self->bump, Py_NewRef(bump));
+    self->fd = fd, self->worker = worker, self->retains = retains;
+    Py_RETURN_NONE;
+}
+
+static Block *own_block(Seat *self)
+{
+    return (Block *)((int64_t *)self->words.buf + self->at);
+}
+
+/* The sender holds it for as long as two stores take, unless it was stopped right then. */
+static void lock(Block *block)
+{
+    pthread_mutex_t *mutex = (pthread_mutex_t *)block->mutex;
+    if (try_lock(mutex))
+        return;
+    Py_BEGIN_ALLOW_THREADS
+    if (pthread_mutex_lock(mutex) == EOWNERDEAD)
+        pthread_mutex_consistent(mutex);
+    Py_END_ALLOW_THREADS
+}
+
+static void unlock(Block *block)
+{
+    pthread_mutex_unlock((pthread_mutex_t *)block->mutex);
+}
+
+/* Whether the model is what it was when the seat was armed: 1; 0; or -1 with an error. */
+static int is_current(Seat *self)
+{
+    PyObject *now = Tree_tensors((Tree *)self->tree, NULL);
+    if (!now)
+        return -1;
+    int current = now != Py_None && PyList_GET_SIZE(now) == PyTuple_GET_SIZE(self->tensors);
+    for (Py_ssize_t i = 0; current && i < PyList_GET_SIZE(now); i++)
+        current = PyList_GET_ITEM(now, i) == PyTuple_GET_ITEM(self->tensors, i);
+    Py_DECREF(now);
+    return current;
+}
+
+/* One of the pairs (tensor, index of its view) in a tuple. */
+static PyObject *pair_at(PyObject *pairs, Py_ssize_t i, PyObject *views, PyObject **view)
+{
+    PyObject *pair = PyTuple_GET_ITEM(pairs, i);
+    *view = PyTuple_GET_ITEM(views, PyLong_AsSsize_t(PyTuple_GET_ITEM(pair, 1)));
+    return PyTuple_GET_ITEM(pair, 0);
+}
+
+/* Binding.install: 1; 0, with nothing done, if a tensor is not just bytes; -1 with an error. */
+static int install(Seat *self, PyObject *views)
+{
+    Py_ssize_t copied = PyTuple_GET_SIZE(self->copied);
+    PyObject *view;
+    for (int copying = 0; copying < 2; copying++) { /* first see that all of them can be copied */
+        for (Py_ssize_t i = 0; i < copied; i++) {
+            DLTensor from, to;
+            PyObject *tensor = pair_at(self->copied, i, views, &view);
+            if (dlpack->view(view, &from))
+                return -1;
+            int fits = is_like(tensor, &from, &to);
+            if (fits <= 0)
+                return fits;
+            if (copying && size_of(&to))
+                memcpy(start_of(&to), start_of(&from), size_of(&to));
+        }
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->bound); i++) {
+        PyObject *parameter = pair_at(self->bound, i, views, &view);
+        if (PyObject_SetAttr(parameter, name_data, view))
+            return -1;
+    }
+    if (!copied)
+        return 1;
+    PyObject *done = PyObject_CallNoArgs(self->bump); /* autograd has to know that they were written */
+    Py_XDECREF(done);
+    return done ? 1 : -1;
+}
+
+/* LocalReceiver.leave: 1 if the sender waits to be told. */
+static int leave(Seat *self)
+{
+    if (!self->busy)
+        return 0;
+    self->busy = 0;
+    Block *block = own_block(self);
+    lock(block);
+    block->held = self->hold || self->refused > self->version ? self->slot : -1; /* first: see Switch.enter */
+    __atomic_store_n(&block->used, -1, __ATOMIC_SEQ_CST);
+    int awaited = block->awaited != 0;
+    block->awaited = 0;
+    unlock(block);
+    return awaited;
+}
+
+/* An answer has to arrive: where there is no room this waits, as long as the socket's own deadline. */
+static void answer(Seat *self, const Message *message)
+{
+    if (say(self->fd, message, MSG_DONTWAIT) || errno != EAGAIN)
+        return;
+    Py_BEGIN_ALLOW_THREADS
+    say(self->fd, message, 0);
+    Py_END_ALLOW_THREADS
+}
+
+/* What the long way does when it installs: 1; 0, with nothing done but what it does again; -1 with an error. */
+static int go_to(Seat *self, double started)
+{
+    if (!self->tree || self->hold || PyDict_GET_SIZE(self->staged))
+        return 0;
+    PyObject *waiting = PyObject_GetAttr(self->receiver, name_waiting); /* those have to be woken */
+    int somebody = waiting ? PyObject_IsTrue(waiting) : -1;
+    Py_XDECREF(waiting);
+    if (somebody)
+        return somebody < 0 ? -1 : 0;
+    int current = is_current(self);
+    if (current <= 0)
+        return current;
+    Block *block = own_block(self);
+    lock(block);
+    int64_t value = block->switched;
+    Py_ssize_t slot = (Py_ssize_t)(value >> 1 & 0x7FFF);
+    PyObject *views = slot < PyList_GET_SIZE(self->views) ? PyList_GET_ITEM(self->views, slot) : NULL;
+    if (views) {
+        __atomic_store_n(&block->used, slot, __ATOMIC_SEQ_CST); /* in this order: see Switch.enter */
+        __atomic_store_n(&block->taken, value >> 16, __ATOMIC_SEQ_CST);
+    }
+    unlock(block);
+    if (!views)
+        return 0;
+    int done = install(self, views);
+    if (done <= 0)
+        return done;
+    self->version = value >> 16;
+    self->busy = 1;
+    if (self->retains)
+        self->slot = slot;
+    int awaited = !self->retains && leave(self);
+    PyObject *version = PyLong_FromLongLong(self->version), *told = PyObject_GetAttr(self->receiver, name_told_at);
+    if (!version || !told || PyObject_SetAttr(self->receiver, name_version, version)
+        || PyObject_SetAttr(self->receiver, name_told_at, zero)) {
+        Py_XDECREF(version);
+        Py_XDECREF(told);
+        return -1;
+    }
+    double told_at = PyFloat_AsDouble(told), finished = now();
+    Py_DECREF(version);
+    Py_DECREF(told);
+    Message message = {.kind = ACK, .worker = self->worker, .version = (uint64_t)self->version,
+                       .wait = told_at > 0 ? started - told_at : 0, .apply = finished - started};
+    if (awaited)
+        answer(self, &(Message){.kind = FREED, .worker = self->worker});
+    if (value & 1)
+        answer(self, &message);
+    return 1;
+}
+
+static PyObject *Seat_enter(Seat *self, PyObject *Py_UNUSED(ignored))
+{
+    if (!self->receiver)
+        Py_RETURN_FALSE;
+    if (self->words.obj) {
+        Block *block = own_block(self);
+        long long known = self->version > self->refused ? self->version : self->refused;
+        lock(block);
+        int news = block->switched >> 16 > known;
+        if (!news)
+            __atomic_store_n(&block->used, self->slot, __ATOMIC_SEQ_CST);
+        unlock(block);
+        if (!news) {
+            self->busy = self->slot >= 0;
+            Py_RETURN_FALSE;
+        }
+        int done = go_to(self, now());
+        if (done > 0)
+            Py_RETURN_FALSE;
+        if (done < 0 && !PyErr_ExceptionMatches(PyExc_Exception)) /* a signal */
+            return NULL;
+        PyErr_Clear(); /* the long way comes upon it again, and tells the sender */
+    }
+    return PyObject_CallMethodNoArgs(self->receiver, name_enter);
+}
+
+static PyObject *Seat_leave(Seat *self, PyObject *Py_UNUSED(ignored))
+{
+    if (!self->receiver)
+        Py_RETURN_NONE;
+    if (!self->words.obj || !self->tree)
+        return PyObject_CallMethodNoArgs(self->receiver, name_leave);
+    if (leave(self))
+        answer(self, &(Message){.kind = FREED, .worker = self->worker});
+    Py_RETURN_NONE;
+}
+
+static PyObject *Seat_disarm(Seat *self, PyObject *Py_UNUSED(ignored))
+{
+    disarm(self);
+    Py_RETURN_NONE;
+}
+
+static PyMemberDef Seat_members[] = {
+    {"version", T_LONGLONG, offsetof(Seat, version), 0, NULL}, {"slot", T_LONGLONG, offsetof(Seat, slot), 0, NULL},
+    {"refused", T_LONGLONG, offsetof(Seat, refused), 0, NULL}, {"hold", T_BOOL, offsetof(Seat, hold), 0, NULL},
+    {"busy", T_BOOL, offsetof(Seat, busy), 0, NULL},
+    {NULL},
+};
+PyDoc_STRVAR(Seat_follow_doc, "follow(receiver): whose enter() and leave() are the long way.");
+PyDoc_STRVAR(Seat_take_doc, "take(words, at): the worker's block begins there.");
+PyDoc_STRVAR(Seat_quit_doc, "Let everything go; every enter() and leave() does nothing from then on.");
+PyDoc_STRVAR(Seat_arm_doc, "arm(tree, tensors, bound, copied, bump, views, staged, fd, worker, retains): how to install an update.");
+PyDoc_STRVAR(Seat_disarm_doc, "Go the long way with the next update.");
+PyDoc_STRVAR(Seat_enter_doc, "Feed.enter (gate.py).");
+PyDoc_STRVAR(Seat_leave_doc, "Feed.leave (gate.py).");
+static PyMethodDef Seat_methods[] = {
+    {"follow", (PyCFunction)Seat_follow, METH_O, Seat_follow_doc},
+    {"take", (PyCFunction)Seat_take, METH_VARARGS, Seat_take_doc},
+    {"quit", (PyCFunction)Seat_quit, METH_NOARGS, Seat_quit_doc},
+    {"arm", (PyCFunction)Seat_arm, METH_VARARGS, Seat_arm_doc},
+    {"disarm", (PyCFunction)Seat_disarm, METH_NOARGS, Seat_disarm_doc},
+    {"enter", (PyCFunction)Seat_enter, METH_NOARGS, Seat_enter_doc},
+    {"leave", (PyCFunction)Seat_leave, METH_NOARGS, Seat_leave_doc},
+    {NULL},
+};
+PyDoc_STRVAR(Seat_doc, "A worker's own words, and what its model is on. Asked by the gate instead of a receiver.");
+static PyType_Slot Seat_slots[] = {
+    {Py_tp_doc, (void *)Seat_doc},     {Py_tp_new, Seat_new},         {Py_tp_dealloc, Seat_free}, {Py_tp_traverse, Seat_traverse},
+    {Py_tp_clear, Seat_clear}, {Py_tp_methods, Seat_methods}, {Py_tp_members, Seat_members}, {0, NULL},
+};
+static PyType_Spec Seat_spec = {"wsync._native.Seat", sizeof(Seat), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, Seat_slots};
+
+/* LocalReceiver.events, if what the line brings is news, as it mostly is. */
+static PyObject *heard_news(PyObject *Py_UNUSED(module), PyObject *descriptor)
+{
+    int fd = PyObject_AsFileDescriptor(descriptor);
+    Message message;
+    return fd < 0 ? NULL : PyBool_FromLong(hear(fd, NEWS, 0, &message));
+}
+
 /* --- the module --- */
 
 static PyObject *use(PyObject *Py_UNUSED(module), PyObject *args)
@@ -695,8 +1033,6 @@ static PyObject *use(PyObject *Py_UNUSED(module), PyObject *args)
         PyErr_SetString(PyExc_ImportError, "another version of DLPack's exchange table");
         return NULL;
     }
-    if (!is_neg && !(is_neg = PyUnicode_InternFromString("is_neg")))
-        return NULL;
     if (PyTuple_GET_SIZE(phases) != PHASES || !PyType_IsSubtype((PyTypeObject *)report, &PyTuple_Type)) {
         PyErr_SetString(PyExc_ImportError, "it was built for another SyncReport: build it again");
         return NULL;
@@ -711,7 +1047,9 @@ static PyObject *use(PyObject *Py_UNUSED(module), PyObject *args)
 
 PyDoc_STRVAR(use_doc, "use(exchange table, types, report, phases): how to look at tensors, the classes that are nothing but tensors;\n"
              "the class of reports, and the names of the phases, in the order extract, wait, pack, transfer, apply, acknowledge.");
+PyDoc_STRVAR(heard_news_doc, "Take a message from a line if it says that there is news, and nothing else; whether it did.");
 static PyMethodDef functions[] = {
+    {"heard_news", heard_news, METH_O, heard_news_doc},
     {"use", use, METH_VARARGS, use_doc},
     {NULL},
 };
@@ -733,12 +1071,25 @@ static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **kept)
     return failed;
 }
 
+static int make_names(void)
+{
+    struct { PyObject **name; const char *text; } names[] = {
+        {&name_enter, "enter"}, {&name_leave, "leave"},     {&name_data, "data"},
+        {&name_version, "version"}, {&name_told_at, "told_at"}, {&name_waiting, "waiting"}, {&is_neg, "is_neg"},
+    };
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (!(*names[i].name = PyUnicode_InternFromString(names[i].text)))
+            return -1;
+    return (zero = PyFloat_FromDouble(0)) ? 0 : -1;
+}
+
 PyMODINIT_FUNC PyInit__native(void)
 {
     PyObject *module = PyModule_Create(&definition);
     if (!module)
         return NULL;
-    if (add_type(module, &Room_spec, &Room_type) || add_type(module, &Tree_spec, &Tree_type) || add_type(module, &Board_spec, NULL)) {
+    if (add_type(module, &Room_spec, &Room_type) || add_type(module, &Tree_spec, &Tree_type) || add_type(module, &Board_spec, NULL)
+        || add_type(module, &Seat_spec, NULL) || make_names()) {
         Py_DECREF(module);
         return NULL;
     }

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -37,4 +37,32 @@ class Board:
         /,
     ) -> SyncReport | tuple[SyncReport, int, list[int], bytes] | None: ...
 
+class Seat:
+    version: int
+    slot: int
+    refused: int
+    hold: bool
+    busy: bool
+    def follow(self, receiver: object, /) -> None: ...
+    def take(self, words: memoryview, at: int, /) -> None: ...
+    def arm(
+        self,
+        tree: Tree,
+        tensors: tuple[Tensor, ...],
+        bound: tuple[tuple[Tensor, int], ...],
+        copied: tuple[tuple[Tensor, int], ...],
+        bump: Callable[[], object],
+        views: list[Sequence[Tensor]],
+        staged: dict[int, Any],
+        fd: int,
+        worker: int,
+        retains: bool,
+        /,
+    ) -> None: ...
+    def disarm(self) -> None: ...
+    def enter(self) -> bool: ...
+    def leave(self) -> None: ...
+    def quit(self) -> None: ...
+
+def heard_news(descriptor: int, /) -> bool: ...
 def use(table: object, types: tuple[type, ...], report: type, phases: tuple[str, ...], /) -> None: ...

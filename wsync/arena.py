@@ -64,6 +64,7 @@ class Arena:
         self._base = -(-(workers * BLOCK + 2 * _SLOTS * 8) // _PAGE) * _PAGE
         self._buffers: list[Buffer] = []
         self._rooms: list[native.Room | None] = []
+        self.all_views: list[Sequence[Tensor]] = []  # of the slots that this end has mapped
         self.fds = fds or self._create()
         control = mmap.mmap(self.fds[0], self._base)
         self._words = memoryview(control).cast("q")
@@ -112,6 +113,7 @@ class Arena:
                 flat = torch.frombuffer(memory, dtype=torch.uint8)[: self._layout.nbytes]
                 self._buffers.append(Buffer.over(self._layout, flat, len(self._buffers)))
             self._rooms.append(self._buffers[-1].room)
+            self.all_views.append(self._buffers[-1].views)
         return self._buffers[slot]
 
     def views(self, slot: int) -> Sequence[Tensor]:

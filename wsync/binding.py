@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
+from wsync import native
 from wsync.errors import LayoutMismatch
 from wsync.layout import Layout, copy_all, same_bits
 from wsync.snapshot import ModuleIndex, describe
@@ -23,6 +26,24 @@ def dump_extra(extra: Mapping[str, Any] | None) -> bytes:
 def load_extra(blob: bytes) -> dict[str, Any]:
     """The extra state that a trainer dumped."""
     return pickle.loads(blob) if blob else {}
+
+
+class Steps(NamedTuple):
+    """How a model takes an update, as long as it does not change.
+
+    Attributes:
+        tree: finds its tensors.
+        tensors: what it found.
+        bound: ``(parameter, index of its view)`` of those that are bound.
+        copied: the same, of those that are copied.
+        bump: tells autograd that these were written.
+    """
+
+    tree: native.Tree
+    tensors: tuple[Tensor, ...]
+    bound: tuple[tuple[nn.Parameter, int], ...]
+    copied: tuple[tuple[Tensor, int], ...]
+    bump: Callable[[], object]
 
 
 class Binding:
@@ -71,6 +92,21 @@ class Binding:
         self._index = index
         self._places = list(index.places.values())
         self._tensors = [where[key] for where, key in self._places]
+        self.tree = index.tree(list(index.places))
+
+    @property
+    def copies(self) -> int:
+        """How many bytes an update copies; the others are bound."""
+        return sum(tensor.nbytes for tensor, _ in self._copied)
+
+    @property
+    def steps(self) -> Steps | None:
+        """What ``install`` does, for the short way, if there is one."""
+        if self.tree is None:
+            return None
+        copied = [tensor for tensor, _ in self._copied if not tensor.is_inference()]
+        bump = partial(increment_version, copied)
+        return Steps(self.tree, tuple(self._tensors), tuple(self._bound), tuple(self._copied), bump)
 
     @property
     def may_refuse(self) -> bool:

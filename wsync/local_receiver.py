@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from wsync import native
 from wsync.arena import Arena
+from wsync.binding import Binding
 from wsync.deadlines import wait_readable
 from wsync.errors import NotConnected, SyncTimeout
+from wsync.gate import Feed
 from wsync.layout import Layout
 from wsync.local_sender import STAGED
 from wsync.plan import Plan
 from wsync.receiver_thread import Told, receiver_thread
 from wsync.rendezvous import Connection, Endpoint, knock
+from wsync.seat import Seat
 from wsync.transport import Closed, Decision, Event, News, Stage
 from wsync.types import ANY_VERSION, Ack, Update
 from wsync.words import Kind, Message
@@ -33,14 +38,11 @@ class LocalReceiver:
         self._arena: Arena | None = None
         self._layout: Layout | None = None
         self._worker = -1
-        self._version = 0  # that the model has
-        self._slot = -1  # that the model is bound to
-        self._refused = 0  # the newest version that could not be installed
-        self._may_fail = False
+        self._seat = native.seat() or Seat()
+        self._armed: native.Tree | None = None  # how the seat finds the model's tensors
         self._checksum = False
         self._checked = 0  # the newest version whose checksum was found right
         self._wanted = True
-        self._busy = False
 
     @property
     def layout(self) -> Layout | None:
@@ -85,9 +87,29 @@ class LocalReceiver:
             arena = Arena(plan.layout, plan.workers, (message.fds[0], message.fds[1]))
             self._layout, self._checksum = plan.layout, plan.checksum
             self._switch = arena.switches[self._worker]
-            self._may_fail = self._retains and self._checksum
+            if not isinstance(self._seat, Seat):
+                self._seat.take(*self._switch.place)
+            self._seat.hold = self._retains and self._checksum
             self._switch.call(self._wanted)
             self._arena = arena  # last: an acting thread that sees it uses the others
+
+    def feed(self, receiver: Feed) -> Feed:
+        """The seat, if it goes the short way: most forwards find nothing new, and most news are usual."""
+        if isinstance(self._seat, Seat):
+            return receiver
+        self._seat.follow(receiver)
+        return self._seat
+
+    def arm(self, binding: Binding, staged: dict[int, Any]) -> None:
+        """Have the seat install what comes next, unless it has to be checked, or may be refused."""
+        if binding.tree is self._armed or isinstance(self._seat, Seat) or self._arena is None:
+            return
+        self._armed, steps = binding.tree, binding.steps
+        self._seat.disarm()
+        if steps is None or self._checksum or self._seat.hold or binding.copies > native.SMALL:
+            return
+        line = self._connection().fileno()
+        self._seat.arm(*steps, self._arena.all_views, staged, line, self._worker, self._retains)
 
     def attach(self, receiver: Told) -> None:
         """Have the process's thread listen."""
@@ -103,6 +125,8 @@ class LocalReceiver:
 
     def events(self) -> Sequence[Event]:
         """What one message says."""
+        if native.heard_news(self._connection().fileno()):
+            return [News()]
         message = self._connection().receive()
         if message is None:
             return [Closed()]
@@ -144,34 +168,34 @@ class LocalReceiver:
 
     def may_refuse(self) -> None:
         """Hold what the model is bound to between forwards as well."""
-        self._may_fail = self._retains
+        self._seat.hold = self._retains
 
     def enter(self) -> Update | None:
         """Look at the switch."""
         if self._arena is None:
             return None
-        known = self._version if self._version > self._refused else self._refused
-        version, slot, acknowledge = self._switch.enter(known, self._slot, self._may_fail)
-        self._busy = slot >= 0
+        known = self._seat.version if self._seat.version > self._seat.refused else self._seat.refused
+        version, slot, acknowledge = self._switch.enter(known, self._seat.slot, self._seat.hold)
+        self._seat.busy = slot >= 0
         return self._update(version, slot, acknowledge) if version > known else None
 
     def installed(self, update: Update, error: str) -> None:
         """Remember where the model is bound; a model with memory of its own gives the slot back at once."""
         if error:
-            self._refused = update.version
+            self._seat.refused = update.version
         else:
-            self._version = update.version
+            self._seat.version = update.version
             if self._retains:
-                self._slot = update.slot
+                self._seat.slot = update.slot
         if not self._retains:
             self.leave()
 
     def leave(self) -> None:
         """Give back what the forward used. A model that may refuse the next version keeps the one it is on."""
-        if not self._busy:
+        if not self._seat.busy:
             return
-        self._busy = False
-        keep = self._slot if self._may_fail or self._refused > self._version else -1
+        self._seat.busy = False
+        keep = self._seat.slot if self._seat.hold or self._seat.refused > self._seat.version else -1
         if self._switch.leave(keep):
             self.answer(Ack(self._worker, 0), kind=Kind.FREED)
 
@@ -194,6 +218,9 @@ class LocalReceiver:
         self.answer(Ack(self._worker, 0), kind=Kind.BYE)
         self._line.close()
         self._line = None
+        if not isinstance(self._seat, Seat):
+            self._seat.quit()
+        self._armed = None
         if self._arena is not None:
             self._arena.close()
             self._arena = None

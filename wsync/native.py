@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from wsync.types import SyncReport
 
 if TYPE_CHECKING:
-    from wsync._native import Board, Room, Spot, Tree
+    from wsync._native import Board, Room, Seat, Spot, Tree
 
-_SMALL = 2 << 20  # bytes: above, PyTorch's own copies are as fast, and may use several threads
+SMALL = 2 << 20  # bytes: above, PyTorch's own copies are as fast, and may use several threads
 _PLAIN_TYPES = (nn.Parameter, Tensor)  # a subclass may keep its numbers elsewhere
 
 try:
@@ -36,7 +36,7 @@ available = _native is not None
 
 def room(views: Sequence[Tensor], nbytes: int) -> Room | None:
     """What fills ``views`` with bytes; None where PyTorch does that as well: they are many, or no real numbers."""
-    if _native is None or nbytes > _SMALL or any(not view.is_cpu or view.is_complex() for view in views):
+    if _native is None or nbytes > SMALL or any(not view.is_cpu or view.is_complex() for view in views):
         return None
     return _native.Room(views)
 
@@ -54,6 +54,16 @@ def tree(places: Sequence[Spot], links: Sequence[tuple[Spot, Any]], vacant: Sequ
         return None
     children = tuple((where, key, child) for (where, key), child in links)
     return _native.Tree(tuple(places), children, tuple(vacant), tuple(tables))
+
+
+def seat() -> Seat | None:
+    """A worker's place in an arena, which takes usual updates by itself; None if there is no short way."""
+    return None if _native is None else _native.Seat()
+
+
+def heard_news(descriptor: int) -> bool:
+    """Take a message from a local line, if it says that there is news and nothing else; whether it did."""
+    return _native is not None and _native.heard_news(descriptor)
 
 
 def board(words: memoryview, workers: int, block: int, extra: int, nbytes: int) -> Board | None:

@@ -19,7 +19,7 @@ from torch import nn
 from wsync.binding import Binding, load_extra
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected, WeightSyncError
-from wsync.gate import guard, process_gate, release
+from wsync.gate import Feed, guard, process_gate, release
 from wsync.strategy import WeightStrategy
 from wsync.transport import Closed, Decision, News, ReceiverEnd, Stage
 from wsync.types import ANY_VERSION, Ack, Update
@@ -55,6 +55,7 @@ class Receiver:
         self.worker_idx = -1
         self._strategy = strategy
         self._end = end
+        self._feed: Feed = self
         self._bind = bind
         self._cascade = cascade
         self._owed: Update | None = None  # installed, but its answer has to wait for the cascade
@@ -62,9 +63,10 @@ class Receiver:
         self._seen = 0
         self._quiet = False
         self._closed = False
-        self._told_at = 0.0
+        self.told_at = 0.0
         self._error = ""
         self._changed = threading.Condition()
+        self.waiting = 0  # in ``receive``
 
     def knock(self, worker_idx: int, timeout: float | None) -> Sequence[int]:
         """Begin ``connect``: descriptors, one of which is readable when the rest of it need not wait for the sender.
@@ -98,7 +100,8 @@ class Receiver:
             raise
         guard(self.model)
         gate = process_gate()
-        gate.attach(self)
+        self._feed = self._end.feed(self)
+        gate.attach(self._feed)
         with gate.hold():
             pass  # the first weights are there, if there are any: entering installs them
         self._pass_on()
@@ -142,7 +145,7 @@ class Receiver:
     def install(self, update: Update) -> None:
         """Switch the model and answer. A failure leaves the model as it was, and goes to the sender."""
         started = time.perf_counter()
-        wait = started - self._told_at if self._told_at else 0.0
+        wait = started - self.told_at if self.told_at else 0.0
         self._error = ""
         try:
             _require_whole(update)
@@ -150,7 +153,9 @@ class Receiver:
         except Exception:  # noqa: BLE001  whatever a model raises must reach the trainer, and not kill a forward
             self._error = traceback.format_exc()
         self._end.installed(update, self._error)
-        self._told_at = 0.0
+        if self._binding is not None and not (self._error or update.extra or self._cascade):
+            self._end.arm(self._binding, _staged)
+        self.told_at = 0.0
         if not self._error:
             with self._changed:
                 self.version = update.version
@@ -172,7 +177,7 @@ class Receiver:
                     self._closed = True
                     self._changed.notify_all()
                 return False
-            self._told_at = time.perf_counter()
+            self.told_at = time.perf_counter()
             process_gate().call(self._obey, event)
             self._pass_on()
         return True
@@ -183,7 +188,7 @@ class Receiver:
             self._stage(event)
         elif isinstance(event, Decision):
             self._decide(event)
-        self._told_at = 0.0  # the acting thread may have been first, and another update is another matter
+        self.told_at = 0.0  # the acting thread may have been first, and another update is another matter
 
     def _stage(self, event: Stage) -> None:
         error = ""
@@ -223,10 +228,16 @@ class Receiver:
             NotConnected: the sender is gone, and there will be nothing more.
         """
         deadline = deadline_in(timeout)
-        self._call(True)
-        with process_gate().hold():
-            pass
-        self._await_change(deadline)
+        with self._changed:
+            self.waiting += 1
+        try:
+            self._call(True)
+            with process_gate().hold():
+                pass
+            self._await_change(deadline)
+        finally:
+            with self._changed:
+                self.waiting -= 1
         with self._changed:
             if self.version > self._seen:
                 self._seen = self.version
@@ -271,7 +282,7 @@ class Receiver:
         self._end.detach(self)
         gate = process_gate()
         with gate.hold():
-            gate.detach(self)
+            gate.detach(self._feed)
             for transaction, members in list(_staged.items()):  # nobody decides for a model that is its owner's again
                 members[:] = [member for member in members if member[0] is not self]
                 if not members:

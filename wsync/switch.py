@@ -20,6 +20,11 @@ class Switch:
         self._at = at
         self._mutex = Mutex(address, words)
 
+    @property
+    def place(self) -> tuple[memoryview, int]:
+        """The words of which these are some, and where they begin."""
+        return self._words, self._at
+
     def reset(self) -> None:
         """The state before anything was published: version 0, nothing used, calls wanted."""
         for word, value in ((SWITCH, 0), (USED, NONE), (HELD, NONE), (TAKEN, 0), (CALL, 1), (AWAITED, 0)):

@@ -13,6 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
+from wsync.binding import Binding
+from wsync.gate import Feed
 from wsync.layout import Layout
 from wsync.packing import Buffer
 from wsync.receiver_thread import Told
@@ -129,6 +131,14 @@ class ReceiverEnd(Protocol):
             NotConnected: no sender is there, or it refused; the message says why.
             SyncTimeout: it did not answer in time.
         """
+        ...
+
+    def feed(self, receiver: Feed) -> Feed:
+        """What the gate shall ask: ``receiver``, or a shorter way to the same."""
+        ...
+
+    def arm(self, binding: Binding, staged: dict[int, Any]) -> None:
+        """The model took an update by ``binding``: the next may go a shorter way, while nothing is ``staged``."""
         ...
 
     def attach(self, receiver: Told) -> None:
