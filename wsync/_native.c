@@ -19,7 +19,6 @@
 #include <errno.h>
 #include <poll.h>
 #include <pthread.h>
-#include <sched.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -44,8 +43,6 @@ typedef struct {
 } DLPackExchange;
 
 enum { DL_CPU = 1, DL_COMPLEX = 5 };
-
-#define LOOK 200000 /* nanoseconds for which a sender looks for answers before it sleeps */
 
 static const DLPackExchange *dlpack;   /* set by use() */
 static PyObject *plain_types;          /* a tuple: other classes may keep their numbers elsewhere */
@@ -481,31 +478,18 @@ static int64_t nanoseconds(void)
 }
 
 /* Wait until each of the first `workers` descriptors (lines; then come processes) has brought an acknowledgement: 0.
- * Also when somebody says something else, or dies, or at the deadline: the caller sees who is missing. -1: a signal.
- *
- * An idle core takes longer to wake up than a worker takes to install a small update. So for a moment this one looks
- * instead of sleeping, and lets anybody go first who wants to run. */
-static int await_answers(struct pollfd *polls, Py_ssize_t count, Py_ssize_t workers, uint64_t version, int64_t look_until,
-                         int64_t deadline, Answers *answers)
+ * Also when somebody says something else, or dies, or at the deadline: the caller sees who is missing. -1: a signal. */
+static int await_answers(struct pollfd *polls, Py_ssize_t count, Py_ssize_t workers, uint64_t version, int64_t deadline,
+                         Answers *answers)
 {
     Py_ssize_t missing = workers - answers->answers;
     while (missing) {
-        int64_t time = nanoseconds();
-        int looking = time < look_until;
-        int64_t left = deadline < 0 ? 1000000000000 : deadline - time;
-        struct timespec pause = {0, 0};
-        if (!looking && left > 0)
-            pause = (struct timespec){left / 1000000000, left % 1000000000};
-        int ready = ppoll(polls, (nfds_t)count, &pause, NULL);
-        if (ready < 0)
-            return errno == EINTR ? -1 : 0;
-        if (!ready) {
-            if (left <= 0)
-                return 0;
-            if (looking)
-                sched_yield();
-            continue;
-        }
+        int64_t left = deadline < 0 ? 0 : deadline - nanoseconds();
+        left = left > 0 ? left : 0;
+        struct timespec pause = {left / 1000000000, left % 1000000000};
+        int ready = ppoll(polls, (nfds_t)count, deadline < 0 ? NULL : &pause, NULL);
+        if (ready <= 0)
+            return ready < 0 && errno == EINTR ? -1 : 0;
         for (Py_ssize_t i = 0; i < count && ready; i++) {
             if (!polls[i].revents)
                 continue;
@@ -563,11 +547,11 @@ static PyObject *report_of(Board *self, long long version, double seconds, const
 static PyObject *Board_update(Board *self, PyObject *const *args, Py_ssize_t count)
 {
     if (count != 8 || !PyList_CheckExact(args[0]) || !PyBytes_CheckExact(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "update(rooms, descriptors, retains, tree, acknowledge, timeout, version, began)");
+        PyErr_SetString(PyExc_TypeError, "update(rooms, descriptors, retains, acknowledge, timeout, tensors, version, began)");
         return NULL;
     }
-    int retains = PyObject_IsTrue(args[2]), acknowledge = PyObject_IsTrue(args[4]);
-    double timeout = PyFloat_AsDouble(args[5]), began_at = PyFloat_AsDouble(args[7]);
+    int retains = PyObject_IsTrue(args[2]), acknowledge = PyObject_IsTrue(args[3]);
+    double timeout = PyFloat_AsDouble(args[4]), began_at = PyFloat_AsDouble(args[7]);
     long long version = PyLong_AsLongLong(args[6]);
     if (PyErr_Occurred())
         return NULL;
@@ -581,10 +565,10 @@ static PyObject *Board_update(Board *self, PyObject *const *args, Py_ssize_t cou
     if (slot < 0)
         Py_RETURN_NONE;
     Room *room = (Room *)PyList_GET_ITEM(args[0], slot);
-    if (Py_TYPE(room) != Room_type || Py_TYPE(args[3]) != Tree_type) /* None: there is no short way for them */
+    if (Py_TYPE(room) != Room_type) /* None: there is no short way into it */
         Py_RETURN_NONE;
     double waited = now();
-    PyObject *tensors = Tree_tensors((Tree *)args[3], NULL);
+    PyObject *tensors = Py_TYPE(args[5]) == Tree_type ? Tree_tensors((Tree *)args[5], NULL) : Py_NewRef(args[5]);
     if (!tensors)
         return NULL;
     int fits = Room_look(room, tensors);
@@ -621,11 +605,11 @@ static PyObject *Board_update(Board *self, PyObject *const *args, Py_ssize_t cou
     Answers answers = {0};
     int settled = !PyList_GET_SIZE(others);
     if (settled && acknowledge) {
-        int64_t since = nanoseconds(), until = timeout < 0 ? -1 : since + (int64_t)(timeout * 1e9);
+        int64_t until = timeout < 0 ? -1 : nanoseconds() + (int64_t)(timeout * 1e9);
         int interrupted;
         do {
             Py_BEGIN_ALLOW_THREADS
-            interrupted = await_answers(polls, descriptors, workers, (uint64_t)version, since + LOOK, until, &answers);
+            interrupted = await_answers(polls, descriptors, workers, (uint64_t)version, until, &answers);
             Py_END_ALLOW_THREADS
             if (interrupted && PyErr_CheckSignals()) {
                 Py_DECREF(others);
@@ -648,8 +632,8 @@ static PyObject *Board_update(Board *self, PyObject *const *args, Py_ssize_t cou
 }
 
 PyDoc_STRVAR(Board_update_doc,
-             "update(rooms, descriptors, retains, tree, acknowledge, timeout, version, began)\n\n"
-             "Copy a tree's tensors into a free slot, point every worker to it, and wait for the answers, if they are wanted.\n\n"
+             "update(rooms, descriptors, retains, acknowledge, timeout, tensors, version, began)\n\n"
+             "Copy tensors (a list, or a tree's) into a free slot, point every worker to it, and wait for answers, if wanted.\n\n"
              "Returns a report. If that is not all: (report, slot, workers that have yet to be switched, and a byte for each\n"
              "worker: 1 if it has answered). None, and nothing done, if no slot is free, or the tensors are not just bytes\n"
              "that fit.");

@@ -29,7 +29,7 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -41,8 +41,8 @@ from wsync.checksum import checksum_of, damage
 from wsync.errors import WeightSyncError
 from wsync.layout import Layout
 from wsync.packing import Buffer
+from wsync.shortcut import Update
 from wsync.switch import BLOCK, HELD, NONE, SWITCH, TAKEN, USED, Switch
-from wsync.types import SyncReport
 
 _PAGE = mmap.PAGESIZE
 _SLOTS = 1024  # at the most
@@ -144,22 +144,19 @@ class Arena:
                 return slot
         return None
 
-    def update(
-        self, descriptors: bytes, retains: bool, tree: native.Tree, acknowledge: bool, timeout: float | None
-    ) -> Callable[[int, float], SyncReport | tuple[SyncReport, int, list[int], bytes] | None] | None:
-        """The short way of a tree's updates to all workers, if there is one: see ``shortcut.py``.
+    def update(self, descriptors: bytes, retains: bool, acknowledge: bool, timeout: float | None) -> Update | None:
+        """The short way of updates to all workers, if there is one: see ``shortcut.py``.
 
         Args:
             descriptors: of the workers' lines, then of their processes: an ``array("i")``, as bytes.
             retains: as for ``occupied``.
-            tree: finds the tensors.
             acknowledge: whether to wait for answers.
             timeout: how long, in seconds; None for no limit.
         """
         if self._board is None:
             return None
         limit = -1.0 if timeout is None else timeout
-        return partial(self._board.update, self._rooms, descriptors, retains, tree, acknowledge, limit)
+        return partial(self._board.update, self._rooms, descriptors, retains, acknowledge, limit)
 
     def write_extra(self, slot: int, blob: bytes) -> None:
         """Store a slot's extra state.

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from wsync.binding import dump_extra
 from wsync.deadlines import deadline_in
@@ -143,8 +141,8 @@ class Sender:
         """Deliver an update; with ``wait``, return when the promise of a finished send holds."""
         with self._lock:
             short = self._shortcut if wait and worker_ids is None else None
-            if short is not None and (short.own if weights is None else short.module() is weights):
-                report = self._hurry(short)
+            if short is not None:
+                report = self._hurry(short, short.own if weights is None else weights)
                 if report is not None:
                     return report
         with self.alone():
@@ -167,19 +165,24 @@ class Sender:
         """Find the short way of updates like this one, which went to everybody."""
         if self._posted or self._roll.absent or self._roll.extra:
             return
-        tree, express = self.source.tree(weights), self._end.express()
-        if tree is None or express is None:
+        if self.layout is None:
             return
-        update = express.update(tree, not self._published, self._timeout)
+        way, express = self.source.way(weights, self.layout), self._end.express()
+        if way is None or express is None:
+            return
+        update = express.update(not self._published, self._timeout)
         if update is not None:
-            module: Any = self.source.weights if weights is None else weights  # a tree is of a module
-            self._shortcut = Shortcut(weakref.ref(module), module is self.source.weights, update, express.complete)
+            self._shortcut = Shortcut(way, self.source.weights, update, express.complete)
 
-    def _hurry(self, short: Shortcut) -> SyncReport | None:
+    def _hurry(self, short: Shortcut, given: object) -> SyncReport | None:
         """Deliver an update by the short way; None, with nothing done, if it is unusual in any respect."""
         began = time.perf_counter()
+        way = short.way
+        found = way.tree if given is way.model else way.find(given)
+        if found is None:
+            return None
         self.version += 1  # first: an update that is interrupted keeps its number
-        report = short.update(self.version, began)
+        report = short.update(found, self.version, began)
         if report is None:
             self.version -= 1
             return None

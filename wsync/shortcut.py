@@ -7,13 +7,14 @@ gone     with anything else: a death, a late joiner, a transaction, weights for 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor
 
 from wsync import native
+from wsync.snapshot import Listing
 from wsync.types import SyncReport
 
 
@@ -33,33 +34,52 @@ class Rest(NamedTuple):
     answered: bytes
 
 
+Update = Callable[[Any, int, float], SyncReport | tuple[SyncReport, int, list[int], bytes] | None]
+"""``(tensors, version, began)`` → an update's report; or a ``Rest``; or None, and nothing done, if it is unusual."""
+
+
 class Express(NamedTuple):
     """What a sender's end offers.
 
     Attributes:
-        update: ``(tree, acknowledge, timeout)`` → the compiled call of the short way, if there is one.
+        update: ``(acknowledge, timeout)`` → the compiled call of the short way, if there is one.
         complete: ``(rest, version, acknowledge)``: do what is left; after it the end's ``collect`` says the rest.
     """
 
-    update: Callable[[native.Tree, bool, float | None], Update | None]
+    update: Callable[[bool, float | None], Update | None]
     complete: Callable[[Rest, int, bool], None]
 
 
-Update = Callable[[int, float], SyncReport | tuple[SyncReport, int, list[int], bytes] | None]
-"""``(version, began)`` → the report of an update; or a ``Rest``; or None, if it is unusual, and nothing was done."""
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How to find the tensors of updates that are like the last one, in the layout's order.
+
+    Attributes:
+        model: the module that was sent; or something that no update is.
+        tree: its tensors.
+        listing: finds them in what was sent instead of a module.
+    """
+
+    model: object
+    tree: native.Tree | None
+    listing: Listing | None = None
+
+    def find(self, given: object) -> list[Tensor] | None:
+        """The tensors of what is not ``model``; None if it is not like the last one."""
+        return None if self.listing is None else self.listing.tensors(given)
 
 
 class Shortcut(NamedTuple):
-    """The short way of one module's updates to all workers.
+    """The short way of updates to all workers.
 
     Attributes:
-        module: whose weights go this way.
-        own: whether a send without weights means them.
+        way: to the tensors.
+        own: what a send without weights means.
         update: the compiled call.
         complete: as ``Express.complete``.
     """
 
-    module: weakref.ref[nn.Module]
-    own: bool
+    way: Way
+    own: object
     update: Update
     complete: Callable[[Rest, int, bool], None]

@@ -125,6 +125,38 @@ class ModuleIndex:
         return Snapshot(self.tensors(), self.extra_state(), self.optional)
 
 
+class Listing:
+    """Where a TensorDict, or a flat state dict, lists the tensors of a layout: for others that list the same keys.
+
+    Args:
+        keys: those that are listed, in their order.
+        order: for each name of the layout, the place of its key.
+    """
+
+    def __init__(self, keys: Sequence[Any], order: Sequence[int]) -> None:
+        self._keys = list(keys)
+        self._order = order
+
+    @classmethod
+    def of(cls, source: object, names: Sequence[str]) -> Listing | None:
+        """The listing of ``source``; None unless it lists exactly the tensors called ``names``."""
+        keys = [key for key, _ in _pairs(source)]
+        known = [".".join(key) if isinstance(key, tuple) else str(key) for key in keys]
+        return cls(keys, [known.index(name) for name in names]) if sorted(known) == sorted(names) else None
+
+    def tensors(self, source: object) -> list[Any] | None:
+        """What ``source`` lists, in the order of the names; None if it lists other keys."""
+        pairs = _pairs(source)
+        return [pairs[i][1] for i in self._order] if [key for key, _ in pairs] == self._keys else None
+
+
+def _pairs(source: object) -> list[tuple[Any, Any]]:
+    """What there is to find in a TensorDict or a mapping; nothing in anything else."""
+    if isinstance(source, TensorDictBase):
+        return list(source.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor))
+    return list(source.items()) if isinstance(source, Mapping) else []
+
+
 def snapshot(source: object) -> Snapshot:
     """The canonical form of a module, a TensorDict (nested or flat) or a state dict.
 

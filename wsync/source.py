@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from wsync import native
 from wsync.errors import NotConnected
 from wsync.layout import Layout
-from wsync.snapshot import ModuleIndex, Snapshot, snapshot
+from wsync.shortcut import Way
+from wsync.snapshot import Listing, ModuleIndex, Snapshot, snapshot
 from wsync.strategy import WeightStrategy
 
+_NOTHING = object()  # is no update
 DeviceMap = Callable[[int, Any], Any]
 
 
@@ -68,9 +70,12 @@ class Reader:
         layout.check(tensors)
         return tensors, index.extra_state()
 
-    def tree(self, source: object) -> native.Tree | None:
-        """The short way to what ``read_module`` last found in ``source``; None where there is none, or extra state."""
-        return self._tree if self._index is not None and self._index.module is source else None
+    def way(self, source: object, layout: Layout) -> Way | None:
+        """The short way to tensors like those last read, in the layout's order; None if there is none."""
+        if self._index is not None and self._index.module is source:
+            return Way(source, self._tree) if self._tree is not None else None
+        listing = Listing.of(source, layout.names)
+        return None if listing is None else Way(_NOTHING, None, listing)
 
 
 def is_per_worker(weights: object) -> TypeGuard[Mapping[int, Any]]:
@@ -127,9 +132,9 @@ class Source:
             given = next(iter(given.values()))
         return self._reader.read(given)
 
-    def tree(self, weights: object) -> native.Tree | None:
+    def way(self, weights: object, layout: Layout) -> Way | None:
         """The short way to what everybody was just given; None where there is none, or not the same for all."""
-        return self._reader.tree(self.weights if weights is None else weights) if self._alike else None
+        return self._reader.way(self.weights if weights is None else weights, layout) if self._alike else None
 
     def parts(self, weights: object, workers: Sequence[int], absent: Sequence[int], layout: Layout) -> list[Part]:
         """What each of ``workers`` is to be sent, all of it checked before any is.
