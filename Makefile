@@ -9,15 +9,20 @@ SYNC ?= mib=[1] policy_mib=[0.018] workers=[2] rounds=100 seconds=5 peer=torchrl
 
 .PHONY: install train test lint bench reliability clean
 
-install: $(VENV)/.dev
+install: $(VENV)/.native
 
 # The stamp is older than what it was made from, or went with .venv: install anew.
 $(VENV)/.dev: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.native
+
+# Compiled code is built with the installation, and again when it has changed.
+$(VENV)/.native: $(VENV)/.dev $(wildcard wsync/csrc/*)
+	$(PIP) install --quiet --no-deps -e .
 	@touch $@
 
-$(VENV)/.bench: $(VENV)/.dev
+$(VENV)/.bench: $(VENV)/.native
 	$(PIP) install --quiet -c constraints.txt -e '.[bench]'
 	@touch $@
 

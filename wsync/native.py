@@ -1,4 +1,4 @@
-"""The compiled short way (``_native.c``), where it could be built.
+"""The compiled short way (``csrc/``), where it could be built.
 
 An installation without a C compiler goes the long way, in Python, with every update: the same promises, and several
 times the latency for small models. ``WSYNC_NATIVE=0`` in the environment says the same, to measure what it brings.

@@ -179,3 +179,22 @@ def strides(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def ties(model: nn.Module) -> bool:
     return model.embed.weight is model.decode.weight and model.embed.weight.data_ptr() == model.decode.weight.data_ptr()
+
+
+class Plain(nn.Module):
+    """Nothing but tensors, of every kind that is copied as bytes, and a tie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(4)
+        self.embed = nn.Embedding(5, 6)
+        self.decode = nn.Linear(6, 5, bias=False)
+        self.decode.weight = self.embed.weight
+        self.brief = nn.Parameter(torch.zeros(5, 3, dtype=torch.bfloat16))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("mask", torch.zeros(9, dtype=torch.bool))
+
+    def forward(self) -> Tensor:
+        return self.scalar

@@ -1,0 +1,189 @@
+"""The compiled short way and the long one, in turn and mixed: whatever is sent, and however, arrives bit for bit."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from backends import BACKENDS
+from contract_models import Plain, digest, scramble
+from crew import Crew, Host, crew
+from tensordict import TensorDict
+from torch import nn
+
+import wsync
+from wsync import native
+
+LOCAL = ("shared_mem", "shared_mem-published", "multiprocess")
+
+
+def go_long(_: Host) -> None:
+    """A worker without compiled code."""
+    native._native = None
+
+
+def renew(host: Host) -> None:
+    """The worker's model is not as it was: other objects in the same places, and in another one."""
+    model: Any = host.models["policy"]
+    with wsync.gate():
+        model.norm.running_mean = torch.zeros(4)
+        model.scalar = nn.Parameter(torch.tensor(0.0))
+        model.conv.weight.data = model.conv.weight.data.clone()
+
+
+def learn(host: Host) -> None:
+    """As a BatchNorm in train mode does."""
+    model: Any = host.models["policy"]
+    with wsync.gate():
+        model.norm.running_mean.add_(1.0)
+
+
+class Story:
+    """What the workers ought to have, and how to send it."""
+
+    def __init__(self, scheme: wsync.WeightSyncScheme, workers: Crew, model: Any, seed: int) -> None:
+        self.scheme, self.workers, self.model = scheme, workers, model
+        self.seed = seed
+        self.expected = [digest(model)] * len(workers)
+
+    def changed(self, model: Any) -> Any:
+        self.seed += 1
+        return scramble(model, self.seed)
+
+    def usual(self) -> None:
+        self.changed(self.model)
+        self.scheme.send()
+        self.expected = [digest(self.model)] * len(self.workers)
+
+    def another_module(self) -> None:
+        other = self.changed(Plain())
+        for _ in range(2):
+            self.scheme.send(other)
+            self.expected = [digest(other)] * len(self.workers)
+            self.changed(other)
+
+    def tensordict(self) -> None:
+        for _ in range(2):
+            self.changed(self.model)
+            self.scheme.send(TensorDict.from_module(self.model).data)
+        self.expected = [digest(self.model)] * len(self.workers)
+
+    def state_dict(self) -> None:
+        for _ in range(2):
+            self.changed(self.model)
+            self.scheme.send(self.model.state_dict())
+        self.expected = [digest(self.model)] * len(self.workers)
+
+    def one_worker(self) -> None:
+        self.changed(self.model)
+        self.scheme.send(worker_ids=1)
+        self.expected[1] = digest(self.model)
+
+    def moved(self) -> None:
+        self.model.conv.weight.data = self.model.conv.weight.data.clone(memory_format=torch.preserve_format)
+        self.model.scalar = nn.Parameter(torch.tensor(2.5))
+        self.usual()
+
+    def untied(self) -> None:
+        self.model.decode.weight = nn.Parameter(self.model.embed.weight.detach().clone())
+        self.scheme.send()
+        with pytest.raises(wsync.LayoutMismatch, match="one tied tensor"):
+            with torch.no_grad():
+                self.model.decode.weight.add_(1.0)
+            self.scheme.send()
+        self.model.decode.weight = self.model.embed.weight
+        self.usual()
+
+    def wrong(self) -> None:
+        self.model.brief.data = torch.zeros(3, 5, dtype=torch.bfloat16)
+        with pytest.raises(wsync.LayoutMismatch, match="brief"):
+            self.scheme.send()
+        self.model.brief.data = torch.zeros(5, 3, dtype=torch.bfloat16)
+
+    def asynchronous(self) -> None:
+        self.changed(self.model)
+        self.scheme.send_async()
+        self.changed(self.model)
+        self.scheme.send_async()
+        self.scheme.wait_async()
+        self.expected = [digest(self.model)] * len(self.workers)
+
+    def together(self) -> None:
+        self.changed(self.model)
+        wsync.synchronize({self.scheme: self.model})
+        self.expected = [digest(self.model)] * len(self.workers)
+
+    def other_objects_there(self) -> None:
+        self.workers.all("run", renew)
+        self.usual()
+
+    def learned_there(self) -> None:
+        self.workers.all("run", learn)
+        self.usual()
+
+    def forward(self) -> None:
+        expected = [one["scalar"] for one in self.expected]
+        self.workers.all("forward")
+        assert [one["scalar"] for one in self.workers.all("raw_digest")] == expected
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("backend", LOCAL)
+@pytest.mark.parametrize(("here", "there"), [(True, True), (True, False), (False, True), (False, False)])
+def test_whatever_is_sent_arrives(backend: str, here: bool, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not here:
+        monkeypatch.setattr(native, "_native", None)
+    elif not native.available:
+        pytest.skip("the compiled short way was not built here")
+    chance = random.Random(f"{backend} {here} {there}")
+    names = [name for name in vars(Story) if not name.startswith("_") and name != "changed"]
+    with crew(2) as workers, BACKENDS[backend]() as scheme:
+        if not there:
+            workers.all("run", go_long)
+        story = Story(scheme, workers, scramble(Plain(), 0), seed=0)
+        scheme.init_on_sender("policy", model=story.model, num_workers=2)
+        workers.follow(scheme, Plain)
+        for name in (*names, *chance.choices(names, k=60)):
+            getattr(story, name)()
+            version = scheme.version
+            if chance.random() < 0.7:  # else updates pile up
+                assert workers.all("digest") == story.expected, name
+                assert scheme.version == version
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("backend", LOCAL)
+def test_usual_updates_go_the_short_way(backend: str) -> None:
+    if not native.available:
+        pytest.skip("the compiled short way was not built here")
+    model = scramble(Plain(), 0)
+    with crew(2) as workers, BACKENDS[backend]() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        workers.follow(scheme, Plain)
+        sender: Any = scheme._role.sender  # type: ignore[union-attr]
+
+        def went_short() -> bool:
+            before = sender._shortcut
+            scheme.send()
+            return before is not None and sender._shortcut is before
+
+        assert [went_short() for _ in range(3)] == [False, True, True]
+        workers.all("digest")
+        assert workers.all("run", armed) == [True, True]
+        scheme.send(worker_ids=0)
+        assert [went_short(), went_short()] == [False, True]
+        scheme.send_async()
+        scheme.wait_async()
+        assert [went_short(), went_short()] == [False, True]
+        workers[1].kill()
+        with pytest.raises(wsync.WorkerDied):
+            scheme.send()
+        assert [went_short(), went_short()] == [False, False], "somebody is missing"
+        assert workers[0].call("digest") == digest(model)
+
+
+def armed(host: Host) -> bool:
+    role: Any = host.schemes["policy"]._role
+    return role.receiver._end._armed is not None

@@ -1,0 +1,256 @@
+"""The short way: it does what the long way does, or nothing at all."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from wsync import native
+from wsync.arena import Arena
+from wsync.layout import Layout
+from wsync.packing import Buffer
+from wsync.snapshot import Listing, ModuleIndex, snapshot
+from wsync.switch import AWAITED, HELD, NONE, SWITCH, TAKEN, USED
+
+needs_it = pytest.mark.skipif(not native.available, reason="the compiled short way was not built here")
+
+
+def test_it_was_built_where_there_is_a_compiler() -> None:
+    compiler = subprocess.run(["sh", "-c", "command -v cc gcc"], capture_output=True, check=False).returncode == 0
+    if not compiler or os.environ.get("WSYNC_NATIVE") == "0":
+        pytest.skip("there is no C compiler here, or the short way is switched off")
+    assert native.available, "pip install -e . builds wsync/csrc"
+
+
+def test_it_can_be_switched_off() -> None:
+    code = "import wsync.native as n; assert not n.available and n.seat() is None and n.room([], 0) is None"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "WSYNC_NATIVE": "0"}, check=True, timeout=60)
+
+
+# --- Room: what fits is copied, and nothing else ---
+
+
+def room_for(*tensors: Tensor) -> tuple[native.Room, list[Tensor]]:
+    layout = Layout.of(snapshot({str(i): tensor for i, tensor in enumerate(tensors)}))
+    buffer = Buffer.over(layout, torch.zeros(layout.nbytes, dtype=torch.uint8))
+    assert buffer.room is not None
+    return buffer.room, list(buffer.views)
+
+
+@needs_it
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 4), max_size=4),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]),
+)
+def test_what_fits_is_copied(shape: list[int], dtype: torch.dtype) -> None:
+    tensor = torch.randint(0, 2, shape).to(dtype)
+    room, (view,) = room_for(tensor)
+    assert room.fill([tensor]) and torch.equal(view, tensor)
+    ones = torch.ones_like(tensor)
+    assert room.fill([nn.Parameter(ones, requires_grad=False)]) and torch.equal(view, ones)
+
+
+class Masked(Tensor):
+    """Its numbers are not those that lie at its address."""
+
+
+ODD: dict[str, Callable[[], Tensor]] = {
+    "another shape": lambda: torch.ones(3, 2),
+    "another dtype": lambda: torch.ones(2, 3, dtype=torch.float64),
+    "another order": lambda: torch.ones(3, 2).t(),
+    "one row, expanded": lambda: torch.ones(3).expand(2, 3),
+    "negated lazily": lambda: torch._neg_view(torch.ones(2, 3)),
+    "a subclass": lambda: torch.ones(2, 3).as_subclass(Masked),
+    "nowhere": lambda: torch.ones(2, 3, device="meta"),
+    "sparse": lambda: torch.ones(2, 3).to_sparse(),
+    "complex": lambda: torch.ones(2, 3, dtype=torch.complex64),
+}
+
+
+@needs_it
+@pytest.mark.parametrize("odd", list(ODD))
+def test_what_does_not_fit_is_left_to_the_long_way(odd: str) -> None:
+    fits = torch.ones(2, 3)
+    room, views = room_for(fits, fits.clone())
+    assert room.fill([fits, ODD[odd]()]) is False
+    assert all(not view.any() for view in views), "nothing is copied, not even what fits"
+    assert room.fill([fits]) is False
+    assert room.fill((fits, fits)) is False  # type: ignore[arg-type]
+
+
+@needs_it
+def test_what_was_tied_and_is_no_more_is_left_to_the_long_way() -> None:
+    tied = torch.ones(2, 3)
+    room, (one, other) = room_for(tied, tied)
+    assert one.data_ptr() == other.data_ptr()
+    assert room.fill([tied, tied]) and bool(one.all())
+    assert room.fill([tied, tied.clone()]) is False
+
+
+# --- Tree: the tensors of a module that is as it was ---
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1, bias=False))
+        self.register_buffer("count", torch.zeros(1))
+
+
+def rename(net: Net) -> None:
+    net.head = net.body[1]
+
+
+CHANGES: dict[str, Callable[[Net], object]] = {
+    "a new child": lambda net: net.add_module("more", nn.Linear(1, 1)),
+    "another child": lambda net: net.body.__setitem__(1, nn.Linear(3, 1, bias=False)),
+    "a child less": lambda net: net.body.pop(1),
+    "a new buffer": lambda net: net.register_buffer("more", torch.zeros(1)),
+    "a bias where there was none": lambda net: setattr(net.body[1], "bias", nn.Parameter(torch.zeros(1))),
+    "a parameter less": lambda net: delattr(net.body[0], "bias"),
+    "None for a parameter": lambda net: setattr(net.body[0], "bias", None),
+    "a child under two names": rename,
+}
+
+
+@needs_it
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_a_tree_that_has_changed_is_found_so(change: str) -> None:
+    net = Net()
+    index = ModuleIndex(net)
+    names = list(index.places)
+    tree = index.tree(names)
+    assert tree is not None
+    found = tree.tensors()
+    assert found is not None and [id(tensor) for tensor in found] == [id(index.tensors()[name]) for name in names]
+    net.count = torch.ones(1)  # another tensor in the same place is found anew
+    found = tree.tensors()
+    assert found is not None and found[names.index("count")] is net.count
+    CHANGES[change](net)
+    assert tree.tensors() is None
+
+
+@needs_it
+def test_a_tree_keeps_no_circle_alive() -> None:
+    net = Net()
+    net.body.keep = ModuleIndex(net).tree(["count"])  # type: ignore[assignment]
+    gone = weakref.ref(net.body)
+    del net
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_listing_finds_what_lists_the_same_keys() -> None:
+    net = Net()
+    names = ["count", "body.0.weight", "body.0.bias", "body.1.weight"]
+    state = dict(net.state_dict())
+    listing = Listing.of(state, names)
+    assert listing is not None
+    found = listing.tensors(dict(state))
+    assert found is not None and [id(tensor) for tensor in found] == [id(state[name]) for name in names]
+    assert listing.tensors({**state, "more": torch.ones(1)}) is None
+    assert listing.tensors({name: state[name] for name in reversed(state)}) is None
+    assert listing.tensors(net) is None and listing.tensors(None) is None
+    assert Listing.of(state, names[1:]) is None and Listing.of({0: state}, names) is None
+
+
+# --- Board: the same free slots as the long way finds, and the same switches ---
+
+word = st.integers(-1, 4)
+
+
+@needs_it
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), word, word, st.integers(0, 3)), min_size=2, max_size=2),
+    st.booleans(),
+)
+def test_the_short_way_takes_the_slot_that_the_long_way_would(
+    workers: list[tuple[int, int, int, int, int]], retains: bool
+) -> None:
+    tensor = torch.rand(3)
+    layout = Layout.of(snapshot({"w": tensor}))
+    arena = Arena(layout, 2)
+    for _ in range(3):
+        arena.grow()
+    for block, (version, slot, used, held, taken) in zip(arena._blocks, workers, strict=True):
+        values = {SWITCH: version << 16 | slot << 1, USED: used, HELD: held, TAKEN: taken, AWAITED: 0}
+        for offset, value in values.items():
+            arena._words[block + offset] = value
+    named, in_use, kept = arena.occupied(retains)
+    expected = arena.free_slot(named | in_use | kept)
+
+    pipes = [os.pipe() for _ in range(4)]
+    descriptors = b"".join(read.to_bytes(4, sys.byteorder) for read, _ in pipes)
+    update = arena.update(descriptors, retains, False, 1.0)
+    assert update is not None
+    done = update([tensor], 7, 0.0)
+    for ends in pipes:
+        for descriptor in ends:
+            os.close(descriptor)
+    if expected is None:
+        assert done is None
+        assert [switch.published()[0] for switch in arena.switches] == [version for version, *_ in workers]
+    else:
+        assert done is not None
+        assert [switch.published() for switch in arena.switches] == [(7, expected)] * 2
+        assert torch.equal(arena.views(expected)[0], tensor)
+    arena.close()
+
+
+@needs_it
+def test_a_board_sees_who_is_missing() -> None:
+    tensor = torch.rand(3)
+    arena = Arena(Layout.of(snapshot({"w": tensor})), 2)
+    arena.grow()
+    update = arena.update(b"", True, True, 1.0)
+    assert update is not None and update([tensor], 1, 0.0) is None
+    assert [switch.published() for switch in arena.switches] == [(0, 0)] * 2
+
+
+# --- Seat: what the worker's words say ---
+
+
+@needs_it
+def test_a_seat_uses_its_slot_while_a_forward_runs() -> None:
+    arena = Arena(Layout.of(snapshot({"w": torch.rand(3)})), 2)
+    seat, switch = native.seat(), arena.switches[1]
+    assert seat is not None
+
+    class Long:
+        asked = 0
+
+        def enter(self) -> bool:
+            self.asked += 1
+            return False
+
+        def leave(self) -> None:
+            self.asked += 1
+
+    way = Long()
+    seat.follow(way)
+    seat.enter()
+    assert way.asked == 1, "without words it knows nothing"
+    seat.take(*switch.place)
+    seat.version, seat.slot = 3, 2
+    words, at = switch.place
+    assert seat.enter() is False and seat.busy and words[at + USED] == 2 and way.asked == 1
+    switch.publish(4, 0, False, 1.0)
+    assert seat.enter() is False and way.asked == 2, "news that it was not armed for"
+    seat.leave()
+    assert way.asked == 3
+    seat.quit()
+    assert seat.enter() is False and way.asked == 3
+    assert words[at + HELD] == NONE
+    arena.close()

@@ -1,0 +1,173 @@
+/* What the files of _native share: see module.c. */
+
+#ifndef WSYNC_NATIVE_H
+#define WSYNC_NATIVE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <time.h>
+
+/* --- what DLPack's header says (dlpack.h, version 1), as far as it is needed --- */
+
+typedef struct {
+    void *data;
+    struct { int32_t type, id; } device;
+    int32_t ndim;
+    struct { uint8_t code, bits; uint16_t lanes; } dtype;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} DLTensor;
+
+typedef struct {
+    struct { uint32_t major, minor; } version;
+    void *previous;
+    void *allocate, *to_managed, *from_managed;
+    int (*view)(void *object, DLTensor *view); /* borrows; -1 with a Python error */
+} DLPackExchange;
+
+enum { DL_CPU = 1, DL_COMPLEX = 5 };
+
+extern const DLPackExchange *dlpack;
+
+static inline char *start_of(const DLTensor *view)
+{
+    return (char *)view->data + view->byte_offset;
+}
+
+static inline size_t size_of(const DLTensor *view)
+{
+    size_t nbytes = (view->dtype.bits * view->dtype.lanes + 7u) / 8u;
+    for (int32_t d = 0; d < view->ndim; d++)
+        nbytes *= (size_t)view->shape[d];
+    return nbytes;
+}
+
+/* Whether a tensor is nothing but bytes in the main memory, in the order of `like`: 1, and `view` shows them; 0; or -1
+ * with an error. */
+int is_like(PyObject *tensor, const DLTensor *like, DLTensor *view);
+
+/* --- the types --- */
+
+typedef struct {
+    DLTensor view; /* of a tensor that the room keeps */
+    size_t nbytes;
+    Py_ssize_t leader; /* the first place that is the same memory: of a tied tensor; or its own index */
+} Place;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *views; /* a tuple */
+    Py_ssize_t count;
+    Place *places;
+    const void **sources; /* where the tensors lie that are being copied */
+} Room;
+
+/* Whether all of a list of tensors fit: 1, and their addresses are in `sources`; 0; or -1 with an error. */
+int Room_look(Room *room, PyObject *tensors);
+void Room_copy(Room *room);
+
+typedef struct Tree Tree;
+
+/* The tensors, as a list; None if anything was added, removed or replaced but tensors; NULL with an error. */
+PyObject *Tree_tensors(Tree *tree, PyObject *ignored);
+
+extern PyTypeObject *Room_type, *Tree_type;
+extern PyType_Spec Room_spec, Tree_spec, Board_spec, Seat_spec;
+
+/* --- names that Python knows as well --- */
+
+enum { EXTRACT, WAIT, PACK, TRANSFER, APPLY, ACKNOWLEDGE, PHASES };
+
+extern struct Names {
+    PyObject *plain_types; /* a tuple: other classes may keep their numbers elsewhere */
+    PyObject *report;      /* SyncReport */
+    PyObject *phases[PHASES];
+    PyObject *is_neg, *enter, *leave, *data, *version, *told_at, *waiting;
+    PyObject *never; /* 0.0, of told_at */
+} names;
+
+/* --- an arena's words (switch.py) --- */
+
+/* A worker's block: the mutex, then these. */
+typedef struct {
+    int64_t mutex[8];
+    int64_t switched, used, held, taken, call, awaited;
+} Block;
+
+/* 1; 0 if it is not to be had at once. If its owner died it is ours. */
+static inline int try_lock(Block *block)
+{
+    pthread_mutex_t *mutex = (pthread_mutex_t *)block->mutex;
+    int code = pthread_mutex_trylock(mutex);
+    if (code == EOWNERDEAD)
+        code = pthread_mutex_consistent(mutex);
+    return !code;
+}
+
+static inline void unlock(Block *block)
+{
+    pthread_mutex_unlock((pthread_mutex_t *)block->mutex);
+}
+
+/* --- lines (words.py, rendezvous.py) --- */
+
+/* A message between the ends, without payload: words.py. */
+typedef struct {
+    uint8_t kind, padding[3];
+    int32_t worker;
+    uint64_t version, length;
+    double wait, apply;
+} Message;
+
+enum { NEWS = 4, ACK = 17, FREED = 20 };
+
+/* Lines.call: an error, or want of room, is noticed by who reads the line. */
+static inline int say(int fd, const Message *message, int flags)
+{
+    return send(fd, message, sizeof *message, flags | MSG_NOSIGNAL) == sizeof *message;
+}
+
+/* Take in what a line brings next if it is of `kind`, without payload, and (if that is not 0) about `version`: 1; 0 if
+ * it is not. It is left there then. */
+static inline int hear(int fd, uint8_t kind, uint64_t version, Message *message)
+{
+    char more[sizeof *message + 1];
+    if (recv(fd, more, sizeof more, MSG_PEEK | MSG_DONTWAIT) != sizeof *message)
+        return 0;
+    memcpy(message, more, sizeof *message);
+    if (message->kind != kind || message->length || (version && message->version != version))
+        return 0;
+    return recv(fd, more, sizeof more, MSG_DONTWAIT) == sizeof *message;
+}
+
+/* Seconds, and nanoseconds, on the clock of time.perf_counter. */
+static inline int64_t nanoseconds(void)
+{
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+static inline double now(void)
+{
+    return 1e-9 * (double)nanoseconds();
+}
+
+#define SLOT(name, value) {Py_##name, (void *)(value)}
+
+/* What every type's deallocation ends with. */
+static inline void free_object(void *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+#endif

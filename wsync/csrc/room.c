@@ -1,0 +1,125 @@
+/* Room: the tensors of a buffer, and what fits them (packing.py). */
+
+#include "native.h"
+
+int is_like(PyObject *tensor, const DLTensor *like, DLTensor *view)
+{
+    PyObject *type = (PyObject *)Py_TYPE(tensor);
+    int plain = 0;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names.plain_types); i++)
+        plain |= PyTuple_GET_ITEM(names.plain_types, i) == type;
+    if (!plain)
+        return 0;
+    if (dlpack->view(tensor, view)) { /* sparse, meta, vmapped …: the long way will see what it is */
+        PyErr_Clear();
+        return 0;
+    }
+    if (view->device.type != DL_CPU || view->ndim != like->ndim || view->dtype.code == DL_COMPLEX
+        || memcmp(&view->dtype, &like->dtype, sizeof like->dtype))
+        return 0;
+    for (int32_t d = 0; d < view->ndim; d++)
+        if (view->shape[d] != like->shape[d] || (view->shape[d] > 1 && view->strides[d] != like->strides[d]))
+            return 0;
+    PyObject *negative = PyObject_CallMethodNoArgs(tensor, names.is_neg); /* a bit that DLPack does not show */
+    if (!negative)
+        return -1;
+    Py_DECREF(negative);
+    return negative == Py_False;
+}
+
+static void Room_free(Room *self)
+{
+    PyMem_Free(self->places);
+    PyMem_Free(self->sources);
+    Py_XDECREF(self->views);
+    free_object(self);
+}
+
+static PyObject *Room_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    PyObject *views;
+    if (!PyArg_ParseTuple(args, "O:Room", &views))
+        return NULL;
+    if (!dlpack) {
+        PyErr_SetString(PyExc_RuntimeError, "use() comes first");
+        return NULL;
+    }
+    Room *self = (Room *)type->tp_alloc(type, 0);
+    if (!self)
+        return NULL;
+    self->views = PySequence_Tuple(views);
+    if (!self->views)
+        goto failed;
+    Py_ssize_t count = PyTuple_GET_SIZE(self->views);
+    self->places = PyMem_Calloc((size_t)count + 1, sizeof(Place));
+    self->sources = PyMem_Calloc((size_t)count + 1, sizeof(void *));
+    if (!self->places || !self->sources) {
+        PyErr_NoMemory();
+        goto failed;
+    }
+    self->count = count;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Place *place = &self->places[i];
+        if (dlpack->view(PyTuple_GET_ITEM(self->views, i), &place->view))
+            goto failed;
+        if (place->view.device.type != DL_CPU || place->view.dtype.code == DL_COMPLEX) {
+            PyErr_SetString(PyExc_ValueError, "a room is of real tensors in the main memory");
+            goto failed;
+        }
+        place->nbytes = size_of(&place->view);
+        while (place->leader < i
+               && (!place->nbytes || start_of(&self->places[place->leader].view) != start_of(&place->view)))
+            place->leader++;
+    }
+    return (PyObject *)self;
+failed:
+    Py_DECREF(self);
+    return NULL;
+}
+
+int Room_look(Room *self, PyObject *tensors)
+{
+    if (!PyList_CheckExact(tensors) || PyList_GET_SIZE(tensors) != self->count)
+        return 0;
+    for (Py_ssize_t i = 0; i < self->count; i++) {
+        DLTensor view;
+        int fits = is_like(PyList_GET_ITEM(tensors, i), &self->places[i].view, &view);
+        if (fits <= 0)
+            return fits;
+        self->sources[i] = start_of(&view);
+    }
+    for (Py_ssize_t i = 0; i < self->count; i++) /* what is tied no more is for the long way, which compares it */
+        if (self->places[i].nbytes && self->sources[i] != self->sources[self->places[i].leader])
+            return 0;
+    return 1;
+}
+
+void Room_copy(Room *self)
+{
+    for (Py_ssize_t i = 0; i < self->count; i++)
+        if (self->places[i].nbytes && self->places[i].leader == i)
+            memcpy(start_of(&self->places[i].view), self->sources[i], self->places[i].nbytes);
+}
+
+static PyObject *Room_fill(Room *self, PyObject *tensors)
+{
+    int fits = Room_look(self, tensors);
+    if (fits < 0)
+        return NULL;
+    if (fits)
+        Room_copy(self);
+    return PyBool_FromLong(fits);
+}
+
+PyDoc_STRVAR(Room_fill_doc,
+             "Copy a list of tensors into the views; False, with nothing copied, if one is not bytes like its view.");
+static PyMethodDef Room_methods[] = {
+    {"fill", (PyCFunction)Room_fill, METH_O, Room_fill_doc},
+    {NULL},
+};
+PyDoc_STRVAR(Room_doc, "Room(views): the tensors of a buffer, to be filled with bytes.");
+static PyType_Slot Room_slots[] = {
+    SLOT(tp_doc, Room_doc), SLOT(tp_new, Room_new), SLOT(tp_dealloc, Room_free), SLOT(tp_methods, Room_methods),
+    {0, NULL},
+};
+PyType_Spec Room_spec = {"wsync._native.Room", sizeof(Room), 0, Py_TPFLAGS_DEFAULT, Room_slots};

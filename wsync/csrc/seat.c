@@ -1,0 +1,343 @@
+/* Seat: a worker's own words, and what its model is on (seat.py, local_receiver.py). */
+
+#include "native.h"
+
+typedef struct {
+    PyObject_HEAD
+    /* What the long way knows as well. */
+    long long version, slot, refused; /* that the model has; that it is bound to, or -1; that it did not take */
+    char hold, busy;                  /* it may refuse the next version; a slot is in use */
+    Py_buffer words;
+    Py_ssize_t at;      /* where its block begins, in words */
+    PyObject *receiver; /* the long way */
+    /* What installs an update: if it is armed. */
+    PyObject *tree, *tensors, *bound, *copied, *views, *staged, *bump;
+    int fd, worker, retains;
+} Seat;
+
+static int Seat_traverse(Seat *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->receiver);
+    Py_VISIT(self->tree);
+    Py_VISIT(self->tensors);
+    Py_VISIT(self->bound);
+    Py_VISIT(self->copied);
+    Py_VISIT(self->views);
+    Py_VISIT(self->staged);
+    Py_VISIT(self->bump);
+    Py_VISIT(Py_TYPE(self));
+    return 0;
+}
+
+static void disarm(Seat *self)
+{
+    Py_CLEAR(self->tree);
+    Py_CLEAR(self->tensors);
+    Py_CLEAR(self->bound);
+    Py_CLEAR(self->copied);
+    Py_CLEAR(self->views);
+    Py_CLEAR(self->staged);
+    Py_CLEAR(self->bump);
+}
+
+static int Seat_clear(Seat *self)
+{
+    Py_CLEAR(self->receiver);
+    disarm(self);
+    return 0;
+}
+
+static void stand_up(Seat *self)
+{
+    if (self->words.obj)
+        PyBuffer_Release(&self->words);
+}
+
+static void Seat_free(Seat *self)
+{
+    PyObject_GC_UnTrack(self);
+    Seat_clear(self);
+    stand_up(self);
+    free_object(self);
+}
+
+static PyObject *Seat_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    if (!PyArg_ParseTuple(args, ":Seat"))
+        return NULL;
+    Seat *self = (Seat *)type->tp_alloc(type, 0);
+    if (self)
+        self->slot = -1;
+    return (PyObject *)self;
+}
+
+static PyObject *Seat_follow(Seat *self, PyObject *receiver)
+{
+    Py_XSETREF(self->receiver, Py_NewRef(receiver));
+    Py_RETURN_NONE;
+}
+
+static PyObject *Seat_take(Seat *self, PyObject *args)
+{
+    PyObject *words;
+    Py_ssize_t at;
+    if (!PyArg_ParseTuple(args, "On:take", &words, &at))
+        return NULL;
+    stand_up(self);
+    if (PyObject_GetBuffer(words, &self->words, PyBUF_WRITABLE))
+        return NULL;
+    if (at < 0 || at * 8 + (Py_ssize_t)sizeof(Block) > self->words.len) {
+        stand_up(self);
+        PyErr_SetString(PyExc_ValueError, "there is no such block of words");
+        return NULL;
+    }
+    self->at = at;
+    Py_RETURN_NONE;
+}
+
+static PyObject *Seat_quit(Seat *self, PyObject *Py_UNUSED(ignored))
+{
+    Seat_clear(self);
+    stand_up(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *Seat_arm(Seat *self, PyObject *args)
+{
+    PyObject *tree, *tensors, *bound, *copied, *views, *staged, *bump;
+    int fd, worker, retains;
+    if (!PyArg_ParseTuple(args, "O!O!O!O!OO!O!iip:arm", Tree_type, &tree, &PyTuple_Type, &tensors, &PyTuple_Type,
+                          &bound, &PyTuple_Type, &copied, &bump, &PyList_Type, &views, &PyDict_Type, &staged, &fd,
+                          &worker, &retains))
+        return NULL;
+    Py_XSETREF(self->tree, Py_NewRef(tree));
+    Py_XSETREF(self->tensors, Py_NewRef(tensors));
+    Py_XSETREF(self->bound, Py_NewRef(bound));
+    Py_XSETREF(self->copied, Py_NewRef(copied));
+    Py_XSETREF(self->views, Py_NewRef(views));
+    Py_XSETREF(self->staged, Py_NewRef(staged));
+    Py_XSETREF(self->bump, Py_NewRef(bump));
+    self->fd = fd, self->worker = worker, self->retains = retains;
+    Py_RETURN_NONE;
+}
+
+static Block *own_block(Seat *self)
+{
+    return (Block *)((int64_t *)self->words.buf + self->at);
+}
+
+/* The sender holds it for as long as two stores take, unless it was stopped right then. */
+static void lock(Block *block)
+{
+    if (try_lock(block))
+        return;
+    pthread_mutex_t *mutex = (pthread_mutex_t *)block->mutex;
+    Py_BEGIN_ALLOW_THREADS
+    if (pthread_mutex_lock(mutex) == EOWNERDEAD)
+        pthread_mutex_consistent(mutex);
+    Py_END_ALLOW_THREADS
+}
+
+/* Whether the model is what it was when the seat was armed: 1; 0; or -1 with an error. */
+static int is_current(Seat *self)
+{
+    PyObject *now = Tree_tensors((Tree *)self->tree, NULL);
+    if (!now)
+        return -1;
+    int current = now != Py_None && PyList_GET_SIZE(now) == PyTuple_GET_SIZE(self->tensors);
+    for (Py_ssize_t i = 0; current && i < PyList_GET_SIZE(now); i++)
+        current = PyList_GET_ITEM(now, i) == PyTuple_GET_ITEM(self->tensors, i);
+    Py_DECREF(now);
+    return current;
+}
+
+/* One of the pairs (tensor, index of its view) in a tuple. */
+static PyObject *pair_at(PyObject *pairs, Py_ssize_t i, PyObject *views, PyObject **view)
+{
+    PyObject *pair = PyTuple_GET_ITEM(pairs, i);
+    *view = PyTuple_GET_ITEM(views, PyLong_AsSsize_t(PyTuple_GET_ITEM(pair, 1)));
+    return PyTuple_GET_ITEM(pair, 0);
+}
+
+/* Binding.install: 1; 0, with nothing done, if a tensor is not just bytes; -1 with an error. */
+static int install(Seat *self, PyObject *views)
+{
+    Py_ssize_t copied = PyTuple_GET_SIZE(self->copied);
+    PyObject *view;
+    for (int copying = 0; copying < 2; copying++) { /* first see that all of them can be copied */
+        for (Py_ssize_t i = 0; i < copied; i++) {
+            DLTensor from, to;
+            PyObject *tensor = pair_at(self->copied, i, views, &view);
+            if (dlpack->view(view, &from))
+                return -1;
+            int fits = is_like(tensor, &from, &to);
+            if (fits <= 0)
+                return fits;
+            if (copying && size_of(&to))
+                memcpy(start_of(&to), start_of(&from), size_of(&to));
+        }
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->bound); i++) {
+        PyObject *parameter = pair_at(self->bound, i, views, &view);
+        if (PyObject_SetAttr(parameter, names.data, view))
+            return -1;
+    }
+    if (!copied)
+        return 1;
+    PyObject *done = PyObject_CallNoArgs(self->bump); /* autograd has to know that they were written */
+    Py_XDECREF(done);
+    return done ? 1 : -1;
+}
+
+/* LocalReceiver.leave: 1 if the sender waits to be told. */
+static int leave(Seat *self)
+{
+    if (!self->busy)
+        return 0;
+    self->busy = 0;
+    Block *block = own_block(self);
+    lock(block);
+    block->held = self->hold || self->refused > self->version ? self->slot : -1; /* first: see Switch.enter */
+    __atomic_store_n(&block->used, -1, __ATOMIC_SEQ_CST);
+    int awaited = block->awaited != 0;
+    block->awaited = 0;
+    unlock(block);
+    return awaited;
+}
+
+/* An answer has to arrive: where there is no room this waits, as long as the socket's own deadline. */
+static void answer(Seat *self, const Message *message)
+{
+    if (say(self->fd, message, MSG_DONTWAIT) || errno != EAGAIN)
+        return;
+    Py_BEGIN_ALLOW_THREADS
+    say(self->fd, message, 0);
+    Py_END_ALLOW_THREADS
+}
+
+/* What the long way does when it installs: 1; 0, with nothing done but what it does again; -1 with an error. */
+static int go_to(Seat *self, double started)
+{
+    if (!self->tree || self->hold || PyDict_GET_SIZE(self->staged))
+        return 0;
+    PyObject *waiting = PyObject_GetAttr(self->receiver, names.waiting); /* those have to be woken */
+    int somebody = waiting ? PyObject_IsTrue(waiting) : -1;
+    Py_XDECREF(waiting);
+    if (somebody)
+        return somebody < 0 ? -1 : 0;
+    int current = is_current(self);
+    if (current <= 0)
+        return current;
+    Block *block = own_block(self);
+    lock(block);
+    int64_t value = block->switched;
+    Py_ssize_t slot = (Py_ssize_t)(value >> 1 & 0x7FFF);
+    PyObject *views = slot < PyList_GET_SIZE(self->views) ? PyList_GET_ITEM(self->views, slot) : NULL;
+    if (views) {
+        __atomic_store_n(&block->used, slot, __ATOMIC_SEQ_CST); /* in this order: see Switch.enter */
+        __atomic_store_n(&block->taken, value >> 16, __ATOMIC_SEQ_CST);
+    }
+    unlock(block);
+    if (!views)
+        return 0;
+    int done = install(self, views);
+    if (done <= 0)
+        return done;
+    self->version = value >> 16;
+    self->busy = 1;
+    if (self->retains)
+        self->slot = slot;
+    int awaited = !self->retains && leave(self);
+    PyObject *version = PyLong_FromLongLong(self->version), *told = PyObject_GetAttr(self->receiver, names.told_at);
+    if (!version || !told || PyObject_SetAttr(self->receiver, names.version, version)
+        || PyObject_SetAttr(self->receiver, names.told_at, names.never)) {
+        Py_XDECREF(version);
+        Py_XDECREF(told);
+        return -1;
+    }
+    double told_at = PyFloat_AsDouble(told), finished = now();
+    Py_DECREF(version);
+    Py_DECREF(told);
+    Message message = {.kind = ACK, .worker = self->worker, .version = (uint64_t)self->version,
+                       .wait = told_at > 0 ? started - told_at : 0, .apply = finished - started};
+    if (awaited)
+        answer(self, &(Message){.kind = FREED, .worker = self->worker});
+    if (value & 1)
+        answer(self, &message);
+    return 1;
+}
+
+static PyObject *Seat_enter(Seat *self, PyObject *Py_UNUSED(ignored))
+{
+    if (!self->receiver)
+        Py_RETURN_FALSE;
+    if (self->words.obj) {
+        Block *block = own_block(self);
+        long long known = self->version > self->refused ? self->version : self->refused;
+        lock(block);
+        int news = block->switched >> 16 > known;
+        if (!news)
+            __atomic_store_n(&block->used, self->slot, __ATOMIC_SEQ_CST);
+        unlock(block);
+        if (!news) {
+            self->busy = self->slot >= 0;
+            Py_RETURN_FALSE;
+        }
+        int done = go_to(self, now());
+        if (done > 0)
+            Py_RETURN_FALSE;
+        if (done < 0 && !PyErr_ExceptionMatches(PyExc_Exception)) /* a signal */
+            return NULL;
+        PyErr_Clear(); /* the long way comes upon it again, and tells the sender */
+    }
+    return PyObject_CallMethodNoArgs(self->receiver, names.enter);
+}
+
+static PyObject *Seat_leave(Seat *self, PyObject *Py_UNUSED(ignored))
+{
+    if (!self->receiver)
+        Py_RETURN_NONE;
+    if (!self->words.obj || !self->tree)
+        return PyObject_CallMethodNoArgs(self->receiver, names.leave);
+    if (leave(self))
+        answer(self, &(Message){.kind = FREED, .worker = self->worker});
+    Py_RETURN_NONE;
+}
+
+static PyObject *Seat_disarm(Seat *self, PyObject *Py_UNUSED(ignored))
+{
+    disarm(self);
+    Py_RETURN_NONE;
+}
+
+static PyMemberDef Seat_members[] = {
+    {"version", T_LONGLONG, offsetof(Seat, version), 0, NULL}, {"slot", T_LONGLONG, offsetof(Seat, slot), 0, NULL},
+    {"refused", T_LONGLONG, offsetof(Seat, refused), 0, NULL}, {"hold", T_BOOL, offsetof(Seat, hold), 0, NULL},
+    {"busy", T_BOOL, offsetof(Seat, busy), 0, NULL},
+    {NULL},
+};
+PyDoc_STRVAR(Seat_follow_doc, "follow(receiver): whose enter() and leave() are the long way.");
+PyDoc_STRVAR(Seat_take_doc, "take(words, at): the worker's block begins there.");
+PyDoc_STRVAR(Seat_quit_doc, "Let everything go; every enter() and leave() does nothing from then on.");
+PyDoc_STRVAR(Seat_arm_doc,
+             "arm(tree, tensors, bound, copied, bump, views, staged, fd, worker, retains): how to install an update.");
+PyDoc_STRVAR(Seat_disarm_doc, "Go the long way with the next update.");
+PyDoc_STRVAR(Seat_enter_doc, "Feed.enter (gate.py).");
+PyDoc_STRVAR(Seat_leave_doc, "Feed.leave (gate.py).");
+static PyMethodDef Seat_methods[] = {
+    {"follow", (PyCFunction)Seat_follow, METH_O, Seat_follow_doc},
+    {"take", (PyCFunction)Seat_take, METH_VARARGS, Seat_take_doc},
+    {"quit", (PyCFunction)Seat_quit, METH_NOARGS, Seat_quit_doc},
+    {"arm", (PyCFunction)Seat_arm, METH_VARARGS, Seat_arm_doc},
+    {"disarm", (PyCFunction)Seat_disarm, METH_NOARGS, Seat_disarm_doc},
+    {"enter", (PyCFunction)Seat_enter, METH_NOARGS, Seat_enter_doc},
+    {"leave", (PyCFunction)Seat_leave, METH_NOARGS, Seat_leave_doc},
+    {NULL},
+};
+PyDoc_STRVAR(Seat_doc, "A worker's own words, and what its model is on. Asked by the gate instead of a receiver.");
+static PyType_Slot Seat_slots[] = {
+    SLOT(tp_doc, Seat_doc),           SLOT(tp_new, Seat_new),         SLOT(tp_dealloc, Seat_free),
+    SLOT(tp_traverse, Seat_traverse), SLOT(tp_clear, Seat_clear),     SLOT(tp_methods, Seat_methods),
+    SLOT(tp_members, Seat_members),   {0, NULL},
+};
+PyType_Spec Seat_spec = {"wsync._native.Seat", sizeof(Seat), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, Seat_slots};
