@@ -4,21 +4,24 @@
     python scripts/profile_sync.py --backend multiprocess --mib 1 --tensors 20
     python scripts/profile_sync.py --functions 25                    # and the functions that the trainer spends it in
 
-*warm*: updates one behind another. *cold*: before each, 16 MiB and twenty thousand objects go through the caches, as
-they do where a trainer learns or waits between two updates.
+The compiled short way (``wsync/csrc``) and the long one, in Python, in turn. *warm*: updates one behind another.
+*cold*: before each, 16 MiB and twenty thousand objects go through the caches, as they do where a trainer learns or
+waits between two updates.
 """
 
 from __future__ import annotations
 
 import cProfile
 import multiprocessing
+import os
 import pstats
 import statistics
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -27,6 +30,11 @@ from rich.table import Table
 from torch import nn
 
 import wsync
+from wsync import native
+
+Cost = dict[str, float]
+Costs = tuple[Cost, Cost]
+"""Warm, and cold: microseconds of each phase."""
 
 SCHEMES: dict[str, Callable[[], wsync.WeightSyncScheme]] = {
     "published": partial(wsync.SharedMemWeightSyncScheme, acknowledge="published"),
@@ -81,7 +89,7 @@ def stir(large: torch.Tensor) -> None:
     sum({str(number): number for number in range(20_000)}.values())
 
 
-def measure(scheme: wsync.WeightSyncScheme, rounds: int, between: Callable[[], object]) -> dict[str, float]:
+def measure(scheme: wsync.WeightSyncScheme, rounds: int, between: Callable[[], object]) -> Cost:
     """Median microseconds of each phase, of what is left, and of all."""
     reports = []
     for _ in range(rounds):
@@ -94,34 +102,64 @@ def measure(scheme: wsync.WeightSyncScheme, rounds: int, between: Callable[[], o
     return {**phases, "between the phases": max(0.0, total - sum(phases.values())), "all": total}
 
 
+def profile(backend: str, mib: float, tensors: int, count: int, rounds: int, functions: int) -> Costs:
+    """What an update costs in this process, warm and cold."""
+    torch.set_num_threads(1)
+    scheme, large = SCHEMES[backend](), torch.zeros(4 << 20)
+    scheme.init_on_sender("policy", model=model(mib, tensors), num_workers=count)
+    with workers(scheme, count, mib, tensors), scheme:
+        costs = measure(scheme, rounds, lambda: None), measure(scheme, max(1, rounds // 10), lambda: stir(large))
+        if functions:
+            profiler = cProfile.Profile()
+            profiler.runcall(measure, scheme, rounds, lambda: None)
+            pstats.Stats(profiler).sort_stats("tottime").print_stats(functions)
+    return costs
+
+
+def elsewhere(compiled: bool, *arguments: Any) -> Costs:
+    """``profile`` in a process of its own, which goes the compiled way or not; and so do its workers."""
+    os.environ["WSYNC_NATIVE"] = str(int(compiled))
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as one:
+        return one.submit(profile, *arguments).result()
+
+
 def main(
     backend: Annotated[str, typer.Option(help=f"One of {', '.join(SCHEMES)}.")] = "published",
     mib: Annotated[float, typer.Option(help="MiB of all weights together.")] = 0.018,
     tensors: Annotated[int, typer.Option(min=1)] = 6,
     count: Annotated[int, typer.Option("--workers", min=1)] = 2,
-    rounds: Annotated[int, typer.Option(min=1)] = 2000,
-    functions: Annotated[int, typer.Option(help="Show so many functions by their own time.")] = 0,
+    rounds: Annotated[int, typer.Option(min=1)] = 1000,
+    turns: Annotated[int, typer.Option(min=1, help="Each way in turn, so often; medians are shown.")] = 3,
+    functions: Annotated[int, typer.Option(help="Show so many functions by their own time, for each way.")] = 0,
 ) -> None:
     """Measure, and show."""
     if backend not in SCHEMES:
         raise typer.BadParameter(f"no backend '{backend}'; there are {', '.join(SCHEMES)}")
-    torch.set_num_threads(1)
-    scheme, large = SCHEMES[backend](), torch.zeros(4 << 20)
-    scheme.init_on_sender("policy", model=model(mib, tensors), num_workers=count)
-    with workers(scheme, count, mib, tensors), scheme:
-        warm = measure(scheme, rounds, lambda: None)
-        cold = measure(scheme, max(1, rounds // 10), lambda: stir(large))
-        profile = cProfile.Profile()
-        if functions:
-            profile.runcall(measure, scheme, rounds, lambda: None)
-    shown = Table(f"{backend}, {mib:g} MiB in {tensors} tensors to {count}; µs, p50", "warm", "cold", box=None)
+    ways = (True, False) if native.available else (False,)
+    taken: dict[bool, list[Costs]] = {way: [] for way in ways}
+    for turn in range(turns):
+        for way in ways:
+            last = functions if turn == turns - 1 else 0
+            taken[way].append(elsewhere(way, backend, mib, tensors, count, rounds, last))
+    columns = {
+        (f"{'compiled' if way else 'Python'}, {state}"): middle([costs[place] for costs in taken[way]])
+        for place, state in enumerate(("warm", "cold"))
+        for way in ways
+    }
+    shown = Table(f"{backend}, {mib:g} MiB in {tensors} tensors to {count}; µs, p50", *columns, box=None)
     for column in shown.columns[1:]:
         column.justify = "right"
-    for name in warm:
-        shown.add_row(name, f"{warm[name]:.1f}", f"{cold[name]:.1f}")
+    for name in next(iter(columns.values())):
+        shown.add_row(name, *(f"{cost[name]:.1f}" for cost in columns.values()))
+    if len(ways) == 2:
+        warm, long_warm, cold, long_cold = (cost["all"] for cost in columns.values())
+        shown.add_row("Python / compiled", f"{long_warm / warm:.1f} ×", "", f"{long_cold / cold:.1f} ×", "")
     Console().print(shown)
-    if functions:
-        pstats.Stats(profile).sort_stats("tottime").print_stats(functions)
+
+
+def middle(costs: list[Cost]) -> Cost:
+    """The median of each phase, over the turns."""
+    return {name: statistics.median(cost[name] for cost in costs) for name in costs[0]}
 
 
 if __name__ == "__main__":

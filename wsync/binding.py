@@ -102,7 +102,7 @@ class Binding:
     @property
     def steps(self) -> Steps | None:
         """What ``install`` does, for the short way, if there is one."""
-        if self.tree is None:
+        if self.tree is None or any(tensor.is_neg() or tensor.is_conj() for tensor, _ in self._copied):
             return None
         copied = [tensor for tensor, _ in self._copied if not tensor.is_inference()]
         bump = partial(increment_version, copied)

@@ -49,8 +49,8 @@ static inline size_t size_of(const DLTensor *view)
     return nbytes;
 }
 
-/* Whether a tensor is nothing but bytes in the main memory, in the order of `like`: 1, and `view` shows them; 0; or -1
- * with an error. */
+/* Whether a tensor is bytes in the main memory, in the order of `like`: 1, and `view` shows them; or 0. One that is to
+ * be negated when it is read (a bit that DLPack does not show) looks the same. */
 int is_like(PyObject *tensor, const DLTensor *like, DLTensor *view);
 
 /* --- the types --- */
@@ -58,7 +58,9 @@ int is_like(PyObject *tensor, const DLTensor *like, DLTensor *view);
 typedef struct {
     DLTensor view; /* of a tensor that the room keeps */
     size_t nbytes;
-    Py_ssize_t leader; /* the first place that is the same memory: of a tied tensor; or its own index */
+    Py_ssize_t leader;  /* the first place that is the same memory: of a tied tensor; or its own index */
+    PyObject *tensor;   /* that was last copied here, and known not to be negated */
+    const char *source; /* where it lies; NULL where that is not known yet */
 } Place;
 
 typedef struct {
@@ -66,10 +68,9 @@ typedef struct {
     PyObject *views; /* a tuple */
     Py_ssize_t count;
     Place *places;
-    const void **sources; /* where the tensors lie that are being copied */
 } Room;
 
-/* Whether all of a list of tensors fit: 1, and their addresses are in `sources`; 0; or -1 with an error. */
+/* Whether all of a list of tensors fit: 1, and each place knows its source; 0; or -1 with an error. */
 int Room_look(Room *room, PyObject *tensors);
 void Room_copy(Room *room);
 

@@ -20,17 +20,30 @@ int is_like(PyObject *tensor, const DLTensor *like, DLTensor *view)
     for (int32_t d = 0; d < view->ndim; d++)
         if (view->shape[d] != like->shape[d] || (view->shape[d] > 1 && view->strides[d] != like->strides[d]))
             return 0;
-    PyObject *negative = PyObject_CallMethodNoArgs(tensor, names.is_neg); /* a bit that DLPack does not show */
-    if (!negative)
-        return -1;
-    Py_DECREF(negative);
-    return negative == Py_False;
+    return 1;
+}
+
+static int Room_traverse(Room *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->views);
+    for (Py_ssize_t i = 0; i < self->count; i++)
+        Py_VISIT(self->places[i].tensor);
+    Py_VISIT(Py_TYPE(self));
+    return 0;
+}
+
+static int Room_clear(Room *self)
+{
+    for (Py_ssize_t i = 0; i < self->count; i++)
+        Py_CLEAR(self->places[i].tensor);
+    return 0;
 }
 
 static void Room_free(Room *self)
 {
+    PyObject_GC_UnTrack(self);
+    Room_clear(self);
     PyMem_Free(self->places);
-    PyMem_Free(self->sources);
     Py_XDECREF(self->views);
     free_object(self);
 }
@@ -52,8 +65,7 @@ static PyObject *Room_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         goto failed;
     Py_ssize_t count = PyTuple_GET_SIZE(self->views);
     self->places = PyMem_Calloc((size_t)count + 1, sizeof(Place));
-    self->sources = PyMem_Calloc((size_t)count + 1, sizeof(void *));
-    if (!self->places || !self->sources) {
+    if (!self->places) {
         PyErr_NoMemory();
         goto failed;
     }
@@ -77,19 +89,59 @@ failed:
     return NULL;
 }
 
+/* Whether a tensor is not negated when it is read: 1; 0; or -1 with an error. Other threads may run meanwhile. */
+static int is_positive(PyObject *tensor)
+{
+    PyObject *negative = PyObject_CallMethodNoArgs(tensor, names.is_neg);
+    Py_XDECREF(negative);
+    return negative ? negative == Py_False : -1;
+}
+
+/* Ask of each tensor that is not the one last copied, or lies elsewhere. */
+static int ask(Room *self, PyObject *tensors)
+{
+    for (Py_ssize_t i = 0; i < self->count; i++) {
+        Place *place = &self->places[i];
+        PyObject *tensor = PyList_GET_ITEM(tensors, i);
+        DLTensor view;
+        if (place->tensor == tensor)
+            continue;
+        if (!is_like(tensor, &place->view, &view)) /* it may be no tensor at all */
+            return 0;
+        int positive = is_positive(tensor);
+        if (positive <= 0)
+            return positive;
+        if (PyList_GET_SIZE(tensors) != self->count || PyList_GET_ITEM(tensors, i) != tensor)
+            return 0; /* somebody has changed the list */
+        Py_XSETREF(place->tensor, Py_NewRef(tensor));
+        place->source = NULL;
+    }
+    return 1;
+}
+
 int Room_look(Room *self, PyObject *tensors)
 {
     if (!PyList_CheckExact(tensors) || PyList_GET_SIZE(tensors) != self->count)
         return 0;
-    for (Py_ssize_t i = 0; i < self->count; i++) {
+    for (int moved = 1; moved;) {
         DLTensor view;
-        int fits = is_like(PyList_GET_ITEM(tensors, i), &self->places[i].view, &view);
-        if (fits <= 0)
-            return fits;
-        self->sources[i] = start_of(&view);
+        int positive = ask(self, tensors);
+        if (positive <= 0)
+            return positive;
+        moved = 0;
+        for (Py_ssize_t i = 0; i < self->count; i++) { /* from here on nobody else runs */
+            Place *place = &self->places[i];
+            if (!is_like(place->tensor, &place->view, &view))
+                return 0;
+            if (place->source && place->source != start_of(&view)) {
+                Py_CLEAR(place->tensor);
+                moved = 1;
+            }
+            place->source = start_of(&view);
+        }
     }
     for (Py_ssize_t i = 0; i < self->count; i++) /* what is tied no more is for the long way, which compares it */
-        if (self->places[i].nbytes && self->sources[i] != self->sources[self->places[i].leader])
+        if (self->places[i].nbytes && self->places[i].source != self->places[self->places[i].leader].source)
             return 0;
     return 1;
 }
@@ -98,7 +150,7 @@ void Room_copy(Room *self)
 {
     for (Py_ssize_t i = 0; i < self->count; i++)
         if (self->places[i].nbytes && self->places[i].leader == i)
-            memcpy(start_of(&self->places[i].view), self->sources[i], self->places[i].nbytes);
+            memcpy(start_of(&self->places[i].view), self->places[i].source, self->places[i].nbytes);
 }
 
 static PyObject *Room_fill(Room *self, PyObject *tensors)
@@ -120,6 +172,6 @@ static PyMethodDef Room_methods[] = {
 PyDoc_STRVAR(Room_doc, "Room(views): the tensors of a buffer, to be filled with bytes.");
 static PyType_Slot Room_slots[] = {
     SLOT(tp_doc, Room_doc), SLOT(tp_new, Room_new), SLOT(tp_dealloc, Room_free), SLOT(tp_methods, Room_methods),
-    {0, NULL},
+    SLOT(tp_traverse, Room_traverse), SLOT(tp_clear, Room_clear), {0, NULL},
 };
-PyType_Spec Room_spec = {"wsync._native.Room", sizeof(Room), 0, Py_TPFLAGS_DEFAULT, Room_slots};
+PyType_Spec Room_spec = {"wsync._native.Room", sizeof(Room), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, Room_slots};

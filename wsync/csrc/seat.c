@@ -170,9 +170,8 @@ static int install(Seat *self, PyObject *views)
             PyObject *tensor = pair_at(self->copied, i, views, &view);
             if (dlpack->view(view, &from))
                 return -1;
-            int fits = is_like(tensor, &from, &to);
-            if (fits <= 0)
-                return fits;
+            if (!is_like(tensor, &from, &to))
+                return 0;
             if (copying && size_of(&to))
                 memcpy(start_of(&to), start_of(&from), size_of(&to));
         }
