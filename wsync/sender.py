@@ -9,42 +9,19 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
+from wsync.answers import Answers
 from wsync.binding import dump_extra
 from wsync.deadlines import deadline_in
-from wsync.errors import NotConnected, SyncTimeout, WorkerDied, WorkerError, WorkerFailed
+from wsync.errors import NotConnected
 from wsync.layout import Layout
 from wsync.packing import Buffer, Packer
+from wsync.posted import Posted
 from wsync.roll import Roll
 from wsync.shortcut import Rest, Shortcut
 from wsync.source import Part, Source
 from wsync.transport import SenderEnd
 from wsync.types import Ack, SyncReport
-
-_NOW = 0.0  # a deadline that is over
-
-
-@dataclass(slots=True)
-class Posted:
-    """An update on its way: for whom, until when, and what it has cost so far, in seconds.
-
-    Attributes:
-        workers: who is to answer.
-        blobs: the extra state of each part, and whom it is for; these may be more than those who are to answer.
-    """
-
-    version: int
-    workers: Sequence[int]
-    blobs: Sequence[tuple[Sequence[int], bytes]]
-    acknowledge: bool
-    deadline: float | None
-    started: float
-    extract: float
-    wait: float
-    pack: float
-    transfer: float = 0.0
-
 
 Packed = tuple[Part, Buffer, bytes]
 """Weights for some workers, the buffer that they were copied into, and their extra state."""
@@ -85,6 +62,7 @@ class Sender:
         self._published = published
         self._record = record
         self._roll = Roll(num_workers)
+        self._answers = Answers(end, self._roll, timeout)
         self._packer: Packer | None = None
         self._posted: list[Posted] = []
         self._shortcut: Shortcut | None = None
@@ -108,7 +86,8 @@ class Sender:
             self._end.admit(everyone, sentinels, deadline)
             self.connected = True
             if posted:
-                self._await(posted)  # not an update's cost: the workers may have taken seconds to start
+                # Not reported as an update's cost: the workers may have taken seconds to start.
+                self._answers.expect(posted.workers, posted.version, posted.deadline)
 
     def dismiss(self, worker: int) -> None:
         """Take a worker for dead: nothing is sent to it, and what is for all is kept for who comes in its place."""
@@ -135,7 +114,7 @@ class Sender:
             self._roll.restore(worker)
             version = self._roll.due.get(worker)
             if version:
-                self._judge([worker], version, self._end.collect([worker], version, deadline))
+                self._answers.expect([worker], version, deadline)
 
     def send(self, weights: object, worker_ids: int | Sequence[int] | None, *, wait: bool) -> SyncReport | None:
         """Deliver an update; with ``wait``, return when the promise of a finished send holds."""
@@ -163,15 +142,12 @@ class Sender:
 
     def _shorten(self, weights: object) -> None:
         """Find the short way of updates like this one, which went to everybody."""
-        if self._posted or self._roll.absent or self._roll.extra:
+        layout, roll = self.layout, self._roll
+        if layout is None or self._posted or roll.absent or roll.extra:
             return
-        if self.layout is None:
-            return
-        way, express = self.source.way(weights, self.layout), self._end.express()
-        if way is None or express is None:
-            return
-        update = express.update(not self._published, self._timeout)
-        if update is not None:
+        way, express = self.source.way(weights, layout), self._end.express()
+        update = None if express is None else express.update(not self._published, self._timeout)
+        if way is not None and express is not None and update is not None:
             self._shortcut = Shortcut(way, self.source.weights, update, express.complete)
 
     def _hurry(self, short: Shortcut, given: object) -> SyncReport | None:
@@ -199,9 +175,9 @@ class Sender:
         self._roll.note(self.version, ((workers, b""),))
         short.complete(rest, self.version, not self._published)
         if self._published:
-            self._hear_of_failures(workers, self.version)
+            self._answers.hear_of_failures(workers, self.version)
         else:
-            self._judge(workers, self.version, self._end.collect(workers, self.version, deadline))
+            self._answers.expect(workers, self.version, deadline)
         return rest.report._replace(seconds=time.perf_counter() - began)
 
     def _excuse(self, workers: Collection[int]) -> None:
@@ -282,61 +258,14 @@ class Sender:
     def _settle(self, posted: Posted) -> SyncReport:
         """Wait for the answers, if they are wanted; report, or raise."""
         before = time.perf_counter()
-        acks = self._await(posted)
-        finished = time.perf_counter()
-        wait = apply = 0.0
-        if acks:
-            slowest = max(acks, key=lambda ack: ack.wait + ack.apply)
-            wait, apply = slowest.wait, slowest.apply
-        report = SyncReport(
-            version=posted.version,
-            bytes=self.layout.nbytes if self.layout else 0,
-            seconds=finished - posted.started,
-            phases={
-                "extract": posted.extract,
-                "wait": posted.wait + wait,
-                "pack": posted.pack,
-                "transfer": posted.transfer,
-                "apply": apply,
-                "acknowledge": max(0.0, finished - before - wait - apply),
-            },
-            workers=dict.fromkeys(posted.workers, posted.version),
-        )
+        acks: Sequence[Ack] = ()
+        if posted.acknowledge:
+            acks = self._answers.expect(posted.workers, posted.version, posted.deadline)
+        else:
+            self._answers.hear_of_failures(posted.workers, posted.version)
+        report = posted.report(self.layout.nbytes if self.layout else 0, acks, before, time.perf_counter())
         self._record(report)
         return report
-
-    def _await(self, posted: Posted) -> Sequence[Ack]:
-        """The answers to an update; raises if one is missing, or says no."""
-        if posted.acknowledge:
-            acks = self._end.collect(posted.workers, posted.version, posted.deadline)
-            self._judge(posted.workers, posted.version, acks)
-            return acks
-        self._hear_of_failures(posted.workers, posted.version)
-        return ()
-
-    def _hear_of_failures(self, workers: Collection[int], version: int) -> None:
-        """Nobody answers; but a death, or an error of before, is an event that has happened or not."""
-        acks = [ack for ack in self._end.collect(workers, 0, _NOW) if ack.died or ack.error]
-        if acks:
-            self._judge((), version, acks)
-
-    def _judge(self, workers: Collection[int], version: int, acks: Sequence[Ack]) -> None:
-        """Raise one error for all workers that lack ``version``; those who died are not sent to again."""
-        died = {ack.worker: ack.error for ack in acks if ack.died}
-        failed = {ack.worker: ack.error for ack in acks if ack.error and not ack.died}
-        silent = set(workers) - {ack.worker for ack in acks}
-        if died:
-            self._roll.strike(died)
-        if not (died or failed or silent):
-            return
-        causes = {**died, **failed, **dict.fromkeys(silent, f"did not answer within {self._timeout} s")}
-        have = sorted(set(workers) - causes.keys())
-        lines = [f"worker {worker}: {cause.strip()}" for worker, cause in sorted(causes.items())]
-        message = f"version {version} is missing on {len(causes)} worker(s); those who have it: {have}\n" + "\n".join(
-            lines
-        )
-        kind: type[WorkerError] = WorkerDied if died else WorkerFailed if failed else SyncTimeout
-        raise kind(message, causes, version, failed)
 
     # --- all or nothing: see transaction.py ---
 
@@ -361,7 +290,7 @@ class Sender:
                 self._end.release([buffer for _, buffer, _ in packed])
                 raise
             self._excuse(workers)
-            self._judge(workers, posted.version, self._end.collect(workers, posted.version, posted.deadline))
+            self._answers.expect(workers, posted.version, posted.deadline)
             return posted
 
     def decide(self, posted: Posted, transaction: int) -> None:

@@ -1,8 +1,8 @@
 """The short way of an update: armed by one that was usual in every respect, gone with the first thing that is not.
 
-armed    by an update of one plain module, the same for all workers, none of whom is missing
-taken    by every update like it: one call of compiled code (``csrc/``) checks, packs, publishes and listens
-gone     with anything else: a death, a late joiner, a transaction, weights for some workers, another model
+- *armed* by an update without extra state, the same for all workers, none of whom is missing
+- *taken* by every update like it: one call of compiled code (``csrc/``) checks, packs, publishes and listens
+- *gone* with anything else: a death, a late joiner, a transaction, weights for some workers, another model
 """
 
 from __future__ import annotations

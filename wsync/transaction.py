@@ -8,8 +8,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from wsync.errors import WorkerError
+from wsync.posted import Posted
 from wsync.scheme import WeightSyncScheme
-from wsync.sender import Posted, Sender
+from wsync.sender import Sender
 from wsync.types import SyncReport
 
 
