@@ -8,9 +8,15 @@ The composition root: the only file that knows wsync, collectors, learning and H
 """
 
 import os
+import signal
 import time
 
 STARTED = time.perf_counter()  # before the imports: they are most of the time until the first update
+
+# Ctrl-C while modules are imported just ends: nothing has begun that could be finished, or told about.
+INTERRUPT = signal.getsignal(signal.SIGINT)
+if __name__ == "__main__" and INTERRUPT is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # The workers' fork server makes its imports while this process makes its own; ranks that torchrun starts need none.
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
@@ -134,6 +140,7 @@ def complaint(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, INTERRUPT)
     if is_worker():  # torchrun starts all ranks alike: those above 0 collect
         sys.exit(join_trainer())
     verbose = "HYDRA_FULL_ERROR" in os.environ

@@ -195,6 +195,20 @@ def test_a_signal_stops_it_cleanly(tmp_path: Path, number: signal.Signals, statu
     assert not left_of(process.pid)
 
 
+def test_ctrl_c_during_the_imports_just_ends(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env=environment(),
+    )  # fmt: skip
+    maps = Path(f"/proc/{process.pid}/maps")
+    while "libtorch" not in maps.read_text():
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (-signal.SIGINT, "")
+    assert not left_of(process.pid)
+
+
 FAILING = """
 import gymnasium, os, signal
 from gymnasium.envs.classic_control import CartPoleEnv
