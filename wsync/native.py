@@ -17,6 +17,7 @@ from wsync.types import SyncReport
 if TYPE_CHECKING:
     from wsync._native import Board, Room, Seat, Spot, Tree
 
+_REVISION = 1  # of csrc/module.c
 SMALL = 2 << 20  # bytes: above, PyTorch's own copies are as fast, and may use several threads
 _PLAIN_TYPES = (nn.Parameter, Tensor)  # a subclass may keep its numbers elsewhere
 
@@ -25,6 +26,8 @@ try:
         raise ImportError("it is not wanted")
     from wsync import _native
 
+    if _native.REVISION != _REVISION:
+        raise ImportError("it was built from other sources: `pip install -e .` builds it anew")
     table = Tensor.__dlpack_c_exchange_api__  # pyright: ignore[reportAttributeAccessIssue]
     _native.use(table, _PLAIN_TYPES, SyncReport, ("extract", "wait", "pack", "transfer", "apply", "acknowledge"))
 except (ImportError, AttributeError):  # it was not built here, or this PyTorch has no such table

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import subprocess
 import sys
+import sysconfig
 import weakref
 from collections.abc import Callable
 
@@ -25,10 +27,20 @@ from wsync.switch import AWAITED, HELD, NONE, SWITCH, TAKEN, USED
 needs_it = pytest.mark.skipif(not native.available, reason="the compiled short way was not built here")
 
 
-def test_it_was_built_where_there_is_a_compiler() -> None:
-    compiler = subprocess.run(["sh", "-c", "command -v cc gcc"], capture_output=True, check=False).returncode == 0
-    if not compiler or os.environ.get("WSYNC_NATIVE") == "0":
-        pytest.skip("there is no C compiler here, or the short way is switched off")
+def test_it_was_built_where_that_is_possible() -> None:
+    if os.environ.get("WSYNC_NATIVE") == "0":
+        pytest.skip("the short way is switched off")
+    compiler = shlex.split(sysconfig.get_config_var("CC") or "cc")
+    program = "#include <Python.h>\n#include <poll.h>\n#include <pthread.h>\n"
+    include = sysconfig.get_paths()["include"]
+    try:
+        compiles = subprocess.run(
+            [*compiler, "-fsyntax-only", "-xc", "-I", include, "-"], input=program, text=True, check=False, timeout=60
+        )
+    except FileNotFoundError:
+        pytest.skip("there is no C compiler here")
+    if compiles.returncode:
+        pytest.skip("Python's headers are not here")
     assert native.available, "pip install -e . builds wsync/csrc"
 
 

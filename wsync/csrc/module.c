@@ -17,6 +17,8 @@
 
 #include "native.h"
 
+#define REVISION 1 /* of what Python calls here: native.py names the one that it knows */
+
 const DLPackExchange *dlpack;
 PyTypeObject *Room_type, *Tree_type;
 struct Names names;
@@ -102,7 +104,8 @@ PyMODINIT_FUNC PyInit__native(void)
     if (!module)
         return NULL;
     if (add_type(module, &Room_spec, &Room_type) || add_type(module, &Tree_spec, &Tree_type)
-        || add_type(module, &Board_spec, NULL) || add_type(module, &Seat_spec, NULL) || make_names()) {
+        || add_type(module, &Board_spec, NULL) || add_type(module, &Seat_spec, NULL) || make_names()
+        || PyModule_AddIntConstant(module, "REVISION", REVISION)) {
         Py_DECREF(module);
         return NULL;
     }
