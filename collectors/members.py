@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic
@@ -140,7 +140,11 @@ class Members(Generic[W]):
         if self.policy.on_failure == "raise" or (
             wanted is not None and (not wanted or any(worker not in known for worker in wanted))
         ):
-            send(worker_ids)
+            try:
+                send(worker_ids)
+            except (wsync.WorkerDied, wsync.SyncTimeout) as error:
+                self._note(error)
+                raise
             return
         while True:
             there = self._reachable(known if wanted is None else wanted)
@@ -161,6 +165,11 @@ class Members(Generic[W]):
                 raise wsync.WorkerDied(f"worker(s) {sorted(wanted)} were dropped: there is nobody to send to", causes)
             self._step()
         return there
+
+    def _note(self, error: wsync.WorkerDied | wsync.SyncTimeout) -> None:
+        """Count those whom an update did not reach, where that is an error: each once."""
+        if error.version is not None:
+            self.failures.failed |= Counter(error.workers.keys() - error.refused)
 
     def _lose(self, addressed: Collection[int], error: wsync.WorkerDied | wsync.SyncTimeout) -> bool:
         """Give up those whom an update did not reach; whether there were any."""
@@ -240,10 +249,11 @@ class Members(Generic[W]):
     def _fail(self, place: Place[W], cause: Cause) -> None:
         """A worker has failed: raise, or let it go and say what is done."""
         index = place.options.worker_idx
-        self.failures.failed[index] += 1
         if not self._started or self.policy.on_failure == "raise":
+            self.failures.failed |= Counter([index])  # once: an update may have come upon it before
             self.over = True
             raise cause.error(index)
+        self.failures.failed[index] += 1
         worker, place.worker, place.due, place.joined = place.worker, None, 0, False
         if worker is not None:
             for scheme in self.schemes.values():

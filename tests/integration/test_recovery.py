@@ -360,6 +360,18 @@ def test_seeds_are_never_used_twice(events):
         assert seeds == {100, 101, 102}
 
 
+def test_a_death_that_an_update_comes_upon_is_counted_once(events):
+    with collect("sync", events, "raise") as collector:
+        next(collector)
+        kill(collector, 1)
+        with pytest.raises(wsync.WorkerDied, match="worker 1"):
+            collector.update_policy_weights_()
+        assert collector.failures.failed == {1: 1}
+        with pytest.raises(wsync.WorkerDied, match="worker 1"):
+            next(collector)
+        assert collector.failures.failed == {1: 1}
+
+
 def test_interrupt_ends_a_wait_for_workers_that_do_not_come_back(events):
     with collect("sync", events, maker=fails_at(events, set(range(2, 99))), max_restarts=98) as collector:
         next(collector)
