@@ -35,6 +35,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: armed.append(True)
 
 
+@pytest.mark.above_the_ends
 def test_a_corrupt_update_is_applied_nowhere(make_scheme: Any, spoil: Callable[[], None]) -> None:
     model = fill(Small(), 1)
     with crew(2) as workers, make_scheme(checksum=True) as scheme:

@@ -131,6 +131,7 @@ def test_first_weights_that_are_refused(make_scheme: Any) -> None:
                 workers[0].result()
 
 
+@pytest.mark.above_the_ends
 def test_index_out_of_range_or_taken(make_scheme: Any) -> None:
     with crew(3) as workers, make_scheme() as scheme:
         scheme.init_on_sender("policy", model=Small(), num_workers=2)
@@ -658,6 +659,7 @@ def end_forward(host: Any) -> list[list[float]]:
     return host.seen
 
 
+@pytest.mark.above_the_ends
 def test_cascade(make_scheme: Any) -> None:
     model = fill(Small(), 1)
     with crew(1) as workers, make_scheme() as upper:

@@ -4,7 +4,6 @@ import csv
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -133,25 +132,19 @@ def test_a_finished_run_that_is_resumed_has_nothing_left_to_do(
     assert rows(tmp_path) == rows(runs["shared_mem"][0])
 
 
-def test_a_checkpoint_that_is_damaged_or_of_another_model_is_refused(
-    runs: dict[str, tuple[Path, str]], tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_another_model_is_refused(runs: dict[str, tuple[Path, str]], tmp_path: Path) -> None:
     other = run(tmp_path, f"resume={runs['shared_mem'][0]}", "policy.hidden=[32]")
     assert other.returncode == 1
     assert "does not fit this run" in other.stderr
-    copy = shutil.copytree(runs["shared_mem"][0], tmp_path / "copy")
-    (copy / "checkpoint.pt").write_bytes((copy / "checkpoint.pt").read_bytes()[:1000])
-    cut = run(tmp_path, f"resume={copy}")
-    assert cut.returncode == 1
-    assert "truncated" in cut.stderr
-    assert len(cut.stderr.splitlines()) == 1
+    assert len(other.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("collector", ["single", "multi_async"])
-def test_other_collectors(tmp_path: Path, collector: str) -> None:
-    done = run(tmp_path, f"collector={collector}", "total_frames=1024")
+@pytest.mark.parametrize(("collector", "env"), [("single", "cartpole"), ("multi_async", "pendulum")])
+def test_other_collectors_and_actions(tmp_path: Path, collector: str, env: str) -> None:
+    done = run(tmp_path, f"collector={collector}", f"env={env}", "total_frames=2048")
     assert done.returncode == 0, done.stderr
-    assert summary(tmp_path)["weight_sync"]["updates"] >= 4
+    told = summary(tmp_path)
+    assert told["weight_sync"]["updates"] >= 4 and told["episodes"] > 0
 
 
 def test_cartpole_is_solved(tmp_path: Path) -> None:
@@ -161,12 +154,6 @@ def test_cartpole_is_solved(tmp_path: Path) -> None:
     assert (told["status"], told["solved"]) == ("solved", True)
     assert told["episode_return_mean_100"] >= 475
     assert told["frames"] < 200_000
-
-
-def test_continuous_actions(tmp_path: Path) -> None:
-    done = run(tmp_path, "env=pendulum", "total_frames=2048")
-    assert done.returncode == 0, done.stderr
-    assert summary(tmp_path)["episodes"] > 0
 
 
 @pytest.mark.parametrize(
@@ -218,21 +205,18 @@ class Failing(CartPoleEnv):
     def step(self, action):
         self.steps += 1
         if self.steps == 100:
-            if os.environ["HOW"] == "raise":
-                raise ArithmeticError("the pole is gone")
-            os.kill(os.getpid(), signal.SIGKILL)
+            raise ArithmeticError("the pole is gone")
         return super().step(action)
 
 gymnasium.register("Failing-v0", entry_point=Failing, max_episode_steps=500)
 """
 
 
-@pytest.mark.parametrize(("how", "said"), [("raise", "ArithmeticError: the pole is gone"), ("kill", "exit code -9")])
-def test_a_worker_that_fails_ends_the_run_with_its_name_and_a_checkpoint(tmp_path: Path, how: str, said: str) -> None:
+def test_a_worker_that_fails_ends_the_run_with_its_name_and_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
-    done = run(tmp_path, "env.id=failing:Failing-v0", HOW=how, PYTHONPATH=str(tmp_path))
+    done = run(tmp_path, "env.id=failing:Failing-v0", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
-    assert said in done.stderr
+    assert "ArithmeticError: the pole is gone" in done.stderr
     assert "worker " in done.stderr
     assert summary(tmp_path)["status"] == "failed"
     assert (tmp_path / "checkpoint.pt").exists()
@@ -243,7 +227,6 @@ def test_a_worker_that_fails_ends_the_run_with_its_name_and_a_checkpoint(tmp_pat
     [
         (["num_worker=3"], "did you mean 'num_workers'?"),
         (["env.id=CartPol-v1"], "env.id=CartPol-v1: "),
-        (["weight_sync.strategy=carrier_pigeon"], "carrier_pigeon"),
     ],
 )
 def test_a_bad_command_line_is_answered_in_one_line(tmp_path: Path, overrides: list[str], said: str) -> None:
