@@ -16,7 +16,7 @@ STARTED = time.perf_counter()  # before the imports: they are most of the time u
 # Ctrl-C while modules are imported just ends: nothing has begun that could be finished, or told about.
 INTERRUPT = signal.getsignal(signal.SIGINT)
 if __name__ == "__main__" and INTERRUPT is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the fork server inherits
 
 # The workers' fork server makes its imports while this process makes its own; ranks that torchrun starts need none.
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
@@ -24,6 +24,9 @@ if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
 
     forkserver.set_forkserver_preload(["collectors.worker", "learning"])
     forkserver.ensure_running()
+
+if signal.getsignal(signal.SIGINT) is not INTERRUPT:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import sys
 from contextlib import ExitStack, closing
