@@ -88,6 +88,7 @@ class Sender:
             if posted:
                 # Not reported as an update's cost: the workers may have taken seconds to start.
                 self._answers.expect(posted.workers, posted.version, posted.deadline)
+                self._shorten(weights)
 
     def dismiss(self, worker: int) -> None:
         """Take a worker for dead: nothing is sent to it, and what is for all is kept for who comes in its place."""
