@@ -1,4 +1,6 @@
 # The two commands of a newcomer are `make train` and `make test`; whatever they need is made on the way.
+# Each of hundreds of processes would compile the sources anew, where the environment forbids to keep what was compiled.
+export PYTHONDONTWRITEBYTECODE :=
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

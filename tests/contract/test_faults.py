@@ -95,6 +95,7 @@ def test_stopped_worker(make_scheme: Any) -> None:
         assert [seen[0] for seen in workers.all("forward")] == [3, 3]
 
 
+@pytest.mark.above_the_ends
 def test_apply_that_raises(make_scheme: Any) -> None:
     good = fill(Tail(), 1)
     with crew(2) as workers, make_scheme() as scheme:

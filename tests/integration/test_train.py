@@ -156,12 +156,7 @@ def test_cartpole_is_solved(tmp_path: Path) -> None:
     assert told["frames"] < 200_000
 
 
-@pytest.mark.parametrize(
-    ("number", "status", "whole_group"),
-    [(signal.SIGINT, 130, True), (signal.SIGTERM, 143, False)],
-    ids=["ctrl-c", "kill"],
-)
-def test_a_signal_stops_it_cleanly(tmp_path: Path, number: signal.Signals, status: int, whole_group: bool) -> None:
+def test_ctrl_c_stops_it_cleanly(tmp_path: Path) -> None:
     process = subprocess.Popen(
         command(tmp_path, "total_frames=100_000_000", "stop_when_solved=false"),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment(),
@@ -170,9 +165,9 @@ def test_a_signal_stops_it_cleanly(tmp_path: Path, number: signal.Signals, statu
     for line in process.stdout:
         if line.startswith("frames "):
             break
-    os.killpg(process.pid, number) if whole_group else process.send_signal(number)
+    os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == status, err
+    assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "Interrupted" in out
     told = summary(tmp_path)
@@ -222,17 +217,10 @@ def test_a_worker_that_fails_ends_the_run_with_its_name_and_a_checkpoint(tmp_pat
     assert (tmp_path / "checkpoint.pt").exists()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["num_worker=3"], "did you mean 'num_workers'?"),
-        (["env.id=CartPol-v1"], "env.id=CartPol-v1: "),
-    ],
-)
-def test_a_bad_command_line_is_answered_in_one_line(tmp_path: Path, overrides: list[str], said: str) -> None:
-    done = run(tmp_path, *overrides)
+def test_a_bad_command_line_is_answered_in_one_line(tmp_path: Path) -> None:
+    done = run(tmp_path, "num_worker=3")
     assert done.returncode in (1, 2)
-    assert said in done.stderr
+    assert "did you mean 'num_workers'?" in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stdout == ""
 
