@@ -30,9 +30,9 @@ class Board:
         descriptors: bytes,
         retains: bool,
         acknowledge: bool,
-        timeout: float,
         tensors: Tree | list[Tensor],
         version: int,
+        timeout: float | None,
         began: float,
         /,
     ) -> SyncReport | tuple[SyncReport, int, list[int], bytes] | None: ...

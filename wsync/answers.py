@@ -24,7 +24,7 @@ class Answers:
     def __init__(self, end: SenderEnd, roll: Roll, timeout: float | None) -> None:
         self._end = end
         self._roll = roll
-        self._timeout = timeout
+        self.timeout = timeout
 
     def expect(self, workers: Collection[int], version: int, deadline: float | None) -> Sequence[Ack]:
         """The answers of ``workers`` to ``version``, waited for.
@@ -55,7 +55,7 @@ class Answers:
             self._roll.strike(died)
         if not (died or failed or silent):
             return
-        causes = {**died, **failed, **dict.fromkeys(silent, f"did not answer within {self._timeout} s")}
+        causes = {**died, **failed, **dict.fromkeys(silent, f"did not answer within {self.timeout} s")}
         have = sorted(set(workers) - causes.keys())
         lines = [f"worker {worker}: {cause.strip()}" for worker, cause in sorted(causes.items())]
         message = f"version {version} is missing on {len(causes)} worker(s); those who have it: {have}\n" + "\n".join(

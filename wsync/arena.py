@@ -144,19 +144,17 @@ class Arena:
                 return slot
         return None
 
-    def update(self, descriptors: bytes, retains: bool, acknowledge: bool, timeout: float | None) -> Update | None:
+    def update(self, descriptors: bytes, retains: bool, acknowledge: bool) -> Update | None:
         """The short way of updates to all workers, if there is one: see ``shortcut.py``.
 
         Args:
             descriptors: of the workers' lines, then of their processes: an ``array("i")``, as bytes.
             retains: as for ``occupied``.
             acknowledge: whether to wait for answers.
-            timeout: how long, in seconds; None for no limit.
         """
         if self._board is None:
             return None
-        limit = -1.0 if timeout is None else timeout
-        return partial(self._board.update, self._rooms, descriptors, retains, acknowledge, limit)
+        return partial(self._board.update, self._rooms, descriptors, retains, acknowledge)
 
     def write_extra(self, slot: int, blob: bytes) -> None:
         """Store a slot's extra state.

@@ -57,7 +57,6 @@ class Sender:
         self.num_workers = num_workers
         self.connected = False
         self._end = end
-        self._timeout = timeout
         self._delivers_at_connect = delivers_at_connect
         self._published = published
         self._record = record
@@ -67,6 +66,15 @@ class Sender:
         self._posted: list[Posted] = []
         self._shortcut: Shortcut | None = None
         self._lock = threading.RLock()
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds for ``connect`` and ``send``; None for no limit."""
+        return self._answers.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float | None) -> None:
+        self._answers.timeout = seconds
 
     def connect(self, weights: object, sentinels: Mapping[int, int]) -> None:
         """The rendezvous with every worker; delivers the first weights, if there are any.
@@ -82,7 +90,7 @@ class Sender:
                 posted = self._post(weights, everyone, (), acknowledge=True)
             elif self.source.weights is not None:
                 self._plan(None)
-            deadline = posted.deadline if posted else deadline_in(self._timeout)
+            deadline = posted.deadline if posted else deadline_in(self._answers.timeout)
             self._end.admit(everyone, sentinels, deadline)
             self.connected = True
             if posted:
@@ -109,7 +117,7 @@ class Sender:
             SyncTimeout, WorkerDied, WorkerFailed: it did not come, or not with these weights.
         """
         with self.alone():
-            deadline = deadline_in(self._timeout if timeout is None else timeout)
+            deadline = deadline_in(self._answers.timeout if timeout is None else timeout)
             self.dismiss(worker)
             self._end.admit([worker], {} if sentinel is None else {worker: sentinel}, deadline)
             self._roll.restore(worker)
@@ -147,7 +155,7 @@ class Sender:
         if layout is None or self._posted or roll.absent or roll.extra:
             return
         way, express = self.source.way(weights, layout), self._end.express()
-        update = None if express is None else express.update(not self._published, self._timeout)
+        update = None if express is None else express.update(not self._published)
         if way is not None and express is not None and update is not None:
             self._shortcut = Shortcut(way, self.source.weights, update, express.complete)
 
@@ -159,7 +167,7 @@ class Sender:
         if found is None:
             return None
         self.version += 1  # first: an update that is interrupted keeps its number
-        report = short.update(found, self.version, began)
+        report = short.update(found, self.version, self._answers.timeout, began)
         if report is None:
             self.version -= 1
             return None
@@ -172,7 +180,7 @@ class Sender:
     def _finish(self, short: Shortcut, rest: Rest, began: float) -> SyncReport:
         """Go on the long way where the short one has ended: somebody has died, or failed, or said something else."""
         self._shortcut = None
-        workers, deadline = self._roll.present, deadline_in(self._timeout)
+        workers, deadline = self._roll.present, deadline_in(self._answers.timeout)
         self._roll.note(self.version, ((workers, b""),))
         short.complete(rest, self.version, not self._published)
         if self._published:
@@ -234,7 +242,7 @@ class Sender:
     ) -> Posted:
         """Check everything, then copy it into buffers that no worker reads; these go into ``packed``, one by one."""
         started = time.perf_counter()
-        deadline = deadline_in(self._timeout)
+        deadline = deadline_in(self._answers.timeout)
         layout, packer = self._plan(weights)
         parts = self.source.parts(weights, workers, absent, layout)
         blobs = [self._blob(part) for part in parts]
@@ -297,7 +305,7 @@ class Sender:
     def decide(self, posted: Posted, transaction: int) -> None:
         """Have the workers install what they staged."""
         with self.alone():
-            posted.deadline = deadline_in(self._timeout)
+            posted.deadline = deadline_in(self._answers.timeout)
             self._end.decide(posted.version, transaction)
             self._roll.note(posted.version, posted.blobs)
 

@@ -34,19 +34,19 @@ class Rest(NamedTuple):
     answered: bytes
 
 
-Update = Callable[[Any, int, float], SyncReport | tuple[SyncReport, int, list[int], bytes] | None]
-"""``(tensors, version, began)`` → an update's report; or a ``Rest``; or None, and nothing done, if it is unusual."""
+Update = Callable[[Any, int, float | None, float], SyncReport | tuple[SyncReport, int, list[int], bytes] | None]
+"""``(tensors, version, timeout, began)`` → a report; or a ``Rest``; or None, and nothing done, if it is unusual."""
 
 
 class Express(NamedTuple):
     """What a sender's end offers.
 
     Attributes:
-        update: ``(acknowledge, timeout)`` → the compiled call of the short way, if there is one.
+        update: ``(acknowledge)`` → the compiled call of the short way, if there is one.
         complete: ``(rest, version, acknowledge)``: do what is left; after it the end's ``collect`` says the rest.
     """
 
-    update: Callable[[bool, float | None], Update | None]
+    update: Callable[[bool], Update | None]
     complete: Callable[[Rest, int, bool], None]
 
 

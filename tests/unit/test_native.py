@@ -205,9 +205,9 @@ def test_the_short_way_takes_the_slot_that_the_long_way_would(
 
     pipes = [os.pipe() for _ in range(4)]
     descriptors = b"".join(read.to_bytes(4, sys.byteorder) for read, _ in pipes)
-    update = arena.update(descriptors, retains, False, 1.0)
+    update = arena.update(descriptors, retains, False)
     assert update is not None
-    done = update([tensor], 7, 0.0)
+    done = update([tensor], 7, 1.0, 0.0)
     for ends in pipes:
         for descriptor in ends:
             os.close(descriptor)
@@ -226,8 +226,8 @@ def test_a_board_sees_who_is_missing() -> None:
     tensor = torch.rand(3)
     arena = Arena(Layout.of(snapshot({"w": tensor})), 2)
     arena.grow()
-    update = arena.update(b"", True, True, 1.0)
-    assert update is not None and update([tensor], 1, 0.0) is None
+    update = arena.update(b"", True, True)
+    assert update is not None and update([tensor], 1, None, 0.0) is None
     assert [switch.published() for switch in arena.switches] == [(0, 0)] * 2
 
 

@@ -244,14 +244,14 @@ static PyObject *Board_update(Board *self, PyObject *const *args, Py_ssize_t cou
     Update update = {0};
     int retains = PyObject_IsTrue(args[2]);
     update.acknowledge = PyObject_IsTrue(args[3]);
-    update.timeout = PyFloat_AsDouble(args[4]);
-    update.version = PyLong_AsLongLong(args[6]);
+    update.version = PyLong_AsLongLong(args[5]);
+    update.timeout = args[6] == Py_None ? -1 : PyFloat_AsDouble(args[6]);
     double began = PyFloat_AsDouble(args[7]);
     if (PyErr_Occurred())
         return NULL;
     if (polls_of(args[1], update.polls) != 2 * self->workers) /* somebody is not there */
         Py_RETURN_NONE;
-    int packed = pack(self, &update, args[0], retains, args[5]);
+    int packed = pack(self, &update, args[0], retains, args[4]);
     if (packed <= 0)
         return packed ? NULL : Py_NewRef(Py_None);
     PyObject *others = publish(self, &update);
@@ -267,7 +267,7 @@ static PyObject *Board_update(Board *self, PyObject *const *args, Py_ssize_t cou
 }
 
 PyDoc_STRVAR(Board_update_doc,
-             "update(rooms, descriptors, retains, acknowledge, timeout, tensors, version, began)\n\n"
+             "update(rooms, descriptors, retains, acknowledge, tensors, version, timeout, began)\n\n"
              "Copy tensors (a list, or a tree's) into a free slot, point every worker to it, and wait for answers, if\n"
              "they are wanted.\n\n"
              "Returns a report. If that is not all: (report, slot, workers that have yet to be switched, and a byte for\n"

@@ -17,7 +17,7 @@
 
 #include "native.h"
 
-#define REVISION 1 /* of what Python calls here: native.py names the one that it knows */
+#define REVISION 2 /* of what Python calls here: native.py names the one that it knows */
 
 const DLPackExchange *dlpack;
 PyTypeObject *Room_type, *Tree_type;
