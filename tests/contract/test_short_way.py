@@ -148,7 +148,7 @@ def test_whatever_is_sent_arrives(backend: str, here: bool, there: bool, monkeyp
         story = Story(scheme, workers, scramble(Plain(), 0), seed=0)
         scheme.init_on_sender("policy", model=story.model, num_workers=2)
         workers.follow(scheme, Plain)
-        for name in (*names, *chance.choices(names, k=60)):
+        for name in (*names, *chance.choices(names, k=25)):
             getattr(story, name)()
             version = scheme.version
             if chance.random() < 0.7:  # else updates pile up
