@@ -180,13 +180,14 @@ class Sender:
     def _finish(self, short: Shortcut, rest: Rest, began: float) -> SyncReport:
         """Go on the long way where the short one has ended: somebody has died, or failed, or said something else."""
         self._shortcut = None
-        workers, deadline = self._roll.present, deadline_in(self._answers.timeout)
+        workers, timeout = self._roll.present, self._answers.timeout
+        left = None if timeout is None else max(0.0, timeout - (time.perf_counter() - began))
         self._roll.note(self.version, ((workers, b""),))
         short.complete(rest, self.version, not self._published)
         if self._published:
             self._answers.hear_of_failures(workers, self.version)
         else:
-            self._answers.expect(workers, self.version, deadline)
+            self._answers.expect(workers, self.version, deadline_in(left))
         return rest.report._replace(seconds=time.perf_counter() - began)
 
     def _excuse(self, workers: Collection[int]) -> None:

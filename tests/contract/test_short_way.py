@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -215,6 +216,25 @@ def test_what_an_interrupted_update_is_answered_is_no_answer_to_the_next(backend
                 assert workers.all("raw_digest") == [digest(model)] * 2
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("backend", ["shared_mem", "multiprocess"])
+def test_a_worker_that_is_silent_costs_one_timeout(backend: str) -> None:
+    model = scramble(Plain(), 0)
+    with crew(2) as workers, BACKENDS[backend](timeout=20.0) as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        workers.follow(scheme, Plain)
+        scheme.send()
+        workers[1].stop()
+        scheme._role.sender.timeout = 2.0  # type: ignore[union-attr]
+        began = time.monotonic()
+        with pytest.raises(wsync.SyncTimeout, match=r"worker 1: did not answer within 2.0 s"):
+            scheme.send()
+        assert 2.0 <= time.monotonic() - began < 3.9
+        workers[1].resume()
+        scheme.send(scramble(model, 1))
+        assert workers.all("raw_digest") == [digest(model)] * 2
 
 
 def armed(host: Host) -> bool:

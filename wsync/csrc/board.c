@@ -223,7 +223,8 @@ static int listen_to(Board *self, Update *update)
     nfds_t count = 2 * (nfds_t)self->workers;
     if (!update->acknowledge)
         return poll(update->polls, count, 0) == 0;
-    int64_t until = update->timeout < 0 ? -1 : nanoseconds() + (int64_t)(update->timeout * 1e9);
+    int limited = update->timeout >= 0 && update->timeout < 1e9; /* thirty years are no limit */
+    int64_t until = limited ? nanoseconds() + (int64_t)(update->timeout * 1e9) : -1;
     int interrupted;
     do {
         Py_BEGIN_ALLOW_THREADS
