@@ -26,6 +26,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from wsync import native
+
 
 class Feed(Protocol):
     """Where a model's news comes from, as the gate sees it."""
@@ -39,74 +41,90 @@ class Feed(Protocol):
         ...
 
 
-class Gate:
-    """The lock, the depth of the thread that holds it, and the feeds to ask on the way in."""
+class Turnstile:
+    """The lock, how deep its holder is inside, and the feeds to ask on the way in. ``_native.Turnstile`` is the same.
 
-    def __init__(self) -> None:
+    Args:
+        lock: re-entrant.
+    """
+
+    def __init__(self, lock: Any) -> None:
         # `with lock` is atomic towards signals; the depth is restored, not counted down. So the gate opens again
         # whatever a forward raised, and wherever a KeyboardInterrupt struck.
-        self._lock = threading.RLock()
-        self._depth = 0
-        self._feeds: tuple[Feed, ...] = ()
+        self.lock = lock
+        self.depth = 0
+        self.feeds: tuple[Feed, ...] = ()
+
+    def call(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """``function(*args, **kwargs)`` inside."""
+        with self.lock:
+            depth = self.depth
+            try:
+                self.enter(depth)
+                return function(*args, **kwargs)
+            finally:
+                self.leave(depth)
+
+    def enter(self, depth: int) -> None:
+        """Go in, with the lock held, from ``depth``."""
+        self.depth = depth + 1
+        if depth == 0:
+            # A decision found by one feed switches others too, which then must look again.
+            while any([feed.enter() for feed in self.feeds]):
+                pass
+
+    def leave(self, depth: int) -> None:
+        """Go back to ``depth``."""
+        self.depth = depth
+        if depth == 0:
+            for feed in self.feeds:
+                feed.leave()
+
+
+class Gate:
+    """What every forward of a synchronised model passes through."""
+
+    def __init__(self) -> None:
+        lock = threading.RLock()
+        self.turnstile = native.turnstile(lock) or Turnstile(lock)
+        self.call = self.turnstile.call  # what ``hold`` does, without its generator
 
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Keep every synchronised model of this process at one version."""
-        with self._lock:
-            depth = self._depth
+        turnstile = self.turnstile
+        with turnstile.lock:
+            depth = turnstile.depth
             try:
-                self._enter(depth)
+                turnstile.enter(depth)
                 yield
             finally:
-                self._leave(depth)
-
-    def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """``function(*args, **kwargs)`` inside the gate: what ``hold`` does, without its generator."""
-        with self._lock:
-            depth = self._depth
-            try:
-                self._enter(depth)
-                return function(*args, **kwargs)
-            finally:
-                self._leave(depth)
-
-    def _enter(self, depth: int) -> None:
-        self._depth = depth + 1
-        if depth == 0:
-            # A decision found by one feed switches others too, which then must look again.
-            while any([feed.enter() for feed in self._feeds]):
-                pass
-
-    def _leave(self, depth: int) -> None:
-        self._depth = depth
-        if depth == 0:
-            for feed in self._feeds:
-                feed.leave()
+                turnstile.leave(depth)
 
     @property
     def held_here(self) -> bool:
         """Whether the calling thread is inside."""
-        if not self._lock.acquire(blocking=False):
+        if not self.turnstile.lock.acquire(blocking=False):
             return False
         try:
-            return self._depth > 0  # nobody else's: the lock is this thread's
+            return self.turnstile.depth > 0  # nobody else's: the lock is this thread's
         finally:
-            self._lock.release()
+            self.turnstile.lock.release()
 
     def attach(self, feed: Feed) -> None:
         """Ask ``feed`` for news from now on."""
-        with self._lock:
-            self._feeds = (*self._feeds, feed)
+        with self.turnstile.lock:
+            self.turnstile.feeds = (*self.feeds, feed)
 
     def detach(self, feed: Feed) -> None:
         """Ask ``feed`` no more."""
-        with self._lock:
-            self._feeds = tuple(other for other in self._feeds if other is not feed)
+        with self.turnstile.lock:
+            self.turnstile.feeds = tuple(other for other in self.feeds if other is not feed)
 
     @property
     def feeds(self) -> Sequence[Feed]:
         """Those that are asked."""
-        return self._feeds
+        return self.turnstile.feeds
 
 
 _gate = Gate()

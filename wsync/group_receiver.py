@@ -15,13 +15,12 @@ from wsync.binding import Binding
 from wsync.checksum import CHECKSUM, damage
 from wsync.deadlines import wait_readable
 from wsync.errors import NotConnected, SyncTimeout
-from wsync.gate import Feed
 from wsync.group import Pair, Work, finish
 from wsync.group_sender import TRANSACTION
 from wsync.layout import Layout
 from wsync.plan import Plan
 from wsync.receiver_thread import Told
-from wsync.transport import Closed, Decision, Event, News, Stage
+from wsync.transport import Closed, Decision, Event, Follower, News, Stage
 from wsync.types import ANY_VERSION, Ack, Update
 from wsync.words import Kind, Line, Message
 
@@ -149,7 +148,7 @@ class GroupReceiver:
             raise NotConnected("this worker is not connected: call connect(worker_idx=…) first")
         return self._line
 
-    def feed(self, receiver: Feed) -> Feed:
+    def feed(self, receiver: Follower) -> Follower:
         """There is no shorter way."""
         return receiver
 

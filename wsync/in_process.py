@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from wsync.binding import Binding
-from wsync.gate import Feed, process_gate
+from wsync.gate import process_gate
 from wsync.layout import Layout
 from wsync.packing import Buffer
 from wsync.receiver_thread import Told
 from wsync.shortcut import Express
-from wsync.transport import Event
+from wsync.transport import Event, Follower
 from wsync.types import Ack, Update
 
 
@@ -99,7 +99,7 @@ class InProcessLine:
     def connect(self, worker_idx: int, deadline: float | None) -> None:
         """The sender is here."""
 
-    def feed(self, receiver: Feed) -> Feed:
+    def feed(self, receiver: Follower) -> Follower:
         """There is no shorter way."""
         return receiver
 

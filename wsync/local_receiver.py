@@ -10,14 +10,14 @@ from wsync.arena import Arena
 from wsync.binding import Binding
 from wsync.deadlines import wait_readable
 from wsync.errors import NotConnected, SyncTimeout
-from wsync.gate import Feed
+from wsync.gate import process_gate
 from wsync.layout import Layout
 from wsync.local_sender import STAGED
 from wsync.plan import Plan
 from wsync.receiver_thread import Told, receiver_thread
 from wsync.rendezvous import Connection, Endpoint, knock
 from wsync.seat import Seat
-from wsync.transport import Closed, Decision, Event, News, Stage
+from wsync.transport import Closed, Decision, Event, Follower, News, Stage
 from wsync.types import ANY_VERSION, Ack, Update
 from wsync.words import Kind, Message
 
@@ -93,11 +93,11 @@ class LocalReceiver:
             self._switch.call(self._wanted)
             self._arena = arena  # last: an acting thread that sees it uses the others
 
-    def feed(self, receiver: Feed) -> Feed:
+    def feed(self, receiver: Follower) -> Follower:
         """The seat, if it goes the short way: most forwards find nothing new, and most news are usual."""
         if isinstance(self._seat, Seat):
             return receiver
-        self._seat.follow(receiver)
+        self._seat.follow(receiver, process_gate().turnstile)
         return self._seat
 
     def arm(self, binding: Binding, staged: dict[int, Any]) -> None:
@@ -125,8 +125,6 @@ class LocalReceiver:
 
     def events(self) -> Sequence[Event]:
         """What one message says."""
-        if native.heard_news(self._connection().fileno()):
-            return [News()]
         message = self._connection().receive()
         if message is None:
             return [Closed()]

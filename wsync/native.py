@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from wsync.types import SyncReport
 
 if TYPE_CHECKING:
-    from wsync._native import Board, Room, Seat, Spot, Tree
+    from wsync._native import Board, Room, Seat, Spot, Tree, Turnstile
 
-_REVISION = 2  # of csrc/module.c
+_REVISION = 3  # of csrc/module.c
 SMALL = 2 << 20  # bytes: above, PyTorch's own copies are as fast, and may use several threads
 _PLAIN_TYPES = (nn.Parameter, Tensor)  # a subclass may keep its numbers elsewhere
 
@@ -64,9 +64,9 @@ def seat() -> Seat | None:
     return None if _native is None else _native.Seat()
 
 
-def heard_news(descriptor: int) -> bool:
-    """Take a message from a local line, if it says that there is news and nothing else; whether it did."""
-    return _native is not None and _native.heard_news(descriptor)
+def turnstile(lock: Any) -> Turnstile | None:
+    """What a gate consists of, around a re-entrant lock; None if there is no short way."""
+    return None if _native is None else _native.Turnstile(lock)
 
 
 def board(words: memoryview, workers: int, block: int, extra: int, nbytes: int) -> Board | None:

@@ -19,9 +19,9 @@ from torch import nn
 from wsync.binding import Binding, load_extra
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected, WeightSyncError
-from wsync.gate import Feed, guard, process_gate, release
+from wsync.gate import guard, process_gate, release
 from wsync.strategy import WeightStrategy
-from wsync.transport import Closed, Decision, News, ReceiverEnd, Stage
+from wsync.transport import Closed, Decision, Follower, News, ReceiverEnd, Stage
 from wsync.types import ANY_VERSION, Ack, Update
 
 _LOOK = 2.0  # seconds after which somebody who waits looks whether the sender is there, where nobody would tell
@@ -55,7 +55,7 @@ class Receiver:
         self.worker_idx = -1
         self._strategy = strategy
         self._end = end
-        self._feed: Feed = self
+        self._feed: Follower = self
         self._bind = bind
         self._cascade = cascade
         self._owed: Update | None = None  # installed, but its answer has to wait for the cascade
@@ -106,7 +106,7 @@ class Receiver:
             pass  # the first weights are there, if there are any: entering installs them
         self._pass_on()
         self._seen = self.version
-        self._end.attach(self)
+        self._end.attach(self._feed)
         if self._error:
             error = self._error
             self.close()
@@ -279,7 +279,7 @@ class Receiver:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._end.detach(self)
+        self._end.detach(self._feed)
         gate = process_gate()
         with gate.hold():
             gate.detach(self._feed)

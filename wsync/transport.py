@@ -108,6 +108,10 @@ class SenderEnd(Protocol):
         ...
 
 
+class Follower(Feed, Told, Protocol):
+    """What follows a sender: the gate asks it for news, and whoever listens to the line tells it of them."""
+
+
 class ReceiverEnd(Protocol):
     """A worker's end."""
 
@@ -133,8 +137,8 @@ class ReceiverEnd(Protocol):
         """
         ...
 
-    def feed(self, receiver: Feed) -> Feed:
-        """What the gate shall ask: ``receiver``, or a shorter way to the same."""
+    def feed(self, receiver: Follower) -> Follower:
+        """What the gate shall ask, and who is told: ``receiver``, or a shorter way to the same."""
         ...
 
     def arm(self, binding: Binding, staged: dict[int, Any]) -> None:

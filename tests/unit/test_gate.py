@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
 import wsync
-from wsync.gate import Gate, guard, process_gate, release
+from wsync import native
+from wsync.gate import Gate, Turnstile, guard, process_gate, release
 
 
 class News:
@@ -26,6 +29,17 @@ class News:
 
     def leave(self) -> None:
         self.left += 1
+
+
+@pytest.fixture(params=["compiled", "Python"], autouse=True)
+def turnstile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either kind of gate, as the one of this process."""
+    if request.param == "Python":
+        monkeypatch.setattr(native, "turnstile", lambda lock: None)
+    elif not native.available:
+        pytest.skip("the compiled short way was not built here")
+    monkeypatch.setattr(sys.modules["wsync.gate"], "_gate", Gate())  # wsync.gate is the function
+    assert isinstance(process_gate().turnstile, Turnstile) == (request.param == "Python")
 
 
 class Raises(nn.Module):
@@ -66,6 +80,34 @@ def test_open_again_whatever_the_forward_raised(error: BaseException) -> None:
         assert (news.entered, news.left) == (4, 4)
     finally:
         process_gate().detach(news)
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt()])
+@pytest.mark.parametrize("where", ["enter", "leave"])
+def test_open_again_whatever_a_feed_raised(where: str, error: BaseException) -> None:
+    gate, news = Gate(), News()
+
+    def fail() -> bool:
+        raise error
+
+    setattr(news, where, fail)
+    gate.attach(news)
+    for within in (gate.hold, lambda: gate.call(nullcontext)):
+        with pytest.raises(type(error)), within():
+            pass
+        assert (gate.turnstile.depth, gate.held_here) == (0, False)
+    asked = (news.entered, news.left)
+    assert asked == ((0, 2) if where == "enter" else (2, 0))
+
+
+def test_a_feed_that_decides_for_others_has_all_asked_again() -> None:
+    gate, news, decisions = Gate(), News(), [True, True, False]
+    decider = News()
+    decider.enter = lambda: decisions.pop(0)
+    gate.attach(news)
+    gate.attach(decider)
+    assert gate.call(dict, [("a", 1)], b=2) == {"a": 1, "b": 2}
+    assert (decisions, news.entered, news.left) == ([], 3, 1)
 
 
 def test_who_is_inside_knows() -> None:

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import sysconfig
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -250,8 +251,12 @@ def test_a_seat_uses_its_slot_while_a_forward_runs() -> None:
         def leave(self) -> None:
             self.asked += 1
 
+        def heed(self) -> bool:
+            self.asked += 1
+            return False
+
     way = Long()
-    seat.follow(way)
+    seat.follow(way, native.turnstile(threading.RLock()))
     seat.enter()
     assert way.asked == 1, "without words it knows nothing"
     seat.take(*switch.place)
@@ -262,7 +267,8 @@ def test_a_seat_uses_its_slot_while_a_forward_runs() -> None:
     assert seat.enter() is False and way.asked == 2, "news that it was not armed for"
     seat.leave()
     assert way.asked == 3
+    assert seat.heed() is False and way.asked == 4, "a line that it does not know"
     seat.quit()
-    assert seat.enter() is False and way.asked == 3
+    assert seat.enter() is False and seat.heed() is False and way.asked == 4
     assert words[at + HELD] == NONE
     arena.close()

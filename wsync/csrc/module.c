@@ -7,6 +7,7 @@
  *
  *     room.c   a buffer's tensors        tree.c   a module's tensors
  *     board.c  the trainer's update      seat.c   the worker's, and what a forward costs that finds nothing new
+ *     gate.c   the way into a forward
  *
  * Nothing here decides what is right. Each function does the usual case whole, or changes nothing and says that it did
  * not; the caller then goes the long way, in Python, which knows every case, and names what is wrong.
@@ -17,19 +18,11 @@
 
 #include "native.h"
 
-#define REVISION 2 /* of what Python calls here: native.py names the one that it knows */
+#define REVISION 3 /* of what Python calls here: native.py names the one that it knows */
 
 const DLPackExchange *dlpack;
-PyTypeObject *Room_type, *Tree_type;
+PyTypeObject *Room_type, *Tree_type, *Turnstile_type;
 struct Names names;
-
-/* LocalReceiver.events, if what the line brings is news, as it mostly is. */
-static PyObject *heard_news(PyObject *Py_UNUSED(module), PyObject *descriptor)
-{
-    int fd = PyObject_AsFileDescriptor(descriptor);
-    Message message;
-    return fd < 0 ? NULL : PyBool_FromLong(hear(fd, NEWS, 0, &message));
-}
 
 static PyObject *use(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -59,9 +52,7 @@ static PyObject *use(PyObject *Py_UNUSED(module), PyObject *args)
 PyDoc_STRVAR(use_doc,
              "use(exchange table, types, report, phases): how to look at tensors, the classes that are nothing else; the\n"
              "class of reports, and the names of extract, wait, pack, transfer, apply and acknowledge.");
-PyDoc_STRVAR(heard_news_doc, "Take a message from a line if it says that there is news, and no more; whether it did.");
 static PyMethodDef functions[] = {
-    {"heard_news", heard_news, METH_O, heard_news_doc},
     {"use", use, METH_VARARGS, use_doc},
     {NULL},
 };
@@ -89,8 +80,8 @@ static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **kept)
 static int make_names(void)
 {
     struct { PyObject **name; const char *text; } all[] = {
-        {&names.is_neg, "is_neg"}, {&names.enter, "enter"},     {&names.leave, "leave"},     {&names.data, "data"},
-        {&names.version, "version"}, {&names.told_at, "told_at"}, {&names.waiting, "waiting"},
+        {&names.is_neg, "is_neg"},   {&names.enter, "enter"},     {&names.leave, "leave"},     {&names.heed, "heed"},
+        {&names.data, "data"},       {&names.version, "version"}, {&names.told_at, "told_at"}, {&names.waiting, "waiting"},
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (!(*all[i].name = PyUnicode_InternFromString(all[i].text)))
@@ -104,7 +95,8 @@ PyMODINIT_FUNC PyInit__native(void)
     if (!module)
         return NULL;
     if (add_type(module, &Room_spec, &Room_type) || add_type(module, &Tree_spec, &Tree_type)
-        || add_type(module, &Board_spec, NULL) || add_type(module, &Seat_spec, NULL) || make_names()
+        || add_type(module, &Turnstile_spec, &Turnstile_type) || add_type(module, &Board_spec, NULL)
+        || add_type(module, &Seat_spec, NULL) || make_names()
         || PyModule_AddIntConstant(module, "REVISION", REVISION)) {
         Py_DECREF(module);
         return NULL;

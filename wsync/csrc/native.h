@@ -79,8 +79,11 @@ typedef struct Tree Tree;
 /* The tensors, as a list; None if anything was added, removed or replaced but tensors; NULL with an error. */
 PyObject *Tree_tensors(Tree *tree, PyObject *ignored);
 
-extern PyTypeObject *Room_type, *Tree_type;
-extern PyType_Spec Room_spec, Tree_spec, Board_spec, Seat_spec;
+/* Into a gate and out again: news are installed on the way. -1 with an error. */
+int go_through(PyObject *turnstile);
+
+extern PyTypeObject *Room_type, *Tree_type, *Turnstile_type;
+extern PyType_Spec Room_spec, Tree_spec, Board_spec, Turnstile_spec, Seat_spec;
 
 /* --- names that Python knows as well --- */
 
@@ -90,7 +93,7 @@ extern struct Names {
     PyObject *plain_types; /* a tuple: other classes may keep their numbers elsewhere */
     PyObject *report;      /* SyncReport */
     PyObject *phases[PHASES];
-    PyObject *is_neg, *enter, *leave, *data, *version, *told_at, *waiting;
+    PyObject *is_neg, *enter, *leave, *heed, *data, *version, *told_at, *waiting;
     PyObject *never; /* 0.0, of told_at */
 } names;
 

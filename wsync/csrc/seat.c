@@ -10,6 +10,7 @@ typedef struct {
     Py_buffer words;
     Py_ssize_t at;      /* where its block begins, in words */
     PyObject *receiver; /* the long way */
+    PyObject *turnstile;
     /* What installs an update: if it is armed. */
     PyObject *tree, *tensors, *bound, *copied, *views, *staged, *bump;
     int fd, worker, retains;
@@ -18,6 +19,7 @@ typedef struct {
 static int Seat_traverse(Seat *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->receiver);
+    Py_VISIT(self->turnstile);
     Py_VISIT(self->tree);
     Py_VISIT(self->tensors);
     Py_VISIT(self->bound);
@@ -43,6 +45,7 @@ static void disarm(Seat *self)
 static int Seat_clear(Seat *self)
 {
     Py_CLEAR(self->receiver);
+    Py_CLEAR(self->turnstile);
     disarm(self);
     return 0;
 }
@@ -71,9 +74,13 @@ static PyObject *Seat_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-static PyObject *Seat_follow(Seat *self, PyObject *receiver)
+static PyObject *Seat_follow(Seat *self, PyObject *args)
 {
+    PyObject *receiver, *turnstile;
+    if (!PyArg_ParseTuple(args, "OO!:follow", &receiver, Turnstile_type, &turnstile))
+        return NULL;
     Py_XSETREF(self->receiver, Py_NewRef(receiver));
+    Py_XSETREF(self->turnstile, Py_NewRef(turnstile));
     Py_RETURN_NONE;
 }
 
@@ -303,6 +310,25 @@ static PyObject *Seat_leave(Seat *self, PyObject *Py_UNUSED(ignored))
     Py_RETURN_NONE;
 }
 
+static PyObject *Seat_heed(Seat *self, PyObject *Py_UNUSED(ignored))
+{
+    Message news;
+    if (!self->receiver)
+        Py_RETURN_FALSE;
+    if (!self->tree || !hear(self->fd, NEWS, 0, &news))
+        return PyObject_CallMethodNoArgs(self->receiver, names.heed);
+    PyObject *receiver = Py_NewRef(self->receiver), *turnstile = Py_NewRef(self->turnstile);
+    PyObject *told_at = PyFloat_FromDouble(now());
+    int failed = !told_at || PyObject_SetAttr(receiver, names.told_at, told_at) || go_through(turnstile)
+        || PyObject_SetAttr(receiver, names.told_at, names.never); /* the acting thread may have been first */
+    Py_XDECREF(told_at);
+    Py_DECREF(receiver);
+    Py_DECREF(turnstile);
+    if (failed)
+        return NULL;
+    Py_RETURN_TRUE;
+}
+
 static PyObject *Seat_disarm(Seat *self, PyObject *Py_UNUSED(ignored))
 {
     disarm(self);
@@ -315,22 +341,24 @@ static PyMemberDef Seat_members[] = {
     {"busy", T_BOOL, offsetof(Seat, busy), 0, NULL},
     {NULL},
 };
-PyDoc_STRVAR(Seat_follow_doc, "follow(receiver): whose enter() and leave() are the long way.");
+PyDoc_STRVAR(Seat_follow_doc, "follow(receiver, turnstile): whose enter(), leave() and heed() are the long way; its gate.");
 PyDoc_STRVAR(Seat_take_doc, "take(words, at): the worker's block begins there.");
-PyDoc_STRVAR(Seat_quit_doc, "Let everything go; every enter() and leave() does nothing from then on.");
+PyDoc_STRVAR(Seat_quit_doc, "Let everything go; enter(), leave() and heed() do nothing from then on.");
 PyDoc_STRVAR(Seat_arm_doc,
              "arm(tree, tensors, bound, copied, bump, views, staged, fd, worker, retains): how to install an update.");
 PyDoc_STRVAR(Seat_disarm_doc, "Go the long way with the next update.");
 PyDoc_STRVAR(Seat_enter_doc, "Feed.enter (gate.py).");
 PyDoc_STRVAR(Seat_leave_doc, "Feed.leave (gate.py).");
+PyDoc_STRVAR(Seat_heed_doc, "Told.heed (receiver_thread.py).");
 static PyMethodDef Seat_methods[] = {
-    {"follow", (PyCFunction)Seat_follow, METH_O, Seat_follow_doc},
+    {"follow", (PyCFunction)Seat_follow, METH_VARARGS, Seat_follow_doc},
     {"take", (PyCFunction)Seat_take, METH_VARARGS, Seat_take_doc},
     {"quit", (PyCFunction)Seat_quit, METH_NOARGS, Seat_quit_doc},
     {"arm", (PyCFunction)Seat_arm, METH_VARARGS, Seat_arm_doc},
     {"disarm", (PyCFunction)Seat_disarm, METH_NOARGS, Seat_disarm_doc},
     {"enter", (PyCFunction)Seat_enter, METH_NOARGS, Seat_enter_doc},
     {"leave", (PyCFunction)Seat_leave, METH_NOARGS, Seat_leave_doc},
+    {"heed", (PyCFunction)Seat_heed, METH_NOARGS, Seat_heed_doc},
     {NULL},
 };
 PyDoc_STRVAR(Seat_doc, "A worker's own words, and what its model is on. Asked by the gate instead of a receiver.");
