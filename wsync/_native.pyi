@@ -37,6 +37,18 @@ class Board:
         /,
     ) -> SyncReport | tuple[SyncReport, int, list[int], bytes] | None: ...
 
+class Installer:
+    def __init__(
+        self,
+        tree: Tree,
+        tensors: tuple[Tensor, ...],
+        bound: tuple[tuple[Tensor, int], ...],
+        copied: tuple[tuple[Tensor, int], ...],
+        bump: Callable[[], object],
+        /,
+    ) -> None: ...
+    def install(self, views: Sequence[Tensor], /) -> bool: ...
+
 class Turnstile:
     lock: Any
     depth: int
@@ -56,11 +68,7 @@ class Seat:
     def take(self, words: memoryview, at: int, /) -> None: ...
     def arm(
         self,
-        tree: Tree,
-        tensors: tuple[Tensor, ...],
-        bound: tuple[tuple[Tensor, int], ...],
-        copied: tuple[tuple[Tensor, int], ...],
-        bump: Callable[[], object],
+        installer: Installer,
         views: list[Sequence[Tensor]],
         staged: dict[int, Any],
         fd: int,

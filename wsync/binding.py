@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,24 +26,6 @@ def dump_extra(extra: Mapping[str, Any] | None) -> bytes:
 def load_extra(blob: bytes) -> dict[str, Any]:
     """The extra state that a trainer dumped."""
     return pickle.loads(blob) if blob else {}
-
-
-class Steps(NamedTuple):
-    """How a model takes an update, as long as it does not change.
-
-    Attributes:
-        tree: finds its tensors.
-        tensors: what it found.
-        bound: ``(parameter, index of its view)`` of those that are bound.
-        copied: the same, of those that are copied.
-        bump: tells autograd that these were written.
-    """
-
-    tree: native.Tree
-    tensors: tuple[Tensor, ...]
-    bound: tuple[tuple[nn.Parameter, int], ...]
-    copied: tuple[tuple[Tensor, int], ...]
-    bump: Callable[[], object]
 
 
 class Binding:
@@ -99,14 +81,13 @@ class Binding:
         """How many bytes an update copies; the others are bound."""
         return sum(tensor.nbytes for tensor, _ in self._copied)
 
-    @property
-    def steps(self) -> Steps | None:
-        """What ``install`` does, for the short way, if there is one."""
+    def installer(self) -> native.Installer | None:
+        """What does the same as ``install``, on the short way, until the model changes."""
         if self.tree is None or any(tensor.is_neg() or tensor.is_conj() for tensor, _ in self._copied):
             return None
         copied = [tensor for tensor, _ in self._copied if not tensor.is_inference()]
         bump = partial(increment_version, copied)
-        return Steps(self.tree, tuple(self._tensors), tuple(self._bound), tuple(self._copied), bump)
+        return native.installer(self.tree, self._tensors, self._bound, self._copied, bump)
 
     @property
     def may_refuse(self) -> bool:

@@ -104,12 +104,12 @@ class LocalReceiver:
         """Have the seat install what comes next, unless it has to be checked, or may be refused."""
         if binding.tree is self._armed or isinstance(self._seat, Seat) or self._arena is None:
             return
-        self._armed, steps = binding.tree, binding.steps
+        self._armed, installer = binding.tree, binding.installer()
         self._seat.disarm()
-        if steps is None or self._checksum or self._seat.hold or binding.copies > native.SMALL:
+        if installer is None or self._checksum or self._seat.hold or binding.copies > native.SMALL:
             return
         line = self._connection().fileno()
-        self._seat.arm(*steps, self._arena.all_views, staged, line, self._worker, self._retains)
+        self._seat.arm(installer, self._arena.all_views, staged, line, self._worker, self._retains)
 
     def attach(self, receiver: Told) -> None:
         """Have the process's thread listen."""

@@ -7,7 +7,7 @@ times the latency for small models. ``WSYNC_NATIVE=0`` in the environment says t
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from wsync.types import SyncReport
 
 if TYPE_CHECKING:
-    from wsync._native import Board, Room, Seat, Spot, Tree, Turnstile
+    from wsync._native import Board, Installer, Room, Seat, Spot, Tree, Turnstile
 
-_REVISION = 3  # of csrc/module.c
+_REVISION = 4  # of csrc/module.c
 SMALL = 2 << 20  # bytes: above, PyTorch's own copies are as fast, and may use several threads
 _PLAIN_TYPES = (nn.Parameter, Tensor)  # a subclass may keep its numbers elsewhere
 
@@ -57,6 +57,27 @@ def tree(places: Sequence[Spot], links: Sequence[tuple[Spot, Any]], vacant: Sequ
         return None
     children = tuple((where, key, child) for (where, key), child in links)
     return _native.Tree(tuple(places), children, tuple(vacant), tuple(tables))
+
+
+def installer(
+    tree: Tree,
+    tensors: Sequence[Tensor],
+    bound: Sequence[tuple[Tensor, int]],
+    copied: Sequence[tuple[Tensor, int]],
+    bump: Callable[[], object],
+) -> Installer | None:
+    """How a model takes an update, as long as it does not change; None if there is no short way.
+
+    Args:
+        tree: finds its tensors.
+        tensors: what it has to find.
+        bound: ``(parameter, index of its view)`` of those that are bound.
+        copied: the same, of those that are copied.
+        bump: tells autograd that these were written.
+    """
+    if _native is None:
+        return None
+    return _native.Installer(tree, tuple(tensors), tuple(bound), tuple(copied), bump)
 
 
 def seat() -> Seat | None:

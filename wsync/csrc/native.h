@@ -79,11 +79,19 @@ typedef struct Tree Tree;
 /* The tensors, as a list; None if anything was added, removed or replaced but tensors; NULL with an error. */
 PyObject *Tree_tensors(Tree *tree, PyObject *ignored);
 
+typedef struct Installer Installer;
+
+/* Whether the model is what it was when the installer was made: 1; 0; or -1 with an error. */
+int Installer_is_current(Installer *installer);
+
+/* Binding.install: 1; 0, with nothing done, if a tensor is not just bytes; -1 with an error. */
+int Installer_install(Installer *installer, PyObject *views);
+
 /* Into a gate and out again: news are installed on the way. -1 with an error. */
 int go_through(PyObject *turnstile);
 
-extern PyTypeObject *Room_type, *Tree_type, *Turnstile_type;
-extern PyType_Spec Room_spec, Tree_spec, Board_spec, Turnstile_spec, Seat_spec;
+extern PyTypeObject *Room_type, *Tree_type, *Turnstile_type, *Installer_type;
+extern PyType_Spec Room_spec, Tree_spec, Board_spec, Turnstile_spec, Installer_spec, Seat_spec;
 
 /* --- names that Python knows as well --- */
 

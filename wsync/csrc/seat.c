@@ -11,8 +11,7 @@ typedef struct {
     Py_ssize_t at;      /* where its block begins, in words */
     PyObject *receiver; /* the long way */
     PyObject *turnstile;
-    /* What installs an update: if it is armed. */
-    PyObject *tree, *tensors, *bound, *copied, *views, *staged, *bump;
+    PyObject *installer, *views, *staged; /* if it is armed: views of each slot; what waits for a decision */
     int fd, worker, retains;
 } Seat;
 
@@ -20,26 +19,18 @@ static int Seat_traverse(Seat *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->receiver);
     Py_VISIT(self->turnstile);
-    Py_VISIT(self->tree);
-    Py_VISIT(self->tensors);
-    Py_VISIT(self->bound);
-    Py_VISIT(self->copied);
+    Py_VISIT(self->installer);
     Py_VISIT(self->views);
     Py_VISIT(self->staged);
-    Py_VISIT(self->bump);
     Py_VISIT(Py_TYPE(self));
     return 0;
 }
 
 static void disarm(Seat *self)
 {
-    Py_CLEAR(self->tree);
-    Py_CLEAR(self->tensors);
-    Py_CLEAR(self->bound);
-    Py_CLEAR(self->copied);
+    Py_CLEAR(self->installer);
     Py_CLEAR(self->views);
     Py_CLEAR(self->staged);
-    Py_CLEAR(self->bump);
 }
 
 static int Seat_clear(Seat *self)
@@ -111,19 +102,14 @@ static PyObject *Seat_quit(Seat *self, PyObject *Py_UNUSED(ignored))
 
 static PyObject *Seat_arm(Seat *self, PyObject *args)
 {
-    PyObject *tree, *tensors, *bound, *copied, *views, *staged, *bump;
+    PyObject *installer, *views, *staged;
     int fd, worker, retains;
-    if (!PyArg_ParseTuple(args, "O!O!O!O!OO!O!iip:arm", Tree_type, &tree, &PyTuple_Type, &tensors, &PyTuple_Type,
-                          &bound, &PyTuple_Type, &copied, &bump, &PyList_Type, &views, &PyDict_Type, &staged, &fd,
-                          &worker, &retains))
+    if (!PyArg_ParseTuple(args, "O!O!O!iip:arm", Installer_type, &installer, &PyList_Type, &views, &PyDict_Type, &staged,
+                          &fd, &worker, &retains))
         return NULL;
-    Py_XSETREF(self->tree, Py_NewRef(tree));
-    Py_XSETREF(self->tensors, Py_NewRef(tensors));
-    Py_XSETREF(self->bound, Py_NewRef(bound));
-    Py_XSETREF(self->copied, Py_NewRef(copied));
+    Py_XSETREF(self->installer, Py_NewRef(installer));
     Py_XSETREF(self->views, Py_NewRef(views));
     Py_XSETREF(self->staged, Py_NewRef(staged));
-    Py_XSETREF(self->bump, Py_NewRef(bump));
     self->fd = fd, self->worker = worker, self->retains = retains;
     Py_RETURN_NONE;
 }
@@ -143,56 +129,6 @@ static void lock(Block *block)
     if (pthread_mutex_lock(mutex) == EOWNERDEAD)
         pthread_mutex_consistent(mutex);
     Py_END_ALLOW_THREADS
-}
-
-/* Whether the model is what it was when the seat was armed: 1; 0; or -1 with an error. */
-static int is_current(Seat *self)
-{
-    PyObject *now = Tree_tensors((Tree *)self->tree, NULL);
-    if (!now)
-        return -1;
-    int current = now != Py_None && PyList_GET_SIZE(now) == PyTuple_GET_SIZE(self->tensors);
-    for (Py_ssize_t i = 0; current && i < PyList_GET_SIZE(now); i++)
-        current = PyList_GET_ITEM(now, i) == PyTuple_GET_ITEM(self->tensors, i);
-    Py_DECREF(now);
-    return current;
-}
-
-/* One of the pairs (tensor, index of its view) in a tuple. */
-static PyObject *pair_at(PyObject *pairs, Py_ssize_t i, PyObject *views, PyObject **view)
-{
-    PyObject *pair = PyTuple_GET_ITEM(pairs, i);
-    *view = PyTuple_GET_ITEM(views, PyLong_AsSsize_t(PyTuple_GET_ITEM(pair, 1)));
-    return PyTuple_GET_ITEM(pair, 0);
-}
-
-/* Binding.install: 1; 0, with nothing done, if a tensor is not just bytes; -1 with an error. */
-static int install(Seat *self, PyObject *views)
-{
-    Py_ssize_t copied = PyTuple_GET_SIZE(self->copied);
-    PyObject *view;
-    for (int copying = 0; copying < 2; copying++) { /* first see that all of them can be copied */
-        for (Py_ssize_t i = 0; i < copied; i++) {
-            DLTensor from, to;
-            PyObject *tensor = pair_at(self->copied, i, views, &view);
-            if (dlpack->view(view, &from))
-                return -1;
-            if (!is_like(tensor, &from, &to))
-                return 0;
-            if (copying && size_of(&to))
-                memcpy(start_of(&to), start_of(&from), size_of(&to));
-        }
-    }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->bound); i++) {
-        PyObject *parameter = pair_at(self->bound, i, views, &view);
-        if (PyObject_SetAttr(parameter, names.data, view))
-            return -1;
-    }
-    if (!copied)
-        return 1;
-    PyObject *done = PyObject_CallNoArgs(self->bump); /* autograd has to know that they were written */
-    Py_XDECREF(done);
-    return done ? 1 : -1;
 }
 
 /* LocalReceiver.leave: 1 if the sender waits to be told. */
@@ -224,14 +160,15 @@ static void answer(Seat *self, const Message *message)
 /* What the long way does when it installs: 1; 0, with nothing done but what it does again; -1 with an error. */
 static int go_to(Seat *self, double started)
 {
-    if (!self->tree || self->hold || PyDict_GET_SIZE(self->staged))
+    if (!self->installer || self->hold || PyDict_GET_SIZE(self->staged))
         return 0;
     PyObject *waiting = PyObject_GetAttr(self->receiver, names.waiting); /* those have to be woken */
     int somebody = waiting ? PyObject_IsTrue(waiting) : -1;
     Py_XDECREF(waiting);
     if (somebody)
         return somebody < 0 ? -1 : 0;
-    int current = is_current(self);
+    Installer *installer = (Installer *)self->installer;
+    int current = Installer_is_current(installer);
     if (current <= 0)
         return current;
     Block *block = own_block(self);
@@ -246,7 +183,7 @@ static int go_to(Seat *self, double started)
     unlock(block);
     if (!views)
         return 0;
-    int done = install(self, views);
+    int done = Installer_install(installer, views);
     if (done <= 0)
         return done;
     self->version = value >> 16;
@@ -303,7 +240,7 @@ static PyObject *Seat_leave(Seat *self, PyObject *Py_UNUSED(ignored))
 {
     if (!self->receiver)
         Py_RETURN_NONE;
-    if (!self->words.obj || !self->tree)
+    if (!self->words.obj || !self->installer)
         return PyObject_CallMethodNoArgs(self->receiver, names.leave);
     if (leave(self))
         answer(self, &(Message){.kind = FREED, .worker = self->worker});
@@ -315,7 +252,7 @@ static PyObject *Seat_heed(Seat *self, PyObject *Py_UNUSED(ignored))
     Message news;
     if (!self->receiver)
         Py_RETURN_FALSE;
-    if (!self->tree || !hear(self->fd, NEWS, 0, &news))
+    if (!self->installer || !hear(self->fd, NEWS, 0, &news))
         return PyObject_CallMethodNoArgs(self->receiver, names.heed);
     PyObject *receiver = Py_NewRef(self->receiver), *turnstile = Py_NewRef(self->turnstile);
     PyObject *told_at = PyFloat_FromDouble(now());
@@ -345,7 +282,7 @@ PyDoc_STRVAR(Seat_follow_doc, "follow(receiver, turnstile): whose enter(), leave
 PyDoc_STRVAR(Seat_take_doc, "take(words, at): the worker's block begins there.");
 PyDoc_STRVAR(Seat_quit_doc, "Let everything go; enter(), leave() and heed() do nothing from then on.");
 PyDoc_STRVAR(Seat_arm_doc,
-             "arm(tree, tensors, bound, copied, bump, views, staged, fd, worker, retains): how to install an update.");
+             "arm(installer, views, staged, fd, worker, retains): how to take an update.");
 PyDoc_STRVAR(Seat_disarm_doc, "Go the long way with the next update.");
 PyDoc_STRVAR(Seat_enter_doc, "Feed.enter (gate.py).");
 PyDoc_STRVAR(Seat_leave_doc, "Feed.leave (gate.py).");
