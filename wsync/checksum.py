@@ -21,6 +21,11 @@ def checksum_of(flat: Tensor, extra: bytes) -> int:
     return xxhash.xxh3_64_intdigest(extra, digest) if extra else digest
 
 
+def seal(content: Any) -> bytes:
+    """``checksum_of`` bytes in the main memory that come without extra state, as it travels."""
+    return CHECKSUM.pack(xxhash.xxh3_64_intdigest(content))
+
+
 def damage(version: int, flat: Tensor, extra: bytes, expected: int) -> str:
     """What is wrong with an update that had the checksum ``expected`` when it was packed; empty if nothing is."""
     found = checksum_of(flat, extra)

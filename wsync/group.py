@@ -69,13 +69,18 @@ class Pair:
         self._group = None
 
 
-def finish(work: Work, timeout: float | None, device: torch.device) -> None:
+def patience(timeout: float | None) -> timedelta:
+    """So many seconds, as ``torch.distributed`` takes them; None for no limit."""
+    return _FOREVER if timeout is None else timedelta(seconds=timeout)
+
+
+def finish(work: Work, wait: timedelta, device: torch.device) -> None:
     """Wait until ``work`` is done, and its data can be read.
 
     Raises:
-        RuntimeError: the other end is gone, or silent for so many seconds.
+        RuntimeError: the other end is gone, or silent for as long as ``wait``.
     """
-    work.wait(_FOREVER if timeout is None else timedelta(seconds=timeout))
+    work.wait(wait)
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -160,7 +165,7 @@ def _address_towards(host: str, port: int) -> str:
 
 def _timeout(deadline: float | None) -> timedelta:
     left = remaining(deadline)
-    return _FOREVER if left is None else timedelta(seconds=max(left, 0.001))
+    return patience(None if left is None else max(left, 0.001))
 
 
 def _form(store: Any, backend: str, name: tuple[int, int], rank: int, host: str, deadline: float | None) -> Pair:

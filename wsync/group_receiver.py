@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
+from wsync import native
 from wsync.binding import Binding
 from wsync.checksum import CHECKSUM, damage
 from wsync.deadlines import wait_readable
 from wsync.errors import NotConnected, SyncTimeout
-from wsync.group import Pair, Work, finish
+from wsync.group import Pair
+from wsync.group_follower import GroupFollower
 from wsync.group_sender import TRANSACTION
+from wsync.landing import Landing
 from wsync.layout import Layout
 from wsync.plan import Plan
 from wsync.receiver_thread import Told
-from wsync.transport import Closed, Decision, Event, Follower, News, Stage
+from wsync.transport import Closed, Decision, Event, Follower, LongWay, News, Stage
 from wsync.types import ANY_VERSION, Ack, Update
 from wsync.words import Kind, Line, Message
 
@@ -44,20 +44,8 @@ class Attach(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Slot:
-    """One received version: the flat buffer, its views, and whether it is in use."""
-
-    flat: Tensor
-    views: Sequence[Tensor]
-    used: bool = False
-
-
 class GroupReceiver:
-    """A worker's end (a ``ReceiverEnd``).
-
-    The transfer of the next version is begun before it is announced, into a buffer that nobody uses; so weights arrive
-    without a round trip. A model that is bound stays on the buffer of its version; the other one takes the next.
+    """A worker's end (a ``ReceiverEnd``). A model that is bound stays on the buffer of its version.
 
     Args:
         dial: makes the line to the sender.
@@ -84,22 +72,21 @@ class GroupReceiver:
         self._join_pair = join_pair
         self._telling = telling
         self._retains = retains
-        self._device = device
-        self._timeout = timeout
-        self._ahead = ahead
-        self.layout: Layout | None = None
-        self._checksum = False
-        self._worker = -1
+        self.landing = Landing(device, timeout, ahead=ahead)
+        self.worker = -1
+        self.pending: Update | None = None  # it has arrived, and is not installed
         self._knocked: Line | None = None  # and was not let in yet
         self._line: Line | None = None
-        self._pair: Pair | None = None
-        self._slots: list[_Slot] = []
-        self._incoming: tuple[int, Work] | None = None  # begun, and not yet announced
-        self._bound = -1  # the slot that the model is bound to
-        self._pending: Update | None = None
+        self._short: GroupFollower | None = None
+        self._armed: native.Tree | None = None  # how the short way finds the model's tensors
+        self._bound = -1  # the buffer that the model is bound to
         self._kept: dict[int, Update] = {}  # what is staged, by transaction
         self._said: Message | None = None  # the last answer
-        self._lock = threading.Lock()  # slots and transfers: the acting thread installs, too
+
+    @property
+    def layout(self) -> Layout | None:
+        """What the weights look like; None until the sender knows."""
+        return self.landing.layout
 
     def knock(self, worker_idx: int, deadline: float | None) -> Sequence[int]:
         """Say who is here."""
@@ -109,20 +96,20 @@ class GroupReceiver:
     def connect(self, worker_idx: int, deadline: float | None) -> None:
         """Knock, wait to be let in, form the pair; return with the first weights at hand, if the sender has any."""
         line, self._knocked = self._knocked or self._dial(worker_idx, deadline), None
-        self._worker = worker_idx
+        self.worker = worker_idx
         try:
             message = self._await(line, worker_idx, deadline)
             if message.kind is Kind.REFUSED:
                 raise NotConnected(f"worker {worker_idx} was not let in: {message.payload.decode(errors='replace')}")
             plan = Plan.load(message.payload)
             try:
-                self._pair = self._join_pair(worker_idx, plan.generation, deadline)
+                self.landing.join(self._join_pair(worker_idx, plan.generation, deadline))
             except RuntimeError as error:
                 raise NotConnected(f"worker {worker_idx} could not join its process group: {error}") from error
             self._line = line
-            self._prepare(plan)
+            self.landing.prepare(plan)
             if message.version:
-                self._pending = self._take(self._await(line, worker_idx, deadline))
+                self.pending = self._take(self._await(line, worker_idx, deadline))
         except ValueError as error:
             self._drop_line(line)
             raise NotConnected(f"worker {worker_idx} does not understand the sender: {error}") from error
@@ -148,12 +135,18 @@ class GroupReceiver:
             raise NotConnected("this worker is not connected: call connect(worker_idx=…) first")
         return self._line
 
-    def feed(self, receiver: Follower) -> Follower:
-        """There is no shorter way."""
-        return receiver
+    def feed(self, receiver: LongWay) -> Follower:
+        """The short way, once it is armed."""
+        self._short = GroupFollower(receiver, self, self._connection())
+        return self._short
 
     def arm(self, binding: Binding, staged: dict[int, Any]) -> None:
-        """There is no shorter way."""
+        """Have the short way taken by what comes next, if it comes into the main memory."""
+        if self._short is None or binding.tree is self._armed:
+            return
+        self._armed = binding.tree
+        small = binding.copies <= native.SMALL and all(berth.content is not None for berth in self.landing.berths)
+        self._short.arm(binding.installer() if small else None, staged)
 
     def attach(self, receiver: Told) -> None:
         """As the backend does it."""
@@ -170,20 +163,23 @@ class GroupReceiver:
 
     def events(self) -> Sequence[Event]:
         """What one message says; of an announced version, when it is here."""
-        message = self._connection().receive()
+        return self.understand(self._connection().receive())
+
+    def understand(self, message: Message | None, index: int | None = None) -> Sequence[Event]:
+        """What a message says; ``index`` is the buffer in which what it announces has arrived, if it has."""
         if message is None or message.kind is Kind.BYE:
             return [Closed()]
         try:
-            return self._events(message)
+            return self._events(message, index)
         except ConnectionError:
-            return self._give_up()
+            return self.give_up()
         except ValueError as error:
-            self.answer(Ack(self._worker, ANY_VERSION, f"it does not understand the sender: {error}"))
-            return self._give_up()
+            self.answer(Ack(self.worker, ANY_VERSION, f"it does not understand the sender: {error}"))
+            return self.give_up()
 
-    def _events(self, message: Message) -> Sequence[Event]:
+    def _events(self, message: Message, index: int | None) -> Sequence[Event]:
         if message.kind is Kind.LAYOUT:
-            self._prepare(Plan.load(message.payload))
+            self.landing.prepare(Plan.load(message.payload))
             return []
         if message.kind is Kind.ASK:
             if self._said is not None:
@@ -193,71 +189,38 @@ class GroupReceiver:
             (transaction,) = _unpacked(TRANSACTION, message.payload)
             update = self._kept.pop(transaction, None)
             if update is not None and message.kind is Kind.DROP:
-                self._free(update.slot)
+                self.landing.free(update.slot)
             return [Decision(transaction, message.kind is Kind.DECIDE)]
         try:
-            update = self._take(message)
+            update = self._take(message, index)
         except RuntimeError:  # the line of tensors has broken, so there will be no more
-            return self._give_up()
+            return self.give_up()
         if message.kind is Kind.NEWS:
-            self._pending = update
+            self.pending = update
             return [News()]
         (transaction,) = _unpacked(TRANSACTION, message.payload[: TRANSACTION.size])
         self._kept[transaction] = update
         return [Stage(transaction, update)]
 
-    def _give_up(self) -> Sequence[Event]:
+    def give_up(self) -> Sequence[Event]:
         """Hang up, so that the sender knows at once; what the model has it keeps."""
         line = self._connection()
         _say_goodbye(line)
         line.close()
         return [Closed()]
 
-    # --- buffers ---
-
-    def _prepare(self, plan: Plan) -> None:
-        if plan.layout is None:
-            return
-        self.layout, self._checksum = plan.layout, plan.checksum
-        if self._ahead:
-            self._begin()
-
-    def _begin(self) -> None:
-        """Begin to receive the next version, unless that has been done."""
-        with self._lock:
-            if self._incoming is not None or self._pair is None:
-                return
-            layout = self.layout
-            if layout is None:
-                raise NotConnected("weights were announced before their layout")
-            free = (index for index, slot in enumerate(self._slots) if not slot.used)
-            index = next(free, len(self._slots))
-            if index == len(self._slots):
-                flat = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self._device)
-                self._slots.append(_Slot(flat, layout.views(flat)))
-            self._slots[index].used = True
-            self._incoming = index, self._pair.receive(self._slots[index].flat)
-
-    def _take(self, message: Message) -> Update:
+    def _take(self, message: Message, index: int | None = None) -> Update:
         """The version that ``message`` announces, when it has arrived."""
         if message.kind not in (Kind.NEWS, Kind.STAGE):
             raise ValueError(f"a message {message.kind.name} of {len(message.payload)} bytes")
-        self._begin()
-        assert self._incoming is not None, "begun just now"
-        (index, work), self._incoming = self._incoming, None
-        finish(work, self._timeout, self._device)
+        index = self.landing.take() if index is None else index
         said = message.payload[TRANSACTION.size :] if message.kind is Kind.STAGE else message.payload
-        slot = self._slots[index]
-        if not self._checksum:
-            return Update(message.version, slot.views, said, index)
+        berth = self.landing.berths[index]
+        if not self.landing.checksum:
+            return Update(message.version, berth.views, said, index)
         (checksum,), extra = _unpacked(CHECKSUM, said[: CHECKSUM.size]), said[CHECKSUM.size :]
-        wrong = damage(message.version, slot.flat, extra, checksum)
-        return Update(message.version, slot.views, extra, index, damage=wrong)
-
-    def _free(self, index: int) -> None:
-        if index >= 0:
-            with self._lock:
-                self._slots[index].used = False
+        wrong = damage(message.version, berth.flat, extra, checksum)
+        return Update(message.version, berth.views, extra, index, damage=wrong)
 
     # --- the gate's side ---
 
@@ -269,16 +232,21 @@ class GroupReceiver:
 
     def enter(self) -> Update | None:
         """What has arrived and is not installed."""
-        update, self._pending = self._pending, None
+        update, self.pending = self.pending, None
         return update
 
     def installed(self, update: Update, error: str) -> None:
         """Free the buffer that is no longer needed."""
-        if error or not self._retains:
-            self._free(update.slot)
+        if error:
+            self.landing.free(update.slot)
         else:
-            self._free(self._bound)
-            self._bound = update.slot
+            self.stay(update.slot)
+
+    def stay(self, index: int) -> None:
+        """The model has what is in a buffer; free the one that is no longer needed."""
+        if self._retains:
+            self._bound, index = index, self._bound
+        self.landing.free(index)
 
     def leave(self) -> None:
         """Nothing is borrowed."""
@@ -286,11 +254,14 @@ class GroupReceiver:
     def answer(self, ack: Ack, *, staged: bool = False) -> None:
         """Tell the sender, and be ready for the next version; if it is gone, whoever listens will notice."""
         kind = Kind.FAILED if ack.error else Kind.STAGED if staged else Kind.ACK
-        self._said = Message(kind, ack.worker, ack.version, ack.error.encode(), ack.wait, ack.apply)
+        self.say(Message(kind, ack.worker, ack.version, ack.error.encode(), ack.wait, ack.apply))
+
+    def say(self, answer: Message) -> None:
+        """``answer``, in the words of the line."""
+        self._said = answer
         try:
-            self._connection().send(self._said)
-            if self._ahead and self.layout is not None:
-                self._begin()
+            self._connection().send(answer)
+            self.landing.expect()
         except (ConnectionError, RuntimeError):
             return
 
@@ -304,13 +275,8 @@ class GroupReceiver:
             return
         _say_goodbye(self._line)
         self._line.close()
-        self._line = None
-        with self._lock:
-            self._incoming = None
-            if self._pair is not None:
-                self._pair.close()
-                self._pair = None
-            self._slots.clear()
+        self._line = self._short = self._armed = None
+        self.landing.close()
 
 
 def _say_goodbye(line: Line) -> None:

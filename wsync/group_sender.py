@@ -19,6 +19,7 @@ from wsync.checksum import CHECKSUM, checksum_of
 from wsync.deadlines import wait_readable
 from wsync.errors import SyncTimeout, WeightSyncError
 from wsync.group import Pair
+from wsync.group_express import GroupExpress
 from wsync.lanes import Flats, Lane, Parcel
 from wsync.layout import Layout
 from wsync.lines import Lines
@@ -150,10 +151,13 @@ class GroupSender:
         try:
             lane.work = lane.pair.send(self._flats.flat(parcel.slot))
         except RuntimeError as error:
-            while self._lines.read(0.0):  # it may have said why
-                pass
-            if worker in self.workers:
-                self._lines.lose(worker, f"its process group has broken: {error}")
+            self._lose(worker, error)
+
+    def _lose(self, worker: int, error: RuntimeError) -> None:
+        """A worker's line of tensors has broken."""
+        self._lines.listen()  # it may have said why
+        if worker in self.workers:
+            self._lines.lose(worker, f"its process group has broken: {error}")
 
     # --- slots ---
 
@@ -224,8 +228,17 @@ class GroupSender:
                     return
 
     def express(self) -> Express | None:
-        """There is no short way."""
-        return None
+        """The short way, while everybody is there and ready, and nothing is kept for a decision."""
+        with self._lock:
+            layout, lanes = self._layout, self._lanes
+            at_rest = len(self.workers) == self._num_workers and not self._staged and self._courier is None
+            if layout is None or not at_rest or any(lane.under_way or lane.waiting for lane in lanes):
+                return None
+            turns = self._flats.turns(layout, [lane.latest for lane in lanes if lane.latest])
+            if turns is None:
+                return None
+            short = GroupExpress(self._lines, lanes, self._lose, turns, layout.nbytes, self._checksum)
+            return Express(lambda acknowledge: short.update if acknowledge else None, short.complete)
 
     def stage(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
         """Send a packed buffer for workers to check and keep."""

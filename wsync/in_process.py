@@ -13,7 +13,7 @@ from wsync.layout import Layout
 from wsync.packing import Buffer
 from wsync.receiver_thread import Told
 from wsync.shortcut import Express
-from wsync.transport import Event, Follower
+from wsync.transport import Event, Follower, LongWay
 from wsync.types import Ack, Update
 
 
@@ -99,7 +99,7 @@ class InProcessLine:
     def connect(self, worker_idx: int, deadline: float | None) -> None:
         """The sender is here."""
 
-    def feed(self, receiver: Follower) -> Follower:
+    def feed(self, receiver: LongWay) -> Follower:
         """There is no shorter way."""
         return receiver
 

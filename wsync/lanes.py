@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ from wsync.packing import Buffer
 from wsync.words import Kind
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Parcel:
     """A version to be sent: the word that announces it, and the buffer that it lies in."""
 
@@ -88,6 +88,18 @@ class Flats:
             self._buffers.append(Buffer.over(layout, flat, slot))
         self.reserved.add(slot)
         return self._buffers[slot]
+
+    def turns(self, layout: Layout, latest: Sequence[Parcel]) -> tuple[Buffer, Buffer] | None:
+        """The buffer in which the newest version lies, and one that is free; None if there are several newest ones.
+
+        They must be for the short way: None where they are not.
+        """
+        newest = {parcel.slot for parcel in latest}
+        if len(newest) != 1 or self.reserved:
+            return None
+        both = self._buffers[newest.pop()], self.reserve(layout, latest)
+        self.reserved.clear()
+        return None if any(buffer.room is None for buffer in both) else both
 
     def flat(self, slot: int) -> Tensor:
         """All bytes of a buffer."""

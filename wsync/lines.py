@@ -183,8 +183,8 @@ class Lines:
             return
 
     def note(self, ack: Ack) -> None:
-        """Take it that a worker has answered so."""
-        self._answers[ack.worker] = ack
+        """Take it that a worker has answered so, or has gone."""
+        (self._departed if ack.died else self._answers)[ack.worker] = ack
 
     def listen(self) -> None:
         """Take in everything that has been said."""

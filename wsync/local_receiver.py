@@ -17,7 +17,7 @@ from wsync.plan import Plan
 from wsync.receiver_thread import Told, receiver_thread
 from wsync.rendezvous import Connection, Endpoint, knock
 from wsync.seat import Seat
-from wsync.transport import Closed, Decision, Event, Follower, News, Stage
+from wsync.transport import Closed, Decision, Event, Follower, LongWay, News, Stage
 from wsync.types import ANY_VERSION, Ack, Update
 from wsync.words import Kind, Message
 
@@ -93,7 +93,7 @@ class LocalReceiver:
             self._switch.call(self._wanted)
             self._arena = arena  # last: an acting thread that sees it uses the others
 
-    def feed(self, receiver: Follower) -> Follower:
+    def feed(self, receiver: LongWay) -> Follower:
         """The seat, if it goes the short way: most forwards find nothing new, and most news are usual."""
         if isinstance(self._seat, Seat):
             return receiver

@@ -17,7 +17,7 @@ from wsync.types import SyncReport
 if TYPE_CHECKING:
     from wsync._native import Board, Installer, Room, Seat, Spot, Tree, Turnstile
 
-_REVISION = 4  # of csrc/module.c
+_REVISION = 5  # of csrc/module.c
 SMALL = 2 << 20  # bytes: above, PyTorch's own copies are as fast, and may use several threads
 _PLAIN_TYPES = (nn.Parameter, Tensor)  # a subclass may keep its numbers elsewhere
 

@@ -23,6 +23,7 @@ from wsync.words import HEADER_SIZE, PROTOCOL, Kind, Line, Message, length_in, u
 
 _FRAME_TIMEOUT = 5.0  # seconds in which a begun message has to go on
 _MOST = 1 << 30  # bytes of one message; a longer one is a stranger's
+_USUAL = 8  # bytes of a payload: fewer than a header has, so that what is read with a message is never the next one
 _STEP = 1 << 20  # bytes: memory is taken as they come, not as they are announced
 _PROBES = (
     (socket.TCP_KEEPIDLE, 4),
@@ -47,6 +48,7 @@ class NetLine:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._watch = Watch()
+        self._rest = b""  # that came with the last message: less than one
         host, port, *_ = sock.getpeername()
         self._where = f"{host} port {port}"
         sock.settimeout(_FRAME_TIMEOUT)
@@ -79,10 +81,13 @@ class NetLine:
         Raises:
             ConnectionError: the other end is gone, or has stopped reading long ago.
         """
-        data = memoryview(message.pack())
+        data = message.pack()
         try:
+            if len(data) <= _STEP:
+                self._socket.sendall(data)
+                return
             for begin in range(0, len(data), _STEP):  # the socket's timeout is for all that is sent at once
-                self._socket.sendall(data[begin : begin + _STEP])
+                self._socket.sendall(memoryview(data)[begin : begin + _STEP])
         except OSError as error:
             with suppress(OSError):  # it may have ended already
                 self._socket.shutdown(socket.SHUT_RDWR)  # after half a message nothing would be understood
@@ -96,25 +101,30 @@ class NetLine:
     def receive(self) -> Message | None:
         """The next message, once the descriptor is readable; None if the other end is gone, or talks nonsense."""
         try:
-            header = self._exactly(HEADER_SIZE)
-            length = length_in(header) if header else 0
-            if not header or length > _MOST:
+            data = self._rest + self._socket.recv(HEADER_SIZE + _USUAL - len(self._rest))
+            data += self._more(HEADER_SIZE - len(data))
+            end = HEADER_SIZE + length_in(data)
+            if end > _MOST:
                 return None
-            payload = self._exactly(length)
-            return None if len(payload) < length else unpack(header, payload)
+            data += self._more(end - len(data))
+            self._rest = data[end:]
+            return unpack(data, data[HEADER_SIZE:end])
         except (OSError, ValueError):
             return None
 
-    def _exactly(self, count: int) -> bytes:
-        """``count`` bytes; empty if the line ends first."""
+    def _more(self, count: int) -> bytes:
+        """So many bytes; none, if that is less than one.
+
+        Raises:
+            ConnectionError: the line ends before.
+        """
         parts: list[bytes] = []
-        while count:
-            part = self._socket.recv(min(count, _STEP))
-            if not part:
-                return b""
-            parts.append(part)
-            count -= len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        while count > 0:
+            parts.append(self._socket.recv(min(count, _STEP)))
+            if not parts[-1]:
+                raise ConnectionError("the other end is gone")
+            count -= len(parts[-1])
+        return b"".join(parts)
 
     def close(self) -> None:
         """Close the line; harmless when repeated."""

@@ -21,7 +21,7 @@ from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected, WeightSyncError
 from wsync.gate import guard, process_gate, release
 from wsync.strategy import WeightStrategy
-from wsync.transport import Closed, Decision, Follower, News, ReceiverEnd, Stage
+from wsync.transport import Closed, Decision, Event, Follower, News, ReceiverEnd, Stage
 from wsync.types import ANY_VERSION, Ack, Update
 
 _LOOK = 2.0  # seconds after which somebody who waits looks whether the sender is there, where nobody would tell
@@ -102,8 +102,7 @@ class Receiver:
         gate = process_gate()
         self._feed = self._end.feed(self)
         gate.attach(self._feed)
-        with gate.hold():
-            pass  # the first weights are there, if there are any: entering installs them
+        gate.turnstile.go_through()  # the first weights are there, if there are any
         self._pass_on()
         self._seen = self.version
         self._end.attach(self._feed)
@@ -171,7 +170,11 @@ class Receiver:
 
     def heed(self) -> bool:
         """Do what the sender has said; False when it is gone."""
-        for event in self._end.events():
+        return self.follow(self._end.events())
+
+    def follow(self, events: Sequence[Event]) -> bool:
+        """Do what was said; False when there will be nothing more."""
+        for event in events:
             if isinstance(event, Closed):
                 with self._changed:
                     self._closed = True
@@ -232,8 +235,7 @@ class Receiver:
             self.waiting += 1
         try:
             self._call(True)
-            with process_gate().hold():
-                pass
+            process_gate().turnstile.go_through()
             self._await_change(deadline)
         finally:
             with self._changed:

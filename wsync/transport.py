@@ -112,6 +112,24 @@ class Follower(Feed, Told, Protocol):
     """What follows a sender: the gate asks it for news, and whoever listens to the line tells it of them."""
 
 
+class LongWay(Follower, Protocol):
+    """A ``Receiver``, as a shorter way sees it: who goes on with whatever is unusual.
+
+    Attributes:
+        version: that the model has.
+        told_at: when the update was announced that is being installed, on ``time.perf_counter``; 0.0 if it was not.
+        waiting: how many wait in ``receive``, and have to be woken by an update.
+    """
+
+    version: int
+    told_at: float
+    waiting: int
+
+    def follow(self, events: Sequence[Event]) -> bool:
+        """Do what the sender has said; False when there will be nothing more."""
+        ...
+
+
 class ReceiverEnd(Protocol):
     """A worker's end."""
 
@@ -137,7 +155,7 @@ class ReceiverEnd(Protocol):
         """
         ...
 
-    def feed(self, receiver: Follower) -> Follower:
+    def feed(self, receiver: LongWay) -> Follower:
         """What the gate shall ask, and who is told: ``receiver``, or a shorter way to the same."""
         ...
 

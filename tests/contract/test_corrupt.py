@@ -11,8 +11,8 @@ from crew import crew
 from torch import Tensor
 
 import wsync
-from wsync import arena, group_sender
-from wsync.checksum import checksum_of
+from wsync import arena, group_express, group_sender
+from wsync.checksum import checksum_of, seal
 
 pytestmark = pytest.mark.timeout(60)
 CORRUPT = r"arrived corrupt \(checksum [0-9a-f]{16}, not [0-9a-f]{16}\): nothing was applied"
@@ -20,7 +20,7 @@ CORRUPT = r"arrived corrupt \(checksum [0-9a-f]{16}, not [0-9a-f]{16}\): nothing
 
 @pytest.fixture
 def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Has one bit of the next update change, right behind its checksum."""
+    """Has one bit of the next update differ from what its checksum is of."""
     armed: list[bool] = []
 
     def then_flip(flat: Tensor, extra: bytes) -> int:
@@ -30,8 +30,16 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
             flat[2] ^= 1
         return checksum
 
+    def of_another(content: Any) -> bytes:
+        content = content.copy()
+        if armed:
+            armed.clear()
+            content[2] ^= 1
+        return seal(content)
+
     for module in (arena, group_sender):
         monkeypatch.setattr(module, "checksum_of", then_flip)
+    monkeypatch.setattr(group_express, "seal", of_another)  # it comes after the data
     return lambda: armed.append(True)
 
 

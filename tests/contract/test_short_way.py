@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import BACKENDS
+from backends import BACKENDS, WORKERS
 from contract_models import Plain, digest, scramble
 from crew import Crew, Host, crew
 from tensordict import TensorDict
@@ -21,6 +21,11 @@ import wsync
 from wsync import native
 
 LOCAL = ("shared_mem", "shared_mem-published", "multiprocess")
+
+
+@pytest.fixture(autouse=True)
+def workers_of_its_kind(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("crew.current_kind", WORKERS.get(backend, "process"))
 
 
 def go_long(_: Host) -> None:
@@ -134,8 +139,11 @@ class Story:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("backend", LOCAL)
-@pytest.mark.parametrize(("here", "there"), [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(
+    ("backend", "here", "there"),
+    [(backend, here, there) for backend in LOCAL for here in (True, False) for there in (True, False)]
+    + [("distributed", True, True), ("distributed", False, True), ("distributed", True, False), ("rpc", True, True)],
+)
 def test_whatever_is_sent_arrives(backend: str, here: bool, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not here:
         monkeypatch.setattr(native, "_native", None)
@@ -158,7 +166,7 @@ def test_whatever_is_sent_arrives(backend: str, here: bool, there: bool, monkeyp
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("backend", LOCAL)
+@pytest.mark.parametrize("backend", [*LOCAL, "distributed", "rpc"])
 def test_usual_updates_go_the_short_way(backend: str) -> None:
     if not native.available:
         pytest.skip("the compiled short way was not built here")
@@ -189,7 +197,7 @@ def test_usual_updates_go_the_short_way(backend: str) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("backend", ["shared_mem", "multiprocess"])
+@pytest.mark.parametrize("backend", ["shared_mem", "multiprocess", "distributed"])
 def test_what_an_interrupted_update_is_answered_is_no_answer_to_the_next(backend: str) -> None:
     class Interrupted(Exception):
         pass
@@ -219,7 +227,7 @@ def test_what_an_interrupted_update_is_answered_is_no_answer_to_the_next(backend
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("backend", ["shared_mem", "multiprocess"])
+@pytest.mark.parametrize("backend", ["shared_mem", "multiprocess", "distributed"])
 def test_a_worker_that_is_silent_costs_one_timeout(backend: str) -> None:
     model = scramble(Plain(), 0)
     with crew(2) as workers, BACKENDS[backend](timeout=20.0) as scheme:

@@ -146,6 +146,11 @@ static PyObject *Turnstile_call(Turnstile *self, PyObject *const *args, Py_ssize
     return call(self, args, count, keywords);
 }
 
+static PyObject *Turnstile_go_through(Turnstile *self, PyObject *Py_UNUSED(ignored))
+{
+    return call(self, NULL, 0, NULL);
+}
+
 static PyObject *Turnstile_enter(Turnstile *self, PyObject *depth)
 {
     long known = PyLong_AsLong(depth);
@@ -187,10 +192,12 @@ static PyGetSetDef Turnstile_attributes[] = {
     {NULL},
 };
 PyDoc_STRVAR(Turnstile_call_doc, "call(function, ...): what it returns, called with the lock held, all feeds asked.");
+PyDoc_STRVAR(Turnstile_go_through_doc, "In and out again: what there is to install is installed on the way.");
 PyDoc_STRVAR(Turnstile_enter_doc, "enter(depth): inside the lock, which this thread had taken so often before.");
 PyDoc_STRVAR(Turnstile_leave_doc, "leave(depth): the end of what enter(depth) began.");
 static PyMethodDef Turnstile_methods[] = {
     {"call", (PyCFunction)(void (*)(void))Turnstile_call, METH_FASTCALL | METH_KEYWORDS, Turnstile_call_doc},
+    {"go_through", (PyCFunction)Turnstile_go_through, METH_NOARGS, Turnstile_go_through_doc},
     {"enter", (PyCFunction)Turnstile_enter, METH_O, Turnstile_enter_doc},
     {"leave", (PyCFunction)Turnstile_leave, METH_O, Turnstile_leave_doc},
     {NULL},

@@ -141,11 +141,15 @@ static PyObject *Installer_call_install(Installer *self, PyObject *views)
     int done = Installer_is_current(self);
     if (done > 0)
         done = Installer_install(self, views);
-    return done < 0 ? NULL : PyBool_FromLong(done);
+    if (done < 0 && !PyErr_ExceptionMatches(PyExc_Exception)) /* a signal */
+        return NULL;
+    PyErr_Clear(); /* the long way comes upon it again, and tells the sender */
+    return PyBool_FromLong(done > 0);
 }
 
 PyDoc_STRVAR(Installer_install_doc,
-             "Binding.install; False, with nothing done, if the model is not what it was, or a tensor not just bytes.");
+             "Binding.install; False if the model is not what it was, or refuses, or a tensor is not just bytes: then the long\n"
+             "way has to do it, or say why not.");
 static PyMethodDef Installer_methods[] = {
     {"install", (PyCFunction)Installer_call_install, METH_O, Installer_install_doc},
     {NULL},

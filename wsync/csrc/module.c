@@ -18,7 +18,7 @@
 
 #include "native.h"
 
-#define REVISION 4 /* of what Python calls here: native.py names the one that it knows */
+#define REVISION 5 /* of what Python calls here: native.py names the one that it knows */
 
 const DLPackExchange *dlpack;
 PyTypeObject *Room_type, *Tree_type, *Turnstile_type, *Installer_type;

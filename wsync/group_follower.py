@@ -1,0 +1,109 @@
+"""The short way of a worker's updates over a network: in as few steps as there are, while they are usual."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from wsync import native
+from wsync.checksum import seal
+from wsync.gate import process_gate
+from wsync.landing import Landing
+from wsync.transport import Event, LongWay
+from wsync.types import Update
+from wsync.words import Kind, Line, Message
+
+
+class End(Protocol):
+    """A worker's end, as its short way sees it."""
+
+    landing: Landing
+    worker: int
+    pending: Update | None
+
+    def understand(self, message: Message | None, index: int | None = None) -> Sequence[Event]:
+        """What a message says; ``index`` is the buffer in which what it announces has arrived, if it has."""
+        ...
+
+    def give_up(self) -> Sequence[Event]:
+        """Hang up."""
+        ...
+
+    def stay(self, index: int) -> None:
+        """The model has what is in a buffer."""
+        ...
+
+    def say(self, answer: Message) -> None:
+        """Tell the sender, and be ready for the next version."""
+        ...
+
+
+class GroupFollower:
+    """Takes updates without extra state, as long as the model is what it was (a ``Follower``).
+
+    All else goes the long way, by what ``receiver`` does with what ``end`` understands.
+    """
+
+    def __init__(self, receiver: LongWay, end: End, line: Line) -> None:
+        self._receiver = receiver
+        self._end = end
+        self._line = line
+        self._landing = end.landing
+        self._go_through = process_gate().turnstile.go_through
+        self._installer: native.Installer | None = None
+        self._staged: dict[int, Any] = {}
+        self._arrived: tuple[Message, int] | None = None  # and the buffer that it is in
+
+    def arm(self, installer: native.Installer | None, staged: dict[int, Any]) -> None:
+        """The model takes updates by ``installer``, while nothing is ``staged``; None for the long way."""
+        self._installer, self._staged = installer, staged
+
+    def heed(self) -> bool:
+        """Do what the sender has said; False when it is gone."""
+        receiver, end = self._receiver, self._end
+        message = self._line.receive()
+        if message is None or message.kind is not Kind.NEWS or self._installer is None:
+            return receiver.follow(end.understand(message))
+        receiver.told_at = time.perf_counter()
+        try:
+            index = self._landing.take()
+        except RuntimeError:  # the line of tensors has broken, so there will be no more
+            return receiver.follow(end.give_up())
+        if not self._is_whole(message.payload, index):
+            return receiver.follow(end.understand(message, index))
+        self._arrived = message, index
+        self._go_through()
+        receiver.told_at = 0.0  # the acting thread may have been first
+        return True
+
+    def _is_whole(self, payload: bytes, index: int) -> bool:
+        """Whether an update is all here, and undamaged, and nothing comes with it."""
+        return payload == (seal(self._landing.berths[index].content) if self._landing.checksum else b"")
+
+    def enter(self) -> bool:
+        """Install what has arrived."""
+        if self._arrived is None:
+            return self._receiver.enter() if self._end.pending is not None else False
+        started = time.perf_counter()
+        receiver, installer, (message, index) = self._receiver, self._installer, self._arrived
+        if (
+            installer is None
+            or self._staged
+            or receiver.waiting
+            or not installer.install(self._landing.berths[index].views)
+        ):
+            self._end.understand(message, index)
+            self._arrived = None
+            return receiver.enter()
+        told_at, receiver.told_at = receiver.told_at, 0.0
+        receiver.version = message.version
+        self._arrived = None  # not before: a signal may strike between any two lines
+        self._end.stay(index)
+        wait = started - told_at if told_at else 0.0
+        apply = time.perf_counter() - started
+        self._end.say(Message(Kind.ACK, self._end.worker, message.version, b"", wait, apply))
+        return False
+
+    def leave(self) -> None:
+        """Nothing is borrowed."""
