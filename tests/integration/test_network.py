@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import wsync
@@ -164,6 +166,27 @@ def test_messages_come_whole() -> None:
     near.close()
     assert far.receive() is None
     far.close()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.binary(max_size=60), min_size=1, max_size=12), st.integers(1, 200))
+def test_messages_that_come_at_once_are_told_one_by_one(payloads: list[bytes], piece: int) -> None:
+    """What one read brings beside a message is never the next one, whole: a poll would not tell of it."""
+    sent = [Message(Kind.NEWS, i, 2**40 + i, payload) for i, payload in enumerate(payloads)]
+    said = b"".join(message.pack() for message in sent)
+    with listen_on("127.0.0.1") as door, socket.create_connection(door.getsockname()) as near:
+        far = NetLine(door.accept()[0])
+        near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        talking = threading.Thread(
+            target=lambda: [near.sendall(said[at : at + piece]) for at in range(0, len(said), piece)]
+        )
+        talking.start()
+        for message in sent:
+            assert wait_readable([far.fileno()], deadline_in(5.0))
+            assert far.receive() == message
+        talking.join()
+        assert not wait_readable([far.fileno()], deadline_in(0.0))
+        far.close()
 
 
 def test_a_long_message_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
