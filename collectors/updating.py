@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -83,8 +84,11 @@ class Updating(ABC):
             KeyError: a model without a scheme; names those that have one.
             wsync.WeightSyncError: as ``WeightSyncScheme.send``.
         """
-        scheme = self._scheme(model_id)
+        scheme = self.weight_sync_schemes.get(model_id or "policy") or self._scheme(model_id)
         send = scheme.send if wait else scheme.send_async
+        if worker_ids is None:
+            self._deliver(partial(send, weights), None)
+            return
 
         def deliver(workers: Any) -> None:
             send(weights if workers is worker_ids else _share(weights, workers), workers)
