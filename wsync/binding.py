@@ -135,7 +135,7 @@ class Binding:
             self._set_extra(before)
 
     def _check_current(self, views: Sequence[Tensor]) -> None:
-        if not self._is_current():
+        if not (self._is_current() and self._is_alike(views)):
             self._resolve()
         for first, other in self._agree:
             if not same_bits(views[first], views[other]):
@@ -145,6 +145,12 @@ class Binding:
     def _is_current(self) -> bool:
         now = [where.get(key) for where, key in self._places]
         return self._index.describes(self._model) and all(map(is_, now, self._tensors))
+
+    def _is_alike(self, views: Sequence[Tensor]) -> bool:
+        """Whether it can take ``views`` and stay what it is: ``.half()`` or ``.to(device)`` may have come between."""
+        return all([tensor.dtype is views[i].dtype for tensor, i in (*self._bound, *self._copied)]) and all(
+            [parameter.device == views[i].device for parameter, i in self._bound]
+        )
 
     def _set_extra(self, extra: Mapping[str, Any]) -> None:
         before = self._index.extra_state()

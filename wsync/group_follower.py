@@ -65,13 +65,13 @@ class GroupFollower:
         message = self._line.receive()
         if message is None or message.kind is not Kind.NEWS or self._installer is None:
             return receiver.follow(end.understand(message))
-        receiver.told_at = time.perf_counter()
         try:
             index = self._landing.take()
         except RuntimeError:  # the line of tensors has broken, so there will be no more
             return receiver.follow(end.give_up())
         if not self._is_whole(message.payload, index):
             return receiver.follow(end.understand(message, index))
+        receiver.told_at = time.perf_counter()
         self._arrived = message, index
         self._go_through()
         receiver.told_at = 0.0  # the acting thread may have been first

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 
@@ -25,6 +26,8 @@ from wsync.transport import Closed, Decision, Event, Follower, News, ReceiverEnd
 from wsync.types import ANY_VERSION, Ack, Update
 
 _LOOK = 2.0  # seconds after which somebody who waits looks whether the sender is there, where nobody would tell
+
+_open: WeakSet[Receiver] = WeakSet()  # whose models are gated
 
 # What is staged in this process, by transaction: only the holder of the gate touches it.
 _staged: dict[int, list[tuple[Receiver, Update]]] = {}
@@ -77,7 +80,7 @@ class Receiver:
             NotConnected: no sender is there.
         """
         signs = self._end.knock(worker_idx, deadline_in(timeout))
-        guard(self.model)
+        self._guard()
         return signs
 
     def connect(self, worker_idx: int, timeout: float | None) -> None:
@@ -98,7 +101,7 @@ class Receiver:
             self._end.answer(Ack(worker_idx, ANY_VERSION, traceback.format_exc()))
             self._end.close()
             raise
-        guard(self.model)
+        self._guard()
         gate = process_gate()
         self._feed = self._end.feed(self)
         gate.attach(self._feed)
@@ -110,6 +113,10 @@ class Receiver:
             error = self._error
             self.close()
             raise WeightSyncError(f"worker {worker_idx} could not install its first weights:\n{error}")
+
+    def _guard(self) -> None:
+        process_gate().call(_open.add, self)
+        guard(self.model)
 
     def _bind_model(self) -> Binding:
         if self._binding is None:
@@ -291,7 +298,9 @@ class Receiver:
                     del _staged[transaction]
             self._end.leave()
             self.own_memory()
-        release(self.model)
+            _open.discard(self)
+            if all(other.model is not self.model for other in _open):
+                release(self.model)
         self._end.close()
 
 

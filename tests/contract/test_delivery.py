@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import threading
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -301,6 +303,56 @@ def test_worker_with_another_model(make_scheme: Any, make: Any, problem: str) ->
         with pytest.raises(RemoteError, match=problem) as remote:
             workers[1].result()
         assert "LayoutMismatch" in remote.value.kinds
+
+
+def halve(host: Host) -> None:
+    with wsync.gate():
+        host.models["policy"].half()
+
+
+def dtype_of(host: Host) -> str:
+    return str(host.models["policy"].weight.dtype)
+
+
+@pytest.mark.above_the_ends
+def test_a_worker_whose_model_was_converted_says_so(make_scheme: Any) -> None:
+    """It is not made what it was, behind its owner's back."""
+    model = fill(Small(), 1)
+    with crew(2) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        workers.follow(scheme, Small)
+        for value in (2, 3):  # the way of the second may be shorter
+            scheme.send(fill(model, value))
+        workers[1].call("run", halve)
+        with pytest.raises(wsync.WorkerFailed, match=r"(?s)worker 1.*'weight'.*float16") as failed:
+            scheme.send(fill(model, 4))
+            workers.all("forward")  # where nobody answers a send, the next one says it
+            scheme.send(fill(model, 5))
+        assert set(failed.value.workers) == {1}
+        assert workers[1].call("run", dtype_of) == "torch.float16"
+        assert workers[1].call("forward") == [3.0] * 4
+
+
+@pytest.mark.parametrize("kind", [wsync.SharedMemWeightSyncScheme, wsync.DistributedWeightSyncScheme])
+def test_two_schemes_of_one_model_keep_it_gated_until_both_have_gone(kind: Any) -> None:
+    model = Small()
+    with ExitStack() as senders:
+        receivers = []
+        for name in ("one", "other"):
+            sender = senders.enter_context(kind())
+            sender.init_on_sender(name, model=fill(Small(), 1), num_workers=1)
+            receiver = pickle.loads(pickle.dumps(sender))
+            receiver.init_on_receiver(name, model=model, worker_idx=0)
+            connecting = threading.Thread(target=sender.connect)
+            connecting.start()
+            receiver.connect()
+            connecting.join()
+            receivers.append(receiver)
+        for receiver in receivers:
+            assert type(model) is not Small
+            receiver.shutdown()
+        assert type(model) is Small
+        assert model().tolist() == [1.0] * 4
 
 
 @pytest.mark.parametrize(

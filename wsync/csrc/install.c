@@ -96,10 +96,27 @@ static PyObject *pair_at(PyObject *pairs, Py_ssize_t i, PyObject *views, PyObjec
     return PyTuple_GET_ITEM(pair, 0);
 }
 
+/* Whether parameters are of their views' dtypes, in the main memory: 1; 0; or -1 with an error. */
+static int are_alike(PyObject *bound, PyObject *views)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(bound); i++) {
+        DLTensor from, to;
+        PyObject *view, *parameter = pair_at(bound, i, views, &view);
+        if (dlpack->view(view, &from) || dlpack->view(parameter, &to))
+            return -1;
+        if (to.device.type != DL_CPU || memcmp(&from.dtype, &to.dtype, sizeof to.dtype))
+            return 0;
+    }
+    return 1;
+}
+
 static int install(Installer *self, PyObject *views)
 {
     Py_ssize_t copied = PyTuple_GET_SIZE(self->copied);
     PyObject *view;
+    int alike = are_alike(self->bound, views);
+    if (alike <= 0)
+        return alike;
     for (int copying = 0; copying < 2; copying++) { /* first see that all of them can be copied */
         for (Py_ssize_t i = 0; i < copied; i++) {
             DLTensor from, to;
