@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 
@@ -25,6 +27,8 @@ _log = logging.getLogger(__name__)
 @dataclass
 class Members(Generic[W]):
     """All workers' places, and what is done when a worker fails.
+
+    One thread may gather while others bring weights.
 
     Attributes:
         pool: of workers that have begun, and have nothing to act with yet.
@@ -50,6 +54,10 @@ class Members(Generic[W]):
         self._next_seed: int | None = None
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stop_at: float | None = None
+        self._lock = threading.Lock()  # of places and pool; who waits for workers holds it meanwhile
+        self._guests: set[object] = set()  # who bring weights: who gathers lets them go first
+        self._no_guests = threading.Event()
+        self._no_guests.set()
 
     def start(self, parts: Sequence[bytes], options: Sequence[WorkerOptions]) -> None:
         """Build and connect all workers; whatever fails now is raised."""
@@ -84,14 +92,24 @@ class Members(Generic[W]):
         Raises:
             WorkerDied, WorkerFailed, SyncTimeout: one has failed, and that is not to be borne (any more).
         """
-        if any(place.stage is not Stage.THERE and place.stage is not Stage.DROPPED for place in self._places):
-            self._step(at_once=True)
-        while not (there := self.there):
-            self._step()
-        return there
+        self._let_guests_in()
+        with self._lock:
+            if any(place.stage is not Stage.THERE and place.stage is not Stage.DROPPED for place in self._places):
+                self._step(at_once=True)
+            while not (there := self.there):
+                self._step()
+            return there
+
+    def _let_guests_in(self) -> None:
+        if self._guests:
+            self._no_guests.wait()
 
     def tell(self, worker: W, command: str, argument: Any) -> None:
         """Give a command that is answered; nothing happens if another one has the worker's place by now."""
+        with self._lock:
+            self._tell(worker, command, argument)
+
+    def _tell(self, worker: W, command: str, argument: Any) -> None:
         place = self._places[worker.worker_idx]
         if place.worker is worker:
             if not place.due:
@@ -105,26 +123,30 @@ class Members(Generic[W]):
         Raises:
             WorkerDied, WorkerFailed, SyncTimeout: as ``muster``.
         """
-        if not self._batches:
-            self._step()
-        return self._batches.popleft() if self._batches else None
+        self._let_guests_in()
+        with self._lock:
+            if not self._batches:
+                self._step()
+            return self._batches.popleft() if self._batches else None
 
     def seed(self, seed: int) -> int:
         """Seed every worker; the next free seed, which successors go on from."""
-        for place in self._places:
-            if place.worker is not None and place.stage is Stage.THERE:
-                self.pool.tell([place.worker], "seed", seed)
-            seed += place.num_envs
-        self._next_seed = seed
-        return seed
+        with self._lock:
+            for place in self._places:
+                if place.worker is not None and place.stage is Stage.THERE:
+                    self.pool.tell([place.worker], "seed", seed)
+                seed += place.num_envs
+            self._next_seed = seed
+            return seed
 
     def resume(self, frames: int) -> None:
         """An earlier run has had so many frames: fewer random ones are left, for each worker and its successors."""
         share = -(-frames // len(self._places))
-        for place in self._places:
-            place.frames = share
-            if place.worker is not None and place.stage is Stage.THERE:
-                self.pool.tell([place.worker], "resume", share)
+        with self._lock:
+            for place in self._places:
+                place.frames = share
+                if place.worker is not None and place.stage is Stage.THERE:
+                    self.pool.tell([place.worker], "resume", share)
 
     # --- for whoever brings weights ---
 
@@ -146,16 +168,30 @@ class Members(Generic[W]):
                 self._note(error)
                 raise
             return
-        while True:
-            there = self._reachable(known if wanted is None else wanted)
-            try:
-                send(None if wanted is None else there)  # what is for all is kept for who is away
-            except (wsync.WorkerDied, wsync.SyncTimeout) as error:
-                if not self._lose(there, error) and error.version is None:
-                    raise
-                if error.version is None:
-                    continue  # nobody was given it
-            return
+        guest = object()
+        try:
+            self._guests.add(guest)
+            self._no_guests.clear()
+            if self._lock.locked():
+                os.eventfd_write(self._wake, 1)
+            with self._lock:
+                while not self._deliver(send, known if wanted is None else wanted, everybody=wanted is None):
+                    pass
+        finally:
+            self._guests.discard(guest)
+            if not self._guests:
+                self._no_guests.set()
+
+    def _deliver(self, send: Callable[[Any], object], wanted: Collection[int], *, everybody: bool) -> bool:
+        """Whether somebody was given it."""
+        there = self._reachable(wanted)
+        try:
+            send(None if everybody else there)  # what is for all is kept for who is away
+        except (wsync.WorkerDied, wsync.SyncTimeout) as error:
+            if not self._lose(there, error) and error.version is None:
+                raise
+            return error.version is not None
+        return True
 
     def _reachable(self, wanted: Collection[int]) -> list[int]:
         """Those among ``wanted`` that get updates; if there is none, wait for the first."""
@@ -199,6 +235,8 @@ class Members(Generic[W]):
 
     def _listen(self, timeout: float | None) -> set[W]:
         events = self.pool.listen([p.worker for p in self._places if p.worker is not None], self._wake, timeout)
+        with suppress(BlockingIOError):  # it has not been called
+            os.eventfd_read(self._wake)
         self._events.extend(events)
         return {worker for worker, _, _ in events}
 
@@ -298,12 +336,12 @@ class Members(Generic[W]):
     def _build(self, place: Place[W]) -> None:
         assert place.worker is not None
         left = max(0, place.options.init_random_frames - place.frames)
-        self.tell(place.worker, "build", (place.parts, replace(place.options, init_random_frames=left)))
+        self._tell(place.worker, "build", (place.parts, replace(place.options, init_random_frames=left)))
 
     def _connect(self, place: Place[W]) -> None:
         assert place.worker is not None
         place.stage = Stage.JOINING
-        self.tell(place.worker, "connect", None)
+        self._tell(place.worker, "connect", None)
 
     def _readmit(self, place: Place[W], worker: W) -> None:
         """Have a successor join every scheme: the trainer waits for that, some milliseconds."""

@@ -121,13 +121,18 @@ def told(batch: TensorDictBase, what: str) -> set[int]:
 def kill(collector: Any, worker_idx: int, how: signal.Signals = signal.SIGKILL) -> int:
     """Kill a worker; its process."""
     (victim,) = [worker.process for worker in collector.remote_workers if worker.worker_idx == worker_idx]
+    pid = victim.pid
     if how is signal.SIGSTOP:
-        stop(victim.pid)
-        return victim.pid
-    os.kill(victim.pid, how)
-    if how is signal.SIGKILL:
-        assert wait([victim.sentinel], 10)
-    return victim.pid
+        stop(pid)
+        return pid
+    end = os.pidfd_open(pid)  # somebody else may close the process object
+    try:
+        os.kill(pid, how)
+        if how is signal.SIGKILL:
+            assert wait([end], 10)
+    finally:
+        os.close(end)
+    return pid
 
 
 def update(collector: Any, value: int) -> None:
@@ -419,6 +424,42 @@ def test_many_kills_leave_nothing_and_versions_never_go_back(kind, events, caplo
             assert torch.equal(batch["told"][..., 0], batch["policy_version"].double())
         assert collector.failures.failed.total() == collector.failures.restarted.total() == 10
         assert count() == before
+
+
+@pytest.mark.timeout(120)
+@every_kind
+def test_a_learner_in_another_thread_updates_while_workers_die(kind, events, caplog):
+    versions, over = {}, threading.Event()
+    caplog.set_level(logging.ERROR)
+    errors: list[BaseException] = []
+
+    def learn(collector: Any) -> None:
+        try:
+            while not over.is_set():
+                update(collector, collector.weight_sync_schemes["policy"].version + 1)
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    with collect(kind, events) as collector:
+        learner = threading.Thread(target=learn, args=[collector])
+        learner.start()
+        try:
+            for number in range(3):
+                for pid in [worker.process.pid for worker in collector.remote_workers]:
+                    os.kill(pid, signal.SIGKILL)  # all: then both threads wait for a successor
+                while collector.failures.restarted.total() < 2 * number + 2 and not errors:
+                    note(next(collector), versions)
+                until_there(collector, 2, kind == "sync", versions)
+        finally:
+            over.set()
+            learner.join()
+        assert not errors
+        version = collector.weight_sync_schemes["policy"].version
+        update(collector, version + 1)
+        for _ in range(8):  # whose batches are older have two at the most
+            note(next(collector), versions)
+        assert {versions[worker.process.pid] for worker in collector.remote_workers} == {version + 1}
 
 
 def test_nonsense_is_refused(events):
