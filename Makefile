@@ -35,7 +35,7 @@ train: install
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/cluster --ignore tests/chaos $(ARGS)
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/cluster $(ARGS)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/chaos $(ARGS)
+	$(BIN)/python -m pytest -n 2 tests/chaos $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

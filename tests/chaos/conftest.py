@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 import wsync
 
@@ -29,13 +30,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[matrix] = Matrix()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several processes at work, all cells of a backend go to one: Ray must not be there twice."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            parameters = item.callspec.params if hasattr(item, "callspec") else {}
-            item.add_marker(pytest.mark.xdist_group(parameters.get("backend", "all")))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """With several processes at work, all cells of a backend go to one: what it needs is started once."""
+    return ByBackend(config, log)
+
+
+class ByBackend(LoadScopeScheduling):
+    """xdist's own groups are lost where pytest does not let it change a test's name."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid.partition("[")[2]
 
 
 @pytest.fixture(scope="session", params=list(BACKENDS))

@@ -92,17 +92,15 @@ def test_the_address_of_the_node(three: list[Any]) -> None:
         scheme.send()
 
 
-@pytest.mark.parametrize(
-    ("path", "size", "problem"),
-    [("critic", 2, "no 'critic'"), ("broken", 2, "not a torch.nn.Module"), ("nets['policy']", 5, r"float32\[5")],
-)
-def test_actors_that_cannot_join(cluster: Cluster, path: str, size: int, problem: str) -> None:
-    made = actors(2, size=size)
-    with wsync.RayWeightSyncScheme(timeout=30.0) as scheme:
-        scheme.init_on_sender(path, model=nn.Linear(3, 2), actors=made)
-        with pytest.raises(wsync.WorkerFailed, match=problem) as failed:
-            scheme.connect()
-        assert set(failed.value.workers) <= {0, 1}
+def test_actors_that_cannot_join(cluster: Cluster) -> None:
+    made = actors(2, size=5)
+    problems = {"critic": "no 'critic'", "broken": "not a torch.nn.Module", "nets['policy']": r"float32\[5"}
+    for path, problem in problems.items():
+        with wsync.RayWeightSyncScheme(timeout=30.0) as scheme:
+            scheme.init_on_sender(path, model=nn.Linear(3, 2), actors=made)
+            with pytest.raises(wsync.WorkerFailed, match=problem) as failed:
+                scheme.connect()
+            assert set(failed.value.workers) <= {0, 1}
     for actor in made:
         ray.kill(actor)
 

@@ -65,6 +65,7 @@ def test_a_corrupt_update_is_applied_nowhere(make_scheme: Any, spoil: Callable[[
             assert [seen[0] for seen in workers.all("forward")] == [value] * 2
 
 
+@pytest.mark.above_the_ends
 def test_corrupt_first_weights(make_scheme: Any, spoil: Callable[[], None]) -> None:
     with crew(1) as workers, make_scheme(checksum=True) as scheme:
         scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
@@ -77,6 +78,7 @@ def test_corrupt_first_weights(make_scheme: Any, spoil: Callable[[], None]) -> N
                 workers.follow(scheme, Small)
 
 
+@pytest.mark.above_the_ends
 def test_all_or_nothing(make_scheme: Any, spoil: Callable[[], None]) -> None:
     actor, critic = fill(Tail(), 1), fill(Tail(), 1)
     with crew(2) as workers, make_scheme(checksum=True) as first, make_scheme(checksum=True) as second:

@@ -212,6 +212,7 @@ def test_worker_that_gave_up_and_comes_again(make_scheme: Any) -> None:
         assert [seen[0] for seen in workers.all("forward")] == [2, 2]
 
 
+@pytest.mark.above_the_ends
 def test_worker_that_dies_before_it_connects(make_scheme: Any) -> None:
     with crew(2) as workers, make_scheme() as scheme:
         remote = [SimpleNamespace(worker_idx=i, sentinel=workers[i].process.sentinel) for i in range(2)]
@@ -237,6 +238,7 @@ def test_sender_that_leaves(make_scheme: Any) -> None:
         assert workers[0].call("forward")[0] == 3  # in memory of its own
 
 
+@pytest.mark.above_the_ends
 def test_answers_that_nobody_waits_for(make_scheme: Any) -> None:
     """A trainer that only ever sends and never waits: no worker comes to wait for room to answer."""
     model = fill(Small(), 1)
