@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -89,17 +89,18 @@ class Flats:
         self.reserved.add(slot)
         return self._buffers[slot]
 
-    def turns(self, layout: Layout, latest: Sequence[Parcel]) -> tuple[Buffer, Buffer] | None:
-        """The buffer in which the newest version lies, and one that is free; None if there are several newest ones.
+    def turns(self, layout: Layout, latest: Collection[Parcel]) -> tuple[Buffer, Buffer] | None:
+        """The buffer in which every worker's newest version lies, and a free one, to be filled in turn by plain bytes.
 
-        They must be for the short way: None where they are not.
+        None if workers have different versions, or that cannot be done: on a GPU, of complex numbers, above 2 MiB.
         """
-        newest = {parcel.slot for parcel in latest}
-        if len(newest) != 1 or self.reserved:
+        slots = {parcel.slot for parcel in latest}
+        newest = self._buffers[slots.pop()] if len(slots) == 1 and not self.reserved else None
+        if newest is None or newest.room is None:
             return None
-        both = self._buffers[newest.pop()], self.reserve(layout, latest)
+        free = self.reserve(layout, latest)
         self.reserved.clear()
-        return None if any(buffer.room is None for buffer in both) else both
+        return newest, free
 
     def flat(self, slot: int) -> Tensor:
         """All bytes of a buffer."""

@@ -8,6 +8,7 @@ receiver thread when it was told. Either answers the sender.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import traceback
@@ -28,6 +29,7 @@ from wsync.types import ANY_VERSION, Ack, Update
 _LOOK = 2.0  # seconds after which somebody who waits looks whether the sender is there, where nobody would tell
 
 _open: WeakSet[Receiver] = WeakSet()  # whose models are gated
+os.register_at_fork(after_in_child=_open.clear)  # a forked child has none of its parent's receivers
 
 # What is staged in this process, by transaction: only the holder of the gate touches it.
 _staged: dict[int, list[tuple[Receiver, Update]]] = {}
