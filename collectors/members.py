@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,6 +16,7 @@ import wsync
 from collectors.place import Place, Stage, W
 from collectors.pool import Event, Pool
 from collectors.recovery import Cause, FailurePolicy, Failures, Pace
+from collectors.turns import Turns
 from collectors.worker import WorkerOptions
 
 _JOIN = 10.0  # seconds in which a successor that is ready has to have joined a scheme: the trainer waits for that
@@ -54,10 +54,7 @@ class Members(Generic[W]):
         self._next_seed: int | None = None
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stop_at: float | None = None
-        self._lock = threading.Lock()  # of places and pool; who waits for workers holds it meanwhile
-        self._guests: set[object] = set()  # who bring weights: who gathers lets them go first
-        self._no_guests = threading.Event()
-        self._no_guests.set()
+        self._turns = Turns(self._call)
 
     def start(self, parts: Sequence[bytes], options: Sequence[WorkerOptions]) -> None:
         """Build and connect all workers; whatever fails now is raised."""
@@ -92,21 +89,16 @@ class Members(Generic[W]):
         Raises:
             WorkerDied, WorkerFailed, SyncTimeout: one has failed, and that is not to be borne (any more).
         """
-        self._let_guests_in()
-        with self._lock:
+        with self._turns.gathering():
             if any(place.stage is not Stage.THERE and place.stage is not Stage.DROPPED for place in self._places):
                 self._step(at_once=True)
             while not (there := self.there):
                 self._step()
             return there
 
-    def _let_guests_in(self) -> None:
-        if self._guests:
-            self._no_guests.wait()
-
     def tell(self, worker: W, command: str, argument: Any) -> None:
         """Give a command that is answered; nothing happens if another one has the worker's place by now."""
-        with self._lock:
+        with self._turns.gathering():
             self._tell(worker, command, argument)
 
     def _tell(self, worker: W, command: str, argument: Any) -> None:
@@ -123,15 +115,14 @@ class Members(Generic[W]):
         Raises:
             WorkerDied, WorkerFailed, SyncTimeout: as ``muster``.
         """
-        self._let_guests_in()
-        with self._lock:
+        with self._turns.gathering():
             if not self._batches:
                 self._step()
             return self._batches.popleft() if self._batches else None
 
     def seed(self, seed: int) -> int:
         """Seed every worker; the next free seed, which successors go on from."""
-        with self._lock:
+        with self._turns.gathering():
             for place in self._places:
                 if place.worker is not None and place.stage is Stage.THERE:
                     self.pool.tell([place.worker], "seed", seed)
@@ -142,7 +133,7 @@ class Members(Generic[W]):
     def resume(self, frames: int) -> None:
         """An earlier run has had so many frames: fewer random ones are left, for each worker and its successors."""
         share = -(-frames // len(self._places))
-        with self._lock:
+        with self._turns.gathering():
             for place in self._places:
                 place.frames = share
                 if place.worker is not None and place.stage is Stage.THERE:
@@ -168,19 +159,9 @@ class Members(Generic[W]):
                 self._note(error)
                 raise
             return
-        guest = object()
-        try:
-            self._guests.add(guest)
-            self._no_guests.clear()
-            if self._lock.locked():
-                os.eventfd_write(self._wake, 1)
-            with self._lock:
-                while not self._deliver(send, known if wanted is None else wanted, everybody=wanted is None):
-                    pass
-        finally:
-            self._guests.discard(guest)
-            if not self._guests:
-                self._no_guests.set()
+        with self._turns.visiting():
+            while not self._deliver(send, known if wanted is None else wanted, everybody=wanted is None):
+                pass
 
     def _deliver(self, send: Callable[[Any], object], wanted: Collection[int], *, everybody: bool) -> bool:
         """Whether somebody was given it."""
@@ -222,6 +203,8 @@ class Members(Generic[W]):
 
     def _step(self, at_once: bool = False) -> None:
         """Wait until something happens, and do what is to be done about it."""
+        if self.over:
+            raise wsync.NotConnected("a worker's failure was raised in another thread, and has ended this collector")
         for place in self._places:
             if place.stage is Stage.PAUSED and place.begins_at <= time.monotonic():
                 self._begin(place)
@@ -280,6 +263,9 @@ class Members(Generic[W]):
     def interrupt(self) -> None:
         """Bear with workers for ``_STOP`` more seconds; harmless in a signal handler."""
         self._stop_at = time.monotonic() + _STOP
+        self._call()
+
+    def _call(self) -> None:
         os.eventfd_write(self._wake, 1)
 
     # --- failures and successors ---

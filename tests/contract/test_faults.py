@@ -30,6 +30,7 @@ from wsync import receiver
 pytestmark = pytest.mark.timeout(60)
 
 
+@pytest.mark.above_the_ends  # tests/chaos kills actors in the same way
 def test_dead_worker(make_scheme: Any) -> None:
     model = fill(Small(), 1)
     with crew(3) as workers, make_scheme() as scheme:
@@ -378,6 +379,7 @@ def test_what_was_staged_goes_with_the_receiver(make_scheme: Any) -> None:
         assert workers[0].call("run", shut_down_with_something_staged) == 1
 
 
+@pytest.mark.above_the_ends  # tests/chaos kills actors in the same way
 def test_a_dead_worker_is_replaced(make_scheme: Any) -> None:
     model = fill(Small(), 1)
     with crew(2) as workers, crew(1) as spare, make_scheme() as scheme:

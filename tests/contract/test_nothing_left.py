@@ -53,6 +53,8 @@ def test_nothing_is_left(make_scheme: Any) -> None:
 
 def test_nothing_is_left_of_workers_that_were_killed(make_scheme: Any) -> None:
     """Again and again one is killed, and another comes in its place; in the end all are killed."""
+    if crew_module.kind() == "ray" and KILLS == 1:
+        pytest.skip("tests/chaos kills an actor, and looks at what is left; WSYNC_KILLS=30 kills more here")
 
     def left() -> dict[str, Any]:
         count = without_segments(census())
