@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 
@@ -52,9 +50,8 @@ class Members(Generic[W]):
         self._batches: deque[tuple[W, int]] = deque()
         self._started = False
         self._next_seed: int | None = None
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stop_at: float | None = None
-        self._turns = Turns(self._call)
+        self._turns = Turns()
 
     def start(self, parts: Sequence[bytes], options: Sequence[WorkerOptions]) -> None:
         """Build and connect all workers; whatever fails now is raised."""
@@ -217,9 +214,8 @@ class Members(Generic[W]):
         self._expire(spoke)
 
     def _listen(self, timeout: float | None) -> set[W]:
-        events = self.pool.listen([p.worker for p in self._places if p.worker is not None], self._wake, timeout)
-        with suppress(BlockingIOError):  # it has not been called
-            os.eventfd_read(self._wake)
+        events = self.pool.listen([p.worker for p in self._places if p.worker is not None], self._turns.wake, timeout)
+        self._turns.come()
         self._events.extend(events)
         return {worker for worker, _, _ in events}
 
@@ -263,10 +259,7 @@ class Members(Generic[W]):
     def interrupt(self) -> None:
         """Bear with workers for ``_STOP`` more seconds; harmless in a signal handler."""
         self._stop_at = time.monotonic() + _STOP
-        self._call()
-
-    def _call(self) -> None:
-        os.eventfd_write(self._wake, 1)
+        self._turns.call()
 
     # --- failures and successors ---
 
@@ -358,6 +351,4 @@ class Members(Generic[W]):
                 self.pool.let_go(place.worker)
                 place.worker = None
         self.pool.close()
-        if self._wake >= 0:
-            os.close(self._wake)
-            self._wake = -1
+        self._turns.close()

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 
 class Turns:
     """A lock for two kinds of work. Visits go first: else who gathers would have it again and again.
 
-    Args:
-        call: has whoever gathers come to an end soon; does no harm where nobody does.
+    Attributes:
+        wake: a descriptor that is readable when whoever gathers shall not wait; -1 after ``close``.
     """
 
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
+    def __init__(self) -> None:
+        self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
         self._guests: set[object] = set()
         self._nobody = threading.Event()
         self._nobody.set()
+
+    def call(self) -> None:
+        """Have whoever gathers not wait; harmless in a signal handler, and where nobody does."""
+        if self.wake >= 0:
+            os.eventfd_write(self.wake, 1)
+
+    def come(self) -> None:
+        """The call was heard, if there was one."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.wake)
+
+    def close(self) -> None:
+        """Let the descriptor go; harmless when repeated."""
+        wake, self.wake = self.wake, -1
+        if wake >= 0:
+            os.close(wake)
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
@@ -37,7 +54,7 @@ class Turns:
             self._guests.add(guest)
             self._nobody.clear()
             if self._lock.locked():
-                self._call()
+                self.call()
             with self._lock:
                 yield
         finally:
