@@ -14,6 +14,7 @@ from wsync.deadlines import deadline_in
 from wsync.lanes import Lane, Parcel
 from wsync.lines import Lines
 from wsync.packing import Buffer
+from wsync.posted import Posted
 from wsync.shortcut import Rest
 from wsync.types import SyncReport
 from wsync.words import Kind, Message
@@ -68,17 +69,10 @@ class GroupExpress:
         self._send(Parcel(Kind.NEWS, version, b"", buffer.slot), buffer)
         sent = time.perf_counter()
         acks = self._lines.collect(self._workers, version, deadline_in(timeout))
-        finished = time.perf_counter()
-        wait, apply = max(((ack.wait, ack.apply) for ack in acks), key=sum, default=(0.0, 0.0))
-        phases = {
-            "extract": extracted - started,
-            "wait": wait,
-            "pack": packed - extracted,
-            "transfer": sent - packed,
-            "apply": apply,
-            "acknowledge": max(0.0, finished - sent - wait - apply),
-        }
-        report = SyncReport(version, self._nbytes, finished - began, phases, dict.fromkeys(self._workers, version))
+        cost = Posted(
+            version, self._workers, (), True, None, began, extracted - started, 0.0, packed - extracted, sent - packed
+        )
+        report = cost.report(self._nbytes, acks, sent, time.perf_counter())
         if len(acks) == len(self._lanes) and not any([ack.died or ack.error for ack in acks]):
             return report
         for ack in acks:
