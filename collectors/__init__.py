@@ -7,6 +7,7 @@ from collectors.base import BaseCollector
 from collectors.envs import GymEnv
 from collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from collectors.ready_updaters import MultiProcessedWeightUpdater, RayWeightUpdater, VanillaWeightUpdater
+from collectors.sampled import SampledPolicy
 from collectors.single import Collector
 from collectors.transforms import ModuleTransform
 from collectors.updaters import WeightUpdaterBase
@@ -31,6 +32,7 @@ __all__ = [
     "MultiaSyncDataCollector",
     "RayModuleTransform",
     "RayWeightUpdater",
+    "SampledPolicy",
     "SyncDataCollector",
     "VanillaWeightUpdater",
     "WeightUpdaterBase",

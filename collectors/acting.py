@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from torch import nn
 
 import wsync
@@ -39,13 +39,13 @@ class Actor:
     ) -> None:
         self.env = env
         self.policy = policy.to(device) if isinstance(policy, nn.Module) and device is not None else policy
-        self._version = 0
         self._source: wsync.WeightSyncScheme | None = None
         self.rollout = Rollout(
             env,
-            None if policy is None else self._act,
+            self.policy,
             device=device,
-            version=lambda: self._version,
+            version=self._version,
+            gate=self._gate,
             init_random_frames=init_random_frames,
             max_frames_per_traj=max_frames_per_traj,
         )
@@ -54,13 +54,11 @@ class Actor:
         """Take ``policy_version`` from ``scheme``, which carries the policy."""
         self._source = scheme
 
-    def _act(self, observation: TensorDictBase) -> TensorDictBase:
-        if self._source is None:
-            return self.policy(observation)
-        with wsync.gate():
-            output = self.policy(observation)
-            self._version = self._source.receiver.version
-        return output
+    def _gate(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._source is None else wsync.gate()
+
+    def _version(self) -> int:
+        return 0 if self._source is None else self._source.receiver.version
 
     def get_model(self, model_id: str) -> nn.Module:
         """The model called ``model_id`` on this side.

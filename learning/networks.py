@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Protocol
 
 import torch
-from tensordict import TensorDictBase
-from tensordict.nn import InteractionType, TensorDictModuleBase
-from tensordict.nn.probabilistic import interaction_type
 from torch import Tensor, distributions, nn
 
+from collectors.sampled import SampledPolicy
+
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
-GREEDY = (InteractionType.DETERMINISTIC, InteractionType.MODE, InteractionType.MEAN)
 LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
 
 
@@ -43,27 +41,13 @@ class ActionSpec(Protocol):
         ...
 
 
-class Policy(TensorDictModuleBase, ABC):
-    """A stochastic policy: reads ``observation`` ``[*B, obs]``, writes ``action`` and ``action_log_prob`` ``[*B]``.
-
-    It samples, unless ``tensordict.nn.set_interaction_type(InteractionType.DETERMINISTIC)`` (or ``MODE``) asks for the
-    most likely action. The caller decides about gradients: acting belongs under ``torch.no_grad()``.
-    """
+class Policy(SampledPolicy):
+    """A distribution over actions that a network gives the parameters of; see :class:`SampledPolicy`."""
 
     def __init__(self, network: nn.Module) -> None:
-        """Wrap `network`, which maps observations to the parameters of a distribution."""
+        """Wrap `network`, which maps observations ``[*B, obs]`` to what the distribution depends on."""
         super().__init__()
         self.network = network
-        self.in_keys = ["observation"]
-        self.out_keys = ["action", "action_log_prob"]
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Act on a batch of observations; returns the same `tensordict`."""
-        output = self.network(tensordict.get("observation"))
-        action, log_prob = self._act(output, greedy=interaction_type() in GREEDY)
-        tensordict.set("action", action)
-        tensordict.set("action_log_prob", log_prob)
-        return tensordict
 
     @abstractmethod
     def distribution(self, observation: Tensor) -> distributions.Distribution:
@@ -73,21 +57,25 @@ class Policy(TensorDictModuleBase, ABC):
     def log_prob_and_entropy(self, observation: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-probability of `action` and the entropy at `observation`, both ``[*B]``, in nats."""
 
-    @abstractmethod
-    def _act(self, output: Tensor, greedy: bool) -> tuple[Tensor, Tensor]:
-        """Return an action for each row of the network's `output`, and its log-probability."""
-
 
 class CategoricalPolicy(Policy):
-    """A policy over n choices; ``action`` is an int64 index, ``[*B]``."""
+    """A policy over n choices; ``action`` is an int64 index, ``[*B]``. Its parameters are scores, ``[*B, n]``."""
 
-    def _act(self, output: Tensor, greedy: bool) -> tuple[Tensor, Tensor]:
-        log_probs = output.log_softmax(-1)
-        # Gumbel-max, https://arxiv.org/abs/1611.01144: minus the log of an exponential is Gumbel noise.
-        # It takes a quarter of multinomial's time.
-        scores = log_probs if greedy else log_probs - torch.empty_like(log_probs).exponential_().log_()
-        action = scores.argmax(-1)
-        return action, log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+    def distribution_parameters(self, observation: Tensor) -> Tensor:
+        """See SampledPolicy."""
+        return self.network(observation)
+
+    def noise(self, parameters: Tensor, *steps: int) -> Tensor:
+        """See SampledPolicy: Gumbel noise, which is minus the log of an exponential."""
+        return parameters.new_empty((*steps, *parameters.shape)).exponential_().log_().neg_()
+
+    def choose(self, parameters: Tensor, noise: Tensor | None) -> Tensor:
+        """See SampledPolicy: Gumbel-max, https://arxiv.org/abs/1611.01144, in a quarter of multinomial's time."""
+        return (parameters if noise is None else parameters + noise).argmax(-1)
+
+    def log_prob(self, parameters: Tensor, action: Tensor) -> Tensor:
+        """See SampledPolicy."""
+        return _of_choice(parameters.log_softmax(-1), action)
 
     def distribution(self, observation: Tensor) -> distributions.Categorical:
         """Return the distribution over the n choices at `observation` ``[*B, obs]``."""
@@ -96,8 +84,11 @@ class CategoricalPolicy(Policy):
     def log_prob_and_entropy(self, observation: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-probability of `action` ``[*B]`` and the entropy at `observation`, both ``[*B]``, in nats."""
         log_probs = self.network(observation).log_softmax(-1)
-        log_prob = log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
-        return log_prob, -(log_probs.exp() * log_probs).sum(-1)
+        return _of_choice(log_probs, action), -(log_probs.exp() * log_probs).sum(-1)
+
+
+def _of_choice(log_probs: Tensor, action: Tensor) -> Tensor:
+    return log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
 
 
 class GaussianPolicy(Policy):
@@ -105,7 +96,8 @@ class GaussianPolicy(Policy):
 
     The network's output is in units of half the action range, around its middle; the spread is learnt, and the same for
     all observations. A sample may leave the range: the environment clips it, and its log-probability is that before the
-    clip, as in https://arxiv.org/abs/1707.06347.
+    clip, as in https://arxiv.org/abs/1707.06347. The parameters are mean and standard deviation, in the environment's
+    units, ``[*B, 2 * dim]``.
     """
 
     center: Tensor
@@ -119,29 +111,43 @@ class GaussianPolicy(Policy):
         self.register_buffer("half_range", torch.where(bounded, (high - low) / 2, 1.0))
         self.log_std = nn.Parameter(torch.full_like(self.center, math.log(initial_std)))
 
-    def _act(self, output: Tensor, greedy: bool) -> tuple[Tensor, Tensor]:
-        noise = torch.zeros_like(output) if greedy else torch.randn_like(output)
-        action = self.center + self.half_range * (output + self.log_std.exp() * noise)
-        return action, self._log_density(noise)
+    def distribution_parameters(self, observation: Tensor) -> Tensor:
+        """See SampledPolicy."""
+        return torch.cat(self._mean_and_std(observation), -1)
 
-    def _log_density(self, noise: Tensor) -> Tensor:
-        """Return the log-density of the sample that came of standard normal `noise`, ``[*B, dim]`` to ``[*B]``."""
-        return -0.5 * noise.square().sum(-1) - self._log_scale()
+    def _mean_and_std(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        mean = torch.addcmul(self.center, self.half_range, self.network(observation))
+        return mean, (self.half_range * self.log_std.exp()).expand_as(mean)
 
-    def _log_scale(self) -> Tensor:
-        return (self.log_std + self.half_range.log() + LOG_SQRT_2PI).sum()
+    def noise(self, parameters: Tensor, *steps: int) -> Tensor:
+        """See SampledPolicy: standard normal, ``[*steps, *B, dim]``."""
+        mean, _ = parameters.chunk(2, -1)
+        return mean.new_empty((*steps, *mean.shape)).normal_()
+
+    def choose(self, parameters: Tensor, noise: Tensor | None) -> Tensor:
+        """See SampledPolicy."""
+        mean, std = parameters.chunk(2, -1)
+        return mean if noise is None else torch.addcmul(mean, std, noise)
+
+    def log_prob(self, parameters: Tensor, action: Tensor) -> Tensor:
+        """See SampledPolicy."""
+        mean, std = parameters.chunk(2, -1)
+        return _log_density(mean, std, action)
 
     def distribution(self, observation: Tensor) -> distributions.Independent:
         """Return the Gaussian over actions at `observation` ``[*B, obs]``, in the environment's units."""
-        mean = self.center + self.half_range * self.network(observation)
-        std = (self.half_range * self.log_std.exp()).expand_as(mean)
+        mean, std = self._mean_and_std(observation)
         return distributions.Independent(distributions.Normal(mean, std, validate_args=False), 1, validate_args=False)
 
     def log_prob_and_entropy(self, observation: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-density of `action` ``[*B, dim]`` and the entropy at `observation`, both ``[*B]``, in nats."""
-        noise = ((action - self.center) / self.half_range - self.network(observation)) * (-self.log_std).exp()
-        entropy = self._log_scale() + 0.5 * noise.shape[-1]
-        return self._log_density(noise), entropy.expand(noise.shape[:-1])
+        mean, std = self._mean_and_std(observation)
+        return _log_density(mean, std, action), (std.log() + LOG_SQRT_2PI + 0.5).sum(-1)
+
+
+def _log_density(mean: Tensor, std: Tensor, action: Tensor) -> Tensor:
+    """Return the density of `action` under independent normal distributions, ``[*B, dim]`` to ``[*B]``, in nats."""
+    return -(0.5 * ((action - mean) / std).square() + std.log() + LOG_SQRT_2PI).sum(-1)
 
 
 class Critic(nn.Sequential):

@@ -172,7 +172,7 @@ def test_the_version_is_read_inside_the_gate_and_the_environment_stepped_outside
 
     step = env.stepper.step
     env.stepper.step = lambda action: (log.append("step"), step(action))[1]  # type: ignore[method-assign]
-    rollout = Rollout(env, policy, gate=Gate(log), version=version)
+    rollout = Rollout(env, policy, gate=lambda: Gate(log), version=version)
     batch = rollout.buffer(3)
     assert log == ["enter", "act", "leave"]
     log.clear()
@@ -191,7 +191,7 @@ def test_an_error_comes_out_as_it_is_and_leaves_the_gate() -> None:
             raise KeyboardInterrupt
         return td.set("action", torch.tensor(0))
 
-    rollout = Rollout(env, policy, gate=Gate(log))
+    rollout = Rollout(env, policy, gate=lambda: Gate(log))
     batch = rollout.buffer(3)
     failing = True
     with pytest.raises(KeyboardInterrupt):

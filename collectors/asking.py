@@ -1,0 +1,183 @@
+"""How a rollout comes by its actions: at random, by calling a policy, or by asking it for its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from collectors.columns import Columns
+from collectors.sampled import SampledPolicy, greedy
+from collectors.specs import to_numpy
+from collectors.stepper import Steps
+
+Array = np.ndarray
+Policy = Callable[[TensorDictBase], TensorDictBase]
+NO_VERSION = -1
+"""``policy_version`` of frames in which no policy acted (random ones)."""
+
+
+def no_version() -> int:
+    """Return the version of weights that nobody updates."""
+    return 0
+
+
+@dataclass
+class Weights:
+    """What a policy acts with.
+
+    Attributes:
+        gate: makes what is entered around each use of the policy, and nothing else.
+        version: called right after it, inside.
+    """
+
+    gate: Callable[[], AbstractContextManager[object]] = nullcontext
+    version: Callable[[], int] = no_version
+
+
+class Asking(Protocol):
+    """A way to come by actions; under ``torch.no_grad()``."""
+
+    @property
+    def outputs(self) -> Mapping[str, torch.Tensor]:
+        """One output of each top-level key that is stored, for the environment's batch size."""
+        ...
+
+    def begin(self, steps: int) -> None:
+        """So many steps of a batch are going to be asked for."""
+        ...
+
+    def act(self, columns: Columns, t: int) -> tuple[Array, int]:
+        """Return actions on the current observation, and the version that chose them; write all but it to row ``t``."""
+        ...
+
+    def finish(self, columns: Columns, first: int) -> None:
+        """The rows from ``first`` on are acted on; write what is left."""
+        ...
+
+
+class AtRandom:
+    """Random actions. Log-probabilities are those of the uniform choice; what else a policy would write is 0."""
+
+    def __init__(self, stepper: Steps, batched: bool) -> None:
+        self._stepper = stepper
+        spec = stepper.action_spec
+        size = (stepper.num_envs,) if batched else ()
+        self.outputs = {"action": torch.zeros(size if spec.is_discrete else (*size, *spec.shape), dtype=spec.dtype)}
+
+    def begin(self, steps: int) -> None:
+        """See Asking."""
+
+    def act(self, columns: Columns, t: int) -> tuple[Array, int]:
+        """See Asking."""
+        action = self._stepper.sample()
+        row, n = columns.action[t], self._stepper.action_spec.n or 0
+        one_hot = n > 0 and row.ndim > 1 and row.shape[-1] == n
+        columns.action[t] = np.arange(n) == action[:, None] if one_hot else action.reshape(row.shape)
+        for key, rows in columns.others.items():
+            rows[t] = self._stepper.uniform_log_prob if key == "action_log_prob" else 0
+        return action, NO_VERSION
+
+    def finish(self, columns: Columns, first: int) -> None:
+        """See Asking."""
+
+
+class ByCalling:
+    """Any function of a TensorDict; whatever it writes is stored, as it wrote it.
+
+    Raises:
+        ValueError: the policy writes no "action".
+    """
+
+    def __init__(self, policy: Policy, stepper: Steps, batched: bool, device: torch.device, weights: Weights) -> None:
+        self._policy, self._device, self._weights = policy, device, weights
+        observation = torch.from_numpy(stepper.observation)
+        self._observation = observation if batched else observation[0]
+        self._input = TensorDict({}, (stepper.num_envs,) if batched else (), device=device)
+        self.outputs, self._read = self._probe()
+
+    def _probe(self) -> tuple[Mapping[str, torch.Tensor], Callable[[torch.Tensor], Array]]:
+        devices = [self._device] if self._device.type == "cuda" else []
+        self._input.set("observation", self._observation.clone().to(self._device))
+        with torch.random.fork_rng(devices), self._weights.gate():
+            output = self._policy(self._input)
+        outputs: dict[str, torch.Tensor] = {
+            key: value
+            for key, value in output.items()
+            if isinstance(value, torch.Tensor) and key not in ("observation", "policy_version")
+        }
+        if "action" not in outputs:
+            raise ValueError(f'the policy wrote {sorted(outputs)}, and no "action" among them')
+        read = torch.Tensor.numpy if all(_is_plain(value) for value in outputs.values()) else to_numpy
+        return {key: torch.from_numpy(to_numpy(value)) for key, value in outputs.items()}, read
+
+    def begin(self, steps: int) -> None:
+        """See Asking."""
+
+    def act(self, columns: Columns, t: int) -> tuple[Array, int]:
+        """See Asking."""
+        # On the CPU the environment has written into the policy's input already, unless a policy has put something
+        # else under this name.
+        if self._input.get("observation") is not self._observation:
+            self._input.set("observation", self._observation.to(self._device))
+        with self._weights.gate():
+            output = self._policy(self._input)
+            version = self._weights.version()
+        for key, rows in columns.others.items():
+            rows[t] = self._read(output.get(key))
+        columns.action[t] = action = self._read(output.get("action"))
+        return action, version
+
+    def finish(self, columns: Columns, first: int) -> None:
+        """See Asking."""
+
+
+class InParts:
+    """A ``SampledPolicy``: its random numbers before the batch, its log-probabilities after it."""
+
+    def __init__(
+        self, policy: SampledPolicy, stepper: Steps, batched: bool, device: torch.device, weights: Weights
+    ) -> None:
+        self._policy, self._device, self._weights = policy, device, weights
+        self._observation = torch.from_numpy(stepper.observation)  # with a leading dimension in any case
+        with weights.gate():
+            parameters = policy.distribution_parameters(self._observation.clone().to(device))
+            action = policy.choose(parameters, None)
+            chosen = {"action": action, "action_log_prob": policy.log_prob(parameters, action)}
+        self._like = parameters
+        self._read = torch.Tensor.numpy if _is_plain(action) else to_numpy
+        outputs = {key: torch.from_numpy(to_numpy(value)) for key, value in chosen.items()}
+        self.outputs = outputs if batched else {key: value[0] for key, value in outputs.items()}
+
+    def begin(self, steps: int) -> None:
+        """See Asking."""
+        like = self._like
+        self._noise = [None] * steps if greedy() else self._policy.noise(like, steps).unbind()
+        self._parameters = like.new_empty((steps, *like.shape))
+        self._rows = zip(self._noise, self._parameters.unbind(), strict=True)
+
+    def act(self, columns: Columns, t: int) -> tuple[Array, int]:
+        """See Asking."""
+        noise, row = next(self._rows)
+        with self._weights.gate():
+            parameters = self._policy.distribution_parameters(self._observation.to(self._device))
+            chosen = self._policy.choose(parameters, noise)
+            version = self._weights.version()
+        row.copy_(parameters)
+        columns.action[t] = action = self._read(chosen)
+        return action, version
+
+    def finish(self, columns: Columns, first: int) -> None:
+        """See Asking."""
+        actions = torch.from_numpy(columns.action[first:]).to(self._device)
+        columns.others["action_log_prob"][first:] = to_numpy(self._policy.log_prob(self._parameters, actions))
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    """Whether ``numpy()`` gives it: half the time of the general way."""
+    return value.is_cpu and value.dtype is not torch.bfloat16

@@ -1,0 +1,217 @@
+"""A policy that is asked for its parts gives what calling it gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import InteractionType, set_interaction_type
+from torch import nn
+
+from collectors.asking import ByCalling, InParts
+from collectors.envs import GymEnv
+from collectors.rollout import NO_VERSION, Rollout
+from learning import CategoricalPolicy, Policy, make_policy
+
+ENVS = ["CartPole-v1", "Acrobot-v1", "Pendulum-v1"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """torch wakes all its threads for a softmax of two numbers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def policy_for(env: GymEnv) -> Policy:
+    """A policy with opinions, which a fresh one has not."""
+    torch.manual_seed(0)
+    policy = make_policy(env.observation_spec["observation"].shape[-1], env.action_spec, (16,))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return policy
+
+
+def collected(rollout: Rollout, *steps: int) -> TensorDict:
+    return torch.cat([rollout.collect(rollout.buffer(count)) for count in steps], dim=-1)  # type: ignore[call-overload]
+
+
+def log_probs(policy: Policy, batch: TensorDict) -> torch.Tensor:
+    return policy.log_prob_and_entropy(batch["observation"], batch["action"])[0].detach()
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    env_id=st.sampled_from(ENVS),
+    num_envs=st.integers(1, 3),
+    steps=st.lists(st.integers(1, 12), min_size=1, max_size=3),
+    random=st.integers(0, 20),
+)
+def test_what_is_stored_is_what_the_policy_did(env_id: str, num_envs: int, steps: list[int], random: int) -> None:
+    env = GymEnv(env_id, num_envs, seed=0)
+    policy = policy_for(env)
+    rollout = Rollout(env, policy, init_random_frames=random)
+    batch = collected(rollout, *steps)
+    assert isinstance(rollout._asking, InParts)
+    first = min(-(-random // num_envs), sum(steps))
+    chance, acted = batch[..., :first], batch[..., first:]
+    assert bool((chance["policy_version"] == NO_VERSION).all()) and bool((acted["policy_version"] == 0).all())
+    same(acted["action_log_prob"], log_probs(policy, acted))
+    n = env.action_spec.n
+    same(chance["action_log_prob"], torch.full(chance.batch_size, -math.log(n if n else 4.0)))
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize("env_id", ENVS)
+def test_called_or_asked_the_batches_are_alike(env_id: str, num_envs: int) -> None:
+    env = GymEnv(env_id, num_envs, seed=0)
+    policy = policy_for(env)
+    asked, called = (
+        {key: (value.shape, value.dtype) for key, value in Rollout(env, one).buffer(5).items(True, True)}
+        for one in (policy, lambda td: policy(td))
+    )
+    assert asked == called
+
+
+@pytest.mark.parametrize("env_id", ENVS)
+def test_called_or_asked_the_most_likely_action_is_the_same(env_id: str) -> None:
+    def run(called: bool) -> TensorDict:
+        env = GymEnv(env_id, 2, seed=3)
+        policy = policy_for(env)
+        with set_interaction_type(InteractionType.DETERMINISTIC):
+            return collected(Rollout(env, (lambda td: policy(td)) if called else policy), 20)
+
+    asked, called = run(called=False), run(called=True)
+    for key in ("observation", "action", "action_log_prob"):
+        same(asked[key], called[key])
+
+
+@pytest.mark.parametrize("env_id", ENVS)
+def test_asked_samples_follow_the_distribution(env_id: str) -> None:
+    env = GymEnv(env_id, 4, seed=0)
+    policy = policy_for(env)
+    batch = collected(Rollout(env, policy, max_frames_per_traj=20), 2000)
+    distribution: Any = policy.distribution(batch["observation"])
+    if isinstance(distribution, torch.distributions.Categorical):
+        share = torch.bincount(batch["action"].flatten(), minlength=distribution.probs.shape[-1]) / batch.numel()
+        torch.testing.assert_close(share, distribution.probs.mean((0, 1)).detach(), atol=0.02, rtol=0.0)
+    else:
+        noise = (batch["action"] - distribution.base_dist.mean) / distribution.base_dist.stddev
+        torch.testing.assert_close(noise.mean(), torch.tensor(0.0), atol=0.05, rtol=0.0)
+        torch.testing.assert_close(noise.std(), torch.tensor(1.0), atol=0.05, rtol=0.0)
+
+
+@pytest.mark.parametrize("env_id", ENVS)
+def test_log_probs_are_those_of_the_weights_that_acted(env_id: str) -> None:
+    """Weights may change within a batch; what a later version would have thought of an action is another matter."""
+    env = GymEnv(env_id, 2, seed=0)
+    policy = policy_for(env)
+    steps, kept = 0, []
+
+    def version() -> int:
+        nonlocal steps
+        steps += 1
+        if steps % 4 == 0:  # as an update between two steps does
+            kept.append({key: value.clone() for key, value in policy.state_dict().items()})
+            with torch.no_grad():
+                for parameter in policy.parameters():
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+        return (steps - 1) // 4
+
+    batch = collected(Rollout(env, policy, version=version), 12)
+    assert batch["policy_version"][0].tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    for number, weights in enumerate(kept):
+        policy.load_state_dict(weights)
+        part = batch[:, 4 * number : 4 * number + 4]
+        same(part["action_log_prob"], log_probs(policy, part))
+
+
+class FirstTwo(nn.Module):
+    """Its output is the environment's memory."""
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return observation[..., :2]
+
+
+def test_parameters_are_kept_though_the_environment_goes_on() -> None:
+    env = GymEnv("CartPole-v1", 3, seed=0)
+    policy = CategoricalPolicy(FirstTwo())
+    batch = collected(Rollout(env, policy), 10)
+    same(batch["action_log_prob"], log_probs(policy, batch))
+
+
+class Loud(CategoricalPolicy):
+    """A forward of its own, which writes one thing more."""
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return super().forward(tensordict).set("loud", torch.ones(tensordict.batch_size))
+
+
+def test_a_forward_of_its_own_is_called() -> None:
+    env = GymEnv("CartPole-v1", 3, seed=0)
+    batch = collected(Rollout(env, Loud(policy_for(env).network)), 4)
+    assert bool((batch["loud"] == 1).all())
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_are_called(kind: str, late: bool) -> None:
+    env = GymEnv("CartPole-v1", 3, seed=0)
+    policy, calls = policy_for(env), []
+    rollout = Rollout(env, policy)
+    batch = rollout.buffer(4) if late else None
+    assert batch is None or isinstance(rollout._asking, InParts)
+    getattr(policy, kind)(lambda *arguments: calls.append(len(arguments)))
+    batch = rollout.buffer(4) if batch is None else batch
+    calls.clear()
+    rollout.collect(batch)
+    assert isinstance(rollout._asking, ByCalling)
+    assert len(calls) >= 4
+    same(batch["action_log_prob"], log_probs(policy, batch))
+
+
+def test_making_a_buffer_draws_no_random_number() -> None:
+    env = GymEnv("CartPole-v1", 2)
+    rollout = Rollout(env, policy_for(env))
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    rollout.buffer(4)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_seeds() -> None:
+    def run(seed: int) -> TensorDict:
+        env = GymEnv("Pendulum-v1", 2)
+        rollout = Rollout(env, policy_for(env))
+        rollout.seed(seed)
+        return collected(rollout, 10, 20)
+
+    assert bool((run(1) == run(1)).all())
+    assert not torch.equal(run(1)["action"], run(2)["action"])
+
+
+def test_an_error_in_the_network_comes_out_and_the_next_batch_is_whole() -> None:
+    env = GymEnv("CartPole-v1", 2, seed=0)
+    policy = policy_for(env)
+    rollout = Rollout(env, policy)
+    batch = rollout.buffer(6)
+    handle = policy.network.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        rollout.collect(batch)
+    handle.remove()
+    rollout.collect(batch)
+    same(batch["action_log_prob"], log_probs(policy, batch))
