@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,7 +44,7 @@ class Actor:
             self.policy,
             device=device,
             version=self._version,
-            gate=self._gate,
+            gate=wsync.gated,
             init_random_frames=init_random_frames,
             max_frames_per_traj=max_frames_per_traj,
         )
@@ -53,9 +52,6 @@ class Actor:
     def follow(self, scheme: wsync.WeightSyncScheme) -> None:
         """Take ``policy_version`` from ``scheme``, which carries the policy."""
         self._source = scheme
-
-    def _gate(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._source is None else wsync.gate()
 
     def _version(self) -> int:
         return 0 if self._source is None else self._source.receiver.version

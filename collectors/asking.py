@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from collectors.stepper import Steps
 
 Array = np.ndarray
 Policy = Callable[[TensorDictBase], TensorDictBase]
+Gate = Callable[[Callable[..., Any]], Callable[..., Any]]
 NO_VERSION = -1
 """``policy_version`` of frames in which no policy acted (random ones)."""
 
@@ -27,16 +27,21 @@ def no_version() -> int:
     return 0
 
 
+def no_gate(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function: its weights change only between two calls."""
+    return function
+
+
 @dataclass
 class Weights:
     """What a policy acts with.
 
     Attributes:
-        gate: makes what is entered around each use of the policy, and nothing else.
+        gate: makes of a function one that runs inside it; it gets each use of the policy, and nothing else.
         version: called right after it, inside.
     """
 
-    gate: Callable[[], AbstractContextManager[object]] = nullcontext
+    gate: Gate = no_gate
     version: Callable[[], int] = no_version
 
 
@@ -95,7 +100,10 @@ class ByCalling:
     """
 
     def __init__(self, policy: Policy, stepper: Steps, batched: bool, device: torch.device, weights: Weights) -> None:
-        self._policy, self._device, self._weights = policy, device, weights
+        def act(observation: TensorDict) -> tuple[TensorDictBase, int]:
+            return policy(observation), weights.version()
+
+        self._act, self._device = weights.gate(act), device
         observation = torch.from_numpy(stepper.observation)
         self._observation = observation if batched else observation[0]
         self._input = TensorDict({}, (stepper.num_envs,) if batched else (), device=device)
@@ -104,8 +112,8 @@ class ByCalling:
     def _probe(self) -> tuple[Mapping[str, torch.Tensor], Callable[[torch.Tensor], Array]]:
         devices = [self._device] if self._device.type == "cuda" else []
         self._input.set("observation", self._observation.clone().to(self._device))
-        with torch.random.fork_rng(devices), self._weights.gate():
-            output = self._policy(self._input)
+        with torch.random.fork_rng(devices):
+            output, _ = self._act(self._input)
         outputs: dict[str, torch.Tensor] = {
             key: value
             for key, value in output.items()
@@ -125,9 +133,7 @@ class ByCalling:
         # else under this name.
         if self._input.get("observation") is not self._observation:
             self._input.set("observation", self._observation.to(self._device))
-        with self._weights.gate():
-            output = self._policy(self._input)
-            version = self._weights.version()
+        output, version = self._act(self._input)
         for key, rows in columns.others.items():
             rows[t] = self._read(output.get(key))
         columns.action[t] = action = self._read(output.get("action"))
@@ -143,12 +149,15 @@ class InParts:
     def __init__(
         self, policy: SampledPolicy, stepper: Steps, batched: bool, device: torch.device, weights: Weights
     ) -> None:
-        self._policy, self._device, self._weights = policy, device, weights
+        def choose(observation: torch.Tensor, noise: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, int]:
+            parameters = policy.distribution_parameters(observation)
+            return parameters, policy.choose(parameters, noise), weights.version()
+
+        self._policy, self._device = policy, device
+        self._choose = weights.gate(choose)
         self._observation = torch.from_numpy(stepper.observation)  # with a leading dimension in any case
-        with weights.gate():
-            parameters = policy.distribution_parameters(self._observation.clone().to(device))
-            action = policy.choose(parameters, None)
-            chosen = {"action": action, "action_log_prob": policy.log_prob(parameters, action)}
+        parameters, action, _ = self._choose(self._observation.clone().to(device), None)
+        chosen = {"action": action, "action_log_prob": policy.log_prob(parameters, action)}
         self._like = parameters
         self._read = torch.Tensor.numpy if _is_plain(action) else to_numpy
         outputs = {key: torch.from_numpy(to_numpy(value)) for key, value in chosen.items()}
@@ -157,17 +166,14 @@ class InParts:
     def begin(self, steps: int) -> None:
         """See Asking."""
         like = self._like
-        self._noise = [None] * steps if greedy() else self._policy.noise(like, steps).unbind()
+        noise = [None] * steps if greedy() else self._policy.noise(like, steps).unbind()
         self._parameters = like.new_empty((steps, *like.shape))
-        self._rows = zip(self._noise, self._parameters.unbind(), strict=True)
+        self._rows = zip(noise, self._parameters.unbind(), strict=True)
 
     def act(self, columns: Columns, t: int) -> tuple[Array, int]:
         """See Asking."""
         noise, row = next(self._rows)
-        with self._weights.gate():
-            parameters = self._policy.distribution_parameters(self._observation.to(self._device))
-            chosen = self._policy.choose(parameters, noise)
-            version = self._weights.version()
+        parameters, chosen, version = self._choose(self._observation.to(self._device), noise)
         row.copy_(parameters)
         columns.action[t] = action = self._read(chosen)
         return action, version

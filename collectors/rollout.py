@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from collectors.asking import NO_VERSION, Asking, AtRandom, ByCalling, InParts, Policy, Weights, no_version
+from collectors.asking import (
+    NO_VERSION,
+    Asking,
+    AtRandom,
+    ByCalling,
+    Gate,
+    InParts,
+    Policy,
+    Weights,
+    no_gate,
+    no_version,
+)
 from collectors.columns import Columns
 from collectors.sampled import SampledPolicy, says_its_parts
 from collectors.stepper import Steps
@@ -39,7 +49,7 @@ class Rollout:
         *,
         device: torch.device | str | None = None,
         version: Callable[[], int] = no_version,
-        gate: Callable[[], AbstractContextManager[object]] = nullcontext,
+        gate: Gate = no_gate,
         init_random_frames: int = 0,
         max_frames_per_traj: int | None = None,
     ) -> None:
@@ -52,7 +62,7 @@ class Rollout:
                 its parts, which costs half as much.
             device: where the policy's input has to be; its outputs come back to the CPU.
             version: called right after each policy call, inside the gate; stored as ``policy_version``.
-            gate: makes what is entered around each policy call, and nothing else.
+            gate: makes of a function one that runs inside it; it gets the policy call, and nothing else.
             init_random_frames: so many frames begin with random actions (``policy_version`` -1; "action_log_prob"
                 is that of the uniform choice, NaN where the bounds are infinite; other policy outputs are 0).
             max_frames_per_traj: truncate episodes after so many steps.

@@ -9,7 +9,7 @@ from wsync.backends.none import NoWeightSyncScheme
 from wsync.backends.rpc import RPCTransport, RPCWeightSyncScheme
 from wsync.backends.shared_mem import SharedMemTransport, SharedMemWeightSyncScheme
 from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, WeightSyncError, WorkerDied, WorkerFailed
-from wsync.gate import gate
+from wsync.gate import gate, gated
 from wsync.legacy import WeightReceiver, WeightSender
 from wsync.metrics import MetricsSink, SyncMetrics
 from wsync.paths import find_model
@@ -54,6 +54,7 @@ __all__ = [
     "WorkerFailed",
     "find_model",
     "gate",
+    "gated",
     "synchronize",
 ]
 

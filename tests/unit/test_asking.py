@@ -119,17 +119,17 @@ def test_log_probs_are_those_of_the_weights_that_acted(env_id: str) -> None:
     """Weights may change within a batch; what a later version would have thought of an action is another matter."""
     env = GymEnv(env_id, 2, seed=0)
     policy = policy_for(env)
-    steps, kept = 0, []
+    steps, kept = -1, []  # the first call is to learn what the policy writes
 
     def version() -> int:
         nonlocal steps
         steps += 1
-        if steps % 4 == 0:  # as an update between two steps does
+        if steps and steps % 4 == 0:  # as an update between two steps does
             kept.append({key: value.clone() for key, value in policy.state_dict().items()})
             with torch.no_grad():
                 for parameter in policy.parameters():
                     parameter.add_(0.2 * torch.randn_like(parameter))
-        return (steps - 1) // 4
+        return max(steps - 1, 0) // 4
 
     batch = collected(Rollout(env, policy, version=version), 12)
     assert batch["policy_version"][0].tolist() == [0] * 4 + [1] * 4 + [2] * 4

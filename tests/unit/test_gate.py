@@ -132,3 +132,20 @@ def test_copies_are_ungated_and_of_the_original_class() -> None:
     assert type(model) is not nn.Linear
     release(model)
     assert type(model) is nn.Linear
+
+
+def test_a_gated_function_runs_inside_and_keeps_its_name() -> None:
+    news = News()
+
+    @wsync.gated
+    def act(observation: int, *, scale: int = 2) -> tuple[int, bool]:
+        """Act."""
+        return observation * scale, process_gate().held_here
+
+    process_gate().attach(news)
+    try:
+        assert act(3, scale=4) == (12, True)
+        assert (act.__name__, act.__doc__, news.entered, news.left) == ("act", "Act.", 1, 1)
+    finally:
+        process_gate().detach(news)
+    assert not process_gate().held_here

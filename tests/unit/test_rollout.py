@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -142,19 +141,20 @@ def test_without_a_policy_actions_are_random() -> None:
         assert bool((batch["policy_version"] == NO_VERSION).all())
 
 
-class Gate:
-    """Records when it was entered and left."""
+def gate_with(log: list[str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A gate that records when it is entered and left."""
 
-    def __init__(self, log: list[str]) -> None:
-        self.log = log
+    def gated(function: Callable[..., Any]) -> Callable[..., Any]:
+        def inside(*arguments: Any) -> Any:
+            log.append("enter")
+            try:
+                return function(*arguments)
+            finally:
+                log.append("leave")
 
-    def __enter__(self) -> None:
-        self.log.append("enter")
+        return inside
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.log.append("leave")
+    return gated
 
 
 def test_the_version_is_read_inside_the_gate_and_the_environment_stepped_outside() -> None:
@@ -172,13 +172,13 @@ def test_the_version_is_read_inside_the_gate_and_the_environment_stepped_outside
 
     step = env.stepper.step
     env.stepper.step = lambda action: (log.append("step"), step(action))[1]  # type: ignore[method-assign]
-    rollout = Rollout(env, policy, gate=lambda: Gate(log), version=version)
+    rollout = Rollout(env, policy, gate=gate_with(log), version=version)
     batch = rollout.buffer(3)
-    assert log == ["enter", "act", "leave"]
+    assert log == ["enter", "act", "version", "leave"]
     log.clear()
     rollout.collect(batch)
     assert log == ["enter", "act", "version", "leave", "step"] * 3
-    assert batch["policy_version"].tolist() == [[0, 1, 2]] * 2
+    assert batch["policy_version"].tolist() == [[1, 2, 3]] * 2
 
 
 def test_an_error_comes_out_as_it_is_and_leaves_the_gate() -> None:
@@ -191,7 +191,7 @@ def test_an_error_comes_out_as_it_is_and_leaves_the_gate() -> None:
             raise KeyboardInterrupt
         return td.set("action", torch.tensor(0))
 
-    rollout = Rollout(env, policy, gate=lambda: Gate(log))
+    rollout = Rollout(env, policy, gate=gate_with(log))
     batch = rollout.buffer(3)
     failing = True
     with pytest.raises(KeyboardInterrupt):
