@@ -11,13 +11,16 @@ from contextlib import contextmanager, suppress
 class Turns:
     """A lock for two kinds of work. Visits go first: else who gathers would have it again and again.
 
+    Whoever has it may take it again: what is called at the end of an update may bring another one.
+
     Attributes:
         wake: a descriptor that is readable when whoever gathers shall not wait; -1 after ``close``.
     """
 
     def __init__(self) -> None:
         self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._owner: int | None = None
         self._guests: set[object] = set()
         self._nobody = threading.Event()
         self._nobody.set()
@@ -41,9 +44,12 @@ class Turns:
     @contextmanager
     def gathering(self) -> Iterator[None]:
         """The long kind; it may be waited in."""
-        if self._guests:
+        while self._owner != threading.get_ident() and self._guests:
             self._nobody.wait()
-        with self._lock:
+        with self._holding() as nested:
+            # Who comes adds itself and then looks for an owner; an owner looks for guests. One of them sees the other.
+            if self._guests and not nested:
+                self.call()
             yield
 
     @contextmanager
@@ -53,11 +59,21 @@ class Turns:
         try:
             self._guests.add(guest)
             self._nobody.clear()
-            if self._lock.locked():
+            if self._owner not in (None, threading.get_ident()):
                 self.call()
-            with self._lock:
+            with self._holding():
                 yield
         finally:
             self._guests.discard(guest)
             if not self._guests:
                 self._nobody.set()
+
+    @contextmanager
+    def _holding(self) -> Iterator[bool]:
+        """With the lock; whether this thread had it already."""
+        with self._lock:
+            owner, self._owner = self._owner, threading.get_ident()
+            try:
+                yield owner is not None
+            finally:
+                self._owner = owner

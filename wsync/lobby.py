@@ -7,7 +7,6 @@ else is turned away at once, one that is silent when its time or its place is ne
 
 from __future__ import annotations
 
-import secrets
 import select
 import socket
 import time
@@ -103,21 +102,21 @@ class Lobby:
         self._door.close()
 
 
-def greeting(visitor: Visitor, token: bytes) -> Message | None:
-    """The greeting, without its token, once it is whole. Nothing of it but its header is read before the token fits.
+def greeting(visitor: Visitor, size: int, fits: Callable[[bytes], bool]) -> Message | None:
+    """The greeting once it is whole, without its first ``size`` bytes; before they fit, only its header is read.
 
     Raises:
-        ValueError: it is no greeting, or has another token.
+        ValueError: it is no greeting, or they do not fit.
     """
     heard = visitor.heard
     if len(heard) < HEADER_SIZE:
         return None
     length = length_in(heard)
-    if not TOKEN <= length <= _GREETING or unpack(heard, b"").kind is not Kind.HELLO:
+    if not size <= length <= _GREETING or unpack(heard, b"").kind is not Kind.HELLO:
         raise ValueError("this is no greeting")
-    begin = HEADER_SIZE + TOKEN
-    if len(heard) >= begin and not secrets.compare_digest(heard[HEADER_SIZE:begin], token):
-        raise ValueError("another token")
+    begin = HEADER_SIZE + size
+    if len(heard) >= begin and not fits(bytes(heard[HEADER_SIZE:begin])):
+        raise ValueError("it does not know the token")
     return None if len(heard) < HEADER_SIZE + length else unpack(heard, bytes(heard[begin : HEADER_SIZE + length]))
 
 

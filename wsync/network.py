@@ -1,20 +1,24 @@
 """How processes meet over a network: a TCP socket, to an address that the sender chose and told.
 
 The same words as on one machine (``rendezvous.py``), without descriptors. Loopback unless somebody says otherwise, a
-port that the system chose, and a random token that a worker must know. The end of a process closes its socket, and so
-wakes every wait; where a socket may outlive its process in a child that inherited it, a process descriptor of the other
-end helps, if it runs on this machine. A machine that vanishes is noticed within some ten seconds by TCP's own probes.
+port that the system chose, and a random token that both must know (``credentials.py``). The end of a process closes its
+socket, and so wakes every wait; where a socket may outlive its process in a child that inherited it, a process
+descriptor of the other end helps, if it runs on this machine. A machine that vanishes is noticed within some ten
+seconds by TCP's own probes.
 """
 
 from __future__ import annotations
 
+import hmac
 import secrets
 import socket
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
+from wsync.credentials import CLAIM, holds, new_claim, proof_for
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected
 from wsync.identity import Watch, identity
@@ -41,12 +45,25 @@ class NetEndpoint:
     port: int
     token: bytes
 
+    @property
+    def where(self) -> bytes:
+        """The address, as credentials have it."""
+        return f"{self.host} {self.port}".encode()
+
 
 class NetLine:
-    """One end of the line between a sender and one worker (a ``Line``)."""
+    """One end of the line between a sender and one worker (a ``Line``).
 
-    def __init__(self, sock: socket.socket) -> None:
+    Args:
+        sock: is owned by the line.
+        proof: goes before the first message.
+        expected: has to come before the first message.
+    """
+
+    def __init__(self, sock: socket.socket, *, proof: bytes = b"", expected: bytes = b"") -> None:
         self._socket = sock
+        self._proof = proof
+        self._expected = expected
         self._watch = Watch()
         self._rest = b""  # that came with the last message: less than one
         host, port, *_ = sock.getpeername()
@@ -81,7 +98,7 @@ class NetLine:
         Raises:
             ConnectionError: the other end is gone, or has stopped reading long ago.
         """
-        data = message.pack()
+        data, self._proof = self._proof + message.pack(), b""
         try:
             if len(data) <= _STEP:
                 self._socket.sendall(data)
@@ -99,8 +116,14 @@ class NetLine:
         self.send(message)
 
     def receive(self) -> Message | None:
-        """The next message, once the descriptor is readable; None if the other end is gone, or talks nonsense."""
+        """The next message, once the descriptor is readable; None if the other end is gone, or talks nonsense.
+
+        Raises:
+            NotConnected: before the first message there was something else than the proof that is expected.
+        """
         try:
+            if self._expected:
+                self._prove()
             data = self._rest + self._socket.recv(HEADER_SIZE + _USUAL - len(self._rest))
             data += self._more(HEADER_SIZE - len(data))
             end = HEADER_SIZE + length_in(data)
@@ -111,6 +134,11 @@ class NetLine:
             return unpack(data, data[HEADER_SIZE:end])
         except (OSError, ValueError):
             return None
+
+    def _prove(self) -> None:
+        shown, self._expected, expected = self._more(len(self._expected)), b"", self._expected
+        if not hmac.compare_digest(shown, expected):
+            raise NotConnected(f"whoever listens at {self._where} is not this run's sender: it does not know the token")
 
     def _more(self, count: int) -> bytes:
         """So many bytes; none, if that is less than one.
@@ -161,11 +189,13 @@ class NetListener:
         if not part:
             raise ConnectionError("it is gone")
         visitor.heard += part
-        hello = greeting(visitor, self.endpoint.token)
+        token, where = self.endpoint.token, self.endpoint.where
+        hello = greeting(visitor, CLAIM, partial(holds, token=token, where=where))
         if hello is None:
             return None
         who, rest = _split(hello.payload)
-        line = NetLine(visitor.socket)
+        claim = bytes(visitor.heard[HEADER_SIZE : HEADER_SIZE + CLAIM])
+        line = NetLine(visitor.socket, proof=proof_for(claim, token, where))
         line.recognise(who)
         return line, hello._replace(payload=rest)
 
@@ -197,8 +227,9 @@ def dial(endpoint: NetEndpoint, worker: int, deadline: float | None, more: bytes
     """
     try:
         sock = socket.create_connection((endpoint.host, endpoint.port), timeout=remaining(deadline))
-        line = NetLine(sock)
-        line.send(Message(Kind.HELLO, worker, PROTOCOL, endpoint.token + _prefixed(identity()) + more))
+        claim = new_claim(endpoint.token, endpoint.where)
+        line = NetLine(sock, expected=proof_for(claim, endpoint.token, endpoint.where))
+        line.send(Message(Kind.HELLO, worker, PROTOCOL, claim + _prefixed(identity()) + more))
     except OSError as error:
         where = f"{endpoint.host} port {endpoint.port}"
         raise NotConnected(

@@ -15,6 +15,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from wsync.errors import NotConnected
 from wsync.lobby import TOKEN, Lobby, Visitor, greeting
@@ -141,7 +142,7 @@ class Listener:
         if _peer_of(visitor.socket)[1] != os.getuid():
             raise ValueError("another user")
         visitor.heard += visitor.socket.recv(HEADER_SIZE + TOKEN)  # descriptors that came with it are dropped
-        hello = greeting(visitor, self.endpoint.token)
+        hello = greeting(visitor, TOKEN, partial(secrets.compare_digest, self.endpoint.token))
         if hello is None:
             raise ValueError("half a greeting")
         visitor.socket.setblocking(True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
-PROTOCOL = 4
+PROTOCOL = 5
 _HEADER = struct.Struct("<BxxxiQQdd")  # kind, worker, version, length, wait, apply
 HEADER_SIZE = _HEADER.size
 
@@ -23,7 +23,7 @@ class Kind(IntEnum):
     DROP = 6  # the transaction is off
     DECIDE = 7  # install what is staged in the transaction
     ASK = 8  # say once more what you said last: it has not come
-    HELLO = 16  # payload: protocol, token
+    HELLO = 16  # payload: what shows that the token is known, and over a network who this is
     ACK = 17  # a version is installed
     STAGED = 18  # a version is checked and ready
     FAILED = 19  # it is not; payload: the traceback

@@ -10,10 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,10 +24,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import wsync
+from wsync.credentials import CLAIM, PROOF, holds, new_claim, proof_for
 from wsync.deadlines import deadline_in, wait_readable
-from wsync.lobby import TOKEN
 from wsync.network import NetLine, NetListener, listen_on
-from wsync.words import PROTOCOL, Kind, Message
+from wsync.words import HEADER_SIZE, PROTOCOL, Kind, Message
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(90)
@@ -138,7 +141,9 @@ def test_a_sender_that_never_comes() -> None:
 def test_a_stranger_is_not_let_in() -> None:
     door = NetListener("127.0.0.1")
     strange = [b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" + b"\xff" * 64]
-    strange += [Message(Kind.HELLO, 0, PROTOCOL, token).pack() for token in (b"", b"\0" * TOKEN)]
+    strange += [Message(Kind.HELLO, 0, PROTOCOL, shown).pack() for shown in (b"", bytes(16), bytes(CLAIM), bytes(99))]
+    elsewhere = new_claim(door.endpoint.token, replace(door.endpoint, port=1).where)  # as an impostor hears it
+    strange.append(Message(Kind.HELLO, 0, PROTOCOL, elsewhere).pack())
     for said in strange:
         with socket.create_connection(("127.0.0.1", door.endpoint.port)) as stranger:
             stranger.send(said)
@@ -149,6 +154,48 @@ def test_a_stranger_is_not_let_in() -> None:
                 assert door.accept() is None
             assert ready, "it was not turned away"
     door.close()
+
+
+@pytest.mark.parametrize("shows", ["nothing", "noise", "an echo", "a proof for another"])
+def test_a_worker_does_not_listen_to_an_impostor(shows: str) -> None:
+    """Who listens where the trainer was could make the worker unpickle what it likes."""
+    with wsync.DistributedWeightSyncScheme(timeout=20.0) as scheme, listen_on("127.0.0.1") as door:
+        scheme.init_on_sender("policy", model=nn.Linear(1, 1), num_workers=1)
+        endpoint = replace(scheme._seed.endpoint, port=door.getsockname()[1])
+        worker = cloudpickle.loads(cloudpickle.dumps(scheme))
+        worker._seed = replace(worker._seed, endpoint=endpoint)
+        worker.init_on_receiver("policy", model=nn.Linear(1, 1), worker_idx=0)
+        joining = ThreadPoolExecutor(1).submit(worker.connect)
+        impostor, _ = door.accept()
+        with impostor:
+            heard = impostor.recv(4096)
+            assert endpoint.token not in heard
+            claim = heard[HEADER_SIZE : HEADER_SIZE + CLAIM]
+            another = new_claim(endpoint.token, endpoint.where)
+            first = {
+                "nothing": b"",
+                "noise": bytes(PROOF),
+                "an echo": claim[-PROOF:],
+                "a proof for another": proof_for(another, endpoint.token, endpoint.where),
+            }
+            impostor.sendall(first[shows] + Message(Kind.WELCOME, 0, 0).pack() + bytes(PROOF))
+            with pytest.raises(wsync.NotConnected, match="does not know the token"):
+                joining.result(10.0)
+        worker.shutdown()
+
+
+def test_credentials_hold_for_one_token_and_one_address() -> None:
+    token, where = b"t" * 16, b"127.0.0.1 4000"
+    claim = new_claim(token, where)
+    assert holds(claim, token, where) and claim != new_claim(token, where)
+    for bit in range(8 * CLAIM):
+        other = bytearray(claim)
+        other[bit // 8] ^= 1 << bit % 8
+        assert not holds(bytes(other), token, where)
+    assert not holds(claim, b"u" * 16, where) and not holds(claim, token, b"127.0.0.1 4001")
+    proof = proof_for(claim, token, where)
+    assert len(proof) == PROOF and proof not in (claim[:PROOF], claim[-PROOF:])
+    assert proof != proof_for(new_claim(token, where), token, where)
 
 
 def test_messages_come_whole() -> None:
