@@ -164,10 +164,12 @@ class CrewCollector(BaseCollector):
 
     def _gather(self) -> TensorDictBase:
         try:
-            return self._gathering.gather(self._members)
+            batch = self._gathering.gather(self._members)
         except BaseException:  # KeyboardInterrupt, too: a later batch would be made of answers to what was asked now
             self.shutdown()
             raise
+        self._members.complete()
+        return batch
 
     def _deliver(self, send: Callable[[Any], object], worker_ids: int | Sequence[int] | None) -> None:
         try:
@@ -178,7 +180,10 @@ class CrewCollector(BaseCollector):
             raise
 
     def interrupt(self) -> None:
-        """See BaseCollector: a batch that is not complete in two seconds raises ``wsync.SyncTimeout``."""
+        """See BaseCollector: a batch that is not complete in two seconds raises ``wsync.SyncTimeout``.
+
+        Called between two batches it is the next one that has two seconds.
+        """
         if not self.closed:
             self._members.interrupt()
 

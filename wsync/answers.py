@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from wsync.ends import SenderEnd
 from wsync.errors import SyncTimeout, WorkerDied, WorkerError, WorkerFailed
 from wsync.roll import Roll
-from wsync.transport import SenderEnd
 from wsync.types import Ack
 
 _NOW = 0.0  # a deadline that is over

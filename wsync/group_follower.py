@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from wsync import native
 from wsync.checksum import seal
+from wsync.events import Event, LongWay
 from wsync.gate import process_gate
 from wsync.landing import Landing
-from wsync.transport import Event, LongWay
 from wsync.types import Update
 from wsync.words import Kind, Line, Message
 

@@ -13,6 +13,7 @@ from wsync.binding import Binding
 from wsync.checksum import CHECKSUM, damage
 from wsync.deadlines import wait_readable
 from wsync.errors import NotConnected, SyncTimeout
+from wsync.events import Closed, Decision, Event, Follower, LongWay, News, Stage
 from wsync.group import Pair
 from wsync.group_follower import GroupFollower
 from wsync.group_sender import TRANSACTION
@@ -20,7 +21,6 @@ from wsync.landing import Landing
 from wsync.layout import Layout
 from wsync.plan import Plan
 from wsync.receiver_thread import Told
-from wsync.transport import Closed, Decision, Event, Follower, LongWay, News, Stage
 from wsync.types import ANY_VERSION, Ack, Update
 from wsync.words import Kind, Line, Message
 

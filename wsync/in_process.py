@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from wsync.binding import Binding
+from wsync.events import Event, Follower, LongWay
 from wsync.gate import process_gate
 from wsync.layout import Layout
 from wsync.packing import Buffer
 from wsync.receiver_thread import Told
 from wsync.shortcut import Express
-from wsync.transport import Event, Follower, LongWay
 from wsync.types import Ack, Update
 
 

@@ -10,6 +10,7 @@ from wsync.arena import Arena
 from wsync.binding import Binding
 from wsync.deadlines import wait_readable
 from wsync.errors import NotConnected, SyncTimeout
+from wsync.events import Closed, Decision, Event, Follower, LongWay, News, Stage
 from wsync.gate import process_gate
 from wsync.layout import Layout
 from wsync.local_sender import STAGED
@@ -17,7 +18,6 @@ from wsync.plan import Plan
 from wsync.receiver_thread import Told, receiver_thread
 from wsync.rendezvous import Connection, Endpoint, knock
 from wsync.seat import Seat
-from wsync.transport import Closed, Decision, Event, Follower, LongWay, News, Stage
 from wsync.types import ANY_VERSION, Ack, Update
 from wsync.words import Kind, Message
 

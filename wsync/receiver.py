@@ -18,21 +18,20 @@ from weakref import WeakSet
 
 from torch import nn
 
+from wsync import staged
 from wsync.binding import Binding, load_extra
 from wsync.deadlines import deadline_in, remaining
+from wsync.ends import ReceiverEnd
 from wsync.errors import NotConnected, WeightSyncError
+from wsync.events import Closed, Decision, Event, Follower, News, Stage
 from wsync.gate import guard, process_gate, release
 from wsync.strategy import WeightStrategy
-from wsync.transport import Closed, Decision, Event, Follower, News, ReceiverEnd, Stage
 from wsync.types import ANY_VERSION, Ack, Update
 
 _LOOK = 2.0  # seconds after which somebody who waits looks whether the sender is there, where nobody would tell
 
 _open: WeakSet[Receiver] = WeakSet()  # whose models are gated
 os.register_at_fork(after_in_child=_open.clear)  # a forked child has none of its parent's receivers
-
-# What is staged in this process, by transaction: only the holder of the gate touches it.
-_staged: dict[int, list[tuple[Receiver, Update]]] = {}
 
 
 class Receiver:
@@ -137,12 +136,8 @@ class Receiver:
         update = self._end.enter()
         if update is None:
             return False
-        for transaction, members in _staged.items():
-            if any(receiver is self and staged.version == update.version for receiver, staged in members):
-                del _staged[transaction]
-                for receiver, staged in members:
-                    receiver.install(staged)
-                return True
+        if staged.decide_by(self, update.version):
+            return True
         self.install(update)
         return False
 
@@ -162,7 +157,7 @@ class Receiver:
             self._error = traceback.format_exc()
         self._end.installed(update, self._error)
         if self._binding is not None and not (self._error or update.extra or self._cascade):
-            self._end.arm(self._binding, _staged)
+            self._end.arm(self._binding, staged.staged)
         self.told_at = 0.0
         if not self._error:
             with self._changed:
@@ -199,7 +194,7 @@ class Receiver:
         if isinstance(event, Stage):
             self._stage(event)
         elif isinstance(event, Decision):
-            self._decide(event)
+            staged.decide(event.transaction, event.install)
         self.told_at = 0.0  # the acting thread may have been first, and another update is another matter
 
     def _stage(self, event: Stage) -> None:
@@ -207,16 +202,10 @@ class Receiver:
         try:
             _require_whole(event.update)
             self._bind_model().rehearse(event.update.views, load_extra(event.update.extra))
-            _staged.setdefault(event.transaction, []).append((self, event.update))
+            staged.keep(event.transaction, self, event.update)
         except Exception:  # noqa: BLE001  the vote is no, and this is why
             error = traceback.format_exc()
         self._end.answer(Ack(self.worker_idx, event.update.version, error), staged=True)
-
-    def _decide(self, event: Decision) -> None:
-        members = _staged.pop(event.transaction, [])
-        if event.install:
-            for receiver, update in members:
-                receiver.install(update)
 
     def _pass_on(self) -> None:
         """Cascade what was installed, and only then answer."""
@@ -294,10 +283,7 @@ class Receiver:
         gate = process_gate()
         with gate.hold():
             gate.detach(self._feed)
-            for transaction, members in list(_staged.items()):  # nobody decides for a model that is its owner's again
-                members[:] = [member for member in members if member[0] is not self]
-                if not members:
-                    del _staged[transaction]
+            staged.forget(self)
             self._end.leave()
             self.own_memory()
             _open.discard(self)

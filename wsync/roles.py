@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from wsync.ends import SenderEnd
 from wsync.errors import NotConnected
 from wsync.joining import Joining
 from wsync.paths import find_model
@@ -17,7 +18,7 @@ from wsync.sender import Sender
 from wsync.snapshot import snapshot
 from wsync.source import is_per_worker
 from wsync.strategy import WeightStrategy
-from wsync.transport import SenderEnd, TransportBackend
+from wsync.transport import TransportBackend
 from wsync.types import RemoteWorker
 
 

@@ -1,4 +1,4 @@
-"""A scheme owns the lifecycle of one model's weights: init, rendezvous, updates, shutdown, on either end.
+"""A scheme owns the lifecycle of one model's weights, on either end: init (``setup.py``), connect, updates, shutdown.
 
 The two ends are two roles: a scheme that was initialised on the sender travels to a worker as a pickle that holds its
 options and an address, and takes on the other role there.
@@ -6,28 +6,18 @@ options and an address, and takes on the other role there.
 
 from __future__ import annotations
 
-import os
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, ClassVar, Self
-
-from torch import nn
+from typing import Any, Self
 
 from wsync.errors import NotConnected
 from wsync.gate import process_gate
-from wsync.in_process import InProcessLine
-from wsync.legacy import OlderApi
 from wsync.metrics import SyncMetrics
 from wsync.paths import find_model
-from wsync.receiver import Receiver
-from wsync.roles import Trainer, Worker, agreed_count, find_or_none
-from wsync.sender import Sender
-from wsync.source import DeviceMap, Source
-from wsync.strategy import Format, WeightStrategy
-from wsync.transport import ReceiverEnd, SenderEnd
-from wsync.types import CascadingContext, CollectorContext, SyncReport
+from wsync.roles import Trainer, Worker
+from wsync.setup import SchemeSetup
+from wsync.strategy import WeightStrategy
+from wsync.types import SyncReport
 
 BACKENDS = {
     "shared_mem": "wsync.backends.shared_mem:SharedMemWeightSyncScheme",
@@ -40,7 +30,7 @@ BACKENDS = {
 }
 
 
-class WeightSyncScheme(OlderApi):
+class WeightSyncScheme(SchemeSetup):
     """Carries one model's weights from a trainer to its workers.
 
     Args:
@@ -50,169 +40,6 @@ class WeightSyncScheme(OlderApi):
         bind: whether a worker's parameters may be bound to received memory without a copy. Say False for a worker
             that trains.
     """
-
-    name: ClassVar[str]
-    delivers_at_connect: ClassVar[bool] = True  # the first weights; otherwise with the first send
-
-    def __init__(
-        self, strategy: Format = "tensordict", sync: bool = True, *, timeout: float | None = 60.0, bind: bool = True
-    ) -> None:
-        if timeout is not None and timeout <= 0:
-            raise ValueError(f"timeout is a number of seconds above 0, or None, not {timeout}")
-        self.strategy = WeightStrategy(strategy)
-        self.sync = sync
-        self.timeout = timeout
-        self.bind = bind
-        self.metrics = SyncMetrics(self.name)
-        self._role: Trainer | Worker | None = None
-        self._seed: Any = None  # what a worker needs to find the sender
-
-    # --- what a backend says ---
-
-    @abstractmethod
-    def _make_sender_end(self, num_workers: int) -> tuple[SenderEnd, Any]:
-        """The trainer's end, and the (picklable) seed from which a worker makes its own."""
-
-    @abstractmethod
-    def _make_receiver_end(self, seed: Any) -> ReceiverEnd:
-        """A worker's end."""
-
-    def _can_meet(self, model_id: str) -> bool:
-        """Whether a worker finds the sender of ``model_id`` without a seed."""
-        return False
-
-    def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None) -> Source:
-        return Source(weights, self.strategy, device_map_fn=device_map_fn)
-
-    @property
-    def _published(self) -> bool:
-        """Whether a send is finished without the workers' answers."""
-        return False
-
-    # --- init: local, no communication ---
-
-    def init_on_sender(
-        self,
-        model_id: str = "policy",
-        context: Any = None,
-        *,
-        model: nn.Module | None = None,
-        weights: Any = None,
-        devices: Sequence[Any] | None = None,
-        device_map_fn: DeviceMap | None = None,
-        num_workers: int | None = None,
-        params_map: Mapping[int, Any] | None = None,
-    ) -> None:
-        """Set up the trainer's end. Nothing is sent, and nothing is copied.
-
-        Args:
-            model_id: the model's name, and its path in ``context``.
-            context: a collector, or anything that has the model.
-            model: the model; read anew for each ``send()`` without arguments.
-            weights: instead of a model, its live weights; likewise read anew.
-            devices: one per worker (each worker brings weights to its own device).
-            device_map_fn: ``(worker_idx, weights) -> weights`` for that worker.
-            num_workers: how many there will be; else as many as ``devices``, ``params_map`` or the context's workers.
-            params_map: ``{worker_idx: weights}``, for workers that are to have different ones.
-
-        Raises:
-            RuntimeError: the scheme is initialised already.
-            ValueError: arguments that contradict one another.
-        """
-        self._require_fresh()
-        given = [
-            name
-            for name, value in (("model", model), ("weights", weights), ("params_map", params_map))
-            if value is not None
-        ]
-        if len(given) > 1:
-            raise ValueError(f"give one of model, weights and params_map, not {' and '.join(given)}")
-        workers = context.remote_workers if isinstance(context, CollectorContext) else ()
-        count = agreed_count(num_workers, devices, params_map, workers)
-        if model is None and not given and context is not None:
-            model = find_or_none(context, model_id)
-        source = self._make_source(model_id, params_map or (model if weights is None else weights), device_map_fn)
-        end, self._seed = self._make_sender_end(count)
-        sender = Sender(
-            end,
-            source,
-            count,
-            self.timeout,
-            delivers_at_connect=self.delivers_at_connect,
-            published=self._published,
-            record=self._recorder(model_id),
-        )
-        sentinels = {worker.worker_idx: worker.sentinel for worker in workers}
-        self._role = Trainer(model_id, context, model, sender, end, sentinels, os.getpid())
-
-    def init_on_receiver(
-        self,
-        model_id: str = "policy",
-        context: Any = None,
-        *,
-        model: nn.Module | None = None,
-        worker_idx: int | None = None,
-    ) -> None:
-        """Set up a worker's end. Nothing is received yet.
-
-        Args:
-            model_id: the model's name, and its path in ``context``.
-            context: what has the model; if it has workers of its own it is told of every update, to pass it on.
-            model: the model itself.
-            worker_idx: this worker's index; else ``connect`` is given it.
-
-        Raises:
-            RuntimeError: the scheme was never initialised on a sender, or is already on this end.
-            LookupError, TypeError: the context has no such model.
-            ValueError: neither a model nor a context.
-        """
-        self._require_fresh_worker()
-        if self._seed is None and not self._can_meet(model_id):
-            raise RuntimeError(
-                "initialise this scheme on the sender first, then hand it (pickled or forked) to the worker"
-            )
-        if model is None:
-            if context is None:
-                raise ValueError(f"init_on_receiver('{model_id}') needs the model, or a context that has it")
-            model = find_model(context, model_id)
-        cascade = (lambda: context.cascade_weights(model_id)) if isinstance(context, CascadingContext) else None
-        receiver = Receiver(model, self.strategy, self._make_receiver_end(self._seed), bind=self.bind, cascade=cascade)
-        self._role = Worker(model_id, context, model, receiver, worker_idx)
-
-    def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
-        """Set up both ends in this process, and connect them: any scheme, and nothing is carried.
-
-        Args:
-            model_id: the model's name.
-            model: acts, and is updated through the gate.
-            source: the model (or weights) that ``send()`` without arguments reads; its weights are the first ones.
-
-        Raises:
-            RuntimeError: the scheme is initialised already.
-            LayoutMismatch: the source does not fit the model.
-        """
-        self._require_fresh()
-        line = InProcessLine(arrive=lambda: receiver.connect(0, self.timeout))
-        receiver = Receiver(model, self.strategy, line, bind=False)
-        sender = Sender(line, Source(source, self.strategy), 1, self.timeout, record=self._recorder(model_id))
-        sender.connect(None, {})
-        self._role = Trainer(model_id, None, model, sender, line, {}, os.getpid(), receiver)
-
-    def _recorder(self, model_id: str) -> Callable[[SyncReport], None]:
-        return partial(self.metrics.record, model_id)
-
-    def _require_fresh(self) -> None:
-        if self._role is not None:
-            end = "sender" if isinstance(self._role, Trainer) else "receiver"
-            raise RuntimeError(f"this scheme is already initialised on the {end}, for model '{self._role.model_id}'")
-
-    def _require_fresh_worker(self) -> None:
-        if isinstance(self._role, Trainer) and self._role.pid != os.getpid():
-            self._role.end.close()  # a forked child has inherited the trainer's end
-            self._role = None
-        self._require_fresh()
-
-    # --- the lifecycle after it ---
 
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
         """The blocking rendezvous, called on both ends; delivers the first weights, if the sender has any.

@@ -1,6 +1,6 @@
 """The send path: what a trainer does with an update, the same for every backend.
 
-source ─→ layout.pack ─→ end.publish ─→ (answers) ─→ report, or one error that names who lacks it
+source ─→ loader.load ─→ end.publish ─→ (answers) ─→ report, or one error that names who lacks it
 """
 
 from __future__ import annotations
@@ -11,20 +11,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from wsync.answers import Answers
-from wsync.binding import dump_extra
 from wsync.deadlines import deadline_in
+from wsync.ends import SenderEnd
 from wsync.errors import NotConnected
 from wsync.layout import Layout
-from wsync.packing import Buffer, Packer
+from wsync.loading import Loader, Packed
 from wsync.posted import Posted
 from wsync.roll import Roll
-from wsync.shortcut import Rest, Shortcut
-from wsync.source import Part, Source
-from wsync.transport import SenderEnd
+from wsync.short_way import ShortWay
+from wsync.source import Source
 from wsync.types import Ack, SyncReport
-
-Packed = tuple[Part, Buffer, bytes]
-"""Weights for some workers, the buffer that they were copied into, and their extra state."""
 
 
 class Sender:
@@ -52,7 +48,6 @@ class Sender:
         record: Callable[[SyncReport], None],
     ) -> None:
         self.version = 0
-        self.layout: Layout | None = None
         self.source = source
         self.num_workers = num_workers
         self.connected = False
@@ -62,10 +57,15 @@ class Sender:
         self._record = record
         self._roll = Roll(num_workers)
         self._answers = Answers(end, self._roll, timeout)
-        self._packer: Packer | None = None
+        self._loader = Loader(end, source, self._roll)
+        self._short = ShortWay(end, source, self._roll, self._answers, published=published)
         self._posted: list[Posted] = []
-        self._shortcut: Shortcut | None = None
         self._lock = threading.RLock()
+
+    @property
+    def layout(self) -> Layout | None:
+        """What the weights look like; None before the first."""
+        return self._loader.layout
 
     @property
     def timeout(self) -> float | None:
@@ -89,14 +89,14 @@ class Sender:
             if weights is not None or (self._delivers_at_connect and self.source.weights is not None):
                 posted = self._post(weights, everyone, (), acknowledge=True)
             elif self.source.weights is not None:
-                self._plan(None)
+                self._loader.plan(None)
             deadline = posted.deadline if posted else deadline_in(self._answers.timeout)
             self._end.admit(everyone, sentinels, deadline)
             self.connected = True
             if posted:
                 # Not reported as an update's cost: the workers may have taken seconds to start.
                 self._answers.expect(posted.workers, posted.version, posted.deadline)
-                self._shorten(weights)
+                self._find_short_way(weights)
 
     def dismiss(self, worker: int) -> None:
         """Take a worker for dead: nothing is sent to it, and what is for all is kept for who comes in its place."""
@@ -128,11 +128,14 @@ class Sender:
     def send(self, weights: object, worker_ids: int | Sequence[int] | None, *, wait: bool) -> SyncReport | None:
         """Deliver an update; with ``wait``, return when the promise of a finished send holds."""
         with self._lock:
-            short = self._shortcut if wait and worker_ids is None else None
+            short = self._short.known if wait and worker_ids is None else None
             if short is not None:
-                report = self._hurry(short, short.own if weights is None else weights)
+                self.version += 1  # first: an update that is interrupted keeps its number
+                report = self._short.send(short, short.own if weights is None else weights, self.version)
                 if report is not None:
+                    self._record(report)
                     return report
+                self.version -= 1
         with self.alone():
             self._require_connected()
             workers, absent = self._roll.addressees(worker_ids)
@@ -141,54 +144,15 @@ class Sender:
             if wait:
                 report = self._settle(posted)
                 if worker_ids is None:
-                    self._shorten(weights)
+                    self._find_short_way(weights)
                 return report
             self._posted.append(posted)
             self._end.listen()
             return None
 
-    # --- the short way: see shortcut.py ---
-
-    def _shorten(self, weights: object) -> None:
-        """Find the short way of updates like this one, which went to everybody."""
-        layout, roll = self.layout, self._roll
-        if layout is None or self._posted or roll.absent or roll.extra:
-            return
-        way, express = self.source.way(weights, layout), self._end.express()
-        update = None if express is None else express.update(not self._published)
-        if way is not None and express is not None and update is not None:
-            self._shortcut = Shortcut(way, self.source.weights, update, express.complete)
-
-    def _hurry(self, short: Shortcut, given: object) -> SyncReport | None:
-        """Deliver an update by the short way; None, with nothing done, if it is unusual in any respect."""
-        began = time.perf_counter()
-        way = short.way
-        found = way.tree if given is way.model else way.find(given)
-        if found is None:
-            return None
-        self.version += 1  # first: an update that is interrupted keeps its number
-        report = short.update(found, self.version, self._answers.timeout, began)
-        if report is None:
-            self.version -= 1
-            return None
-        if not isinstance(report, SyncReport):
-            report = self._finish(short, Rest(*report), began)
-        self._roll.due.update(report.workers)
-        self._record(report)
-        return report
-
-    def _finish(self, short: Shortcut, rest: Rest, began: float) -> SyncReport:
-        """Go on the long way where the short one has ended: somebody has died, or failed, or said something else."""
-        self._shortcut = None
-        workers, timeout = self._roll.present, self._answers.timeout
-        left = None if timeout is None else max(0.0, timeout - (time.perf_counter() - began))
-        self._roll.note(self.version, ((workers, b""),))
-        short.complete(rest, self.version, not self._published)
-        if self._published:
-            self._answers.hear_of_failures(workers, self.version)
-        else:
-            self._answers.expect(workers, self.version, deadline_in(left))
-        return rest.report._replace(seconds=time.perf_counter() - began)
+    def _find_short_way(self, weights: object) -> None:
+        if self.layout is not None and not self._posted:
+            self._short.find(weights, self.layout)
 
     def _excuse(self, workers: Collection[int]) -> None:
         """Await no older answers of ``workers``: they are given, or owe, a newer one, or are named in an error."""
@@ -208,18 +172,10 @@ class Sender:
         if not self.connected:
             raise NotConnected("not connected yet: call connect() on the sender (and on every worker) before send()")
 
-    def _plan(self, weights: object) -> tuple[Layout, Packer]:
-        """The layout, and what packs by it; made from the first weights."""
-        if self.layout is None or self._packer is None:
-            layout = Layout.of(self.source.first(weights))
-            self._end.prepare(layout)
-            self.layout, self._packer = layout, Packer(layout)
-        return self.layout, self._packer
-
     def _post(self, weights: object, workers: Sequence[int], absent: Sequence[int], *, acknowledge: bool) -> Posted:
         packed: list[Packed] = []
         try:
-            posted = self._pack(weights, workers, absent, packed)
+            posted = self._load(weights, workers, absent, packed)
             # Parameters are bound or not, but a module's set_extra_state may raise: that has to be answered for.
             posted.acknowledge = acknowledge = acknowledge or any([extra for _, _, extra in packed])
             before = time.perf_counter()
@@ -232,38 +188,13 @@ class Sender:
         posted.transfer = time.perf_counter() - before
         return posted
 
-    def _pack(
-        self,
-        weights: object,
-        workers: Sequence[int],
-        absent: Sequence[int],
-        packed: list[Packed],
-        *,
-        keep: bool = False,
+    def _load(
+        self, weights: object, workers: Sequence[int], absent: Sequence[int], packed: list[Packed], keep: bool = False
     ) -> Posted:
-        """Check everything, then copy it into buffers that no worker reads; these go into ``packed``, one by one."""
-        started = time.perf_counter()
         deadline = deadline_in(self._answers.timeout)
-        layout, packer = self._plan(weights)
-        parts = self.source.parts(weights, workers, absent, layout)
-        blobs = [self._blob(part) for part in parts]
-        extracted = time.perf_counter()
-        waited = 0.0
-        for part, blob in zip(parts, blobs, strict=True):
-            before = time.perf_counter()
-            buffer = self._end.reserve(part.workers, deadline, keep=keep)
-            packed.append((part, buffer, blob))
-            waited += time.perf_counter() - before
-            packer.pack(part.tensors, buffer)
-        self.version += 1
-        pack = time.perf_counter() - extracted - waited
-        extract = extracted - started
-        owners = [(part.workers, blob) for part, _, blob in packed]
-        return Posted(self.version, workers, owners, True, deadline, started, extract, waited, pack)
-
-    def _blob(self, part: Part) -> bytes:
-        """A part's extra state; weights that cannot say (a plain TensorDict) leave it as it was."""
-        return dump_extra(part.extra) if part.extra is not None else self._roll.extra.get(part.workers[0], b"")
+        posted = self._loader.load(weights, workers, absent, self.version + 1, deadline, packed, keep=keep)
+        self.version = posted.version
+        return posted
 
     def _settle(self, posted: Posted) -> SyncReport:
         """Wait for the answers, if they are wanted; report, or raise."""
@@ -283,7 +214,7 @@ class Sender:
     def alone(self) -> Iterator[None]:
         """Keep other threads' updates waiting while it is open; what is done then is not usual, so no way is short."""
         with self._lock:
-            self._shortcut = None
+            self._short.forget()
             yield
 
     def stage(self, weights: object, worker_ids: int | Sequence[int] | None, transaction: int) -> Posted:
@@ -293,7 +224,7 @@ class Sender:
             workers, absent = self._roll.addressees(worker_ids)
             packed: list[Packed] = []
             try:
-                posted = self._pack(weights, workers, absent, packed, keep=True)
+                posted = self._load(weights, workers, absent, packed, keep=True)
                 for part, buffer, extra in packed:
                     self._end.stage(buffer, posted.version, extra, part.workers, transaction)
             except BaseException:

@@ -177,9 +177,9 @@ def test_usual_updates_go_the_short_way(backend: str) -> None:
         sender: Any = scheme._role.sender  # type: ignore[union-attr]
 
         def went_short() -> bool:
-            before = sender._shortcut
+            before = sender._short.known
             scheme.send()
-            return before is not None and sender._shortcut is before
+            return before is not None and sender._short.known is before
 
         assert [went_short() for _ in range(3)][1:] == [True, True], "once there are slots enough"
         workers.all("digest")

@@ -391,6 +391,17 @@ def test_interrupt_ends_a_wait_for_workers_that_do_not_come_back(events):
         timer.join()
 
 
+@every_kind
+def test_who_was_interrupted_and_got_the_batch_may_go_on(kind, events, monkeypatch):
+    monkeypatch.setattr("collectors.members._STOP", 0.5)
+    with collect(kind, events) as collector:
+        collector.interrupt()
+        next(collector)
+        over = time.monotonic() + 1.0
+        while time.monotonic() < over:
+            next(collector)
+
+
 def descriptors() -> int:
     """Those that are open, but for the arena's: it may have one slot more than before."""
     kept = 0

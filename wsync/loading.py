@@ -1,0 +1,87 @@
+"""The first half of an update, of which no worker knows: everything is checked, then copied into buffers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from wsync.binding import dump_extra
+from wsync.ends import SenderEnd
+from wsync.layout import Layout
+from wsync.packing import Buffer, Packer
+from wsync.posted import Posted
+from wsync.roll import Roll
+from wsync.source import Part, Source
+
+Packed = tuple[Part, Buffer, bytes]
+"""Weights for some workers, the buffer that they were copied into, and their extra state."""
+
+
+class Loader:
+    """Fills the buffers of one sender's end.
+
+    Args:
+        end: has the buffers.
+        source: where weights come from when a call brings none.
+        roll: knows each worker's extra state.
+
+    Attributes:
+        layout: made from the first weights; None before.
+    """
+
+    def __init__(self, end: SenderEnd, source: Source, roll: Roll) -> None:
+        self.layout: Layout | None = None
+        self._end = end
+        self._source = source
+        self._roll = roll
+        self._packer: Packer | None = None
+
+    def plan(self, weights: object) -> tuple[Layout, Packer]:
+        """The layout, and what packs by it."""
+        if self.layout is None or self._packer is None:
+            layout = Layout.of(self._source.first(weights))
+            self._end.prepare(layout)
+            self.layout, self._packer = layout, Packer(layout)
+        return self.layout, self._packer
+
+    def load(
+        self,
+        weights: object,
+        workers: Sequence[int],
+        absent: Sequence[int],
+        version: int,
+        deadline: float | None,
+        packed: list[Packed],
+        *,
+        keep: bool = False,
+    ) -> Posted:
+        """Check everything, then copy it into buffers that no worker reads; these go into ``packed``, one by one.
+
+        Args:
+            weights: for ``workers``, and for who comes in the place of ``absent`` ones; None reads the source.
+            workers: who is to answer.
+            absent: who has died.
+            version: the update's.
+            deadline: until when a buffer is waited for.
+            packed: is the caller's to release, whatever is raised here.
+            keep: see ``SenderEnd.reserve``.
+        """
+        started = time.perf_counter()
+        layout, packer = self.plan(weights)
+        parts = self._source.parts(weights, workers, absent, layout)
+        blobs = [self._blob(part) for part in parts]
+        extracted = time.perf_counter()
+        waited = 0.0
+        for part, blob in zip(parts, blobs, strict=True):
+            before = time.perf_counter()
+            buffer = self._end.reserve(part.workers, deadline, keep=keep)
+            packed.append((part, buffer, blob))
+            waited += time.perf_counter() - before
+            packer.pack(part.tensors, buffer)
+        pack = time.perf_counter() - extracted - waited
+        owners = [(part.workers, blob) for part, _, blob in packed]
+        return Posted(version, workers, owners, True, deadline, started, extracted - started, waited, pack)
+
+    def _blob(self, part: Part) -> bytes:
+        """A part's extra state; weights that cannot say (a plain TensorDict) leave it as it was."""
+        return dump_extra(part.extra) if part.extra is not None else self._roll.extra.get(part.workers[0], b"")
