@@ -110,26 +110,19 @@ def test_how_the_weights_travel_changes_nothing(runs: dict[str, tuple[Path, str]
 
 
 def test_a_run_goes_on_where_another_ended(runs: dict[str, tuple[Path, str]], tmp_path: Path) -> None:
-    first, second = runs["shared_mem"][0], tmp_path
-    told = summary(first)
-    done = run(second, f"resume={first}", "total_frames=1536")
+    """And one that was finished has nothing left to do."""
+    first = runs["shared_mem"][0]
+    done = run(tmp_path, f"resume={first}", "total_frames=1024,1536", f"hydra.sweep.dir={tmp_path}", "-m")
     assert done.returncode == 0, done.stderr
-    after, history = summary(second), rows(second)
+    finished, second = sorted(path.parent for path in tmp_path.glob("*/summary.json"))
+    assert (summary(finished)["frames"], rows(finished)) == (1024, rows(first))
+    told, after, history = summary(first), summary(second), rows(second)
     assert (after["frames"], after["seed"]) == (1536, 3)
     assert after["resumed_from"]["frames"] == told["frames"]
     assert after["episodes"] >= told["episodes"]
     assert history[: len(rows(first))] == rows(first)
     assert [row["frames"] for row in history] == sorted(row["frames"] for row in history)
     assert "lr: 0.001" in (second / "config.yaml").read_text()
-
-
-def test_a_finished_run_that_is_resumed_has_nothing_left_to_do(
-    runs: dict[str, tuple[Path, str]], tmp_path: Path
-) -> None:
-    done = run(tmp_path, f"resume={runs['shared_mem'][0]}")
-    assert done.returncode == 0, done.stderr
-    assert summary(tmp_path)["frames"] == 1024
-    assert rows(tmp_path) == rows(runs["shared_mem"][0])
 
 
 def test_a_checkpoint_of_another_model_is_refused(runs: dict[str, tuple[Path, str]], tmp_path: Path) -> None:
@@ -139,12 +132,13 @@ def test_a_checkpoint_of_another_model_is_refused(runs: dict[str, tuple[Path, st
     assert len(other.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize(("collector", "env"), [("single", "cartpole"), ("multi_async", "pendulum")])
-def test_other_collectors_and_actions(tmp_path: Path, collector: str, env: str) -> None:
-    done = run(tmp_path, f"collector={collector}", f"env={env}", "total_frames=2048")
+def test_other_collectors_and_actions(tmp_path: Path) -> None:
+    sweep = ["collector=single,multi_async", "env=pendulum", f"hydra.sweep.dir={tmp_path}", "-m"]
+    done = run(tmp_path, "total_frames=2048", *sweep)
     assert done.returncode == 0, done.stderr
-    told = summary(tmp_path)
-    assert told["weight_sync"]["updates"] >= 4 and told["episodes"] > 0
+    told = [summary(path.parent) for path in tmp_path.glob("*/summary.json")]
+    assert len(told) == 2
+    assert all(one["weight_sync"]["updates"] >= 4 and one["episodes"] > 0 for one in told)
 
 
 def test_cartpole_is_solved(tmp_path: Path) -> None:

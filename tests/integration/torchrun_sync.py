@@ -1,9 +1,9 @@
-"""What each rank runs in test_network.py, under torchrun: rank 0 trains, the others act; a mode says how they meet."""
+"""What each rank runs in test_network.py, under torchrun: rank 0 trains, the others act; they meet in several ways."""
 
 from __future__ import annotations
 
 import os
-import sys
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -21,11 +21,7 @@ class Small(nn.Module):
         return self.weight.detach().aminmax().min
 
 
-def main(mode: str) -> None:
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if mode != "agent":
-        dist.init_process_group("gloo")
-    group = dist.new_group(list(range(world))) if mode == "group" else None
+def synchronise(rank: int, world: int, group: Any = None) -> None:
     for _ in range(2):  # a second scheme of the same name meets the second of the others
         scheme = wsync.DistributedWeightSyncScheme(timeout=30.0, group=group)
         model = Small()
@@ -41,13 +37,23 @@ def main(mode: str) -> None:
             while scheme.version < 19:
                 assert scheme.receive(timeout=30.0) is not None
             assert model() == 19
-        if mode != "agent":  # the user's own group is none the worse for it
+        if dist.is_initialized():  # the user's own group is none the worse for it
             total = torch.ones(1)
             dist.all_reduce(total)
             assert total == world
         scheme.shutdown()
-    print(f"rank {rank} is content")
+
+
+def main() -> None:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    synchronise(rank, world)
+    print(f"rank {rank} met in the agent's store")
+    dist.init_process_group("gloo")
+    synchronise(rank, world)
+    print(f"rank {rank} met in the default group's")
+    synchronise(rank, world, dist.new_group(list(range(world))))
+    print(f"rank {rank} met in a group of its own")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()
