@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# What is imported is compiled then, and kept: a fraction of all that is installed.
+INSTALL := $(PIP) install --quiet --no-compile
 ARGS ?=
 # What `make bench` measures of weight sync: minutes. `python scripts/bench_sync.py` measures everything.
 SYNC ?= mib=[1] policy_mib=[0.018] workers=[2] rounds=100 seconds=5 peer=torchrl
@@ -16,16 +18,16 @@ install: $(VENV)/.native
 # The stamp is older than what it was made from, or went with .venv: install anew.
 $(VENV)/.dev: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
-	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	$(INSTALL) -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.native
 
 # Compiled code is built with the installation, and again when it has changed.
 $(VENV)/.native: $(VENV)/.dev $(wildcard wsync/csrc/*)
-	$(PIP) install --quiet --no-deps -e .
+	$(INSTALL) --no-deps -e .
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.native
-	$(PIP) install --quiet -c constraints.txt -e '.[bench]'
+	$(INSTALL) -c constraints.txt -e '.[bench]'
 	@touch $@
 
 train: install
