@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from collectors.stepper import Steps
 
 Array = np.ndarray
 Policy = Callable[[TensorDictBase], TensorDictBase]
+Read = Callable[[torch.Tensor], Array]
 Gate = Callable[[Callable[..., Any]], Callable[..., Any]]
 NO_VERSION = -1
 """``policy_version`` of frames in which no policy acted (random ones)."""
@@ -93,13 +94,21 @@ class AtRandom:
 
 
 class ByCalling:
-    """Any function of a TensorDict; whatever it writes is stored, as it wrote it.
+    """Any function of a TensorDict; whatever it writes is stored, as it wrote it; or ``keys`` of that.
 
     Raises:
         ValueError: the policy writes no "action".
     """
 
-    def __init__(self, policy: Policy, stepper: Steps, batched: bool, device: torch.device, weights: Weights) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        stepper: Steps,
+        batched: bool,
+        device: torch.device,
+        weights: Weights,
+        keys: Collection[str] | None = None,
+    ) -> None:
         def act(observation: TensorDict) -> tuple[TensorDictBase, int]:
             return policy(observation), weights.version()
 
@@ -107,9 +116,9 @@ class ByCalling:
         observation = torch.from_numpy(stepper.observation)
         self._observation = observation if batched else observation[0]
         self._input = TensorDict({}, (stepper.num_envs,) if batched else (), device=device)
-        self.outputs, self._read = self._probe()
+        self.outputs, self._read = self._probe(keys)
 
-    def _probe(self) -> tuple[Mapping[str, torch.Tensor], Callable[[torch.Tensor], Array]]:
+    def _probe(self, keys: Collection[str] | None) -> tuple[Mapping[str, torch.Tensor], Read]:
         devices = [self._device] if self._device.type == "cuda" else []
         self._input.set("observation", self._observation.clone().to(self._device))
         with torch.random.fork_rng(devices):
@@ -118,6 +127,7 @@ class ByCalling:
             key: value
             for key, value in output.items()
             if isinstance(value, torch.Tensor) and key not in ("observation", "policy_version")
+            if keys is None or key in keys
         }
         if "action" not in outputs:
             raise ValueError(f'the policy wrote {sorted(outputs)}, and no "action" among them')

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import numpy as np
@@ -146,12 +146,14 @@ class Rollout:
 
     def _ask(self) -> Asking:
         """Return how the policy is asked; the first call runs it once."""
-        in_parts = says_its_parts(self.policy)
-        if self._asking is None or (isinstance(self._asking, InParts) and not in_parts):  # somebody has set hooks
+        in_parts, before = says_its_parts(self.policy), self._asking
+        if before is None:
             self._asking = self._probe(in_parts)
+        elif isinstance(before, InParts) and not in_parts:  # somebody has set hooks
+            self._asking = self._probe(in_parts, keys=before.outputs)  # buffers were made for these
         return self._asking
 
-    def _probe(self, in_parts: bool) -> Asking:
+    def _probe(self, in_parts: bool, keys: Collection[str] | None = None) -> Asking:
         if self.policy is None:
             return self._at_random
         if not self.stepper.is_reset:
@@ -159,4 +161,4 @@ class Rollout:
         with torch.no_grad():
             if in_parts and isinstance(self.policy, SampledPolicy):
                 return InParts(self.policy, self.stepper, self._batched, self._device, self._weights)
-            return ByCalling(self.policy, self.stepper, self._batched, self._device, self._weights)
+            return ByCalling(self.policy, self.stepper, self._batched, self._device, self._weights, keys)

@@ -174,12 +174,18 @@ def test_hooks_are_called(kind: str, late: bool) -> None:
     rollout = Rollout(env, policy)
     batch = rollout.buffer(4) if late else None
     assert batch is None or isinstance(rollout._asking, InParts)
-    getattr(policy, kind)(lambda *arguments: calls.append(len(arguments)))
+
+    def hook(module: Policy, inputs: Any, output: TensorDictBase | None = None) -> None:
+        calls.append(module)
+        inputs[0].set("hooked", torch.ones(inputs[0].batch_size))  # buffers that there are already have no place for it
+
+    getattr(policy, kind)(hook)
     batch = rollout.buffer(4) if batch is None else batch
     calls.clear()
     rollout.collect(batch)
     assert isinstance(rollout._asking, ByCalling)
     assert len(calls) >= 4
+    assert ("hooked" in set(batch.keys())) == (not late)
     same(batch["action_log_prob"], log_probs(policy, batch))
 
 
