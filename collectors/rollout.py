@@ -146,12 +146,13 @@ class Rollout:
 
     def _ask(self) -> Asking:
         """Return how the policy is asked; the first call runs it once."""
-        in_parts, before = says_its_parts(self.policy), self._asking
-        if before is None:
-            self._asking = self._probe(in_parts)
-        elif isinstance(before, InParts) and not in_parts:  # somebody has set hooks
-            self._asking = self._probe(in_parts, keys=before.outputs)  # buffers were made for these
-        return self._asking
+        in_parts, asking = says_its_parts(self.policy), self._asking
+        if asking is None:
+            asking = self._probe(in_parts)
+        elif isinstance(asking, InParts) and not in_parts:  # somebody has set hooks
+            asking = self._probe(in_parts, keys=asking.outputs)  # buffers were made for these
+        self._asking = asking
+        return asking
 
     def _probe(self, in_parts: bool, keys: Collection[str] | None = None) -> Asking:
         if self.policy is None:
