@@ -149,7 +149,8 @@ class Stepper:
         """Begin new episodes where ``done``; the other rows go on."""
         if not np.count_nonzero(self.done):  # a fifth of the time of any()
             return
+        rows = np.flatnonzero(self.done)
         self._observations.write(self.driver.reset_rows(self.done), self._started)
-        self.observation[self.done] = self._started[self.done]
-        self.episode_return[self.done] = 0
-        self.episode_length[self.done] = 0
+        self.observation[rows] = self._started[rows]
+        self.episode_return[rows] = 0
+        self.episode_length[rows] = 0

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from collectors.envs import GymEnv
+from collectors.vector import Choices
 
 SCALAR_IDS = ["CartPole-v1", "Acrobot-v1", "Pendulum-v1", "MountainCarContinuous-v0", "FrozenLake-v1"]
 
@@ -318,3 +319,19 @@ def test_a_wrong_action_is_an_error() -> None:
         GymEnv("Pendulum-v1").step(TensorDict({"action": torch.zeros(2)}))
     with pytest.raises(KeyError, match="action"):
         env.step(env.reset())
+
+
+@given(
+    num_envs=st.integers(1, 4),
+    actions=st.lists(st.integers(-2, 4), min_size=1, max_size=5),
+    dtype=st.sampled_from(["int64", "int32", "float32", "uint64", "bool"]),
+    stride=st.sampled_from([1, 2]),
+)
+def test_choices_are_checked_as_gymnasium_checks_them(
+    num_envs: int, actions: list[int], dtype: str, stride: int
+) -> None:
+    given_ = np.array(actions).astype(dtype)[::stride]
+    ours, theirs = Choices(2, num_envs), gym.spaces.MultiDiscrete(np.full(num_envs, 2))
+    assert ours.contains(given_) == theirs.contains(given_)
+    assert ours.contains(actions) == theirs.contains(actions)
+    assert ours == theirs
