@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,7 +45,7 @@ class Actor:
             self.policy,
             device=device,
             version=self._version,
-            gate=wsync.gated,
+            gate=self._gated,
             init_random_frames=init_random_frames,
             max_frames_per_traj=max_frames_per_traj,
         )
@@ -52,6 +53,11 @@ class Actor:
     def follow(self, scheme: wsync.WeightSyncScheme) -> None:
         """Take ``policy_version`` from ``scheme``, which carries the policy."""
         self._source = scheme
+
+    def _gated(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Inside the gate, if a scheme is followed: what it carries, and its version, belong together."""
+        inside = wsync.gated(function)
+        return lambda *arguments: (function if self._source is None else inside)(*arguments)
 
     def _version(self) -> int:
         return 0 if self._source is None else self._source.receiver.version

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+import wsync
 from collectors.columns import Columns
 from collectors.sampled import SampledPolicy, greedy
 from collectors.specs import to_numpy
@@ -119,9 +121,8 @@ class ByCalling:
         self.outputs, self._read = self._probe(keys)
 
     def _probe(self, keys: Collection[str] | None) -> tuple[Mapping[str, torch.Tensor], Read]:
-        devices = [self._device] if self._device.type == "cuda" else []
         self._input.set("observation", self._observation.clone().to(self._device))
-        with torch.random.fork_rng(devices):
+        with _same_randomness_after(self._device):
             output, _ = self._act(self._input)
         outputs: dict[str, torch.Tensor] = {
             key: value
@@ -154,7 +155,11 @@ class ByCalling:
 
 
 class InParts:
-    """A ``SampledPolicy``: its random numbers before the batch, its log-probabilities after it."""
+    """A ``SampledPolicy``: its random numbers before the batch, its log-probabilities after it.
+
+    Raises:
+        ValueError: a part has not the shape that it ought to have.
+    """
 
     def __init__(
         self, policy: SampledPolicy, stepper: Steps, batched: bool, device: torch.device, weights: Weights
@@ -164,10 +169,12 @@ class InParts:
             return parameters, policy.choose(parameters, noise), weights.version()
 
         self._policy, self._device = policy, device
-        self._choose = weights.gate(choose)
+        # A model that is synchronised is gated where it is called, which its parts go around.
+        self._choose = wsync.gated(weights.gate(choose))
         self._observation = torch.from_numpy(stepper.observation)  # with a leading dimension in any case
-        parameters, action, _ = self._choose(self._observation.clone().to(device), None)
-        chosen = {"action": action, "action_log_prob": policy.log_prob(parameters, action)}
+        with _same_randomness_after(device):
+            parameters, action, _ = self._choose(self._observation.clone().to(device), None)
+            chosen = {"action": action, "action_log_prob": policy.log_prob(parameters, action)}
         self._like = parameters
         self._read = torch.Tensor.numpy if _is_plain(action) else to_numpy
         outputs = {key: torch.from_numpy(to_numpy(value)) for key, value in chosen.items()}
@@ -176,9 +183,16 @@ class InParts:
     def begin(self, steps: int) -> None:
         """See Asking."""
         like = self._like
-        noise = [None] * steps if greedy() else self._policy.noise(like, steps).unbind()
+        noise = [None] * steps if greedy() else self._noise(steps).unbind()
         self._parameters = like.new_empty((steps, *like.shape))
         self._rows = zip(noise, self._parameters.unbind(), strict=True)
+
+    def _noise(self, steps: int) -> torch.Tensor:
+        noise, leading = self._policy.noise(self._like, steps), (steps, *self._like.shape[:-1])
+        if noise.shape[: len(leading)] != leading:
+            kind, told = type(self._policy).__name__, list(noise.shape)
+            raise ValueError(f"{kind}.noise(parameters, {steps}) has shape {told}: it begins with {list(leading)}")
+        return noise
 
     def act(self, columns: Columns, t: int) -> tuple[Array, int]:
         """See Asking."""
@@ -192,6 +206,11 @@ class InParts:
         """See Asking."""
         actions = torch.from_numpy(columns.action[first:]).to(self._device)
         columns.others["action_log_prob"][first:] = to_numpy(self._policy.log_prob(self._parameters, actions))
+
+
+def _same_randomness_after(device: torch.device) -> AbstractContextManager[None]:
+    """What is drawn meanwhile is drawn again afterwards."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def _is_plain(value: torch.Tensor) -> bool:

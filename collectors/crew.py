@@ -182,7 +182,7 @@ class CrewCollector(BaseCollector):
     def interrupt(self) -> None:
         """See BaseCollector: a batch that is not complete in two seconds raises ``wsync.SyncTimeout``.
 
-        Called between two batches it is the next one that has two seconds.
+        The seconds count from this call; once a batch is complete nobody is hurried any more.
         """
         if not self.closed:
             self._members.interrupt()

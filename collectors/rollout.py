@@ -59,7 +59,7 @@ class Rollout:
             env: the environments; the rollout owns their state from here on.
             policy: reads "observation" and writes "action" (``[*B]`` index, ``[*B, n]`` scores or one-hot,
                 ``[*B, dim]`` continuous) and whatever else; None for random actions. A ``SampledPolicy`` is asked for
-                its parts, which costs half as much.
+                its parts, which takes a third less time.
             device: where the policy's input has to be; its outputs come back to the CPU.
             version: called right after each policy call, inside the gate; stored as ``policy_version``.
             gate: makes of a function one that runs inside it; it gets the policy call, and nothing else.
@@ -125,7 +125,8 @@ class Rollout:
         if not stepper.is_reset:
             stepper.reset()
         with torch.no_grad():
-            asking.begin(columns.steps - first)
+            if first < columns.steps:
+                asking.begin(columns.steps - first)
             for t in range(columns.steps):
                 columns.observation[t] = stepper.observation
                 action, versions[t] = (self._at_random if t < first else asking).act(columns, t)
@@ -133,7 +134,8 @@ class Rollout:
                 columns.write_result(t, stepper)
                 stepper.reset_ended()
                 self.frames += stepper.num_envs
-            asking.finish(columns, first)
+            if first < columns.steps:
+                asking.finish(columns, first)
         columns.version[:] = versions[:, None]
         return batch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 
 from tensordict import TensorDictBase
@@ -20,7 +21,7 @@ class SampledPolicy(TensorDictModuleBase, ABC):
 
     Subclasses say the four parts, and ``forward`` puts them together. Collectors do so themselves: they draw the noise
     for a whole batch, take parameters and a choice in each step, and compute the log-probabilities of a whole batch.
-    A subclass with a ``forward`` of its own, or one with hooks, is called like any other policy.
+    A policy whose ``forward`` or ``__call__`` is another, or that has hooks, is called like any other.
     """
 
     def __init__(self) -> None:
@@ -67,6 +68,8 @@ def says_its_parts(policy: object) -> bool:
     return (
         isinstance(policy, SampledPolicy)
         and type(policy).forward is SampledPolicy.forward
+        and "forward" not in vars(policy)
+        and inspect.unwrap(type(policy).__call__) is inspect.unwrap(SampledPolicy.__call__)  # the gate's is wrapped
         and not (policy._forward_hooks or policy._forward_pre_hooks)
         and policy._compiled_call_impl is None
     )

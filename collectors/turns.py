@@ -44,8 +44,8 @@ class Turns:
     @contextmanager
     def gathering(self) -> Iterator[None]:
         """The long kind; it may be waited in."""
-        while self._owner != threading.get_ident() and self._guests:
-            self._nobody.wait()
+        if self._owner != threading.get_ident() and self._guests:
+            self._nobody.wait()  # once: who brings weights all the time must not keep this one out
         with self._holding() as nested:
             # Who comes adds itself and then looks for an owner; an owner looks for guests. One of them sees the other.
             if self._guests and not nested:

@@ -67,7 +67,9 @@ class CategoricalPolicy(Policy):
 
     def noise(self, parameters: Tensor, *steps: int) -> Tensor:
         """See SampledPolicy: Gumbel noise, which is minus the log of an exponential."""
-        return parameters.new_empty((*steps, *parameters.shape)).exponential_().log_().neg_()
+        # In float32 at least: what is added to it is rounded as it is, and would not be what log_prob is told.
+        dtype = torch.promote_types(parameters.dtype, torch.float32)
+        return parameters.new_empty((*steps, *parameters.shape), dtype=dtype).exponential_().log_().neg_()
 
     def choose(self, parameters: Tensor, noise: Tensor | None) -> Tensor:
         """See SampledPolicy: Gumbel-max, https://arxiv.org/abs/1611.01144, in a quarter of multinomial's time."""

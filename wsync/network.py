@@ -175,6 +175,7 @@ class NetListener:
         door = listen_on(host)
         self.endpoint = NetEndpoint(host, door.getsockname()[1], secrets.token_bytes(TOKEN))
         self._lobby = Lobby(door, self._admit)
+        self._claims: set[bytes] = set()  # that were admitted: one that comes again was overheard
 
     def fileno(self) -> int:
         """Readable when somebody is at the door."""
@@ -195,6 +196,9 @@ class NetListener:
             return None
         who, rest = _split(hello.payload)
         claim = bytes(visitor.heard[HEADER_SIZE : HEADER_SIZE + CLAIM])
+        if claim in self._claims:
+            raise ValueError("this claim has been made before")
+        self._claims.add(claim)
         line = NetLine(visitor.socket, proof=proof_for(claim, token, where))
         line.recognise(who)
         return line, hello._replace(payload=rest)

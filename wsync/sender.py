@@ -127,11 +127,13 @@ class Sender:
 
     def send(self, weights: object, worker_ids: int | Sequence[int] | None, *, wait: bool) -> SyncReport | None:
         """Deliver an update; with ``wait``, return when the promise of a finished send holds."""
+        began = time.perf_counter()
         with self._lock:
             short = self._short.known if wait and worker_ids is None else None
-            if short is not None:
+            tensors = None if short is None else short.find(weights)
+            if short is not None and tensors is not None:
                 self.version += 1  # first: an update that is interrupted keeps its number
-                report = self._short.send(short, short.own if weights is None else weights, self.version)
+                report = self._short.send(short, tensors, self.version, began)
                 if report is not None:
                     self._record(report)
                     return report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from wsync.answers import Answers
 from wsync.deadlines import deadline_in
@@ -46,14 +47,9 @@ class ShortWay:
         """Something has happened that is not usual."""
         self.known = None
 
-    def send(self, short: Shortcut, given: object, version: int) -> SyncReport | None:
-        """Deliver an update by the way that is known; None, with nothing done, if it is unusual in any respect."""
-        began = time.perf_counter()
-        way = short.way
-        found = way.tree if given is way.model else way.find(given)
-        if found is None:
-            return None
-        report = short.update(found, version, self._answers.timeout, began)
+    def send(self, short: Shortcut, tensors: Any, version: int, began: float) -> SyncReport | None:
+        """Deliver what ``Shortcut.find`` has found; None, with nothing done, if it is unusual in any respect."""
+        report = short.update(tensors, version, self._answers.timeout, began)
         if report is None:
             return None
         if not isinstance(report, SyncReport):

@@ -83,3 +83,8 @@ class Shortcut(NamedTuple):
     own: object
     update: Update
     complete: Callable[[Rest, int, bool], None]
+
+    def find(self, weights: object) -> native.Tree | list[Tensor] | None:
+        """The tensors of an update (None: its own); None if they are not like the last ones."""
+        given = self.own if weights is None else weights
+        return self.way.tree if given is self.way.model else self.way.find(given)

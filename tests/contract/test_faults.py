@@ -25,7 +25,7 @@ from crew import (
 )
 
 import wsync
-from wsync import receiver
+from wsync import staged
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -366,9 +366,9 @@ def test_shutdown_ends_a_receive_that_waits(make_scheme: Any) -> None:
 
 def shut_down_with_something_staged(host: Host) -> int:
     """How much is staged in this process after this end has gone."""
-    before = len(receiver._staged)
+    before = len(staged.staged)
     host.schemes["policy"].shutdown()
-    return before - len(receiver._staged)
+    return before - len(staged.staged)
 
 
 def test_what_was_staged_goes_with_the_receiver(make_scheme: Any) -> None:

@@ -198,6 +198,25 @@ def test_credentials_hold_for_one_token_and_one_address() -> None:
     assert proof != proof_for(new_claim(token, where), token, where)
 
 
+def test_a_greeting_that_was_overheard_opens_no_door() -> None:
+    door = NetListener("127.0.0.1")
+    claim = new_claim(door.endpoint.token, door.endpoint.where)
+    greeting = Message(Kind.HELLO, 0, PROTOCOL, claim + b"\0\0").pack()
+    for honest in (True, False):
+        with socket.create_connection(("127.0.0.1", door.endpoint.port)) as visitor:
+            visitor.sendall(greeting)
+            admitted = None
+            while admitted is None and visitor.fileno() not in (
+                ready := wait_readable([door.fileno(), visitor.fileno()], deadline_in(5.0))
+            ):
+                assert ready, "it was neither let in nor turned away"
+                admitted = door.accept()
+            assert (admitted is not None) == honest
+            if admitted is not None:
+                admitted[0].close()
+    door.close()
+
+
 def test_messages_come_whole() -> None:
     with listen_on("127.0.0.1") as door:
         near = NetLine(socket.create_connection(door.getsockname()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,10 +14,13 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType, set_interaction_type
 from torch import nn
 
+import wsync
+from collectors import Collector
 from collectors.asking import ByCalling, InParts
 from collectors.envs import GymEnv
 from collectors.rollout import NO_VERSION, Rollout
 from learning import CategoricalPolicy, Policy, make_policy
+from wsync.gate import process_gate
 
 ENVS = ["CartPole-v1", "Acrobot-v1", "Pendulum-v1"]
 
@@ -153,6 +156,50 @@ def test_parameters_are_kept_though_the_environment_goes_on() -> None:
     same(batch["action_log_prob"], log_probs(policy, batch))
 
 
+class Held(nn.Module):
+    """Scores, and whether the gate was held when they were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.held: list[bool] = []
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        self.held.append(process_gate().held_here)
+        return self.linear(observation)
+
+
+def test_a_synchronised_policy_is_asked_inside_the_gate_whoever_asks() -> None:
+    policy, env = CategoricalPolicy(Held()), GymEnv("CartPole-v1", 2, seed=0)
+    with wsync.SharedMemWeightSyncScheme() as scheme:
+        scheme.init_in_process("policy", policy, CategoricalPolicy(Held()))
+        env.rollout(5, policy)
+        assert isinstance(Rollout(env, policy)._ask(), InParts)
+    assert isinstance(policy.network, Held) and len(policy.network.held) >= 6 and all(policy.network.held)
+
+
+def test_a_policy_that_nobody_carries_does_not_hold_the_gate() -> None:
+    """It may ask somebody in another thread, who needs it."""
+    held: list[bool] = []
+
+    def act(observation: TensorDictBase) -> TensorDictBase:
+        held.append(process_gate().held_here)
+        return observation.set("action", torch.zeros(observation.batch_size, dtype=torch.int64))
+
+    with Collector(lambda: GymEnv("CartPole-v1", 2), policy_factory=lambda: act, frames_per_batch=8) as collector:
+        next(collector)
+    assert held and not any(held)
+
+
+def test_scores_of_low_precision_are_sampled_as_they_are_stated() -> None:
+    policy = CategoricalPolicy(nn.Identity())
+    scores = torch.tensor([100.0, 100.5], dtype=torch.bfloat16).expand(100_000, 2)
+    torch.manual_seed(0)
+    share = policy.choose(scores, policy.noise(scores)).float().mean()
+    stated = policy.log_prob(scores[:1], torch.tensor([1])).exp().float()[0]
+    torch.testing.assert_close(share, stated, atol=0.01, rtol=0.0)
+
+
 class Loud(CategoricalPolicy):
     """A forward of its own, which writes one thing more."""
 
@@ -164,6 +211,56 @@ def test_a_forward_of_its_own_is_called() -> None:
     env = GymEnv("CartPole-v1", 3, seed=0)
     batch = collected(Rollout(env, Loud(policy_for(env).network)), 4)
     assert bool((batch["loud"] == 1).all())
+
+
+class Zealous(CategoricalPolicy):
+    """Always the same, by a call of its own."""
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return super().__call__(tensordict).set("action", torch.ones(tensordict.batch_size, dtype=torch.int64))
+
+
+def with_a_forward_of_its_own(network: nn.Module) -> Policy:
+    policy = CategoricalPolicy(network)
+    whole = policy.forward
+    policy.forward = lambda td: whole(td).set("action", torch.ones(td.batch_size, dtype=torch.int64))
+    return policy
+
+
+@pytest.mark.parametrize("make", [Zealous, with_a_forward_of_its_own])
+def test_whatever_is_wrapped_around_a_policy_counts(make: Callable[[nn.Module], Policy]) -> None:
+    env = GymEnv("CartPole-v1", 3, seed=0)
+    assert bool((collected(Rollout(env, make(policy_for(env).network)), 20)["action"] == 1).all())
+
+
+class PerStep(CategoricalPolicy):
+    """Draws for each step alone, which is asked for nothing when there is no step."""
+
+    def noise(self, parameters: torch.Tensor, *steps: int) -> torch.Tensor:
+        return torch.stack([super(PerStep, self).noise(parameters) for _ in range(*steps)]) if steps else parameters
+
+
+def test_a_batch_of_random_frames_asks_for_nothing() -> None:
+    env = GymEnv("CartPole-v1", 2, seed=0)
+    rollout = Rollout(env, PerStep(policy_for(env).network), init_random_frames=8)
+    batch = collected(rollout, 4, 2)
+    assert batch["policy_version"].tolist() == [[-1] * 4 + [0] * 2] * 2
+
+
+class Wordless(CategoricalPolicy):
+    """Its noise is for one step."""
+
+    def noise(self, parameters: torch.Tensor, *steps: int) -> torch.Tensor:
+        return torch.zeros_like(parameters)
+
+
+@pytest.mark.parametrize("steps", [2, 3, 4])
+def test_noise_of_a_wrong_form_is_named(steps: int) -> None:
+    env = GymEnv("CartPole-v1", 3, seed=0)
+    with pytest.raises(
+        ValueError, match=rf"Wordless.noise\(parameters, {steps}\) has shape \[3, 2\]: .*\[{steps}, 3\]"
+    ):
+        collected(Rollout(env, Wordless(policy_for(env).network)), steps)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -191,7 +288,7 @@ def test_hooks_are_called(kind: str, late: bool) -> None:
 
 def test_making_a_buffer_draws_no_random_number() -> None:
     env = GymEnv("CartPole-v1", 2)
-    rollout = Rollout(env, policy_for(env))
+    rollout = Rollout(env, CategoricalPolicy(nn.Sequential(nn.Linear(4, 2), nn.Dropout())))
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)

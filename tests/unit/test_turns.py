@@ -52,6 +52,28 @@ def test_a_guest_is_let_in_while_somebody_waits_and_finds_nobody_there(turns: Tu
     assert slowest[0] < PATIENCE / 2
 
 
+def test_guests_who_come_all_the_time_keep_nobody_out(turns: Turns) -> None:
+    over = threading.Event()
+
+    def visit() -> None:
+        while not over.is_set():
+            with turns.visiting():
+                until = time.monotonic() + 0.001
+                while time.monotonic() < until:
+                    pass
+
+    visiting = threading.Thread(target=visit)
+    visiting.start()
+    came = time.monotonic()
+    for _ in range(100):
+        with turns.gathering():
+            pass
+    took = time.monotonic() - came
+    over.set()
+    visiting.join()
+    assert took < PATIENCE
+
+
 @pytest.mark.parametrize("inner", ["gathering", "visiting"])
 @pytest.mark.parametrize("outer", ["gathering", "visiting"])
 def test_who_has_it_may_take_it_again(turns: Turns, outer: str, inner: str) -> None:
