@@ -1,0 +1,102 @@
+"""A policy that is asked for its parts in worker processes, while updates come without a pause."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import wsync
+from collectors import MultiAsyncCollector, MultiSyncCollector, SampledPolicy
+from collectors.distributed import DistributedCollector
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker has this file in its path
+LAYERS, SEEN = 8, 16
+
+
+class Floor(gymnasium.Env):
+    """Takes any 16 numbers."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+    action_space = gymnasium.spaces.Box(-np.inf, np.inf, (SEEN,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        return np.zeros(1, np.float32), 0.0, False, False, {}
+
+
+class Telling(SampledPolicy):
+    """Does what it sees: the least and the greatest weight of each layer. Its log-probability is their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(nn.Parameter(torch.ones(8192)) for _ in range(LAYERS))
+
+    def become(self, version: int) -> Telling:
+        with torch.no_grad():
+            for layer in self.layers:
+                layer.fill_(version)
+        return self
+
+    def distribution_parameters(self, observation: torch.Tensor) -> torch.Tensor:
+        seen = torch.stack([extreme for layer in self.layers for extreme in layer.aminmax()])
+        return seen.expand(*observation.shape[:-1], SEEN)
+
+    def noise(self, parameters: torch.Tensor, *steps: int) -> torch.Tensor:
+        return parameters.new_zeros((*steps, *parameters.shape))
+
+    def choose(self, parameters: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
+        return parameters if noise is None else parameters + noise
+
+    def log_prob(self, parameters: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        return (parameters + action).mean(-1) / 2
+
+
+def published() -> wsync.WeightSyncScheme:
+    return wsync.SharedMemWeightSyncScheme(acknowledge="published")
+
+
+CASES: dict[str, tuple[Callable[..., Any], Callable[[], wsync.WeightSyncScheme]]] = {
+    "shared_mem": (MultiAsyncCollector, wsync.SharedMemWeightSyncScheme),
+    "published": (MultiAsyncCollector, published),
+    "published, in step": (MultiSyncCollector, published),
+    "multiprocess": (MultiAsyncCollector, wsync.MultiProcessWeightSyncScheme),
+    "tcp": (DistributedCollector, wsync.DistributedWeightSyncScheme),
+}
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("case", CASES)
+def test_every_step_is_of_the_version_that_it_is_said_to_be_of(case: str) -> None:
+    kind, make_scheme = CASES[case]
+    scheme, over, versions = make_scheme(), threading.Event(), set()
+    with kind([Floor] * 2, Telling(), frames_per_batch=200, weight_sync_schemes={"policy": scheme}) as collector:
+
+        def learn() -> None:
+            learner = Telling()
+            while not over.is_set():
+                collector.update_policy_weights_(learner.become(scheme.version + 1))
+
+        learning = threading.Thread(target=learn)
+        learning.start()
+        try:
+            while len(versions) < 50:
+                batch = next(collector)
+                version = batch["policy_version"].float()
+                assert torch.equal(batch["action"], version.unsqueeze(-1).expand_as(batch["action"]))
+                assert torch.equal(batch["action_log_prob"], version)
+                versions |= set(version.flatten().tolist())
+        finally:
+            over.set()
+            learning.join()
