@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,15 +23,6 @@ from learning import CategoricalPolicy, Policy, make_policy
 from wsync.gate import process_gate
 
 ENVS = ["CartPole-v1", "Acrobot-v1", "Pendulum-v1"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """torch wakes all its threads for a softmax of two numbers."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def policy_for(env: GymEnv) -> Policy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,15 +16,6 @@ from torch import nn
 
 from collectors.envs import GymEnv
 from collectors.rollout import NO_VERSION, Rollout
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """torch wakes all its threads for a softmax of two numbers: 15 ms instead of 5 us while the cores are busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Categorical:
