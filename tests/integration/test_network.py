@@ -257,7 +257,7 @@ def test_messages_that_come_at_once_are_told_one_by_one(payloads: list[bytes], p
 
 def test_a_long_message_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The patience is for a stretch of a message, not for all of it: a slow network is not a silent one."""
-    monkeypatch.setattr("wsync.network._FRAME_TIMEOUT", 0.5)
+    monkeypatch.setattr("wsync.network._FRAME_TIMEOUT", 2.0)  # the pauses below are 2.5 s in all
     with listen_on("127.0.0.1") as door:
         near = NetLine(socket.create_connection(door.getsockname()))
         far, _ = door.accept()
