@@ -127,8 +127,8 @@ class Sender:
 
     def send(self, weights: object, worker_ids: int | Sequence[int] | None, *, wait: bool) -> SyncReport | None:
         """Deliver an update; with ``wait``, return when the promise of a finished send holds."""
-        began = time.perf_counter()
         with self._lock:
+            began = time.perf_counter()
             short = self._short.known if wait and worker_ids is None else None
             tensors = None if short is None else short.find(weights)
             if short is not None and tensors is not None:

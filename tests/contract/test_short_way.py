@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -243,6 +244,26 @@ def test_a_worker_that_is_silent_costs_one_timeout(backend: str) -> None:
         workers[1].resume()
         scheme.send(scramble(model, 1))
         assert workers.all("raw_digest") == [digest(model)] * 2
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("backend", ["shared_mem", "multiprocess", "distributed"])
+def test_who_waits_for_another_thread_has_all_its_time_left(backend: str) -> None:
+    model = scramble(Plain(), 0)
+    with crew(1) as workers, BACKENDS[backend](timeout=20.0) as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=1)
+        workers.follow(scheme, Plain)
+        scheme.send()
+        sender: Any = scheme.sender
+        before, sender.timeout = sender._short.known, 2.0
+        with ThreadPoolExecutor(1) as others:
+            with sender._lock:  # another thread's update, which takes longer than this one may
+                waiting = others.submit(scheme.send, scramble(model, 1))
+                threading.Event().wait(2.5)
+            report = waiting.result()
+        assert before is not None and sender._short.known is before
+        assert report is not None and report.seconds < 2.0
+        assert workers.all("raw_digest") == [digest(model)]
 
 
 def armed(host: Host) -> bool:
