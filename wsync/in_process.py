@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from wsync import staged
 from wsync.binding import Binding
-from wsync.events import Event, Follower, LongWay
+from wsync.events import Event, Follower, LongWay, Stage
 from wsync.gate import process_gate
 from wsync.layout import Layout
 from wsync.packing import Buffer
@@ -32,7 +33,7 @@ class InProcessLine:
         self.workers: Collection[int] = (0,)
         self._buffer: Buffer | None = None
         self._pending: Update | None = None
-        self._staged: Update | None = None
+        self._receiver: LongWay | None = None
         self._acks: list[Ack] = []
 
     # --- the sender's end ---
@@ -68,19 +69,17 @@ class InProcessLine:
         return None
 
     def stage(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
-        """The layout was checked when the update was packed; keep it."""
-        self._staged = Update(version, buffer.views, extra)
-        self._acks.append(Ack(0, version))
+        """Have the receiver check it and keep it, as in any worker."""
+        assert self._receiver is not None, "admit() comes first"
+        self._receiver.follow([Stage(transaction, Update(version, buffer.views, extra))])
 
     def decide(self, version: int, transaction: int) -> None:
-        """Install what was kept."""
-        self._pending, self._staged = self._staged, None
-        with process_gate().hold():
-            pass
+        """Install all models of the transaction in one passage of the gate: the others' ``decide`` finds it done."""
+        process_gate().call(staged.decide, transaction, True)
 
     def drop(self, workers: Collection[int], transaction: int) -> None:
         """Forget what was kept."""
-        self._staged = None
+        process_gate().call(staged.decide, transaction, False)
 
     def listen(self) -> None:
         """Whoever answered has told this object."""
@@ -101,6 +100,7 @@ class InProcessLine:
 
     def feed(self, receiver: LongWay) -> Follower:
         """There is no shorter way."""
+        self._receiver = receiver
         return receiver
 
     def arm(self, binding: Binding, staged: dict[int, Any]) -> None:
@@ -142,5 +142,5 @@ class InProcessLine:
         self._acks.append(ack)
 
     def close(self) -> None:
-        """Let the buffer go."""
-        self._buffer = None
+        """Let the buffer and the receiver go."""
+        self._buffer = self._receiver = None

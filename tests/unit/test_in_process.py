@@ -1,0 +1,85 @@
+"""Both ends in one process: several models switch together, or not at all, as in a worker."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import wsync
+
+
+class Refusing(nn.Linear):
+    """Takes no extra state but zero."""
+
+    def __init__(self, state: int = 0) -> None:
+        super().__init__(2, 2)
+        self.state = state
+
+    def get_extra_state(self) -> int:
+        return self.state
+
+    def set_extra_state(self, state: int) -> None:
+        if state:
+            raise OSError(f"no room for {state}")
+
+
+class Pair(nn.Module):
+    """An actor and a critic, and what both weigh."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.actor, self.critic = nn.Linear(64, 64), nn.Linear(64, 64)
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, value)
+
+    def forward(self) -> tuple[float, float]:
+        return self.actor.weight[0, 0].item(), self.critic.weight[0, 0].item()
+
+
+@contextmanager
+def in_process(**models: nn.Module) -> Iterator[dict[str, wsync.WeightSyncScheme]]:
+    with ExitStack() as running:
+        schemes = {name: running.enter_context(wsync.SharedMemWeightSyncScheme()) for name in models}
+        for name, scheme in schemes.items():
+            scheme.init_in_process(name, models[name])
+        yield schemes
+
+
+def test_what_one_model_refuses_no_model_has() -> None:
+    first, second = nn.Linear(2, 2), Refusing()
+    before = first.weight.detach().clone()
+    with in_process(first=first, second=second) as schemes:
+        given = {"first": nn.Linear(2, 2), "second": Refusing(7)}
+        with pytest.raises(wsync.WorkerFailed, match="no room for 7"):
+            wsync.synchronize({schemes[name]: given[name] for name in given})
+        assert torch.equal(first.weight, before) and schemes["first"].receiver.version == 0
+        given["second"] = Refusing()
+        wsync.synchronize({schemes[name]: given[name] for name in given})
+        assert torch.equal(first.weight, given["first"].weight) and torch.equal(second.weight, given["second"].weight)
+
+
+def test_no_forward_sees_one_model_new_and_the_other_old() -> None:
+    acting, ended = Pair(), threading.Event()
+
+    def update() -> None:
+        for value in range(1, 300):
+            new = Pair(value)
+            wsync.synchronize({schemes["actor"]: new.actor, schemes["critic"]: new.critic})
+        ended.set()
+
+    with in_process(actor=acting.actor, critic=acting.critic) as schemes:
+        seen = wsync.gated(acting)
+        trainer = threading.Thread(target=update)
+        trainer.start()
+        forwards = []
+        while not ended.is_set():
+            forwards.append(seen())
+        trainer.join()
+        forwards.append(seen())
+    assert forwards[-1] == (299.0, 299.0)
+    assert [pair for pair in forwards if pair[0] != pair[1]] == []
