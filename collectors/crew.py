@@ -63,7 +63,8 @@ class CrewCollector(BaseCollector):
         weight_updater: of the older API, deprecated; or a function that makes one.
         max_frames_per_traj: episodes are truncated after so many steps.
         init_random_frames: so many frames, over all workers, begin with random actions.
-        cat_results: how workers' batches are joined: along a dimension (0), or ``"stack"`` with a new leading one.
+        cat_results: how workers' batches are joined: ``"stack"`` with a new leading dimension, or along one of theirs
+            (0: more environments; the last one is time, where one worker's frames would seem to follow another's).
         track_policy_version: whether batches have ``policy_version``.
         threads: torch threads of each worker.
         on_worker_failure: when a worker dies, raises, or does not answer in time: ``"raise"``; ``"drop"`` it, and go on
@@ -98,7 +99,7 @@ class CrewCollector(BaseCollector):
         weight_updater: UpdaterOrFactory | None = None,
         max_frames_per_traj: int | None = None,
         init_random_frames: int = 0,
-        cat_results: int | Literal["stack"] = 0,
+        cat_results: int | Literal["stack"] = "stack",
         track_policy_version: bool = True,
         threads: int = 1,
         on_worker_failure: OnFailure = "raise",

@@ -14,6 +14,9 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import numpy as np
+import torch
+
 from collectors.hold import Hold
 from collectors.line_pool import LinePool, LineWorker
 from collectors.lines import Line, SharedMemoryLine, serve
@@ -51,6 +54,8 @@ def _context() -> BaseContext:
 def _begin(target: Callable[..., None], trainer: int, arguments: tuple[Any, ...]) -> None:
     leave_signals_to_the_trainer()
     end_with_process(trainer)
+    torch.seed()  # the children of one fork server have its generators: they would draw the same numbers
+    np.random.seed()
     target(*arguments)
 
 

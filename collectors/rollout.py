@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Collection
 from typing import Protocol
 
@@ -83,8 +84,10 @@ class Rollout:
         self._asking: Asking | None = None
 
     def seed(self, seed: int) -> None:
-        """Make what follows reproducible: environments, random actions, and torch's global generator."""
+        """Make what follows reproducible: environments, random actions, and the process's global generators."""
         torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
         self.stepper.seed(seed)
 
     def buffer(self, steps: int) -> TensorDict:

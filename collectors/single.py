@@ -72,15 +72,15 @@ class Collector(BaseCollector):
         if len(makers) != 1:
             raise ValueError(f"a collector in one process has one environment function, not {len(makers)}")
         acting = policy_factory() if policy_factory is not None else copy_of(policy)
-        self._actor = Actor(
-            make_env(makers[0]),
-            acting,
-            device=device,
-            init_random_frames=init_random_frames,
-            max_frames_per_traj=max_frames_per_traj,
-        )
-        self.env = self._actor.env
+        self.env = make_env(makers[0])
         try:
+            self._actor = Actor(
+                self.env,
+                acting,
+                device=device,
+                init_random_frames=init_random_frames,
+                max_frames_per_traj=max_frames_per_traj,
+            )
             for model_id, scheme in self.weight_sync_schemes.items():
                 if not isinstance(scheme, wsync.NoWeightSyncScheme):
                     scheme.init_in_process(model_id, self._actor.get_model(model_id), self._source(model_id))

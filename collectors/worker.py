@@ -8,6 +8,7 @@ import select
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,17 +71,22 @@ class Core:
         self._worker_idx = options.worker_idx
         self._schemes = dict(unpickled.schemes)
         factory = unpickled.policy_factory
-        self._actor = Actor(
-            make_env(unpickled.create_env_fn),
-            unpickled.policy if factory is None else factory(),
-            device=options.device,
-            init_random_frames=options.init_random_frames,
-            max_frames_per_traj=options.max_frames_per_traj,
-        )
-        for model_id, scheme in self._schemes.items():
-            scheme.init_on_receiver(model_id, context=self._actor, worker_idx=options.worker_idx)
-        self.num_envs: int = self._actor.env.num_envs
-        self.plan = BatchPlan.of(self._actor.rollout.buffer(-(-options.frames // self.num_envs)))
+        with ExitStack() as opened:
+            env = make_env(unpickled.create_env_fn)
+            opened.callback(env.close)
+            self._actor = Actor(
+                env,
+                unpickled.policy if factory is None else factory(),
+                device=options.device,
+                init_random_frames=options.init_random_frames,
+                max_frames_per_traj=options.max_frames_per_traj,
+            )
+            for model_id, scheme in self._schemes.items():
+                opened.callback(scheme.shutdown)
+                scheme.init_on_receiver(model_id, context=self._actor, worker_idx=options.worker_idx)
+            self.num_envs: int = env.num_envs
+            self.plan = BatchPlan.of(self._actor.rollout.buffer(-(-options.frames // self.num_envs)))
+            self._opened = opened.pop_all()
         self._batches: list[TensorDict] = []
 
     def fill(self, buffers: Sequence[torch.Tensor]) -> None:
@@ -111,9 +117,7 @@ class Core:
 
     def close(self) -> None:
         """Let schemes and environments go."""
-        for scheme in self._schemes.values():
-            scheme.shutdown()
-        self._actor.env.close()
+        self._opened.close()
 
 
 def be_a_worker(options: WorkerOptions) -> None:

@@ -155,9 +155,9 @@ def test_no_scheme_means_no_update_ever():
 
 
 def test_batches_have_the_shape_that_was_asked_for():
-    with multi(cat_results="stack", frames_per_batch=24) as collector:
+    with multi(frames_per_batch=24) as collector:
         assert next(collector).batch_size == (2, 2, 6)
-    with multi(frames_per_batch=24, total_frames=48, track_policy_version=False) as collector:
+    with multi(cat_results=0, frames_per_batch=24, total_frames=48, track_policy_version=False) as collector:
         batches = list(collector)
         assert [batch.batch_size for batch in batches] == [(4, 6)] * 2
         assert batches[0].get("policy_version", None) is None
@@ -196,6 +196,25 @@ def test_seeds_make_collection_reproducible():
             return next(collector)["observation"]
 
     assert torch.equal(run(), run())
+
+
+def drawn(observation):
+    """A policy that acts by torch's numbers, and tells NumPy's."""
+    observation["numpy"] = torch.from_numpy(np.random.random(observation.shape))
+    return observation.set("action", torch.rand(*observation.shape, 2))
+
+
+def test_workers_draw_numbers_of_their_own_if_nobody_seeds_them_and_the_seed_s_if_somebody_does():
+    def run(seed=None):
+        with MultiSyncCollector([cartpole()] * 2, drawn, frames_per_batch=16) as collector:
+            if seed is not None:
+                collector.set_seed(seed)
+            return next(collector)
+
+    for key in ("action", "numpy"):
+        first, second = run()[key]
+        assert not torch.equal(first, second), f"two workers drew the same numbers for {key}"
+        assert torch.equal(run(7)[key], run(7)[key])
 
 
 def test_older_names_and_the_choosing_class():

@@ -358,10 +358,10 @@ def test_seeds_are_never_used_twice(events):
 
     with collect("sync", events, maker=lambda: GymEnv(Seeds(events))) as collector:
         assert collector.set_seed(100) == 102
-        seeds = set(next(collector)["observation"][:, 0].int().tolist()) - {0, -1}
+        seeds = set(next(collector)["observation"][..., 0].flatten().int().tolist()) - {0, -1}
         kill(collector, 1)
         batch = until_there(collector, 2, True)
-        seeds |= {101} | set(batch["observation"][:, 0].int().tolist()) - {0, -1}
+        seeds |= {101} | set(batch["observation"][..., 0].flatten().int().tolist()) - {0, -1}
         assert seeds == {100, 101, 102}
 
 
