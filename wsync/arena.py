@@ -120,16 +120,16 @@ class Arena:
         """The tensors of a slot, in the layout's order."""
         return self.buffer(slot).views
 
-    def occupied(self, retains: bool) -> tuple[set[int], set[int], set[int]]:
+    def occupied(self, again: Collection[int]) -> tuple[set[int], set[int], set[int]]:
         """Slots that workers may yet begin to use, that a forward uses, and that are held to fall back on.
 
         Args:
-            retains: whether a worker may begin again to use a slot that it has taken.
+            again: workers who may begin to use a slot that they have taken once more, or whose successors may.
         """
         words, named, used, held = self._words, set(), set(), set()
-        for at in self._blocks:
+        for worker, at in enumerate(self._blocks):
             value = words[at + SWITCH]
-            if value >> 16 and (retains or words[at + TAKEN] < value >> 16):
+            if value >> 16 and (worker in again or words[at + TAKEN] < value >> 16):
                 named.add(value >> 1 & 0x7FFF)
             if words[at + USED] != NONE:
                 used.add(words[at + USED])
@@ -149,7 +149,7 @@ class Arena:
 
         Args:
             descriptors: of the workers' lines, then of their processes: an ``array("i")``, as bytes.
-            retains: as for ``occupied``.
+            retains: whether workers stay bound to slots.
             acknowledge: whether to wait for answers.
         """
         if self._board is None:

@@ -45,7 +45,7 @@ class SenderEnd(Protocol):
         ...
 
     def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
-        """Room that no worker reads, waiting for a forward to end if need be.
+        """Room for an update of ``workers`` that no worker reads, waiting for a forward to end if need be.
 
         With ``keep`` not the room either that has what workers were last given, even if they have copied it: the new
         version may be dropped, and whoever comes in a dead worker's place must then be given the old one.

@@ -71,10 +71,10 @@ class Loader:
         parts = self._source.parts(weights, workers, absent, layout)
         blobs = [self._blob(part) for part in parts]
         extracted = time.perf_counter()
-        waited = 0.0
+        waited, addressees = 0.0, [*workers, *absent]
         for part, blob in zip(parts, blobs, strict=True):
             before = time.perf_counter()
-            buffer = self._end.reserve(part.workers, deadline, keep=keep)
+            buffer = self._end.reserve(addressees, deadline, keep=keep)
             packed.append((part, buffer, blob))
             waited += time.perf_counter() - before
             packer.pack(part.tensors, buffer)

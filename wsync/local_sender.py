@@ -107,10 +107,14 @@ class LocalSender:
     # --- slots ---
 
     def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
-        """A slot that no switch names and no forward uses."""
+        """A slot that no switch names and no forward uses; of copied ones, those of ``workers`` may be written again.
+
+        Whoever is not among these still has to be replaced by a successor with the same weights.
+        """
         arena = self.arena
+        again = range(self._num_workers) if self._retains or keep else {*range(self._num_workers)} - {*workers}
         while True:
-            named, used, held = arena.occupied(self._retains or keep)
+            named, used, held = arena.occupied(again)
             named |= self._reserved
             slot = arena.free_slot(named | used | held)
             if slot is None and arena.slots < len(named | held) + (2 if self._retains else 1):

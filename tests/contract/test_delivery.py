@@ -404,7 +404,7 @@ def test_a_forked_child_leaves_the_other_workers_slots_alone(kind: Any) -> None:
             scheme.init_on_receiver("policy", model=Small(), worker_idx=0)
             os._exit(0)
         os.waitpid(child, 0)
-        assert slot in scheme._role.end.arena.occupied(retains=False)[1]
+        assert slot in scheme._role.end.arena.occupied(())[1]
         switch.leave()
 
 

@@ -324,6 +324,19 @@ def test_no_answer_is_awaited_twice(make_scheme: Any) -> None:
         spare[0].resume()
 
 
+def test_a_successor_has_what_its_predecessor_was_sent(make_scheme: Any) -> None:
+    """Not what somebody else was sent since, into memory that the predecessor did not need any more."""
+    model = fill(Small(), 1)
+    with crew(2) as workers, crew(1) as spare, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        workers.follow(scheme, Small)
+        scheme.send(fill(model, 2))
+        workers.all("forward")
+        scheme.send(fill(model, 3), worker_ids=1)
+        workers.succeed(0, spare, scheme, Small)
+        assert [worker.call("forward")[0] for worker in workers] == [2, 3]
+
+
 def test_worker_that_leaves(make_scheme: Any) -> None:
     model = fill(Small(), 1)
     with crew(2) as workers, make_scheme() as scheme:

@@ -67,7 +67,7 @@ def test_a_needed_slot_is_occupied_at_every_moment(retains: bool) -> None:
         switch, needed = arena.switches[0], set[int]()
 
         def look() -> None:
-            assert needed <= set().union(*arena.occupied(retains))
+            assert needed <= set().union(*arena.occupied((0,) if retains else ()))
 
         switch._words = Watched(switch._words, look)  # pyright: ignore[reportAttributeAccessIssue]
         switch.publish(1, 1, False, 1.0)
@@ -90,20 +90,20 @@ def test_switch_names_what_is_used() -> None:
         assert arena.free_slot(()) is None
         assert [arena.grow() for _ in range(3)] == [0, 1, 2]
         switch = arena.switches[0]
-        assert switch.published() == (0, 0) and arena.occupied(True) == (set(), set(), set())
+        assert switch.published() == (0, 0) and arena.occupied((0, 1)) == (set(), set(), set())
         switch.publish(1, 2, False, 1.0)
-        assert arena.occupied(False) == ({2}, set(), set())
+        assert arena.occupied(()) == ({2}, set(), set())
         assert switch.enter(0, -1, False) == (1, 2, False)
-        assert arena.occupied(True) == ({2}, {2}, set()) and arena.occupied(False) == (set(), {2}, set())
+        assert arena.occupied((0, 1)) == ({2}, {2}, set()) and arena.occupied(()) == (set(), {2}, set())
         assert switch.await_free(1.0)
         switch.publish(2, 0, True, 1.0)
-        assert arena.occupied(True) == ({0}, {2}, set())  # the forward that runs keeps its slot
+        assert arena.occupied((0, 1)) == ({0}, {2}, set())  # the forward that runs keeps its slot
         assert switch.leave()
         assert switch.enter(1, 2, True) == (2, 0, True)
-        assert arena.occupied(True) == ({0}, {0}, {2})
+        assert arena.occupied((0, 1)) == ({0}, {0}, {2})
         assert not switch.leave()
         switch.vacate()
-        assert arena.occupied(False) == ({0}, set(), set())  # who comes in its place has taken nothing
+        assert arena.occupied(()) == ({0}, set(), set())  # who comes in its place has taken nothing
         assert arena.switches[1].published() == (0, 0)
         arena.write_extra(1, b"blob")
         assert (arena.read_extra(0), arena.read_extra(1)) == (b"", b"blob")

@@ -201,7 +201,7 @@ def test_the_short_way_takes_the_slot_that_the_long_way_would(
         values = {SWITCH: version << 16 | slot << 1, USED: used, HELD: held, TAKEN: taken, AWAITED: 0}
         for offset, value in values.items():
             arena._words[block + offset] = value
-    named, in_use, kept = arena.occupied(retains)
+    named, in_use, kept = arena.occupied(range(2) if retains else ())
     expected = arena.free_slot(named | in_use | kept)
 
     pipes = [os.pipe() for _ in range(4)]
