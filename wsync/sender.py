@@ -60,6 +60,7 @@ class Sender:
         self._loader = Loader(end, source, self._roll)
         self._short = ShortWay(end, source, self._roll, self._answers, published=published)
         self._posted: list[Posted] = []
+        self._unmapped: set[int] = set()  # workers that were told what weights look like after they had joined
         self._lock = threading.RLock()
 
     @property
@@ -178,8 +179,10 @@ class Sender:
         packed: list[Packed] = []
         try:
             posted = self._load(weights, workers, absent, packed)
-            # Parameters are bound or not, but a module's set_extra_state may raise: that has to be answered for.
-            posted.acknowledge = acknowledge = acknowledge or any([extra for _, _, extra in packed])
+            # Parameters are bound or not, but a module's set_extra_state may raise: that has to be answered for. And
+            # nobody can be bound to memory that it does not know of yet.
+            unsure = not self._unmapped.isdisjoint(workers) or any([extra for _, _, extra in packed])
+            posted.acknowledge = acknowledge = acknowledge or unsure
             before = time.perf_counter()
             for part, buffer, extra in packed:
                 self._end.publish(buffer, posted.version, extra, part.workers, acknowledge)
@@ -194,6 +197,8 @@ class Sender:
         self, weights: object, workers: Sequence[int], absent: Sequence[int], packed: list[Packed], keep: bool = False
     ) -> Posted:
         deadline = deadline_in(self._answers.timeout)
+        if self.layout is None and self.connected:
+            self._unmapped.update(self._roll.present)
         posted = self._loader.load(weights, workers, absent, self.version + 1, deadline, packed, keep=keep)
         self.version = posted.version
         return posted
@@ -204,6 +209,7 @@ class Sender:
         acks: Sequence[Ack] = ()
         if posted.acknowledge:
             acks = self._answers.expect(posted.workers, posted.version, posted.deadline)
+            self._unmapped.difference_update(posted.workers)
         else:
             self._answers.hear_of_failures(posted.workers, posted.version)
         report = posted.report(self.layout.nbytes if self.layout else 0, acks, before, time.perf_counter())

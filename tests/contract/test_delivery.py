@@ -168,6 +168,21 @@ def test_lazy(make_scheme: Any) -> None:
         assert [seen[0] for seen in workers.all("forward")] == [6, 6]
 
 
+def test_lazy_and_nobody_listens(make_scheme: Any) -> None:
+    """The first send is not finished before a worker can know of the memory that it has to be bound to."""
+    with crew(1) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", num_workers=1)
+        workers.follow(scheme, Small)
+        workers[0].stop()
+        scheme.sender.timeout = 0.3
+        with pytest.raises(wsync.SyncTimeout, match="worker 0"):
+            scheme.send(fill(Small(), 5))
+        workers[0].resume()
+        scheme.sender.timeout = 30.0
+        scheme.send(fill(Small(), 6), worker_ids=0)
+        assert workers[0].call("forward")[0] == 6
+
+
 def test_first_weights_of_connect(make_scheme: Any) -> None:
     with crew(1) as workers, make_scheme() as scheme:
         scheme.init_on_sender("policy", num_workers=1)
