@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -79,8 +80,7 @@ class ReceiverPort:
         strategy: WeightStrategy | None = None,
     ) -> Any | None:
         """The next weights (installed in the scheme's model), put into ``weights`` and ``model`` as well if given."""
-        received = self._receiver.receive(timeout)
-        return None if received is None else _hand_on(received, weights, model, strategy, self._receiver.model)
+        return self._receiver.receive(timeout, partial(self._hand_on, weights, model, strategy))
 
     def setup_connection_and_weights_on_receiver(
         self,
@@ -96,18 +96,12 @@ class ReceiverPort:
         self._receiver.connect(worker_idx, self._timeout)
         if not self._receiver.version:
             return None
-        received = WeightStrategy().extract_weights(self._receiver.model)
-        return _hand_on(received, weights, model, strategy, self._receiver.model)
+        return process_gate().call(self._hand_on, weights, model, strategy)
 
-
-def _hand_on(
-    received: Any, weights: Any, model: nn.Module | None, strategy: WeightStrategy | None, own: nn.Module
-) -> Any:
-    """Put what was received where the caller wants it; inside the gate, so that it is one version."""
-    chosen = strategy or WeightStrategy()
-    with process_gate().hold():
-        if weights is not None:
-            chosen.apply_weights(weights, received)
-        if model is not None and model is not own:
-            chosen.apply_weights(model, received)
-    return received if strategy is None else strategy.extract_weights(own)
+    def _hand_on(self, weights: Any, model: nn.Module | None, strategy: WeightStrategy | None) -> Any:
+        """Put what was received where the caller wants it: in the gate, so that it is one version."""
+        own, chosen = self._receiver.model, strategy or WeightStrategy()
+        for destination in (weights, model):
+            if destination is not None and destination is not own:
+                chosen.apply_weights(destination, own)
+        return self._receiver.weights() if strategy is None else strategy.extract_weights(own)

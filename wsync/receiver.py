@@ -13,6 +13,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -222,31 +224,45 @@ class Receiver:
 
     # --- called by the user ---
 
-    def receive(self, timeout: float | None) -> Any | None:
-        """Wait until a version is installed that is newer than the last one returned; its weights, not copied.
+    def weights(self) -> Any:
+        """The model's, not copied, in the strategy's format. Call it in the gate: they are one version there."""
+        return self._strategy.extract_weights(self.model)
+
+    def receive(self, timeout: float | None, take: Callable[[], Any] | None = None) -> Any | None:
+        """Wait until a version is installed that is newer than the last one taken; what ``take()`` makes of it.
+
+        Args:
+            timeout: seconds, also for a gate that somebody else holds; None for no limit.
+            take: called in the gate; by default ``weights``.
 
         Raises:
             NotConnected: the sender is gone, and there will be nothing more.
+            RuntimeError: called inside the gate, where nothing is installed.
         """
+        if process_gate().held_here:
+            raise RuntimeError("receive() inside a forward, or wsync.gate(), would wait for itself: leave it first")
         deadline = deadline_in(timeout)
         with self._changed:
             self.waiting += 1
         try:
             self._call(True)
-            process_gate().turnstile.go_through()
+            _in_gate(bool, deadline)  # what there is to install is installed on the way
             self._await_change(deadline)
+            taken = _in_gate(partial(self._take, take or self.weights), deadline)
         finally:
             with self._changed:
                 self.waiting -= 1
         with self._changed:
-            if self.version > self._seen:
-                self._seen = self.version
-                self._call(not self._quiet)
-                return self._strategy.extract_weights(self.model)
-            if self._closed:
+            if taken is None and self._closed and self.version <= self._seen:
                 raise NotConnected("the sender (or this end) has shut down, or died: there will be no more weights")
         self._call(not self._quiet)
-        return None
+        return taken
+
+    def _take(self, take: Callable[[], Any]) -> Any | None:
+        if self.version <= self._seen:
+            return None
+        taken, self._seen = take(), self.version
+        return taken
 
     def _await_change(self, deadline: float | None) -> None:
         """Wait for a newer version, the sender's end, or the deadline."""
@@ -290,6 +306,16 @@ class Receiver:
             if all(other.model is not self.model for other in _open):
                 release(self.model)
         self._end.close()
+
+
+def _in_gate(function: Callable[[], Any], deadline: float | None) -> Any | None:
+    """``function()`` in the gate, which this thread is not in; None if it could not be entered before ``deadline``."""
+    gate, left = process_gate(), remaining(deadline)
+    try:
+        return gate.call(function) if gate.turnstile.lock.acquire(timeout=-1 if left is None else left) else None
+    finally:
+        with suppress(RuntimeError):  # it was not acquired; or it was, and a signal has struck before anything else
+            gate.turnstile.lock.release()
 
 
 def _require_whole(update: Update) -> None:

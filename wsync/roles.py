@@ -10,6 +10,7 @@ from torch import nn
 
 from wsync.ends import SenderEnd
 from wsync.errors import NotConnected
+from wsync.gate import process_gate
 from wsync.joining import Joining
 from wsync.paths import find_model
 from wsync.ports import ReceiverPort, SenderPort
@@ -90,7 +91,7 @@ class SchemeView:
         """This end's weights, live, in the strategy's format; None if there are none yet."""
         role = self._role
         if isinstance(role, Worker):
-            return self.strategy.extract_weights(role.model)
+            return process_gate().call(role.receiver.weights)
         source = role.sender.source.weights if role else None
         if source is None:
             return None

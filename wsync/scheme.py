@@ -132,10 +132,12 @@ class WeightSyncScheme(SchemeSetup):
             timeout: seconds; None for no limit.
 
         Returns:
-            The model's weights, not copied; None when the time is over.
+            The model's weights, of one version; None when the time is over. They are not copied: the next update but one
+            may be written where they lie, so copy what has to last longer.
 
         Raises:
             NotConnected: the sender is gone.
+            RuntimeError: called inside a forward, or ``wsync.gate()``, where nothing is installed.
         """
         return self._worker("receive").receiver.receive(timeout)
 

@@ -320,6 +320,42 @@ def test_worker_with_another_model(make_scheme: Any, make: Any, problem: str) ->
         assert "LayoutMismatch" in remote.value.kinds
 
 
+def wide() -> Small:
+    return Small(1 << 18)
+
+
+def handed_on(host: Host, times: int) -> list[int]:
+    """How many values there are in each of ``times`` copies of the weights, made as they are received."""
+    port, copy = host.schemes["policy"].receiver_transport, wide()
+    counts = []
+    while len(counts) < times:
+        assert port is not None and port.receive_weights(20.0, model=copy) is not None
+        counts.append(copy.weight.unique().numel())
+    return counts
+
+
+def test_what_is_handed_on_is_of_one_version() -> None:
+    with crew(1) as workers, wsync.SharedMemWeightSyncScheme(acknowledge="published") as scheme:
+        scheme.init_on_sender("policy", model=wide(), num_workers=1)
+        workers.follow(scheme, wide)
+        workers[0].start("run", handed_on, 100)
+        enough = threading.Event()
+
+        def send() -> None:
+            models = [fill(wide(), value) for value in range(4)]
+            while not enough.is_set():
+                for model in models:
+                    scheme.send(model)
+
+        trainer = threading.Thread(target=send)
+        trainer.start()
+        try:
+            assert workers[0].result() == [1] * 100
+        finally:
+            enough.set()
+            trainer.join()
+
+
 def halve(host: Host) -> None:
     with wsync.gate():
         host.models["policy"].half()

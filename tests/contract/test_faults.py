@@ -624,19 +624,33 @@ def test_who_does_not_read_holds_up_no_transaction_for_ever() -> None:
         assert workers[0].call("forward")[0] == 601
 
 
-def test_a_shutdown_inside_the_gate_is_an_error_and_no_deadlock() -> None:
+@pytest.mark.parametrize("action", ["shutdown", "receive"])
+def test_what_would_wait_for_itself_inside_the_gate_is_an_error(action: str) -> None:
     with crew(1) as workers, wsync.SharedMemWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
         workers.follow(scheme, Small)
         with pytest.raises(RemoteError, match="leave it first"):
-            workers[0].call("run", leave_inside_the_gate)
+            workers[0].call("run", inside_the_gate, action)
         scheme.send(fill(Small(), 2))
         assert workers[0].call("forward")[0] == 2
 
 
-def leave_inside_the_gate(host: Host) -> None:
+def inside_the_gate(host: Host, action: str) -> None:
     with wsync.gate():
-        host.schemes["policy"].shutdown()
+        getattr(host.schemes["policy"], action)()
+
+
+def test_receive_ends_in_time_whoever_holds_the_gate() -> None:
+    model = fill(Small(), 1)
+    with crew(1) as workers, wsync.SharedMemWeightSyncScheme(acknowledge="published") as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=1)
+        workers.follow(scheme, Small)
+        workers[0].call("run", begin_forward)
+        scheme.send(fill(model, 2))
+        assert workers[0].call("receive", 0.1) is None
+        assert workers[0].call("run", end_forward) == [[1.0] * 4] * 2
+        assert workers[0].call("receive", 20.0) is not None
+        assert workers[0].call("forward")[0] == 2
 
 
 def test_after_a_refusal_a_forward_sees_one_version() -> None:
