@@ -163,7 +163,9 @@ class Binding:
             raise
 
     def detach(self) -> None:
-        """Give bound parameters memory of their own again, with the values that they have."""
-        if self._is_current():
-            for parameter, _ in self._bound:
-                parameter.data = parameter.data.clone()
+        """Give bound parameters memory of their own again, with the values that they have.
+
+        Those too that somebody has taken out of the model since: what they are bound to will be written.
+        """
+        for parameter, _ in self._bound:
+            parameter.data = parameter.data.clone()

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from contract_models import Hard, Other, Small, big, digest, double, fill, longer, scramble, strides, ties
+from contract_models import Apart, Hard, Other, Small, big, digest, double, fill, longer, scramble, strides, ties
 from crew import Host, RemoteError, crew, establish
 from tensordict import TensorDict
+from torch import nn
 
 import wsync
 
@@ -279,16 +280,17 @@ def test_installed_is_seen_by_a_plain_read(make_scheme: Any) -> None:
             assert workers[0].call("raw_digest") == digest(model)
 
 
-def apply_here(host: Host, value: float) -> None:
-    host.schemes["policy"].apply_weights(fill(Small(), value).state_dict())
+def replace_and_apply(host: Host, value: float) -> None:
+    host.models["policy"].other = nn.Parameter(torch.zeros(4))
+    host.schemes["policy"].apply_weights(fill(Apart(), value).state_dict())
 
 
 def test_what_a_worker_applies_is_its_own(make_scheme: Any) -> None:
-    model = fill(Small(), 1)
+    model = fill(Apart(), 1)
     with crew(2) as workers, make_scheme() as scheme:
         scheme.init_on_sender("policy", model=model, num_workers=2)
-        workers.follow(scheme, Small)
-        workers[0].call("run", apply_here, 9.0)
+        workers.follow(scheme, Apart)
+        workers[0].call("run", replace_and_apply, 9.0)
         assert [seen[0] for seen in workers.all("forward")] == [9, 1]
         scheme.send(fill(model, 2))
         assert [seen[0] for seen in workers.all("forward")] == [2, 2]
