@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -33,7 +33,31 @@ from wsync.types import ANY_VERSION, Ack, Update
 _LOOK = 2.0  # seconds after which somebody who waits looks whether the sender is there, where nobody would tell
 
 _open: WeakSet[Receiver] = WeakSet()  # whose models are gated
-os.register_at_fork(after_in_child=_open.clear)  # a forked child has none of its parent's receivers
+_forking: list[AbstractContextManager[None]] = []  # the gate, held while this process forks
+
+
+def _before_fork() -> None:
+    """Give all models memory of their own: what they are bound to is written once this process has gone on."""
+    if _open:
+        holding = process_gate().hold()
+        holding.__enter__()
+        _forking.append(holding)
+        for receiver in _open:
+            receiver.own_memory()
+
+
+def _in_parent() -> None:
+    if _forking:
+        _forking.pop().__exit__(None, None, None)
+
+
+def _in_child() -> None:
+    """A forked child has none of its parent's receivers, and a gate of its own."""
+    _open.clear()
+    _forking.clear()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
 class Receiver:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import os
 import pickle
 import threading
@@ -294,6 +295,36 @@ def test_what_a_worker_applies_is_its_own(make_scheme: Any) -> None:
         assert [seen[0] for seen in workers.all("forward")] == [9, 1]
         scheme.send(fill(model, 2))
         assert [seen[0] for seen in workers.all("forward")] == [2, 2]
+
+
+def fork_child(host: Any) -> None:
+    """A child that will say what its model says."""
+    host.line, line = multiprocessing.Pipe()
+    host.child = os.fork()
+    if host.child == 0:
+        line.recv()
+        line.send(host.forward())
+        os._exit(0)
+
+
+def ask_child(host: Any) -> list[float]:
+    host.line.send("now")
+    said = host.line.recv()
+    os.waitpid(host.child, 0)
+    return said
+
+
+@pytest.mark.parametrize("acknowledge", ["installed", "published"])
+def test_a_worker_s_forked_child_has_the_weights_of_then(acknowledge: Any) -> None:
+    model = fill(Small(), 1)
+    with crew(1) as workers, wsync.SharedMemWeightSyncScheme(acknowledge=acknowledge) as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=1)
+        workers.follow(scheme, Small)
+        workers[0].call("run", fork_child)
+        for value in range(2, 8):
+            scheme.send(fill(model, value))
+            assert workers[0].call("forward")[0] == value
+        assert workers[0].call("run", ask_child) == [1.0] * 4
 
 
 def test_pickle_holds_no_weights(make_scheme: Any) -> None:
