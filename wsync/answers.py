@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from wsync.deadlines import NOW
 from wsync.ends import SenderEnd
 from wsync.errors import SyncTimeout, WorkerDied, WorkerError, WorkerFailed
 from wsync.roll import Roll
 from wsync.types import Ack
-
-_NOW = 0.0  # a deadline that is over
 
 
 class Answers:
@@ -42,15 +41,16 @@ class Answers:
         Raises:
             WorkerDied, WorkerFailed: it has.
         """
-        acks = [ack for ack in self._end.collect(workers, 0, _NOW) if ack.died or ack.error]
+        acks = [ack for ack in self._end.collect(workers, 0, NOW) if ack.died or ack.error]
         if acks:
-            self._judge((), version, acks)
+            refused = [ack.version for ack in acks if not ack.died]  # of versions before: this one it may take
+            self._judge(workers, min([version, *refused]), acks, awaited=False)
 
-    def _judge(self, workers: Collection[int], version: int, acks: Sequence[Ack]) -> None:
+    def _judge(self, workers: Collection[int], version: int, acks: Sequence[Ack], *, awaited: bool = True) -> None:
         """Raise one error for all workers that lack ``version``; those who died are not sent to again."""
         died = {ack.worker: ack.error for ack in acks if ack.died}
         failed = {ack.worker: ack.error for ack in acks if ack.error and not ack.died}
-        silent = set(workers) - {ack.worker for ack in acks}
+        silent = set(workers) - {ack.worker for ack in acks} if awaited else set()
         if died:
             self._roll.strike(died)
         if not (died or failed or silent):

@@ -132,8 +132,8 @@ class WeightSyncScheme(SchemeSetup):
             timeout: seconds; None for no limit.
 
         Returns:
-            The model's weights, of one version; None when the time is over. They are not copied: the next update but one
-            may be written where they lie, so copy what has to last longer.
+            The model's weights, of one version; None when the time is over. They are not copied: later updates may be
+            written where they lie, so copy what has to last longer than the next one.
 
         Raises:
             NotConnected: the sender is gone.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -32,11 +33,11 @@ class SchemeSetup(OlderApi):
     def __init__(
         self, strategy: Format = "tensordict", sync: bool = True, *, timeout: float | None = 60.0, bind: bool = True
     ) -> None:
-        if timeout is not None and timeout <= 0:
+        if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout is a number of seconds above 0, or None, not {timeout}")
         self.strategy = WeightStrategy(strategy)
         self.sync = sync
-        self.timeout = timeout
+        self.timeout = None if timeout == math.inf else timeout
         self.bind = bind
         self.metrics = SyncMetrics(self.name)
         self._role: Trainer | Worker | None = None

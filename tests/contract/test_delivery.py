@@ -185,6 +185,23 @@ def test_lazy_and_nobody_listens(make_scheme: Any) -> None:
         assert workers[0].call("forward")[0] == 6
 
 
+def test_a_transport_alone_does_it_all(make_scheme: Any) -> None:
+    with crew(2) as workers, make_scheme(timeout=float("inf")) as scheme:
+        model = fill(Small(), 1)
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        for index, worker in enumerate(workers):
+            worker.start("join", scheme, Small, index, "policy")
+        everyone = scheme.create_transport()
+        everyone.setup_connection_and_weights_on_sender()
+        workers.results()
+        everyone.send_weights(fill(model, 2))
+        scheme.sender_transports[1].send_weights(fill(Small(), 3))
+        assert [seen[0] for seen in workers.all("forward")] == [2, 3]
+        fill(model, 4)
+        everyone.send_weights(None)
+        assert [seen[0] for seen in workers.all("forward")] == [4, 4]
+
+
 def test_first_weights_of_connect(make_scheme: Any) -> None:
     with crew(1) as workers, make_scheme() as scheme:
         scheme.init_on_sender("policy", num_workers=1)
@@ -408,11 +425,12 @@ def test_a_worker_whose_model_was_converted_says_so(make_scheme: Any) -> None:
         for value in (2, 3):  # the way of the second may be shorter
             scheme.send(fill(model, value))
         workers[1].call("run", halve)
-        with pytest.raises(wsync.WorkerFailed, match=r"(?s)worker 1.*'weight'.*float16") as failed:
+        missing = r"(?s)version 4 is missing on 1 .* have it: \[0\].*worker 1.*'weight'.*float16"
+        with pytest.raises(wsync.WorkerFailed, match=missing) as failed:
             scheme.send(fill(model, 4))
             workers.all("forward")  # where nobody answers a send, the next one says it
             scheme.send(fill(model, 5))
-        assert set(failed.value.workers) == {1}
+        assert set(failed.value.workers) == {1} and failed.value.version == 4
         assert workers[1].call("run", dtype_of) == "torch.float16"
         assert workers[1].call("forward") == [3.0] * 4
 

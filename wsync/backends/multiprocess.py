@@ -9,7 +9,6 @@ from __future__ import annotations
 import queue
 import time
 import traceback
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import nn
@@ -20,8 +19,6 @@ from wsync.local_receiver import LocalReceiver
 from wsync.local_sender import LocalSender
 from wsync.pipes import PipedScheme
 from wsync.rendezvous import Endpoint
-from wsync.roles import Trainer
-from wsync.sender import Sender
 from wsync.snapshot import snapshot
 from wsync.strategy import WeightStrategy
 
@@ -39,9 +36,10 @@ class QueueLike(Protocol):
 
 
 class MPTransport:
-    """Weights through a queue, answers through another (a ``TransportBackend`` for both ends).
+    """Weights through a queue, answers through another: for processes that have queues, and no scheme.
 
-    Each end makes one over the same two queues. The copy that is put is made when it is sent.
+    Each end makes one over the same two queues (a ``TransportBackend``). The copy that is put is made when it is sent.
+    A scheme's own line to its workers (``scheme.create_transport()``) goes through sockets and memory files instead.
 
     Args:
         weight_queue: carries ``(number, weights)`` to one worker.
@@ -124,22 +122,6 @@ class MPTransport:
         return self.receive_weights(self._timeout, weights=weights, model=model, strategy=strategy)
 
 
-class _Line:
-    """A scheme's line to some workers, as a queue of weights."""
-
-    def __init__(self, sender: Sender, workers: Sequence[int] | None) -> None:
-        self._sender = sender
-        self._workers = workers
-
-    def put(self, item: Any) -> None:
-        """Send."""
-        self._sender.send(item[1], self._workers, wait=True)
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """A sender's line brings nothing."""
-        raise queue.Empty
-
-
 class MultiProcessWeightSyncScheme(PipedScheme):
     """Weight synchronization by copies, for workers on the trainer's machine with memory of their own.
 
@@ -162,9 +144,6 @@ class MultiProcessWeightSyncScheme(PipedScheme):
     ) -> None:
         super().__init__(strategy, sync, timeout=timeout, bind=False)
         self.checksum = checksum
-
-    def _port(self, role: Trainer, worker_ids: Sequence[int] | None) -> MPTransport:
-        return MPTransport(_Line(role.sender, worker_ids), timeout=self.timeout)
 
     def _make_sender_end(self, num_workers: int) -> tuple[LocalSender, Endpoint]:
         end = LocalSender(num_workers, retains=False, checksum=self.checksum)

@@ -18,6 +18,7 @@ from wsync.sender import Sender
 from wsync.snapshot import Snapshot
 from wsync.source import DeviceMap, Source
 from wsync.strategy import Format
+from wsync.transport import TransportBackend
 
 
 class SharedMemTransport(SenderPort):
@@ -156,11 +157,13 @@ class SharedMemWeightSyncScheme(PipedScheme):
 
     @property
     def shared_transport(self) -> SharedMemTransport | None:
-        """The one line to all workers, on the sender."""
-        return self._port(self._role, None) if isinstance(self._role, Trainer) else None
+        """The one line to all workers, on the sender; None in one process, where nothing is shared."""
+        port = self._port(self._role, None) if isinstance(self._role, Trainer) else None
+        return port if isinstance(port, SharedMemTransport) else None
 
-    def _port(self, role: Trainer, worker_ids: Sequence[int] | None) -> SharedMemTransport:
-        assert isinstance(role.end, LocalSender)
+    def _port(self, role: Trainer, worker_ids: Sequence[int] | None) -> TransportBackend:
+        if not isinstance(role.end, LocalSender):
+            return super()._port(role, worker_ids)
         return SharedMemTransport(role.sender, role.end, role.sentinels, worker_ids)
 
     def _behind(self, worker: int) -> None:

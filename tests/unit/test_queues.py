@@ -1,0 +1,61 @@
+"""Weights through queues of the user's own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from wsync import MPTransport, SyncTimeout, WorkerFailed
+
+
+def work(weights: Any, answers: Any, said: Any) -> None:
+    """A worker: takes weights until it is given those of another model."""
+    model, line = nn.Linear(2, 2), MPTransport(weights, answers)
+    line.setup_connection_and_weights_on_receiver(model=model)
+    said.put(model.weight.sum().item())
+    received = line.receive_weights(60.0, model=model)
+    said.put(None if received is None else received["bias"].tolist())
+    try:
+        line.receive_weights(60.0, model=model)
+    except ValueError as error:
+        said.put(f"{type(error).__name__}, and still {model.weight.sum().item()}")
+
+
+def ones(value: float) -> nn.Linear:
+    model = nn.Linear(2, 2)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    return model
+
+
+def test_a_worker_answers_what_it_has_applied() -> None:
+    context = multiprocessing.get_context("forkserver")
+    weights, answers, said = context.Queue(), context.Queue(), context.Queue()
+    worker = context.Process(target=work, args=(weights, answers, said))
+    worker.start()
+    try:
+        line = MPTransport(weights, answers, timeout=60.0)
+        line.setup_connection_and_weights_on_sender()
+        line.send_weights(ones(1.0))
+        assert said.get(timeout=60.0) == 4.0
+        line.send_weights(ones(2.0).state_dict())
+        assert said.get(timeout=60.0) == [2.0, 2.0]
+        with pytest.raises(WorkerFailed, match="LayoutMismatch"):
+            line.send_weights(nn.Linear(3, 2))
+        assert said.get(timeout=60.0) == "LayoutMismatch, and still 8.0"
+    finally:
+        worker.join(60.0)
+        worker.kill()
+    assert worker.exitcode == 0
+
+
+def test_nobody_answers() -> None:
+    line = MPTransport(queue.Queue(), queue.Queue(), timeout=0.05)
+    with pytest.raises(SyncTimeout, match=r"within 0\.05 s"):
+        line.send_weights({"w": torch.zeros(2)})
+    assert line.receive_weights(0.0) is not None and line.receive_weights(0.0) is None
