@@ -7,9 +7,11 @@ times the latency for small models. ``WSYNC_NATIVE=0`` in the environment says t
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from wsync.types import SyncReport
@@ -21,18 +23,26 @@ _REVISION = 5  # of csrc/module.c
 SMALL = 2 << 20  # bytes: above, PyTorch's own copies are as fast, and may use several threads
 _PLAIN_TYPES = (nn.Parameter, Tensor)  # a subclass may keep its numbers elsewhere
 
-try:
+
+def _load() -> Any:
+    """The compiled module; None where it is not there, not wanted, or of no use."""
     if os.environ.get("WSYNC_NATIVE") == "0":
-        raise ImportError("it is not wanted")
-    from wsync import _native
-
-    if _native.REVISION != _REVISION:
-        raise ImportError("it was built from other sources: `pip install -e .` builds it anew")
-    table = Tensor.__dlpack_c_exchange_api__  # pyright: ignore[reportAttributeAccessIssue]
+        return None
+    try:
+        from wsync import _native
+    except ImportError:  # it was not built here
+        return None
+    table: object | None = Tensor.__dict__.get("__dlpack_c_exchange_api__")
+    if table is None or _native.REVISION != _REVISION:
+        stale = "it was built from other sources: `pip install -e .` builds it anew"
+        why = stale if table is not None else f"PyTorch {torch.__version__} has no table of DLPack's functions"
+        warnings.warn(f"small updates are slower, for wsync's compiled code cannot be used: {why}", stacklevel=2)
+        return None
     _native.use(table, _PLAIN_TYPES, SyncReport, ("extract", "wait", "pack", "transfer", "apply", "acknowledge"))
-except (ImportError, AttributeError):  # it was not built here, or this PyTorch has no such table
-    _native = None
+    return _native
 
+
+_native = _load()
 available = _native is not None
 """Whether this process goes the short way."""
 

@@ -33,15 +33,30 @@ class SchemeSetup(OlderApi):
     def __init__(
         self, strategy: Format = "tensordict", sync: bool = True, *, timeout: float | None = 60.0, bind: bool = True
     ) -> None:
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"timeout is a number of seconds above 0, or None, not {timeout}")
-        self.strategy = WeightStrategy(strategy)
-        self.sync = sync
-        self.timeout = None if timeout == math.inf else timeout
-        self.bind = bind
-        self.metrics = SyncMetrics(self.name)
         self._role: Trainer | Worker | None = None
         self._seed: Any = None  # what a worker needs to find the sender
+        self.strategy = WeightStrategy(strategy)
+        self.sync = sync
+        self.timeout = timeout
+        self.bind = bind
+        self.metrics = SyncMetrics(self.name)
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds for ``connect`` and ``send``, from the next one on; None for no limit.
+
+        Raises:
+            ValueError: set to something else.
+        """
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float | None) -> None:
+        if seconds is not None and not seconds > 0:
+            raise ValueError(f"timeout is a number of seconds above 0, or None, not {seconds}")
+        self._timeout = None if seconds == math.inf else seconds
+        if isinstance(self._role, Trainer):
+            self._role.sender.timeout = self._timeout
 
     # --- what a backend says ---
 

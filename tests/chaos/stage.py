@@ -46,7 +46,7 @@ class Stage:
 
     def within(self, seconds: float) -> None:
         """The deadline of sends from now on."""
-        self.scheme.sender.timeout = seconds
+        self.scheme.timeout = seconds
 
     def fill(self, value: float) -> nn.Module:
         """The trainer's model, full of ``value``."""

@@ -176,11 +176,11 @@ def test_lazy_and_nobody_listens(make_scheme: Any) -> None:
         scheme.init_on_sender("policy", num_workers=1)
         workers.follow(scheme, Small)
         workers[0].stop()
-        scheme.sender.timeout = 0.3
+        scheme.timeout = 0.3
         with pytest.raises(wsync.SyncTimeout, match="worker 0"):
             scheme.send(fill(Small(), 5))
         workers[0].resume()
-        scheme.sender.timeout = 30.0
+        scheme.timeout = 30.0
         scheme.send(fill(Small(), 6), worker_ids=0)
         assert workers[0].call("forward")[0] == 6
 

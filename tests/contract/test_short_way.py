@@ -236,7 +236,7 @@ def test_a_worker_that_is_silent_costs_one_timeout(backend: str) -> None:
         workers.follow(scheme, Plain)
         scheme.send()
         workers[1].stop()
-        scheme._role.sender.timeout = 2.0  # type: ignore[union-attr]
+        scheme.timeout = 2.0
         began = time.monotonic()
         with pytest.raises(wsync.SyncTimeout, match=r"worker 1: did not answer within 2.0 s"):
             scheme.send()

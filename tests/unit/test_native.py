@@ -50,6 +50,18 @@ def test_it_can_be_switched_off() -> None:
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "WSYNC_NATIVE": "0"}, check=True, timeout=60)
 
 
+def test_a_stale_build_is_told_and_not_used() -> None:
+    code = """
+import sys, types, warnings
+sys.modules["wsync._native"] = types.SimpleNamespace(REVISION=-1)
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    import wsync.native
+assert not wsync.native.available and any("builds it anew" in str(one.message) for one in told), told
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 # --- Room: what fits is copied, and nothing else ---
 
 
