@@ -87,22 +87,19 @@ class LocalReceiver:
             arena = Arena(plan.layout, plan.workers, (message.fds[0], message.fds[1]))
             self._layout, self._checksum = plan.layout, plan.checksum
             self._switch = arena.switches[self._worker]
-            if not isinstance(self._seat, Seat):
-                self._seat.take(*self._switch.place)
+            self._seat.take(*self._switch.place)
             self._seat.hold = self._retains and self._checksum
             self._switch.call(self._wanted)
             self._arena = arena  # last: an acting thread that sees it uses the others
 
     def feed(self, receiver: LongWay) -> Follower:
-        """The seat, if it goes the short way: most forwards find nothing new, and most news are usual."""
-        if isinstance(self._seat, Seat):
-            return receiver
+        """The seat: most forwards find nothing new, and most news are usual."""
         self._seat.follow(receiver, process_gate().turnstile)
         return self._seat
 
     def arm(self, binding: Binding, staged: dict[int, Any]) -> None:
         """Have the seat install what comes next, unless it has to be checked, or may be refused."""
-        if binding.tree is self._armed or isinstance(self._seat, Seat) or self._arena is None:
+        if binding.tree is self._armed or self._arena is None:
             return
         self._armed, installer = binding.tree, binding.installer()
         self._seat.disarm()
@@ -216,8 +213,7 @@ class LocalReceiver:
         self.answer(Ack(self._worker, 0), kind=Kind.BYE)
         self._line.close()
         self._line = None
-        if not isinstance(self._seat, Seat):
-            self._seat.quit()
+        self._seat.quit()
         self._armed = None
         if self._arena is not None:
             self._arena.close()

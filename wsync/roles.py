@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +54,7 @@ class SchemeView:
     """What can be seen of a scheme, whichever role it has."""
 
     strategy: WeightStrategy
-    timeout: float | None
+    _timeout: float | None
     _role: Trainer | Worker | None
 
     @property
@@ -98,6 +99,23 @@ class SchemeView:
         if is_per_worker(source):
             return {worker: self.strategy.extract_weights(weights) for worker, weights in source.items()}
         return self.strategy.express(snapshot(source))
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds for ``connect`` and ``send``, from the next one on; None for no limit.
+
+        Raises:
+            ValueError: set to something else.
+        """
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float | None) -> None:
+        if seconds is not None and not seconds > 0:
+            raise ValueError(f"timeout is a number of seconds above 0, or None, not {seconds}")
+        self._timeout = None if seconds == math.inf else seconds
+        if isinstance(self._role, Trainer):
+            self._role.sender.timeout = self._timeout
 
     @property
     def num_workers(self) -> int:

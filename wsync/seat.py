@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from wsync.events import LongWay
+
+if TYPE_CHECKING:
+    from wsync._native import Installer
 
 
-@dataclass(slots=True)
 class Seat:
-    """A worker's place in an arena. ``_native.Seat`` has the same attributes, and takes updates by itself.
+    """A worker's place in an arena, whose news go the long way. ``_native.Seat`` is the same, and has a shorter one.
 
     Attributes:
         version: that the model has.
@@ -17,8 +24,47 @@ class Seat:
         busy: whether a slot is in use.
     """
 
-    version: int = 0
-    slot: int = -1
-    refused: int = 0
-    hold: bool = False
-    busy: bool = False
+    __slots__ = ("_receiver", "busy", "hold", "refused", "slot", "version")
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.slot = -1
+        self.refused = 0
+        self.hold = False
+        self.busy = False
+
+    def follow(self, receiver: LongWay, turnstile: Any) -> None:
+        """Have ``receiver`` asked and told from now on."""
+        self._receiver = receiver
+
+    def enter(self) -> bool:
+        """See ``gate.Feed``."""
+        return self._receiver.enter()
+
+    def leave(self) -> None:
+        """See ``gate.Feed``."""
+        self._receiver.leave()
+
+    def heed(self) -> bool:
+        """See ``receiver_thread.Told``."""
+        return self._receiver.heed()
+
+    def take(self, words: memoryview, at: int) -> None:
+        """The place's words are looked at by ``Switch``."""
+
+    def arm(
+        self,
+        installer: Installer,
+        views: list[Sequence[Tensor]],
+        staged: dict[int, Any],
+        fd: int,
+        worker: int,
+        retains: bool,
+    ) -> None:
+        """There is no shorter way."""
+
+    def disarm(self) -> None:
+        """There is no shorter way."""
+
+    def quit(self) -> None:
+        """There is no shorter way."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -40,23 +39,6 @@ class SchemeSetup(OlderApi):
         self.timeout = timeout
         self.bind = bind
         self.metrics = SyncMetrics(self.name)
-
-    @property
-    def timeout(self) -> float | None:
-        """Seconds for ``connect`` and ``send``, from the next one on; None for no limit.
-
-        Raises:
-            ValueError: set to something else.
-        """
-        return self._timeout
-
-    @timeout.setter
-    def timeout(self, seconds: float | None) -> None:
-        if seconds is not None and not seconds > 0:
-            raise ValueError(f"timeout is a number of seconds above 0, or None, not {seconds}")
-        self._timeout = None if seconds == math.inf else seconds
-        if isinstance(self._role, Trainer):
-            self._role.sender.timeout = self._timeout
 
     # --- what a backend says ---
 
