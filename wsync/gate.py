@@ -170,7 +170,8 @@ def gated(function: Callable[P, R]) -> Callable[P, R]:
     return inside
 
 
-_gated: weakref.WeakKeyDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakKeyDictionary()
+_ORIGINAL = "_wsync_original"  # in a gated class's own namespace: the class that it was made from
+_gated: weakref.WeakKeyDictionary[type[nn.Module], weakref.ref[type[nn.Module]]] = weakref.WeakKeyDictionary()
 
 
 def guard(module: nn.Module) -> None:
@@ -180,19 +181,21 @@ def guard(module: nn.Module) -> None:
     are of the original class, and ungated.
     """
     original = type(module)
-    if original in _gated.values():
+    if _ORIGINAL in vars(original):
         return
-    if original not in _gated:
-        _gated[original] = _gated_class(original)
-    module.__class__ = _gated[original]
+    known = _gated.get(original)
+    gated = None if known is None else known()
+    if gated is None:
+        gated = _gated_class(original)
+        _gated[original] = weakref.ref(gated)
+    module.__class__ = gated
 
 
 def release(module: nn.Module) -> None:
     """Give ``module`` its own class back."""
-    for original, gated in _gated.items():
-        if type(module) is gated:
-            module.__class__ = original
-            return
+    original = vars(type(module)).get(_ORIGINAL)
+    if original is not None:
+        module.__class__ = original
 
 
 def _new(cls: type, *arguments: Any) -> Any:
@@ -214,6 +217,7 @@ def _gated_class(original: type[nn.Module]) -> type[nn.Module]:
         return (function, tuple(original if item is type(self) else item for item in arguments), *rest)
 
     namespace = {
+        _ORIGINAL: original,
         "__call__": __call__,
         "__reduce_ex__": __reduce_ex__,
         "__module__": original.__module__,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import sys
 import threading
+import weakref
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 import wsync
 from wsync import native
@@ -149,3 +152,17 @@ def test_a_gated_function_runs_inside_and_keeps_its_name() -> None:
     finally:
         process_gate().detach(news)
     assert not process_gate().held_here
+
+
+def test_classes_are_let_go_with_their_last_model() -> None:
+    """A parametrised module has a class of its own; so has its gated self."""
+    models = [parametrize.register_parametrization(nn.Linear(2, 2), "weight", nn.Identity()) for _ in range(3)]
+    for model in models:
+        guard(model)
+    classes = [weakref.ref(kind) for model in models for kind in (type(model), type(model).__mro__[1])]
+    release(models[0])
+    assert models[0](torch.ones(2)).shape == (2,)
+    models.clear()
+    del model
+    gc.collect()
+    assert [kind() for kind in classes] == [None] * 6
