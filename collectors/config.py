@@ -73,7 +73,8 @@ class CrewConfig(CollectorConfig):
     Attributes:
         on_worker_failure: ``raise``; ``drop`` the worker and go on with the others; or ``restart`` it meanwhile.
         worker_timeout: seconds in which a worker has to answer; null: no limit.
-        max_restarts: a worker that fails more often than this within `restart_window` seconds ends the run after all.
+        max_restarts: a worker that fails more often than this within `restart_window` seconds, or since its last batch,
+            ends the run after all.
         restart_window: see `max_restarts`.
     """
 

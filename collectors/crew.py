@@ -72,7 +72,8 @@ class CrewCollector(BaseCollector):
             new worker takes its place from the next batch on, with the newest weights of every model and a seed that
             nobody has had. Frames of a batch that it had not finished are lost, and not counted.
         worker_timeout: seconds in which a worker has to answer (a batch, its environments); one that does not is ended.
-        max_restarts: a worker that fails more often than this within ``restart_window`` seconds is an error after all.
+        max_restarts: a worker that fails more often than this within ``restart_window`` seconds, or since its last
+            batch, is an error after all.
         restart_window: see ``max_restarts``.
 
     Raises:

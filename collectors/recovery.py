@@ -20,7 +20,8 @@ class FailurePolicy:
     Attributes:
         on_failure: ``"raise"``; ``"drop"``: go on without it; ``"restart"``: go on, and start it anew.
         worker_timeout: seconds in which a worker has to answer; one that does not has failed. None: no limit.
-        max_restarts: a worker that fails more often than this within ``restart_window`` is an error after all.
+        max_restarts: a worker that fails more often than this within ``restart_window``, or since its last batch, is an
+            error after all.
         restart_window: seconds.
 
     Raises:
@@ -116,19 +117,21 @@ class Pace:
     def __init__(self, policy: FailurePolicy) -> None:
         self._policy = policy
         self._failed: deque[float] = deque()
+        self._in_a_row = 0
         self._pause = _FIRST_PAUSE
 
     def failed(self) -> float | None:
         """It has failed: the seconds after which it is started anew; None if that was too often."""
         now = time.monotonic()
         self._failed.append(now)
+        self._in_a_row += 1  # one that fails slowly, but never delivers, would not be told by the window
         while self._failed[0] < now - self._policy.restart_window:
             self._failed.popleft()
-        if len(self._failed) > self._policy.max_restarts:
+        if max(len(self._failed), self._in_a_row) > self._policy.max_restarts:
             return None
         pause, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
         return pause
 
     def delivered(self) -> None:
         """It has delivered a batch: it is well."""
-        self._pause = _FIRST_PAUSE
+        self._in_a_row, self._pause = 0, _FIRST_PAUSE

@@ -154,7 +154,8 @@ class Succession(Generic[W]):
         index, pause = place.options.worker_idx, place.pace.failed()
         if pause is None:
             self.over = True
-            often = f"more than {self.policy.max_restarts} times within {self.policy.restart_window:g} s"
+            window = f"{self.policy.restart_window:g} s"
+            often = f"more than {self.policy.max_restarts} times within {window} or since its last batch"
             raise cause.error(index, f"worker {index} has failed {often}; the last time: ")
         place.stage, place.begins_at = Stage.PAUSED, time.monotonic() + pause
         return f"it is started anew in {pause:g} s"
