@@ -138,16 +138,16 @@ class RpcPool(CallPool[RpcWorker]):
         self._token = secrets.token_hex(8)
         self._store: Any = None
         self._joined = False
-        if names is not None:
-            self._enlist(count, names, timeout)
-            return
-        if is_member():
+        if names is None and is_member():
             raise RuntimeError(
                 "this process belongs to an RPC group already: give the names of its workers (workers=[…]), "
                 "or shut the other collector down (rpc.shutdown() ends a group of your own)"
             )
         try:
-            self._start(count, host, timeout)
+            if names is None:
+                self._start(count, host, timeout)
+            else:
+                self._enlist(count, names, timeout)
         except BaseException:
             self.close()
             raise

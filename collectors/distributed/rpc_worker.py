@@ -53,12 +53,14 @@ class Servant:
             command, argument, reply = self._next(number)
             number += 1
             if command == "end":
-                work.close()
-                if self._alone:
-                    # When the trainer leaves the group torch complains, and there is nothing left to say here.
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-                reply.set_result(("ended", None, None))
-                self.life.set_result(None)
+                try:
+                    work.close()
+                    if self._alone:
+                        # When the trainer leaves the group torch complains, and there is nothing left to say here.
+                        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+                finally:  # the trainer, and whoever shuts the group down, wait for both, whatever an environment raises
+                    reply.set_result(("ended", None, None))
+                    self.life.set_result(None)
                 return
             if failed:
                 reply.set_result(_NOTHING)

@@ -460,6 +460,14 @@ def member(rank, path):
         threading.Event().wait()
 
 
+def still_at_work() -> int:
+    """Threads that are a collector's worker, and do not end."""
+    threads = [thread for thread in threading.enumerate() if thread.name == "collector-worker"]
+    for thread in threads:
+        thread.join(5.0)
+    return sum(thread.is_alive() for thread in threads)
+
+
 @pytest.mark.filterwarnings("ignore:You are using a Backend")
 def test_workers_of_a_group_that_there_is_already(tmp_path, monkeypatch):
     for name in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
@@ -474,6 +482,9 @@ def test_workers_of_a_group_that_there_is_already(tmp_path, monkeypatch):
     try:
         with pytest.raises(RuntimeError, match="belongs to an RPC group already"):
             collect_with("rpc")
+        with pytest.raises(RuntimeError, match="nobody"):
+            collect_with("rpc", workers_of=["mine1", "nobody"])
+        assert rpc.rpc_sync("mine1", still_at_work) == 0, "a graceful rpc.shutdown() would wait for it for ever"
         for _ in range(2):
             with collect_with("rpc", workers_of=["mine1", "mine2"], env=Pids) as collector:
                 assert pids_of(next(collector)) == {other.pid for other in others}
