@@ -54,6 +54,7 @@ from learning.config import ConfigError, TrainConfig, WandbConfig
 from learning.loop import Goal, Training
 from learning.reporting.console import ConsoleReporter
 from learning.reporting.files import Pictures, RunFiles
+from learning.seeding import seed_from
 from learning.stop import StopRequest
 from wsync import WeightSyncError
 
@@ -82,8 +83,11 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> int:
 
     goal = Goal(cfg.total_frames, collectors.config.solved_at(cfg.env), cfg.stop_when_solved)
     training = Training(learner, scheme, goal, folder, checkpoint_every=cfg.checkpoint_every, started=started)
+    seed = cfg.seed
     if cfg.resume is not None:
         training.resume(Path(cfg.resume))
+        seed = seed_from(cfg.seed, training.progress.frames)
+        torch.manual_seed(seed)
     training.facts |= {"env": cfg.env.id, "seed": cfg.seed, "num_workers": cfg.num_workers, "num_envs": cfg.num_envs}
 
     with StopRequest() as stop, ExitStack() as running:
@@ -98,7 +102,7 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> int:
             training.chaos = running.enter_context(instantiate(cfg.chaos, _partial_=True)(collector)).counts
         except (OSError, ValueError) as error:  # an address that there is not, or settings that contradict another
             raise ConfigError(str(error)) from error
-        collector.set_seed(cfg.seed)
+        collector.set_seed(seed)
         collector.load_state_dict({"frames": training.progress.frames})
         title = f"{cfg.env.id}, {scheme.name}, {cfg.num_workers} × {cfg.num_envs} environments, seed {cfg.seed}"
         training.reporters = [

@@ -82,7 +82,7 @@ class TrainConfig:
         frames_per_batch: over all workers and environments; the weights are sent once per batch.
         total_frames: the run ends then at the latest.
         stop_when_solved: end as soon as the mean of the last 100 returns reaches ``env.solved_at``.
-        seed: of everything.
+        seed: of everything; a resumed run goes on with other random numbers, made from it and the frames so far.
         timeout: seconds that connecting and sending weights may take; None: for ever.
         threads: of torch, in the trainer.
         checkpoint_every: seconds.
