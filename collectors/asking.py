@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 
 import wsync
 from collectors.columns import Columns
+from collectors.probing import without_trace
 from collectors.sampled import SampledPolicy, greedy
 from collectors.specs import to_numpy
 from collectors.stepper import Steps
@@ -98,6 +98,9 @@ class AtRandom:
 class ByCalling:
     """Any function of a TensorDict; whatever it writes is stored, as it wrote it; or ``keys`` of that.
 
+    Each call gets a TensorDict of its own, in which there is an "observation" and nothing else: what the policy wrote
+    is of another step, and maybe of another episode.
+
     Raises:
         ValueError: the policy writes no "action".
     """
@@ -117,13 +120,14 @@ class ByCalling:
         self._act, self._device = weights.gate(act), device
         observation = torch.from_numpy(stepper.observation)
         self._observation = observation if batched else observation[0]
-        self._input = TensorDict({}, (stepper.num_envs,) if batched else (), device=device)
-        self.outputs, self._read = self._probe(keys)
+        self._input = TensorDict(
+            {"observation": self._observation}, self._observation.shape[:1] if batched else (), device=device
+        )
+        self.outputs, self._read = self._probe(policy, keys)
 
-    def _probe(self, keys: Collection[str] | None) -> tuple[Mapping[str, torch.Tensor], Read]:
-        self._input.set("observation", self._observation.clone().to(self._device))
-        with _same_randomness_after(self._device):
-            output, _ = self._act(self._input)
+    def _probe(self, policy: Policy, keys: Collection[str] | None) -> tuple[Mapping[str, torch.Tensor], Read]:
+        with without_trace(policy, self._device):
+            output, _ = self._act(self._input.clone())
         outputs: dict[str, torch.Tensor] = {
             key: value
             for key, value in output.items()
@@ -140,11 +144,9 @@ class ByCalling:
 
     def act(self, columns: Columns, t: int) -> tuple[Array, int]:
         """See Asking."""
-        # On the CPU the environment has written into the policy's input already, unless a policy has put something
-        # else under this name.
-        if self._input.get("observation") is not self._observation:
+        if self._device.type != "cpu":  # there the environment has written into the policy's input already
             self._input.set("observation", self._observation.to(self._device))
-        output, version = self._act(self._input)
+        output, version = self._act(self._input.clone(recurse=False))
         for key, rows in columns.others.items():
             rows[t] = self._read(output.get(key))
         columns.action[t] = action = self._read(output.get("action"))
@@ -172,7 +174,7 @@ class InParts:
         # A model that is synchronised is gated where it is called, which its parts go around.
         self._choose = wsync.gated(weights.gate(choose))
         self._observation = torch.from_numpy(stepper.observation)  # with a leading dimension in any case
-        with _same_randomness_after(device):
+        with without_trace(policy, device):
             parameters, action, _ = self._choose(self._observation.clone().to(device), None)
             chosen = {"action": action, "action_log_prob": policy.log_prob(parameters, action)}
         self._like = parameters
@@ -206,11 +208,6 @@ class InParts:
         """See Asking."""
         actions = torch.from_numpy(columns.action[first:]).to(self._device)
         columns.others["action_log_prob"][first:] = to_numpy(self._policy.log_prob(self._parameters, actions))
-
-
-def _same_randomness_after(device: torch.device) -> AbstractContextManager[None]:
-    """What is drawn meanwhile is drawn again afterwards."""
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def _is_plain(value: torch.Tensor) -> bool:

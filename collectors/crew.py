@@ -51,7 +51,7 @@ class CrewCollector(BaseCollector):
     Args:
         create_env_fn: one function per worker; each makes an environment (lambdas are fine).
         policy: a module that reads "observation" and writes "action"; or any function of a TensorDict; None acts at
-            random. Workers get copies.
+            random. Workers get copies. Whatever it wrote before is not handed to it again: there is no recurrence.
         sync: whether all workers wait for each other, and for new weights; otherwise a batch is one worker's.
         start: makes the pool of so many workers.
         policy_factory: makes the policy in each worker, instead.

@@ -59,8 +59,9 @@ class Rollout:
         Args:
             env: the environments; the rollout owns their state from here on.
             policy: reads "observation" and writes "action" (``[*B]`` index, ``[*B, n]`` scores or one-hot,
-                ``[*B, dim]`` continuous) and whatever else; None for random actions. A ``SampledPolicy`` is asked for
-                its parts, which takes a third less time.
+                ``[*B, dim]`` continuous) and whatever else; None for random actions. Whatever it wrote before is not
+                handed to it again: there is no recurrence. A ``SampledPolicy`` is asked for its parts, which takes a
+                third less time.
             device: where the policy's input has to be; its outputs come back to the CPU.
             version: called right after each policy call, inside the gate; stored as ``policy_version``.
             gate: makes of a function one that runs inside it; it gets the policy call, and nothing else.

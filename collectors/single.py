@@ -26,7 +26,7 @@ class Collector(BaseCollector):
     Args:
         create_env_fn: makes the environment, or is one (a list of one is taken too).
         policy: a module that reads "observation" and writes "action"; or any function of a TensorDict; None acts at
-            random.
+            random. Whatever it wrote before is not handed to it again: there is no recurrence.
         policy_factory: makes the acting policy, instead of a copy of ``policy``.
         frames_per_batch: frames in a batch, rounded up to a multiple of the environments.
         total_frames: the end; -1 for none.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from collectors.layers import EncodedSteps, RewardedSteps
+from collectors.probing import without_trace
 from collectors.specs import to_numpy
 from collectors.stepper import Steps
 from collectors.vector import Array
@@ -126,20 +126,8 @@ def call(module: nn.Module, inputs: Sequence[Array], device: torch.device | str 
 
 def call_without_trace(module: nn.Module, inputs: Sequence[Array], device: torch.device | str = "cpu") -> Array:
     """``call``, with no statistics updated and no random numbers spent."""
-    drawing = torch.device(device)
-    with torch.random.fork_rng([drawing] if drawing.type == "cuda" else []), _evaluating(module):
+    with without_trace(module, device):
         return call(module, inputs, device)
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    training = [part for part in module.modules() if part.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True
 
 
 def _keys(name: str, keys: Sequence[Key]) -> tuple[str | tuple[str, ...], ...]:

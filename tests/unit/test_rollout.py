@@ -16,6 +16,7 @@ from torch import nn
 
 from collectors.envs import GymEnv
 from collectors.rollout import NO_VERSION, Rollout
+from learning import CategoricalPolicy
 
 
 class Categorical:
@@ -228,6 +229,32 @@ def test_a_policy_cannot_spoil_what_is_stored(
     spoilt = run(habit).select("observation", "action", "next")
     assert bool((plain == spoilt).all())
     assert torch.equal(torch.stack(seen[1:], dim=-2), spoilt["observation"])  # and it sees the truth each time
+
+
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_what_a_policy_wrote_is_not_handed_to_it_again(num_envs: int) -> None:
+    """It would be of the step before, whose episode may be over, and first of all of no step at all."""
+
+    def remembering(td: TensorDictBase) -> TensorDictBase:
+        td["count"] = td.get("count", torch.zeros(td.batch_size)) + 1
+        return td.set("action", torch.zeros(td.batch_size, dtype=torch.int64))
+
+    batch = collected(Rollout(GymEnv("CartPole-v1", num_envs), remembering), 12, 3)
+    assert bool((batch["count"] == 1).all())
+
+
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_learning_what_a_policy_writes_leaves_its_statistics_alone(in_parts: bool) -> None:
+    network = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+    policy = CategoricalPolicy(network)
+    if not in_parts:
+        policy.register_forward_hook(lambda *_: None)
+    rollout = Rollout(GymEnv("CartPole-v1", 3), policy)
+    batch = rollout.buffer(5)
+    assert isinstance(network[0], nn.BatchNorm1d) and network[0].num_batches_tracked is not None
+    assert (network[0].num_batches_tracked.item(), policy.training, network[0].training) == (0, True, True)
+    rollout.collect(batch)
+    assert network[0].num_batches_tracked.item() == 5
 
 
 def test_seeds() -> None:

@@ -1,0 +1,24 @@
+"""Calling something to see what it gives, without any trace of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def without_trace(function: object, device: torch.device | str = "cpu") -> Iterator[None]:
+    """What is drawn meanwhile is drawn again afterwards, and ``function``, if it is a module, updates no statistics."""
+    drawing = torch.device(device)
+    training = [part for part in function.modules() if part.training] if isinstance(function, nn.Module) else []
+    with torch.random.fork_rng([drawing] if drawing.type == "cuda" else []):
+        try:
+            for part in training:
+                part.training = False
+            yield
+        finally:
+            for part in training:
+                part.training = True
