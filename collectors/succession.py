@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 
@@ -69,19 +69,30 @@ class Succession(Generic[W]):
         for place in self._places:
             if place.stage is Stage.PAUSED and place.begins_at <= time.monotonic():
                 self._begin(place)
-        spoke = self._listen(0.0 if at_once else self._patience())
+        self._listen(0.0 if at_once else self._patience())
+        self._attend()
+        # That may have taken seconds, in which whoever seems to be late by now has answered.
+        while (late := self._late()) and self._listen(0.0):
+            self._attend()
+        for place in late:
+            index, detail = place.options.worker_idx, f"did not answer within {self.policy.worker_timeout:g} s"
+            self._fail(place, Cause(wsync.SyncTimeout, f"worker {index} {detail}", detail))
+        if self._stop_at is not None and time.monotonic() >= self._stop_at and not self._batches:
+            raise wsync.SyncTimeout("asked to stop, and the batch under way is not complete")
+
+    def _listen(self, timeout: float | None) -> bool:
+        """Whether anybody says anything."""
+        events = self.pool.listen([p.worker for p in self._places if p.worker is not None], self._turns.wake, timeout)
+        self._turns.come()
+        self._events.extend(events)
+        return bool(events)
+
+    def _attend(self) -> None:
         while self._events:
             worker, kind, answer = self._events.popleft()
             place = self._places[worker.worker_idx]
             if place.worker is worker:  # else it is what a predecessor said
                 self._take(place, worker, kind, answer)
-        self._expire(spoke)
-
-    def _listen(self, timeout: float | None) -> set[W]:
-        events = self.pool.listen([p.worker for p in self._places if p.worker is not None], self._turns.wake, timeout)
-        self._turns.come()
-        self._events.extend(events)
-        return {worker for worker, _, _ in events}
 
     def _patience(self) -> float | None:
         """Seconds until something has to be done, though nobody says anything."""
@@ -109,16 +120,10 @@ class Succession(Generic[W]):
         else:
             self._fail(place, Cause.of(worker.worker_idx, kind, answer))
 
-    def _expire(self, spoke: Collection[W]) -> None:
-        """Those who owe an answer for too long, and have not said anything just now, have failed."""
+    def _late(self) -> list[Place[W]]:
+        """Those who owe an answer for too long."""
         now, limit = time.monotonic(), self.policy.worker_timeout
-        for index, place in enumerate(self._places):
-            late = limit is not None and place.due and place.worker not in spoke and now >= place.since + limit
-            if late:
-                detail = f"did not answer within {limit:g} s"
-                self._fail(place, Cause(wsync.SyncTimeout, f"worker {index} {detail}", detail))
-        if self._stop_at is not None and now >= self._stop_at and not self._batches:
-            raise wsync.SyncTimeout("asked to stop, and the batch under way is not complete")
+        return [place for place in self._places if limit is not None and place.due and now >= place.since + limit]
 
     # --- failures and successors ---
 
