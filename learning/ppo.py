@@ -98,7 +98,8 @@ class PPO:
         self.value_coef, self.value_clip, self.entropy_coef = value_coef, value_clip, entropy_coef
         self.target_kl, self.normalize_advantage = target_kl, normalize_advantage
         self.frames = 0
-        self.parameters = [p for p in (*policy.parameters(), *critic.parameters()) if p.requires_grad]
+        both = dict.fromkeys((*policy.parameters(), *critic.parameters()))  # once each, though they may share a trunk
+        self.parameters = [p for p in both if p.requires_grad]
         self.optimizer = FlatAdam(self.parameters, eps=adam_eps, max_grad_norm=max_grad_norm)
 
     def update(self, batch: TensorDictBase) -> dict[str, float]:

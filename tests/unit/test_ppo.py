@@ -13,6 +13,7 @@ from torch import nn
 from collectors.specs import Spec
 from learning import PPO, make_critic, make_policy
 from learning.adam import FlatAdam
+from learning.networks import CategoricalPolicy, Critic
 from learning.ppo import Frames
 
 CHOICE = Spec(torch.Size([3]), torch.int64, n=3)
@@ -124,6 +125,18 @@ def test_the_batch_is_left_as_it_was() -> None:
     learner.update(batch)
     assert (batch == before).all()
     assert set(batch.keys(True, True)) == set(before.keys(True, True))
+
+
+def test_a_trunk_that_policy_and_critic_share_is_moved_once() -> None:
+    torch.manual_seed(0)
+    trunk = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+    learner = PPO(CategoricalPolicy(nn.Sequential(trunk, nn.Linear(8, 3))), Critic(trunk, nn.Linear(8, 1)))
+    before = trunk[0].weight.detach().clone()
+    n = 32
+    observation, action = torch.randn(n, 4), torch.randint(3, (n,))
+    learner._step(Frames(observation, action, *(torch.randn(n) for _ in range(4))), 1e-3, 0.2)
+    moved = (trunk[0].weight.detach() - before).abs().max().item()
+    assert moved == pytest.approx(1e-3, rel=0.01)  # a first step of Adam is as long as its learning rate
 
 
 def test_schedules_fall_on_a_line_and_stay() -> None:
