@@ -89,6 +89,7 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> int:
         seed = seed_from(cfg.seed, training.progress.frames)
         torch.manual_seed(seed)
     training.facts |= {"env": cfg.env.id, "seed": cfg.seed, "num_workers": cfg.num_workers, "num_envs": cfg.num_envs}
+    training.facts["overrides"] = list(HydraConfig.get().overrides.task)  # a sweep's report tells runs apart by them
 
     with StopRequest() as stop, ExitStack() as running:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,20 +11,23 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from learning.reporting.console import microseconds
 from learning.reporting.plots import INK, ORANGE, new_figure
+from learning.reporting.sweep_runs import common
 
 if TYPE_CHECKING:
-    from learning.reporting.sweep import Run
+    from learning.reporting.sweep_runs import Run
 
-Groups = Sequence[Sequence["Run"]]
+Groups = Mapping[str, Sequence["Run"]]
 COLOURS = ("#2563eb", "#d97706", "#059669", "#db2777", "#7c3aed", "#64748b", "#0891b2", "#b91c1c")
 
 
 def returns(groups: Groups, path: Path) -> None:
-    """Draw each run's mean return over wall-clock seconds into the PNG at `path`, a colour for each backend."""
-    first = groups[0][0].summary
-    figure, (ax,) = new_figure(9, 1, f"Return over wall-clock time, {first.get('env', '')}", "a line for each run")
+    """Draw each run's mean return over wall-clock seconds into the PNG at `path`, a colour for each group of runs."""
+    runs = [run for group in groups.values() for run in group]
+    env, solved_at = common(runs, "env"), common(runs, "solved_at")
+    title = "Return over wall-clock time" + ("" if env is None else f", {env}")
+    figure, (ax,) = new_figure(9, 1, title, "a line for each run")
     colours = _colours(groups)
-    for group in groups:
+    for name, group in groups.items():
         for i, run in enumerate(group):
             known = [
                 (row["seconds"], row["episode_return_mean_100"])
@@ -32,11 +35,11 @@ def returns(groups: Groups, path: Path) -> None:
                 if row["episode_return_mean_100"] is not None
             ]
             if known:
-                label = run.backend if i == 0 else None
-                ax.plot(*zip(*known, strict=True), color=colours[run.backend], linewidth=1.8, alpha=0.85, label=label)
-    if first.get("solved_at") is not None:
-        ax.axhline(first["solved_at"], color=ORANGE, linewidth=1.2, linestyle=(0, (5, 3)))
-        ax.text(0.005, first["solved_at"], f"solved at {first['solved_at']:g}", transform=ax.get_yaxis_transform(),
+                label = name if i == 0 else None
+                ax.plot(*zip(*known, strict=True), color=colours[name], linewidth=1.8, alpha=0.85, label=label)
+    if solved_at is not None:
+        ax.axhline(solved_at, color=ORANGE, linewidth=1.2, linestyle=(0, (5, 3)))
+        ax.text(0.005, solved_at, f"solved at {solved_at:g}", transform=ax.get_yaxis_transform(),
                 va="bottom", color=ORANGE, fontsize=9)  # fmt: skip
     ax.set_xlabel("seconds from the first environment step", color=INK)
     ax.set_ylabel("mean return of the last 100 episodes", color=INK)
@@ -46,22 +49,22 @@ def returns(groups: Groups, path: Path) -> None:
 
 
 def latencies(groups: Groups, path: Path) -> None:
-    """Draw every update's latency into the PNG at `path`, with its median, quartiles, p5 and p95 for each backend."""
+    """Draw every update's latency into the PNG at `path`, with its median, quartiles, p5 and p95 for each group."""
     figure, (ax,) = new_figure(9, 1, "What a weight sync cost", "every update; box: quartiles, whiskers: p5 and p95")
-    shown = [(group, [us for run in group for us in _latencies(run)]) for group in groups]
-    shown = [(group, values) for group, values in shown if values]
+    shown = [(name, [us for run in group for us in _latencies(run)]) for name, group in groups.items()]
+    shown = [(name, values) for name, values in shown if values]
     generator = np.random.default_rng(0)
     colours = _colours(groups)
-    for y, (group, values) in enumerate(shown):
+    for y, (name, values) in enumerate(shown):
         spread = y + generator.uniform(-0.28, 0.28, len(values))
-        ax.scatter(values, spread, s=6, color=colours[group[0].backend], alpha=0.3, linewidths=0, rasterized=True)
+        ax.scatter(values, spread, s=6, color=colours[name], alpha=0.3, linewidths=0, rasterized=True)
         ax.boxplot(
             values, positions=[y], orientation="horizontal", widths=0.5, whis=(5, 95), showfliers=False,
             medianprops={"color": INK, "linewidth": 1.6},
         )  # fmt: skip
         ax.annotate(f"p50 {microseconds(float(np.median(values)))}", (float(np.median(values)), y - 0.31), fontsize=9,
                     color=INK, ha="center")  # fmt: skip
-    ax.set_yticks(range(len(shown)), [group[0].backend for group, _ in shown])
+    ax.set_yticks(range(len(shown)), [name.replace(" ", "\n") for name, _ in shown])
     ax.set_ylim(len(shown) - 0.4, -0.6)
     ax.set_xscale("log")
     ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -76,4 +79,4 @@ def _latencies(run: Run) -> list[float]:
 
 
 def _colours(groups: Groups) -> dict[str, str]:
-    return {group[0].backend: COLOURS[i % len(COLOURS)] for i, group in enumerate(groups)}
+    return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(groups)}

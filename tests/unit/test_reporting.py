@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from learning.progress import Progress, Row, SyncRow
 from learning.reporting import Reporter
 from learning.reporting.console import ConsoleReporter, microseconds, size
 from learning.reporting.files import Pictures, RunFiles, read_rows, to_json
+from learning.reporting.sweep import report, table_rows
+from learning.reporting.sweep_runs import groups, read_runs
 from learning.reporting.wandb_logger import WandbLogger, flat, logged_in
 from learning.summary import summarise
 from wsync import SyncMetrics, SyncReport
@@ -163,6 +166,45 @@ def test_the_dashboard_has_every_figure() -> None:
     expected = "latency_us p50_us p95_us p99_us bytes gib_per_second version staleness phases/wait_us"
     assert {f"weight_sync/{name}" for name in expected.split()} <= figures.keys()
     assert {"frames", "frames_per_second", "episode_return_mean_100", "learning/loss_policy"} <= figures.keys()
+
+
+def swept(sweep: Path, *overrides: str, rows: list[Row]) -> None:
+    """A run of a sweep."""
+    folder = sweep / f"{len(list(sweep.iterdir()))}-run"
+    folder.mkdir()
+    end = summary() | {"overrides": list(overrides), "num_workers": int(overrides[0][-1])}
+    told(RunFiles(), folder, rows, end | {"seed": int(overrides[1][-1])})
+
+
+def test_a_sweep_is_compared_among_runs_that_are_alike_but_for_the_seed(tmp_path: Path) -> None:
+    for workers in (2, 8):
+        for seed in (0, 1):
+            rows = [row(workers + seed)]  # of which the latency is 100 µs more
+            swept(tmp_path, f"num_workers={workers}", f"seed={seed}", "weight_sync=shared_mem", rows=rows)
+    runs = read_runs(tmp_path)
+    assert list(groups(runs)) == ["shared_mem num_workers=2", "shared_mem num_workers=8"]
+    medians = [cells[:3] for cells, is_median in table_rows(runs) if is_median]
+    assert medians == [["shared_mem", "2", "median"], ["shared_mem", "8", "median"]]
+    report(tmp_path, Console(file=io.StringIO()))
+    page, table = (tmp_path / "sweep.html").read_text(), (tmp_path / "sweep.csv").read_text()
+    assert "<h1>CartPole-v1: 4 runs</h1>" in page and "<th>num_workers</th>" in page
+    assert table.startswith("run,backend,num_workers,seed,")
+
+
+def test_settings_that_all_runs_share_stand_in_the_title_alone(tmp_path: Path) -> None:
+    swept(tmp_path, "num_workers=2", "seed=0", rows=[row(1)])
+    swept(tmp_path, "num_workers=2", "seed=1", rows=[row(1)])
+    report(tmp_path, Console(file=io.StringIO()))
+    assert "<h1>CartPole-v1: 2 runs, 2 workers each</h1>" in (tmp_path / "sweep.html").read_text()
+    assert list(groups(read_runs(tmp_path))) == ["shared_mem"]
+
+
+def test_a_run_is_solved_when_a_hundred_episodes_are_good_whatever_comes_after(tmp_path: Path) -> None:
+    early = replace(row(1), episodes=3, episode_return_mean_100=500.0)
+    later = [replace(row(100 * n), episode_return_mean_100=mean) for n, mean in enumerate((10.0, 490.0, 10.0), 1)]
+    swept(tmp_path, "num_workers=2", "seed=0", rows=[early, *later])
+    (run,) = read_runs(tmp_path)
+    assert run.seconds_to_solved == 20.0
 
 
 def test_units() -> None:

@@ -1,0 +1,129 @@
+"""The runs of a sweep: what each came to, which of them are alike but for the seed, and the figures to compare."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from learning.progress import WINDOW
+from learning.reporting.console import microseconds, number
+from learning.reporting.files import METRICS, SUMMARY, read_rows
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a sweep: its folder, what ``summary.json`` says of it, and its rows."""
+
+    folder: Path
+    summary: dict[str, Any]
+    rows: Sequence[dict[str, Any]]
+
+    @property
+    def sync(self) -> dict[str, Any]:
+        """What its weight sync cost."""
+        return self.summary["weight_sync"]
+
+    @property
+    def backend(self) -> str:
+        """The scheme's name."""
+        return self.sync["scheme"]
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What its command line asked for, beside the backend and the seed, which have columns of their own."""
+        asked = (override.partition("=") for override in self.summary.get("overrides", ()))
+        return {name: value for name, _, value in asked if name not in ("weight_sync", "seed")}
+
+    @property
+    def seconds_to_solved(self) -> float | None:
+        """Seconds from the first step until it was solved for the first time; None if it never was."""
+        return next((row["seconds"] for row in self.rows if _solved(row, self.summary.get("solved_at"))), None)
+
+
+def _solved(row: dict[str, Any], goal: float | None) -> bool:
+    mean = row["episode_return_mean_100"]
+    return goal is not None and mean is not None and row["episodes"] >= WINDOW and mean >= goal
+
+
+Figure = Callable[[Run], Any]
+Column = tuple[Figure, Callable[[Any], str]]
+"""A figure, as ``summary.json`` has it (µs, s), and how it is written for people."""
+
+_DEFAULT = "default"  # of a setting that only other runs' command lines name
+FIGURES: dict[str, Column] = {
+    "s to solved": (lambda run: run.seconds_to_solved, number),
+    "return": (lambda run: run.summary["episode_return_mean_100"], number),
+    "frames/s": (lambda run: run.summary["frames_per_second"], lambda value: number(value, 0)),
+    "sync p50": (lambda run: run.sync["latency_us"].get("p50"), microseconds),
+    "sync p95": (lambda run: run.sync["latency_us"].get("p95"), microseconds),
+    "sync p99": (lambda run: run.sync["latency_us"].get("p99"), microseconds),
+    "GiB/s": (lambda run: run.sync.get("gib_per_second"), lambda value: number(value, 3)),
+    "staleness": (lambda run: run.sync.get("staleness_mean"), lambda value: number(value, 2)),
+}
+"""What can be compared, and has a median."""
+
+
+def columns(runs: Sequence[Run]) -> dict[str, Column]:
+    """What a table of ``runs`` tells of each; the settings that differ between them are among it."""
+    return {
+        "backend": (lambda run: run.backend, str),
+        **{name: (lambda run, name=name: run.settings.get(name, _DEFAULT), str) for name in differing(runs)},
+        "seed": (lambda run: run.summary.get("seed"), str),
+        "status": (lambda run: run.summary["status"], str),
+        "solved": (lambda run: run.summary["solved"], lambda value: "yes" if value else "no"),
+        **FIGURES,
+    }
+
+
+def differing(runs: Sequence[Run]) -> list[str]:
+    """The settings, beside backend and seed, that are not the same in all ``runs``."""
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    return [name for name in names if len({run.settings.get(name) for run in runs}) > 1]
+
+
+def common(runs: Sequence[Run], fact: str) -> Any:
+    """What the summaries of all ``runs`` say of ``fact``; None if they do not agree."""
+    said = {run.summary.get(fact) for run in runs}
+    return said.pop() if len(said) == 1 else None
+
+
+def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """The runs that are alike but for the seed, by what makes them so, in words."""
+    alike: dict[str, list[Run]] = {}
+    names = differing(runs)
+    for run in runs:
+        label = " ".join([run.backend, *(f"{name}={run.settings.get(name, _DEFAULT)}" for name in names)])
+        alike.setdefault(label, []).append(run)
+    return alike
+
+
+def read_runs(folder: Path) -> list[Run]:
+    """The runs in a sweep's folder that came to an end, whatever that was; ordered by backend, settings and seed.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    runs = [
+        Run(path.parent, json.loads(path.read_text(encoding="utf-8")), list(read_rows(path.parent)))
+        for path in sorted(folder.glob(f"*/{SUMMARY}"))
+        if (path.parent / METRICS).is_file()
+    ]
+    if not runs:
+        raise FileNotFoundError(f"no run has ended in {folder}: there is no */{SUMMARY}")
+    names = differing(runs)
+
+    def place(run: Run) -> tuple[Any, ...]:
+        return run.backend, [_in_order(run.settings.get(name, "")) for name in names], run.summary.get("seed") or 0
+
+    return sorted(runs, key=place)
+
+
+def _in_order(value: str) -> tuple[float, str]:
+    """Numbers by their size, and what is none by the alphabet."""
+    try:
+        return float(value), value
+    except ValueError:
+        return float("inf"), value
