@@ -21,6 +21,7 @@ class End(Protocol):
     landing: Landing
     worker: int
     pending: Update | None
+    said: Message | None
 
     def understand(self, message: Message | None, index: int | None = None) -> Sequence[Event]:
         """What a message says; ``index`` is the buffer in which what it announces has arrived, if it has."""
@@ -98,11 +99,13 @@ class GroupFollower:
             return receiver.enter()
         told_at, receiver.told_at = receiver.told_at, 0.0
         receiver.version = message.version
-        self._arrived = None  # not before: a signal may strike between any two lines
-        self._end.stay(index)
+        end = self._end
+        end.stay(index)
         wait = started - told_at if told_at else 0.0
-        apply = time.perf_counter() - started
-        self._end.say(Message(Kind.ACK, self._end.worker, message.version, b"", wait, apply))
+        answer = Message(Kind.ACK, end.worker, message.version, b"", wait, time.perf_counter() - started)
+        end.said = answer  # and if a signal strikes before it is sent: the sender asks for what was said last
+        self._arrived = None  # not before: a signal may strike between any two lines
+        end.say(answer)
         return False
 
     def leave(self) -> None:

@@ -10,7 +10,6 @@ import torch
 
 from wsync import native
 from wsync.binding import Binding
-from wsync.checksum import CHECKSUM, damage
 from wsync.deadlines import wait_readable
 from wsync.errors import NotConnected, SyncTimeout
 from wsync.events import Closed, Decision, Event, Follower, LongWay, News, Stage
@@ -81,7 +80,7 @@ class GroupReceiver:
         self._armed: native.Tree | None = None  # how the short way finds the model's tensors
         self._bound = -1  # the buffer that the model is bound to
         self._kept: dict[int, Update] = {}  # what is staged, by transaction
-        self._said: Message | None = None  # the last answer
+        self.said: Message | None = None  # the last answer
 
     @property
     def layout(self) -> Layout | None:
@@ -182,8 +181,8 @@ class GroupReceiver:
             self.landing.prepare(Plan.load(message.payload))
             return []
         if message.kind is Kind.ASK:
-            if self._said is not None:
-                self._connection().send(self._said)
+            if self.said is not None:
+                self._connection().send(self.said)
             return []
         if message.kind in (Kind.DECIDE, Kind.DROP):
             (transaction,) = _unpacked(TRANSACTION, message.payload)
@@ -196,7 +195,9 @@ class GroupReceiver:
         except RuntimeError:  # the line of tensors has broken, so there will be no more
             return self.give_up()
         if message.kind is Kind.NEWS:
-            self.pending = update
+            self.pending, older = update, self.pending
+            if older is not None and older.slot != update.slot:  # an interrupt struck, and nobody has tried again
+                self.landing.free(older.slot)
             return [News()]
         (transaction,) = _unpacked(TRANSACTION, message.payload[: TRANSACTION.size])
         self._kept[transaction] = update
@@ -215,12 +216,7 @@ class GroupReceiver:
             raise ValueError(f"a message {message.kind.name} of {len(message.payload)} bytes")
         index = self.landing.take() if index is None else index
         said = message.payload[TRANSACTION.size :] if message.kind is Kind.STAGE else message.payload
-        berth = self.landing.berths[index]
-        if not self.landing.checksum:
-            return Update(message.version, berth.views, said, index)
-        (checksum,), extra = _unpacked(CHECKSUM, said[: CHECKSUM.size]), said[CHECKSUM.size :]
-        wrong = damage(message.version, berth.flat, extra, checksum)
-        return Update(message.version, berth.views, extra, index, damage=wrong)
+        return self.landing.read(index, message.version, said)
 
     # --- the gate's side ---
 
@@ -231,20 +227,24 @@ class GroupReceiver:
         """Nobody writes what the model is bound to, until it is bound to something else."""
 
     def enter(self) -> Update | None:
-        """What has arrived and is not installed."""
-        update, self.pending = self.pending, None
-        return update
+        """What has arrived and is not installed. It stays so until it is: a signal may strike in the middle."""
+        return self.pending
 
     def installed(self, update: Update, error: str) -> None:
         """Free the buffer that is no longer needed."""
+        self.said = Message(Kind.FAILED if error else Kind.ACK, self.worker, update.version, error.encode())
         if error:
             self.landing.free(update.slot)
         else:
             self.stay(update.slot)
+        if self.pending is update:
+            self.pending = None
 
     def stay(self, index: int) -> None:
         """The model has what is in a buffer; free the one that is no longer needed."""
         if self._retains:
+            if index == self._bound:  # told once more, by whoever was interrupted
+                return
             self._bound, index = index, self._bound
         self.landing.free(index)
 
@@ -258,7 +258,7 @@ class GroupReceiver:
 
     def say(self, answer: Message) -> None:
         """``answer``, in the words of the line."""
-        self._said = answer
+        self.said = answer
         try:
             self._connection().send(answer)
             self.landing.expect()

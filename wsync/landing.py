@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wsync.checksum import CHECKSUM, damage
 from wsync.errors import NotConnected
 from wsync.group import Pair, Work, finish, patience
 from wsync.layout import Layout
 from wsync.plan import Plan
+from wsync.types import Update
 
 
 @dataclass(slots=True)
@@ -102,6 +104,20 @@ class Landing:
         (index, work), self._incoming = self._incoming, None
         finish(work, self._patience, self._device)
         return index
+
+    def read(self, index: int, version: int, said: bytes) -> Update:
+        """The version that has arrived in a buffer; ``said`` is its checksum, if there is one, and the extra state.
+
+        Raises:
+            ValueError: there is no checksum where one was promised.
+        """
+        berth = self.berths[index]
+        if not self.checksum:
+            return Update(version, berth.views, said, index)
+        if len(said) < CHECKSUM.size:
+            raise ValueError(f"{len(said)} bytes where {CHECKSUM.size} of a checksum were expected")
+        (checksum,), extra = CHECKSUM.unpack_from(said), said[CHECKSUM.size :]
+        return Update(version, berth.views, extra, index, damage=damage(version, berth.flat, extra, checksum))
 
     def free(self, index: int) -> None:
         """A buffer is used no more."""
