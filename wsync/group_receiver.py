@@ -11,7 +11,7 @@ import torch
 from wsync import native
 from wsync.binding import Binding
 from wsync.deadlines import wait_readable
-from wsync.errors import NotConnected, SyncTimeout
+from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
 from wsync.events import Closed, Decision, Event, Follower, LongWay, News, Stage
 from wsync.group import Pair
 from wsync.group_follower import GroupFollower
@@ -97,29 +97,29 @@ class GroupReceiver:
         line, self._knocked = self._knocked or self._dial(worker_idx, deadline), None
         self.worker = worker_idx
         try:
-            message = self._await(line, worker_idx, deadline)
-            if message.kind is Kind.REFUSED:
-                raise NotConnected(f"worker {worker_idx} was not let in: {message.payload.decode(errors='replace')}")
-            plan = Plan.load(message.payload)
-            try:
-                self.landing.join(self._join_pair(worker_idx, plan.generation, deadline))
-            except RuntimeError as error:
-                raise NotConnected(f"worker {worker_idx} could not join its process group: {error}") from error
-            self._line = line
-            self.landing.prepare(plan)
-            if message.version:
-                self.pending = self._take(self._await(line, worker_idx, deadline))
-        except ValueError as error:
-            self._drop_line(line)
-            raise NotConnected(f"worker {worker_idx} does not understand the sender: {error}") from error
+            self._join(line, worker_idx, deadline)
         except BaseException:
-            self._drop_line(line)
+            _say_goodbye(line)
+            line.close()
+            self.landing.close()
             raise
+        self._line = line
 
-    def _drop_line(self, line: Line) -> None:
-        _say_goodbye(line)
-        line.close()
-        self._line = None
+    def _join(self, line: Line, worker_idx: int, deadline: float | None) -> None:
+        message = self._await(line, worker_idx, deadline)
+        if message.kind is Kind.REFUSED:
+            raise NotConnected(f"worker {worker_idx} was not let in: {message.payload.decode(errors='replace')}")
+        try:
+            plan = Plan.load(message.payload)
+            self.landing.join(self._join_pair(worker_idx, plan.generation, deadline))
+            self.landing.prepare(plan)
+            self.pending = self._take(self._await(line, worker_idx, deadline)) if message.version else None
+        except WeightSyncError:
+            raise
+        except ValueError as error:
+            raise NotConnected(f"worker {worker_idx} does not understand the sender: {error}") from error
+        except RuntimeError as error:
+            raise NotConnected(f"worker {worker_idx}'s process group was not formed, or broke: {error}") from error
 
     def _await(self, line: Line, worker_idx: int, deadline: float | None) -> Message:
         if not wait_readable(line.signs, deadline):

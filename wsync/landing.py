@@ -128,5 +128,5 @@ class Landing:
     def close(self) -> None:
         """Let transfers, line and memory go."""
         with self._lock:
-            self._incoming = self._pair = None
+            self._incoming = self._pair = self.layout = None
             self.berths.clear()
