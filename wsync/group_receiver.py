@@ -122,10 +122,11 @@ class GroupReceiver:
             raise NotConnected(f"worker {worker_idx}'s process group was not formed, or broke: {error}") from error
 
     def _await(self, line: Line, worker_idx: int, deadline: float | None) -> Message:
-        if not wait_readable(line.signs, deadline):
+        ready = wait_readable(line.signs, deadline)
+        if not ready:
             raise SyncTimeout(f"worker {worker_idx}: the sender did not answer: does it call connect() too?")
-        message = line.receive()
-        if message is None:
+        message = line.receive() if line.fileno() in ready else None  # else its process has ended
+        if message is None or message.kind is Kind.BYE:
             raise NotConnected(f"worker {worker_idx} was not let in: the sender went away")
         return message
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.distributed import rpc
 
+from wsync.errors import NotConnected
 from wsync.identity import Watch
 from wsync.rpc_calls import End, Inbox, porters, receive_weights_scheme
 from wsync.words import Kind, Line, Message, unpack
@@ -105,8 +106,10 @@ class RpcDoor:
 
     def knock(self, end: End, protocol: int, name: str, who: bytes) -> None:
         """A worker asks to be let in."""
-        line = TrainerLine(end, name, who)
         with self._order:
+            if self._visitors.fileno() < 0:
+                raise NotConnected("there is no such sender here any more")
+            line = TrainerLine(end, name, who)
             self._lines = {other: open_ for other, open_ in self._lines.items() if open_.fileno() >= 0}
             self._lines[end] = line
             self._waiting.append(line)
@@ -129,6 +132,11 @@ class RpcDoor:
         return None if hello is None else (line, hello)
 
     def close(self) -> None:
-        """Shut it; harmless when repeated."""
+        """Shut it, and send away who waits there; harmless when repeated."""
         porters.pop(self._key, None)
-        self._visitors.close()
+        with self._order:
+            self._visitors.close()
+            waiting, self._waiting = self._waiting, deque()
+            self._lines.clear()
+        for line in waiting:
+            line.close()

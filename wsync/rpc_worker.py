@@ -31,6 +31,7 @@ class WorkerLine:
     """
 
     def __init__(self, key: str, trainer: str, worker: int) -> None:
+        name = own_name()
         self.peer = f"RPC worker '{trainer}'"
         self._end = (key, worker, secrets.token_hex(8))
         self._trainer = trainer
@@ -44,7 +45,6 @@ class WorkerLine:
         self._under_way: Any = None  # the newest call to the trainer, which ends within _GOODBYE
         self._watch = Watch()
         servers[self._end] = self
-        name = own_name()
         try:
             who = rpc.rpc_sync(trainer, knock, args=(self._end, PROTOCOL, name, identity()), timeout=_GOODBYE)
         except RuntimeError as error:
@@ -55,8 +55,8 @@ class WorkerLine:
 
     @property
     def signs(self) -> Sequence[int]:
-        """The inbox's descriptor."""
-        return (self._inbox.fileno(),)
+        """The inbox's descriptor, and the trainer's process's if it runs on this machine."""
+        return (self._inbox.fileno(), *self._watch.descriptors)
 
     def fileno(self) -> int:
         """The inbox's descriptor."""
