@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
+import socket
 import threading
+from contextlib import suppress
 from typing import Protocol
+
+_log = logging.getLogger(__name__)
 
 
 class Told(Protocol):
@@ -74,7 +79,10 @@ class ReceiverThread:
                 while not self._serve(poller, told, wake):
                     pass
         finally:
-            os.close(wake)
+            with self._lock:
+                if self._thread is threading.current_thread():  # an error: who registers next begins anew
+                    self._thread, self._wake = None, -1
+                os.close(wake)
 
     def _serve(self, poller: select.poll, told: dict[int, Told], wake: int) -> bool:
         """Serve whoever was told something; True when the list of receivers has changed."""
@@ -85,11 +93,35 @@ class ReceiverThread:
                 changed = True
                 continue
             with self._serving:
-                if self._told.get(descriptor) is told[descriptor] and not told[descriptor].heed():
+                if self._told.get(descriptor) is told[descriptor] and not _heed(told[descriptor], descriptor):
                     with self._lock:
                         self._told.pop(descriptor, None)
                     changed = True
         return changed
+
+
+def _heed(receiver: Told, descriptor: int) -> bool:
+    """Have a receiver heed; False when there will be nothing more.
+
+    One that fails is hung up on: its sender hears of that at once, and it hears that its line has ended. Nothing that
+    it raises ends the thread, which is others' as well.
+    """
+    for _ in range(2):
+        try:
+            return receiver.heed()
+        except BaseException:  # noqa: BLE001  this thread is nobody's to end
+            _log.exception("a receiver has failed, and is hung up on")
+        with suppress(OSError):  # it has closed its line, or has ended already
+            _hang_up(descriptor)
+    return False
+
+
+def _hang_up(descriptor: int) -> None:
+    """End a line for both ends, and drop what has not been read of it."""
+    with socket.socket(fileno=os.dup(descriptor)) as line:
+        line.shutdown(socket.SHUT_RDWR)
+        while line.recv(1 << 16):
+            pass
 
 
 _thread = ReceiverThread()
