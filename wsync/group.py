@@ -30,8 +30,8 @@ BACKENDS = ("gloo", "nccl")
 _FOREVER = timedelta(days=365)
 
 
-# Stores that a fork has copied: their threads are the parent's, so they can neither be used nor taken down here.
-_inherited: list[Store] = []
+# Stores and groups that a fork has copied: their threads are the parent's, so they can neither be used nor taken down.
+_inherited: list[Any] = []
 
 
 class Work(Protocol):
@@ -55,6 +55,7 @@ class Pair:
         self._group: Any = group
         self._other = other
         self._tag = tag
+        self._pid = os.getpid()
 
     def send(self, flat: Tensor) -> Work:
         """Begin to send; ``flat`` must not change until the other end has answered."""
@@ -65,7 +66,9 @@ class Pair:
         return self._group.recv([flat], self._other, self._tag)
 
     def close(self) -> None:
-        """Let go of the group; whatever is under way in a group of our own ends with it."""
+        """Let go of the group; whatever is under way in a group of our own ends with it, but not in a forked child."""
+        if os.getpid() != self._pid:
+            _inherited.append(self._group)
         self._group = None
 
 

@@ -7,12 +7,15 @@ else is turned away at once, one that is silent when its time or its place is ne
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+from wsync.sockets import end
 from wsync.words import HEADER_SIZE, Kind, Line, Message, length_in, unpack
 
 TOKEN = 16  # bytes
@@ -44,6 +47,7 @@ class Lobby:
 
     def __init__(self, door: socket.socket, admit: Admit) -> None:
         self._door = door
+        self._opener = os.getpid()
         self._admit = admit
         self._visitors: dict[int, Visitor] = {}
         self._poll = select.epoll()
@@ -96,9 +100,14 @@ class Lobby:
     def close(self) -> None:
         """Shut the door, and send everybody away; harmless when repeated."""
         for visitor in self._visitors.values():
-            visitor.socket.close()
+            end(visitor.socket, self._opener)
         self._visitors.clear()
         self._poll.close()
+        if os.getpid() == self._opener:
+            with suppress(OSError):  # there is nobody more, or it was shut before
+                self._door.shutdown(socket.SHUT_RDWR)
+                while True:  # where a child has a copy of the door, who has knocked would go on waiting
+                    end(self._door.accept()[0], self._opener)
         self._door.close()
 
 

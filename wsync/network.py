@@ -10,6 +10,7 @@ seconds by TCP's own probes.
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
 import socket
 import struct
@@ -23,6 +24,7 @@ from wsync.deadlines import remaining
 from wsync.errors import NotConnected
 from wsync.identity import Watch, identity
 from wsync.lobby import TOKEN, Lobby, Visitor, greeting, missing
+from wsync.sockets import end
 from wsync.words import HEADER_SIZE, PROTOCOL, Kind, Line, Message, length_in, unpack
 
 _FRAME_TIMEOUT = 5.0  # seconds in which a begun message has to go on
@@ -62,6 +64,7 @@ class NetLine:
 
     def __init__(self, sock: socket.socket, *, proof: bytes = b"", expected: bytes = b"") -> None:
         self._socket = sock
+        self._opener = os.getpid()
         self._proof = proof
         self._expected = expected
         self._watch = Watch()
@@ -126,12 +129,12 @@ class NetLine:
                 self._prove()
             data = self._rest + self._socket.recv(HEADER_SIZE + _USUAL - len(self._rest))
             data += self._more(HEADER_SIZE - len(data))
-            end = HEADER_SIZE + length_in(data)
-            if end > _MOST:
+            size = HEADER_SIZE + length_in(data)
+            if size > _MOST:
                 return None
-            data += self._more(end - len(data))
-            self._rest = data[end:]
-            return unpack(data, data[HEADER_SIZE:end])
+            data += self._more(size - len(data))
+            self._rest = data[size:]
+            return unpack(data, data[HEADER_SIZE:size])
         except (OSError, ValueError):
             return None
 
@@ -157,7 +160,7 @@ class NetLine:
     def close(self) -> None:
         """Close the line; harmless when repeated."""
         if self._socket.fileno() >= 0:
-            self._socket.close()
+            end(self._socket, self._opener)
             self._watch.close()
 
 

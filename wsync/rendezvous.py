@@ -19,6 +19,7 @@ from functools import partial
 
 from wsync.errors import NotConnected
 from wsync.lobby import TOKEN, Lobby, Visitor, greeting
+from wsync.sockets import end
 from wsync.words import HEADER_SIZE, PROTOCOL, Kind, Line, Message, length_in, unpack
 
 _INLINE = 32_768  # bytes; a longer payload goes through a memory file, whose descriptor is attached
@@ -41,6 +42,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        self._opener = os.getpid()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
         self.pid, self.uid = _peer_of(sock)
         try:
@@ -115,7 +117,7 @@ class Connection:
     def close(self) -> None:
         """Close the line; harmless when repeated."""
         if self._socket.fileno() >= 0:
-            self._socket.close()
+            end(self._socket, self._opener)
             os.close(self.pidfd)
 
 
