@@ -70,7 +70,16 @@ class GroupExpress:
         sent = time.perf_counter()
         acks = self._lines.collect(self._workers, version, deadline_in(timeout))
         cost = Posted(
-            version, self._workers, (), True, None, began, extracted - started, 0.0, packed - extracted, sent - packed
+            version=version,
+            workers=self._workers,
+            blobs=(),
+            acknowledge=True,
+            deadline=None,
+            started=began,
+            extract=extracted - started,
+            wait=0.0,
+            pack=packed - extracted,
+            transfer=sent - packed,
         )
         report = cost.report(self._nbytes, acks, sent, time.perf_counter())
         if len(acks) == len(self._lanes) and not any([ack.died or ack.error for ack in acks]):

@@ -224,7 +224,7 @@ class Lines:
                 continue
             if message.kind is not Kind.FREED:
                 error = message.payload.decode(errors="replace") if message.kind is Kind.FAILED else ""
-                self._answers[worker] = Ack(worker, message.version, error, False, message.wait, message.apply)
+                self._answers[worker] = Ack(worker, message.version, error, wait=message.wait, apply=message.apply)
             self._owner.answered(worker, message)
             if self._reads != this:
                 return True  # the owner has read meanwhile: what else was ready may be so no more

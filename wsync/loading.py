@@ -63,7 +63,7 @@ class Loader:
             absent: who has died.
             version: the update's.
             deadline: until when a buffer is waited for.
-            packed: is the caller's to release, whatever is raised here.
+            packed: buffers are appended as they are reserved; if this raises, the caller has to release them.
             keep: see ``SenderEnd.reserve``.
         """
         started = time.perf_counter()
@@ -78,9 +78,17 @@ class Loader:
             packed.append((part, buffer, blob))
             waited += time.perf_counter() - before
             packer.pack(part.tensors, buffer)
-        pack = time.perf_counter() - extracted - waited
-        owners = [(part.workers, blob) for part, _, blob in packed]
-        return Posted(version, workers, owners, True, deadline, started, extracted - started, waited, pack)
+        return Posted(
+            version=version,
+            workers=workers,
+            blobs=[(part.workers, blob) for part, _, blob in packed],
+            acknowledge=True,
+            deadline=deadline,
+            started=started,
+            extract=extracted - started,
+            wait=waited,
+            pack=time.perf_counter() - extracted - waited,
+        )
 
     def _blob(self, part: Part) -> bytes:
         """A part's extra state; weights that cannot say (a plain TensorDict) leave it as it was."""

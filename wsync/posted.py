@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from wsync.types import Ack, SyncReport
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Posted:
     """For whom it is, until when, and what it has cost so far, in seconds.
 

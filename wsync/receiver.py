@@ -194,7 +194,7 @@ class Receiver:
                 return
         if update.acknowledge or self._error:
             apply = time.perf_counter() - started
-            self._end.answer(Ack(self.worker_idx, update.version, self._error, False, wait, apply))
+            self._end.answer(Ack(self.worker_idx, update.version, self._error, wait=wait, apply=apply))
 
     # --- called by the receiver thread ---
 

@@ -67,7 +67,7 @@ static Py_ssize_t free_slot(Board *self, Py_ssize_t slots, int retains)
     return -1;
 }
 
-/* Switch.publish: 1; 0 if the mutex is not to be had at once. */
+/* Switch.publish. Returns 1 if that was done, 0 if somebody holds the mutex. */
 static int switch_to(Block *block, int64_t value, int *wants_call)
 {
     if (!try_lock(block))
@@ -171,7 +171,7 @@ static PyObject *report_of(Board *self, const Update *update, double began, doub
     return report;
 }
 
-/* Copy tensors into a free slot: 1; 0, with nothing done, if there is none, or they are not just bytes; -1. */
+/* Copy tensors into a free slot. Returns 1; 0, with nothing done, if none is free or they are not just bytes; -1 with an error. */
 static int pack(Board *self, Update *update, PyObject *rooms, int retains, PyObject *source)
 {
     update->started = now();

@@ -67,7 +67,7 @@ static int ask_all(Turnstile *self, PyObject *method)
     return yes;
 }
 
-/* Gate._enter: -1 with an error. */
+/* Turnstile.enter. Returns -1 with an error. */
 static int enter(Turnstile *self, int depth)
 {
     self->depth = depth + 1;
@@ -77,7 +77,7 @@ static int enter(Turnstile *self, int depth)
     return again;
 }
 
-/* Gate._leave. An error of before stays, unless there is a new one. */
+/* Turnstile.leave. An error of before stays, unless there is a new one. */
 static int leave(Turnstile *self, int depth)
 {
     self->depth = depth;
@@ -115,7 +115,7 @@ static int unlock_gate(Turnstile *self)
     return done ? 0 : -1;
 }
 
-/* Gate.call; without a function it is to go in and out. */
+/* Turnstile.call; without a function it is to go in and out. */
 static PyObject *call(Turnstile *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
 {
     if (lock_gate(self))

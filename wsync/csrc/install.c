@@ -96,7 +96,7 @@ static PyObject *pair_at(PyObject *pairs, Py_ssize_t i, PyObject *views, PyObjec
     return PyTuple_GET_ITEM(pair, 0);
 }
 
-/* Whether parameters are of their views' dtypes, in the main memory: 1; 0; or -1 with an error. */
+/* Returns 1 if parameters are of their views' dtypes, in the main memory; 0 if not; -1 with an error. */
 static int are_alike(PyObject *bound, PyObject *views)
 {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(bound); i++) {

@@ -81,10 +81,10 @@ PyObject *Tree_tensors(Tree *tree, PyObject *ignored);
 
 typedef struct Installer Installer;
 
-/* Whether the model is what it was when the installer was made: 1; 0; or -1 with an error. */
+/* Returns 1 if the model is what it was when the installer was made; 0 if not; -1 with an error. */
 int Installer_is_current(Installer *installer);
 
-/* Binding.install: 1; 0, with nothing done, if a tensor is not just bytes; -1 with an error. */
+/* Binding.install. Returns 1; 0, with nothing done, if a tensor is not just bytes; -1 with an error. */
 int Installer_install(Installer *installer, PyObject *views);
 
 /* Into a gate and out again: news are installed on the way. -1 with an error. */
@@ -113,7 +113,7 @@ typedef struct {
     int64_t switched, used, held, taken, call, awaited;
 } Block;
 
-/* 1; 0 if it is not to be had at once. If its owner died it is ours. */
+/* Returns 1 if it is locked now, also where its owner has died; 0 if somebody holds it. */
 static inline int try_lock(Block *block)
 {
     pthread_mutex_t *mutex = (pthread_mutex_t *)block->mutex;

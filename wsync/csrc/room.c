@@ -89,7 +89,7 @@ failed:
     return NULL;
 }
 
-/* Whether a tensor is not negated when it is read: 1; 0; or -1 with an error. Other threads may run meanwhile. */
+/* Returns 1 if a tensor is not negated when it is read; 0 if it is; -1 with an error. Other threads may run meanwhile. */
 static int is_positive(PyObject *tensor)
 {
     PyObject *negative = PyObject_CallMethodNoArgs(tensor, names.is_neg);

@@ -157,7 +157,7 @@ static void answer(Seat *self, const Message *message)
     Py_END_ALLOW_THREADS
 }
 
-/* What the long way does when it installs: 1; 0, with nothing done but what it does again; -1 with an error. */
+/* What the slow path does when it installs. Returns 1; 0, with nothing done that it does not do again; -1 with an error. */
 static int go_to(Seat *self, double started)
 {
     if (!self->installer || self->hold || PyDict_GET_SIZE(self->staged))
