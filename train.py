@@ -32,6 +32,7 @@ import sys
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import hydra
 import torch
@@ -112,7 +113,13 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> int:
             Pictures(),
             instantiate(cfg.logger, _convert_="all"),
         ]
-        training.run(collector, stop, OmegaConf.to_container(OmegaConf.structured(cfg)))
+        try:
+            training.run(collector, stop, OmegaConf.to_container(OmegaConf.structured(cfg)))
+        except KeyboardInterrupt:
+            if not stop.requested:
+                raise
+            running.close()
+            leave_at_once(stop.exit_status)
     return stop.exit_status
 
 
@@ -139,6 +146,13 @@ def main(composed: DictConfig) -> None:
         raise SystemExit(complaint(error)) from error
     if status:
         raise SystemExit(status)
+
+
+def leave_at_once(status: int) -> NoReturn:
+    """End this process, after a second signal: what others do at its exit may wait for a server (wandb's does)."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def complaint(error: BaseException) -> str:

@@ -90,8 +90,23 @@ class Training:
 
         Whatever ends the run, a checkpoint and the summary are written; but networks that have diverged are not, so
         that the last checkpoint before is the one to go on from. An error is raised again afterwards, unless it came
-        after a request to stop: a signal to the whole process group ends the workers as well.
+        after a request to stop: a signal to the whole process group ends the workers as well. After a
+        ``KeyboardInterrupt``, which is a second request, nothing else is waited for.
         """
+        try:
+            summary = self._run(collector, stop, config)
+        except Exception:
+            self._conclude()
+            raise
+        else:
+            self._conclude()
+            return summary
+
+    def _conclude(self) -> None:
+        for reporter in reversed(self.reporters):
+            reporter.conclude()
+
+    def _run(self, collector: Collector, stop: StopRequest, config: Any) -> dict[str, Any]:
         status, diverged = "failed", False
         stop.tell(collector.interrupt)
         try:
@@ -105,6 +120,9 @@ class Training:
             if not stop.requested:
                 raise
             status = "interrupted"
+        except KeyboardInterrupt:
+            status = "interrupted"
+            raise
         finally:
             summary = self._summary(status, collector.failures)
             with ExitStack() as everyone:  # last in, first called; each is told, even if the disk is full

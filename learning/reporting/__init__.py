@@ -18,4 +18,10 @@ class Reporter:
         """One more batch was collected, learnt from, and its weights sent."""
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """The run is over, well or not; `summary` is what ``summary.json`` holds. Called once, also without `begin`."""
+        """The run is over, well or not; `summary` is what ``summary.json`` holds. Called once, also without `begin`.
+
+        Nothing that takes long: somebody may be waiting who has asked twice to stop.
+        """
+
+    def conclude(self) -> None:
+        """Do what takes its time, once everybody has been told; never called where nobody would wait for it."""

@@ -85,16 +85,21 @@ class Pictures(Reporter):
 
     def __init__(self) -> None:
         self._folder: Path | None = None
+        self._summary: dict[str, Any] = {}
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
         """Remember `folder`."""
         self._folder = folder
 
     def finish(self, summary: dict[str, Any]) -> None:
+        """Remember `summary`."""
+        self._summary = summary
+
+    def conclude(self) -> None:
         """Draw ``learning_curve.png`` and ``sync_latency.png``, if there is anything to draw."""
         if self._folder is None or not (rows := list(read_rows(self._folder))):
             return
         from learning.reporting import plots  # matplotlib takes most of a second to import
 
-        plots.learning_curve(rows, summary, self._folder / "learning_curve.png")
-        plots.sync_latency(rows, summary, self._folder / "sync_latency.png")
+        plots.learning_curve(rows, self._summary, self._folder / "learning_curve.png")
+        plots.sync_latency(rows, self._summary, self._folder / "sync_latency.png")

@@ -71,10 +71,13 @@ class WandbLogger(Reporter):
             self._rows.put(row)
 
     def finish(self, summary: dict[str, Any]) -> None:
+        """Remember `summary`."""
+        self._summary = summary
+
+    def conclude(self) -> None:
         """Have the rest sent, and wait for it."""
         if self._thread is None:
             return
-        self._summary = summary
         self._rows.put(None)
         self._ending.set()
         self._thread.join(self._close_within)

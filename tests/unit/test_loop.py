@@ -1,5 +1,7 @@
 """The training loop without workers: what is kept of a run that fails."""
 
+import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from collectors.specs import Spec
 from learning import PPO, checkpoint, make_critic, make_policy
 from learning.loop import Goal, Training
 from learning.ppo import Diverged
+from learning.reporting import Reporter
+from learning.reporting.files import RunFiles
 from learning.stop import StopRequest
 from learning.summary import Failures
 from wsync import NoWeightSyncScheme
@@ -44,12 +48,45 @@ class Ruinous:
             yield batch.set("next", TensorDict(step, [2, 8]))
 
 
-def test_networks_that_have_diverged_do_not_replace_the_last_checkpoint(tmp_path: Path) -> None:
+class Impatience(Ruinous):
+    """Collects two batches; in the third one somebody asks to stop for the second time."""
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        yield from itertools.islice(super().__iter__(), 2)
+        raise KeyboardInterrupt
+
+
+class Slow(Reporter):
+    """Would take long in the end."""
+
+    concluded = False
+
+    def conclude(self) -> None:
+        self.concluded = True
+
+
+def training_with(collector: type[Ruinous], folder: Path, *reporters: Reporter) -> dict[str, Any]:
     policy = make_policy(4, Spec(torch.Size([2]), torch.int64, n=2), (8,))
     learner = PPO(policy, make_critic(4, (8,)))
-    training = Training(learner, NoWeightSyncScheme(), Goal(1000), tmp_path, checkpoint_every=0.0)
+    training = Training(learner, NoWeightSyncScheme(), Goal(1000), folder, checkpoint_every=0.0, reporters=reporters)
+    return training.run(collector(policy), StopRequest(), {})
+
+
+def test_who_asks_twice_to_stop_waits_for_nothing_but_the_files(tmp_path: Path) -> None:
+    slow = Slow()
+    with pytest.raises(KeyboardInterrupt):
+        training_with(Impatience, tmp_path, RunFiles(), slow)
+    told = json.loads((tmp_path / "summary.json").read_text())
+    assert (told["status"], told["frames"]) == ("interrupted", 32)
+    assert checkpoint.load(tmp_path)["progress"]["frames"] == 32
+    assert not slow.concluded
+
+
+def test_networks_that_have_diverged_do_not_replace_the_last_checkpoint(tmp_path: Path) -> None:
+    slow = Slow()
     with pytest.raises(Diverged, match="diverged after 48 frames"):
-        training.run(Ruinous(policy), StopRequest(), {})
+        training_with(Ruinous, tmp_path, slow)
+    assert slow.concluded
     kept = checkpoint.load(tmp_path)
     assert kept["progress"]["frames"] == kept["learner"]["frames"] == 32
     assert all(value.isfinite().all() for value in kept["learner"]["policy"].values())

@@ -42,6 +42,7 @@ def told(reporter: Reporter, folder: Path, rows: list[Row], end: dict) -> None:
     for each in rows:
         reporter.update(each)
     reporter.finish(end)
+    reporter.conclude()
 
 
 def test_the_files_hold_the_rows_and_the_summary(tmp_path: Path) -> None:
