@@ -78,6 +78,7 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> int:
     with closing(collectors.config.sample(cfg.env)) as env:
         observation_dim = learning.config.observation_dim(cfg.env.id, env.observation_spec["observation"])
         action_spec = env.action_spec
+        learning.config.check_action(cfg.env.id, action_spec)
     policy = make_policy(observation_dim, action_spec, cfg.policy.hidden, cfg.policy.activation, cfg.policy.initial_std)
     critic = make_critic(observation_dim, cfg.policy.hidden, cfg.policy.activation)
     learner = instantiate(cfg.algorithm, policy, critic)

@@ -195,6 +195,19 @@ def observation_dim(env_id: str, spec: Spec) -> int:
     return spec.shape[0]
 
 
+def check_action(env_id: str, spec: Spec) -> None:
+    """Refuse an action that no policy gives.
+
+    Raises:
+        ConfigError: it is neither a choice nor a vector.
+    """
+    if len(spec.shape) != 1:
+        raise ConfigError(
+            f"env.id={env_id}: the policy gives a choice or a vector, and an action is of shape {list(spec.shape)}: "
+            "register the environment with a wrapper that makes it one (TransformAction)"
+        )
+
+
 def stored_overrides(argv: Sequence[str]) -> list[str]:
     """Return the command line `argv`, with that of the run that it resumes (``resume=<folder>``) put into it.
 

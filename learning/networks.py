@@ -191,9 +191,11 @@ def make_policy(
         initial_std: spread of a continuous policy at the start, in units of half the action range.
 
     Raises:
-        ValueError: an unknown `activation`, or a continuous action without bounds.
+        ValueError: an unknown `activation`, a continuous action without bounds, or one that is no vector.
 
     """
+    if len(action_spec.shape) != 1:
+        raise ValueError(f"a policy gives a choice or a vector, not an action of shape {list(action_spec.shape)}")
     network = nn.Sequential(*_layers([observation_dim, *hidden, action_spec.shape[-1]], activation, last_gain=0.01))
     if not action_spec.dtype.is_floating_point:
         return CategoricalPolicy(network)

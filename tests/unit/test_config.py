@@ -87,7 +87,7 @@ def test_the_scheme_brings_a_collector_that_carries_it_and_the_user_may_choose_a
 def test_settings_at_top_level_reach_the_groups() -> None:
     for scheme in ("shared_mem", "multiprocess"):
         assert config(f"weight_sync={scheme}", "timeout=7").weight_sync.timeout == 7
-    assert config("env.id=LunarLander-v3").env.id == "LunarLander-v3"
+    assert config("env.id=MountainCar-v0").env.id == "MountainCar-v0"
 
 
 @pytest.mark.parametrize(
@@ -169,6 +169,15 @@ def test_an_observation_that_no_policy_reads_is_refused(spec: Spec) -> None:
     with pytest.raises(ConfigError, match=r"env\.id=Mine-v0: the policy reads a vector of floats"):
         learning.config.observation_dim("Mine-v0", spec)
     assert learning.config.observation_dim("Mine-v0", Spec(torch.Size([6]), torch.float32)) == 6
+
+
+@pytest.mark.parametrize("shape", [(), (2, 3)])
+def test_an_action_that_no_policy_gives_is_refused(shape: tuple[int, ...]) -> None:
+    bounds = torch.zeros(shape), torch.ones(shape)
+    with pytest.raises(ConfigError, match=r"env\.id=Mine-v0: the policy gives a choice or a vector"):
+        learning.config.check_action("Mine-v0", Spec(torch.Size(shape), torch.float32, *bounds))
+    with pytest.raises(ValueError, match="a choice or a vector"):
+        make_policy(4, Spec(torch.Size(shape), torch.float32, *bounds))
 
 
 def test_an_impossible_pair_is_refused() -> None:
