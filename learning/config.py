@@ -11,7 +11,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.experimental.callback import Callback
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from collectors.config import ConfigError, MultiSyncConfig, RemoteConfig, store_once
+from collectors.config import ConfigError, MultiAsyncConfig, MultiSyncConfig, RemoteConfig, store_once
 from collectors.specs import Spec
 from learning.networks import ACTIVATIONS
 from learning.reporting.sweep import report
@@ -79,7 +79,8 @@ class TrainConfig:
     Attributes:
         num_workers: processes that collect.
         num_envs: environments in each of them, stepped together.
-        frames_per_batch: over all workers and environments; the weights are sent once per batch.
+        frames_per_batch: over all workers and environments (of one worker, if they do not wait for each other); the
+            weights are sent once per batch.
         total_frames: the run ends then at the latest.
         stop_when_solved: end as soon as the mean of the last 100 returns reaches ``env.solved_at``.
         seed: of everything; a resumed run goes on with other random numbers, made from it and the frames so far.
@@ -170,14 +171,19 @@ def check(config: TrainConfig) -> None:
                 f"collector.cat_results={how} joins the workers' batches along time, as if one's frames came after "
                 f"another's: say stack{', or 0' if time else ''}"
             )
-    rows = config.num_workers * config.num_envs
+    workers = 1 if _is_asynchronous(config.collector) else config.num_workers  # whose frames make a batch
+    rows = workers * config.num_envs
     if config.frames_per_batch < rows:
+        of = "num_envs" if workers == 1 else f"num_workers × num_envs = {workers} × {config.num_envs}"
         raise ConfigError(
-            f"frames_per_batch={config.frames_per_batch} is less than one frame for each of num_workers × num_envs = "
-            f"{config.num_workers} × {config.num_envs} = {rows} environments"
+            f"frames_per_batch={config.frames_per_batch} is less than one frame for each of {of} = {rows} environments"
         )
     if config.policy.activation not in ACTIVATIONS:
         raise ConfigError(f"policy.activation={config.policy.activation}: it is one of {', '.join(ACTIVATIONS)}")
+
+
+def _is_asynchronous(collector: Any) -> bool:
+    return isinstance(collector, MultiAsyncConfig) or (isinstance(collector, RemoteConfig) and not collector.sync)
 
 
 def observation_dim(env_id: str, spec: Spec) -> int:

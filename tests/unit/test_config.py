@@ -140,6 +140,7 @@ def test_a_slip_is_answered_in_one_line(override: str, said: str) -> None:
         (["total_frames=0"], "total_frames has to be more than 0"),
         (["timeout=0"], "timeout has to be more than 0"),
         (["frames_per_batch=31"], "frames_per_batch=31 is less than one frame for each of num_workers × num_envs"),
+        (["frames_per_batch=15", "collector=multi_async"], "one frame for each of num_envs = 16 environments"),
         (["algorithm.gamma=1.1"], "algorithm.gamma has to be between 0 and 1"),
         (["algorithm.epochs=0"], "algorithm.epochs has to be more than 0"),
         (["policy.hidden=[64,0]"], r"policy.hidden\[1\] has to be more than 0"),
@@ -155,6 +156,11 @@ def test_a_slip_is_answered_in_one_line(override: str, said: str) -> None:
 def test_an_impossible_value_is_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         learning.config.check(config(*overrides))
+
+
+@pytest.mark.parametrize("collector", [["collector=multi_async"], ["weight_sync=ray", "collector.sync=false"]])
+def test_a_batch_of_one_worker_needs_a_frame_of_each_of_its_environments(collector: list[str]) -> None:
+    learning.config.check(config("num_workers=4", "num_envs=16", "frames_per_batch=16", *collector))
 
 
 def test_a_batch_may_be_joined_along_a_dimension() -> None:
