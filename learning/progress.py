@@ -57,7 +57,7 @@ class Row:
         episodes: ended so far.
         episode_return_mean_100: over the last 100 episodes, or all while there are fewer; None before the first.
         episode_returns: of the episodes that ended in this batch, in the order of time.
-        version: of the weights last sent.
+        version: of the weights last sent; each process counts from 1, that of a resumed run, too.
         staleness: how many versions the batch's frames were behind when they were learnt from, mean over frames.
         weight_sync: what the update cost; None where there was none.
         learning: the learner's figures.
