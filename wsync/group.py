@@ -77,6 +77,12 @@ def patience(timeout: float | None) -> timedelta:
     return _FOREVER if timeout is None else timedelta(seconds=timeout)
 
 
+def time_until(deadline: float | None) -> timedelta:
+    """How long that is, as ``torch.distributed`` takes it: never 0, which would be no limit."""
+    left = remaining(deadline)
+    return patience(None if left is None else max(left, 0.001))
+
+
 def finish(work: Work, wait: timedelta, device: torch.device) -> None:
     """Wait until ``work`` is done, and its data can be read.
 
@@ -104,7 +110,7 @@ class Meeting:
             RuntimeError: the group was not formed before the deadline.
         """
         try:
-            store = TCPStore(self.host, self.port, is_master=False, timeout=_timeout(deadline))
+            store = TCPStore(self.host, self.port, is_master=False, timeout=time_until(deadline))
         except RuntimeError as error:
             raise NotConnected(
                 f"worker {worker}: the store at {self.host} port {self.port} cannot be reached: {error}"
@@ -166,14 +172,9 @@ def _address_towards(host: str, port: int) -> str:
         return sock.getsockname()[0]
 
 
-def _timeout(deadline: float | None) -> timedelta:
-    left = remaining(deadline)
-    return patience(None if left is None else max(left, 0.001))
-
-
 def _form(store: Any, backend: str, name: tuple[int, int], rank: int, host: str, deadline: float | None) -> Pair:
     apart = PrefixStore("wsync/{}/{}".format(*name), store)
-    apart.set_timeout(_timeout(deadline))
+    apart.set_timeout(time_until(deadline))
     if backend == "nccl":
         from torch.distributed import ProcessGroupNCCL  # only builds for CUDA have it
 
@@ -181,5 +182,5 @@ def _form(store: Any, backend: str, name: tuple[int, int], rank: int, host: str,
     options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._threads = 1  # sends and receives need none
-    options._timeout = _timeout(deadline)
+    options._timeout = time_until(deadline)
     return Pair(ProcessGroupGloo(apart, rank, 2, options), 1 - rank)

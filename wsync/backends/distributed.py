@@ -8,14 +8,18 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 from torch import distributed as dist
-from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import (
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
 
-from wsync.deadlines import remaining
+from wsync.deadlines import deadline_in
 from wsync.errors import NotConnected, SyncTimeout
+from wsync.group import time_until
 from wsync.group_receiver import GroupReceiver
 from wsync.group_sender import GroupSender
 from wsync.network_ends import Seed, network_receiver, network_sender
@@ -70,6 +74,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         self.checksum = checksum
         self._group = group
         self._store = store
+        self._dialled: Store | None = None  # that of torchrun's agent
         self._key = ""
 
     def init_on_sender(self, model_id: str = "policy", context: Any = None, **given: Any) -> None:
@@ -77,12 +82,22 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         super().init_on_sender(model_id, context, **given)
         self._key = _next_key(model_id)
 
+    def init_on_receiver(self, model_id: str = "policy", context: Any = None, **given: Any) -> None:
+        """Set up a worker's end: see ``WeightSyncScheme.init_on_receiver``."""
+        super().init_on_receiver(model_id, context, **given)
+        if self._seed is None:
+            self._key = _next_key(model_id)  # not before: an init that failed is none
+
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
         """The rendezvous: see ``WeightSyncScheme.connect``."""
-        store = self._meeting_store() if isinstance(self._role, Trainer) else None
-        if store is not None:
-            store.set(self._key, self._seed.dump())
+        if isinstance(self._role, Trainer) and self._can_meet(self._role.model_id):
+            self._meeting_store(deadline_in(self.timeout)).set(self._key, self._seed.dump())
         super().connect(worker_idx=worker_idx, weights=weights)
+
+    def shutdown(self) -> None:
+        """Let everything go: see ``WeightSyncScheme.shutdown``."""
+        super().shutdown()
+        self._dialled = None
 
     def _port(self, role: Trainer, worker_ids: Sequence[int] | None) -> DistributedTransport:
         return DistributedTransport(role.sender, role.sentinels, worker_ids)
@@ -95,15 +110,12 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         return network_receiver(find, backend=self.backend, retains=self.bind, timeout=self.timeout, group=self._group)
 
     def _can_meet(self, model_id: str) -> bool:
-        self._key = _next_key(model_id)
-        return self._meeting_store() is not None
+        return self._store is not None or dist.is_initialized() or "TORCHELASTIC_RUN_ID" in os.environ
 
     def _find_sender(self, worker: int, deadline: float | None) -> Seed:
-        store = self._meeting_store()
-        assert store is not None, "seen to at init"
-        left = remaining(deadline)
+        store = self._meeting_store(deadline)
         try:
-            store.wait([self._key], timedelta(days=365) if left is None else timedelta(seconds=max(left, 0.001)))
+            store.wait([self._key], time_until(deadline))
         except RuntimeError as error:
             raise SyncTimeout(f"worker {worker}: no sender has announced itself as '{self._key}' in time") from error
         try:
@@ -113,21 +125,36 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
                 f"worker {worker}: what the store has under '{self._key}' is no sender's: {error}"
             ) from error
 
-    def _meeting_store(self) -> Store | None:
-        """Where processes meet that share no pickled scheme; None if there is no such place."""
-        if self._store is None:
-            if dist.is_initialized():
-                return dist.distributed_c10d._get_default_store()
-            if "TORCHELASTIC_RUN_ID" in os.environ:
-                address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-                self._store = TCPStore(*address, is_master=False)
-        return self._store
+    def _meeting_store(self, deadline: float | None) -> Store:
+        """Where processes meet that share no pickled scheme."""
+        if self._store is not None:
+            return self._store
+        if dist.is_initialized():
+            return dist.distributed_c10d._get_default_store()
+        if self._dialled is None:
+            self._dialled = _agents_store(deadline)
+        return self._dialled
 
     def __getstate__(self) -> dict[str, Any]:
         """Options and the way to the sender; a group and a store are things of this process."""
-        return {**super().__getstate__(), "_group": None, "_store": None}
+        return {**super().__getstate__(), "_group": None, "_store": None, "_dialled": None}
 
 
 def _next_key(model_id: str) -> str:
     _inits[model_id] += 1
     return f"wsync/{model_id}/{_inits[model_id]}"
+
+
+def _agents_store(deadline: float | None) -> Store:
+    """The store that ``torchrun`` keeps.
+
+    Raises:
+        NotConnected: it cannot be reached.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = TCPStore(host, port, is_master=False, timeout=time_until(deadline))
+    except RuntimeError as error:
+        raise NotConnected(f"torchrun's store at {host} port {port} cannot be reached: {error}") from error
+    # It outlives the workers: those that are started again must not find the trainer of the attempt before.
+    return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
