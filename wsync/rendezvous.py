@@ -101,7 +101,7 @@ class Connection:
     def receive(self) -> Message | None:
         """The next message, once the descriptor is readable; ``None`` if the other end is gone, or talks nonsense."""
         try:
-            data, attached, _, _ = self._socket.recvmsg(_INLINE + HEADER_SIZE, _ROOM)
+            data, attached, _, _ = self._socket.recvmsg(_INLINE + HEADER_SIZE, _ROOM, socket.MSG_CMSG_CLOEXEC)
         except ConnectionError:
             return None
         if not data:
