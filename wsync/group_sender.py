@@ -44,7 +44,6 @@ class GroupSender:
         form_pair: makes a worker's line of tensors.
         close: lets go of what the pairs were formed with.
         device: where weights are packed.
-        greet: called with the index and the greeting of each worker that has joined.
         checksum: whether each update is announced with a checksum, which workers verify.
     """
 
@@ -55,7 +54,6 @@ class GroupSender:
         form_pair: FormPair,
         close: Callable[[], None],
         device: torch.device,
-        greet: Callable[[int, Message], None] = lambda worker, hello: None,
         *,
         checksum: bool = False,
     ) -> None:
@@ -63,7 +61,6 @@ class GroupSender:
         self._num_workers = num_workers
         self._form_pair = form_pair
         self._let_go = close
-        self._greet = greet
         self._checksum = checksum
         self._layout: Layout | None = None
         self._lanes = [Lane() for _ in range(num_workers)]
@@ -112,7 +109,7 @@ class GroupSender:
     def _plan(self, worker: int) -> bytes:
         return Plan(self._layout, self._checksum, self._num_workers, self._lanes[worker].generation).dump()
 
-    def joined(self, worker: int, hello: Message, deadline: float | None) -> None:
+    def joined(self, worker: int, deadline: float | None) -> None:
         """Form the pair, and send what waits."""
         lane = self._lanes[worker]
         try:
@@ -122,7 +119,6 @@ class GroupSender:
             raise SyncTimeout(
                 f"worker {worker} did not join its process group: {error}", {worker: str(error)}
             ) from error
-        self._greet(worker, hello)
         self._move_on(worker)
         if self._courier is not None:
             os.eventfd_write(self._wake, 1)  # it listens to those who were there before

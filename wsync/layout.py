@@ -91,14 +91,6 @@ class Layout:
                 views.append(typed.as_strided(shape, strides) if nbytes else typed.reshape(shape))
         return tuple(views)
 
-    @cached_property
-    def contiguous(self) -> bool:
-        """Whether every entry is a contiguous tensor of real numbers: nothing but its bytes, one after the other."""
-        return not any(dtype.is_complex for dtype in self.dtypes) and all(
-            torch.empty(shape, device="meta").stride() == strides
-            for shape, strides in zip(self.shapes, self.strides, strict=True)
-        )
-
     @property
     def places(self) -> list[tuple[int, int]]:
         """``(offset, size)`` of each entry in the flat buffer, in bytes."""

@@ -24,7 +24,7 @@ class Owner(Protocol):
         """Somebody is let in (``again``, if in a predecessor's place): the welcome, to be sent next."""
         ...
 
-    def joined(self, worker: int, hello: Message, deadline: float | None) -> None:
+    def joined(self, worker: int, deadline: float | None) -> None:
         """The welcome was sent; what has to be done next with this worker, until ``deadline``.
 
         Raises:
@@ -55,7 +55,7 @@ class Lines:
         self._num_workers = num_workers
         self._owner = owner
         self._lines: dict[int, Line] = {}
-        self._gone: set[int] = set()
+        self._gone: set[int] = set()  # who were connected once, and have no successor yet
         self._of: dict[int, int] = {}  # descriptor -> worker
         self._poll = select.poll()  # not an epoll: a forked child would share that
         self._answers: dict[int, Ack] = {}
@@ -66,11 +66,6 @@ class Lines:
     def workers(self) -> Collection[int]:
         """Those that are connected and alive."""
         return self._lines.keys()
-
-    @property
-    def gone(self) -> Collection[int]:
-        """Those that were connected once, and have no successor yet."""
-        return self._gone
 
     @property
     def descriptors(self) -> bytes:
@@ -149,7 +144,7 @@ class Lines:
             if not again:
                 self._gone.discard(worker)
             return -1
-        self._owner.joined(worker, hello, deadline)
+        self._owner.joined(worker, deadline)
         return worker
 
     def forget(self, worker: int) -> None:

@@ -93,7 +93,7 @@ class LocalSender:
             self._switch(worker, *self._arena.switches[worker].published(), acknowledge=True)
         return self._plan(Kind.WELCOME, worker)
 
-    def joined(self, worker: int, hello: Message, deadline: float | None) -> None:
+    def joined(self, worker: int, deadline: float | None) -> None:
         """The welcome was all."""
 
     def left(self, worker: int) -> None:
