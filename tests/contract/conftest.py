@@ -15,9 +15,9 @@ import crew
 from backends import BACKENDS, WORKERS
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def no_cluster_is_left() -> Iterator[None]:
-    """Other tests begin without Ray."""
+    """Other tests begin without Ray; these share a cluster, and the actors that have survived."""
     yield
     if "ray_crew" in sys.modules:
         sys.modules["ray_crew"].dismiss()
