@@ -22,7 +22,7 @@ class Members(Succession[W]):
     def start(self, parts: Sequence[bytes], options: Sequence[WorkerOptions]) -> None:
         """Build and connect all workers; whatever fails now is raised."""
         self._places = [
-            Place(options[worker.worker_idx], parts[worker.worker_idx], Pace(self.policy), worker)
+            Place(options[worker.worker_idx], parts[worker.worker_idx], Pace(self.failure_policy), worker)
             for worker in self.pool.workers
         ]
         for place in self._places:
@@ -96,11 +96,11 @@ class Members(Succession[W]):
 
         Raises:
             WorkerFailed: a model refused the weights.
-            Exception: whatever ``send`` raises, but for deaths and timeouts that the policy takes care of.
+            Exception: whatever ``send`` raises, but for deaths and timeouts that the failure policy takes care of.
         """
         wanted = [worker_ids] if isinstance(worker_ids, int) else worker_ids
         known = range(len(self._places))
-        if self.policy.on_failure == "raise" or (
+        if self.failure_policy.on_failure == "raise" or (
             wanted is not None and (not wanted or any(worker not in known for worker in wanted))
         ):
             try:

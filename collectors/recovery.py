@@ -111,11 +111,11 @@ class Pace:
     """When a worker is started anew, and when it has failed too often.
 
     Args:
-        policy: says how often is too often.
+        failure_policy: says how often is too often.
     """
 
-    def __init__(self, policy: FailurePolicy) -> None:
-        self._policy = policy
+    def __init__(self, failure_policy: FailurePolicy) -> None:
+        self._failure_policy = failure_policy
         self._failed: deque[float] = deque()
         self._in_a_row = 0
         self._pause = _FIRST_PAUSE
@@ -125,9 +125,9 @@ class Pace:
         now = time.monotonic()
         self._failed.append(now)
         self._in_a_row += 1  # one that fails slowly, but never delivers, would not be told by the window
-        while self._failed[0] < now - self._policy.restart_window:
+        while self._failed[0] < now - self._failure_policy.restart_window:
             self._failed.popleft()
-        if max(len(self._failed), self._in_a_row) > self._policy.max_restarts:
+        if max(len(self._failed), self._in_a_row) > self._failure_policy.max_restarts:
             return None
         pause, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
         return pause

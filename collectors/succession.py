@@ -26,21 +26,21 @@ class Succession(Generic[W]):
 
     Attributes:
         pool: of workers that have begun, and have nothing to act with yet.
-        policy: what is done about failures.
+        failure_policy: what is done about failures.
         schemes: those that successors join.
         failures: what has happened so far.
         over: whether a failure was raised; nobody should go on then.
     """
 
     pool: Pool[W]
-    policy: FailurePolicy
+    failure_policy: FailurePolicy
     schemes: Mapping[str, wsync.WeightSyncScheme]
     failures: Failures = field(default_factory=Failures)
     over: bool = False
 
     def __post_init__(self) -> None:
         """Nobody has a place yet."""
-        self.pool.patience = self.policy.worker_timeout
+        self.pool.patience = self.failure_policy.worker_timeout
         self._places: list[Place[W]] = []
         self._events: deque[Event[W]] = deque()
         self._batches: deque[tuple[W, int]] = deque()
@@ -75,7 +75,7 @@ class Succession(Generic[W]):
         while (late := self._late()) and self._listen(0.0):
             self._attend()
         for place in late:
-            index, detail = place.options.worker_idx, f"did not answer within {self.policy.worker_timeout:g} s"
+            index, detail = place.options.worker_idx, f"did not answer within {self.failure_policy.worker_timeout:g} s"
             self._fail(place, Cause(wsync.SyncTimeout, f"worker {index} {detail}", detail))
         if self._stop_at is not None and time.monotonic() >= self._stop_at and not self._batches:
             raise wsync.SyncTimeout("asked to stop, and the batch under way is not complete")
@@ -96,7 +96,7 @@ class Succession(Generic[W]):
 
     def _patience(self) -> float | None:
         """Seconds until something has to be done, though nobody says anything."""
-        limit = self.policy.worker_timeout
+        limit = self.failure_policy.worker_timeout
         times = [place.since + limit for place in self._places if place.due and limit is not None]
         times += [place.begins_at for place in self._places if place.stage is Stage.PAUSED]
         times += [] if self._stop_at is None else [self._stop_at]
@@ -122,7 +122,7 @@ class Succession(Generic[W]):
 
     def _late(self) -> list[Place[W]]:
         """Those who owe an answer for too long."""
-        now, limit = time.monotonic(), self.policy.worker_timeout
+        now, limit = time.monotonic(), self.failure_policy.worker_timeout
         return [place for place in self._places if limit is not None and place.due and now >= place.since + limit]
 
     # --- failures and successors ---
@@ -130,7 +130,7 @@ class Succession(Generic[W]):
     def _fail(self, place: Place[W], cause: Cause) -> None:
         """A worker has failed: raise, or let it go and say what is done."""
         index = place.options.worker_idx
-        if not self._started or self.policy.on_failure == "raise":
+        if not self._started or self.failure_policy.on_failure == "raise":
             self.failures.failed |= Counter([index])  # once: an update may have come upon it before
             self.over = True
             raise cause.error(index)
@@ -141,7 +141,7 @@ class Succession(Generic[W]):
                 scheme.dismiss(index)
             self.pool.let_go(worker)
             self._batches = deque(batch for batch in self._batches if batch[0] is not worker)
-        done = self._drop(place, cause) if self.policy.on_failure == "drop" else self._pause(place, cause)
+        done = self._drop(place, cause) if self.failure_policy.on_failure == "drop" else self._pause(place, cause)
         _log.warning("%s: %s", cause.line, done)
         if cause.kind is wsync.WorkerFailed:
             _log.warning("what worker %d raised:\n%s", index, cause.detail)
@@ -159,8 +159,8 @@ class Succession(Generic[W]):
         index, pause = place.options.worker_idx, place.pace.failed()
         if pause is None:
             self.over = True
-            window = f"{self.policy.restart_window:g} s"
-            often = f"more than {self.policy.max_restarts} times within {window} or since its last batch"
+            window = f"{self.failure_policy.restart_window:g} s"
+            often = f"more than {self.failure_policy.max_restarts} times within {window} or since its last batch"
             raise cause.error(index, f"worker {index} has failed {often}; the last time: ")
         place.stage, place.begins_at = Stage.PAUSED, time.monotonic() + pause
         return f"it is started anew in {pause:g} s"
