@@ -110,7 +110,7 @@ class LocalReceiver:
 
     def attach(self, receiver: Told) -> None:
         """Have the process's thread listen."""
-        receiver_thread().register(self._connection().fileno(), receiver)
+        receiver_thread().listen(self._connection(), receiver)
 
     def detach(self, receiver: Told) -> None:
         """Listen no more."""

@@ -59,7 +59,7 @@ class NetLine:
     Args:
         sock: is owned by the line.
         proof: goes before the first message.
-        expected: has to come before the first message.
+        expected: has to come before the first message, and after it who the other end is.
     """
 
     def __init__(self, sock: socket.socket, *, proof: bytes = b"", expected: bytes = b"") -> None:
@@ -142,6 +142,7 @@ class NetLine:
         shown, self._expected, expected = self._more(len(self._expected)), b"", self._expected
         if not hmac.compare_digest(shown, expected):
             raise NotConnected(f"whoever listens at {self._where} is not this run's sender: it does not know the token")
+        self.recognise(self._more(int.from_bytes(self._more(2), "little")))
 
     def _more(self, count: int) -> bytes:
         """So many bytes; none, if that is less than one.
@@ -202,7 +203,7 @@ class NetListener:
         if claim in self._claims:
             raise ValueError("this claim has been made before")
         self._claims.add(claim)
-        line = NetLine(visitor.socket, proof=proof_for(claim, token, where))
+        line = NetLine(visitor.socket, proof=proof_for(claim, token, where) + _prefixed(identity()))
         line.recognise(who)
         return line, hello._replace(payload=rest)
 

@@ -144,7 +144,7 @@ class _Threaded:
     """Receivers are told by the process's thread (an ``Attach``)."""
 
     def attach(self, line: Line, receiver: Told) -> None:
-        receiver_thread().register(line.fileno(), receiver)
+        receiver_thread().listen(line, receiver)
 
     def detach(self, line: Line, receiver: Told) -> None:
         receiver_thread().unregister(receiver)

@@ -10,6 +10,8 @@ import threading
 from contextlib import suppress
 from typing import Protocol
 
+from wsync.words import Line
+
 _log = logging.getLogger(__name__)
 
 
@@ -30,14 +32,21 @@ class ReceiverThread:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._serving = threading.RLock()  # held while a receiver heeds
-        self._told: dict[int, Told] = {}
+        self._told: dict[int, tuple[Told, int]] = {}  # by descriptor; and that of its line
         self._thread: threading.Thread | None = None
         self._wake = -1
 
+    def listen(self, line: Line, receiver: Told) -> None:
+        """Listen for ``receiver``, on its line; the end of the process at the other end ends that."""
+        self._add({sign: (receiver, line.fileno()) for sign in line.signs})
+
     def register(self, descriptor: int, receiver: Told) -> None:
-        """Listen for ``receiver``, on its line's descriptor."""
+        """Listen for ``receiver``, on a descriptor."""
+        self._add({descriptor: (receiver, descriptor)})
+
+    def _add(self, told: dict[int, tuple[Told, int]]) -> None:
         with self._lock:
-            self._told[descriptor] = receiver
+            self._told.update(told)
             if self._thread is not None:
                 os.eventfd_write(self._wake, 1)
             else:
@@ -50,7 +59,7 @@ class ReceiverThread:
     def unregister(self, receiver: Told) -> None:
         """Listen for ``receiver`` no more; return when the loop is surely not inside it."""
         with self._lock:
-            self._told = {fd: other for fd, other in self._told.items() if other is not receiver}
+            self._told = {fd: other for fd, other in self._told.items() if other[0] is not receiver}
             thread = self._thread
             if thread is None:
                 return
@@ -84,7 +93,7 @@ class ReceiverThread:
                     self._thread, self._wake = None, -1
                 os.close(wake)
 
-    def _serve(self, poller: select.poll, told: dict[int, Told], wake: int) -> bool:
+    def _serve(self, poller: select.poll, told: dict[int, tuple[Told, int]], wake: int) -> bool:
         """Serve whoever was told something; True when the list of receivers has changed."""
         changed = False
         for descriptor, _ in poller.poll():
@@ -93,10 +102,20 @@ class ReceiverThread:
                 changed = True
                 continue
             with self._serving:
-                if self._told.get(descriptor) is told[descriptor] and not _heed(told[descriptor], descriptor):
-                    with self._lock:
-                        self._told.pop(descriptor, None)
-                    changed = True
+                if self._told.get(descriptor) is not told[descriptor]:
+                    continue
+                receiver, line = told[descriptor]
+                if descriptor != line:  # a child that the other process has forked may keep its end open
+                    with suppress(OSError):
+                        _shut(line)
+                elif _heed(receiver, line):
+                    continue
+                with self._lock:  # with its line goes what else is listened to for a receiver
+                    over = [fd for fd, one in told.items() if fd == descriptor or one == (receiver, descriptor)]
+                    for fd in over:
+                        if self._told.get(fd) is told[fd]:
+                            del self._told[fd]
+                changed = True
         return changed
 
 
@@ -118,10 +137,16 @@ def _heed(receiver: Told, descriptor: int) -> bool:
 
 def _hang_up(descriptor: int) -> None:
     """End a line for both ends, and drop what has not been read of it."""
+    _shut(descriptor)
     with socket.socket(fileno=os.dup(descriptor)) as line:
-        line.shutdown(socket.SHUT_RDWR)
         while line.recv(1 << 16):
             pass
+
+
+def _shut(descriptor: int) -> None:
+    """End a line for both ends; what has come can be read."""
+    with socket.socket(fileno=os.dup(descriptor)) as line:
+        line.shutdown(socket.SHUT_RDWR)
 
 
 _thread = ReceiverThread()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
-PROTOCOL = 5
+PROTOCOL = 6
 _HEADER = struct.Struct("<BxxxiQQdd")  # kind, worker, version, length, wait, apply
 HEADER_SIZE = _HEADER.size
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from contract_models import Small, fill
-from crew import RemoteError, crew
+from crew import Host, RemoteError, crew
 
+import wsync
 from wsync.deadlines import deadline_in, wait_readable
 
 pytestmark = [
@@ -52,6 +53,37 @@ def test_a_shutdown_ends_every_copy_of_a_line(make_scheme: Any) -> None:
                 scheme.shutdown()
                 with pytest.raises(RemoteError, match="shut down, or died"):
                     workers[0].result()
+
+
+def train(host: Host, scheme: wsync.WeightSyncScheme) -> wsync.WeightSyncScheme:
+    """In a worker: be a trainer."""
+    scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
+    host.schemes["policy"] = scheme
+    return scheme
+
+
+def leave_a_child(host: Host) -> int:
+    """Fork a child, which lives on."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        signal.pause()
+    return child
+
+
+def test_a_death_ends_a_line_of_which_a_child_has_a_copy(make_scheme: Any) -> None:
+    with crew(2) as workers:
+        workers[0].start("join", workers[1].call("run", train, make_scheme()), Small, 0, "policy")
+        workers[1].call("connect")
+        workers[0].result()
+        child = workers[1].call("run", leave_a_child)
+        try:
+            workers[0].start("receive", 15.0)
+            workers[1].kill()
+            with pytest.raises(RemoteError, match="shut down, or died"):
+                workers[0].result()
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("accepted", [False, True])
