@@ -164,15 +164,16 @@ class InParts:
     """
 
     def __init__(
-        self, policy: SampledPolicy, stepper: Steps, batched: bool, device: torch.device, weights: Weights
+        self, policy: SampledPolicy, stepper: Steps, batched: bool, device: torch.device, version: Callable[[], int]
     ) -> None:
         def choose(observation: torch.Tensor, noise: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, int]:
             parameters = policy.distribution_parameters(observation)
-            return parameters, policy.choose(parameters, noise), weights.version()
+            return parameters, policy.choose(parameters, noise), version()
 
         self._policy, self._device = policy, device
-        # A model that is synchronised is gated where it is called, which its parts go around.
-        self._choose = wsync.gated(weights.gate(choose))
+        # A model that is synchronised is gated where it is called, which its parts go around. Whether a scheme carries
+        # this one does not matter: unlike any function, a network does not wait for another thread.
+        self._choose = wsync.gated(choose)
         self._observation = torch.from_numpy(stepper.observation)  # with a leading dimension in any case
         with without_trace(policy, device):
             parameters, action, _ = self._choose(self._observation.clone().to(device), None)

@@ -64,7 +64,8 @@ class Rollout:
                 third less time.
             device: where the policy's input has to be; its outputs come back to the CPU.
             version: called right after each policy call, inside the gate; stored as ``policy_version``.
-            gate: makes of a function one that runs inside it; it gets the policy call, and nothing else.
+            gate: makes of a function one that runs inside it; it gets the policy call, and nothing else. The parts of
+                a ``SampledPolicy`` are asked for inside wsync's own in any case.
             init_random_frames: so many frames begin with random actions (``policy_version`` -1; "action_log_prob"
                 is that of the uniform choice, NaN where the bounds are infinite; other policy outputs are 0).
             max_frames_per_traj: truncate episodes after so many steps.
@@ -167,5 +168,5 @@ class Rollout:
             self.stepper.reset()
         with torch.no_grad():
             if in_parts and isinstance(self.policy, SampledPolicy):
-                return InParts(self.policy, self.stepper, self._batched, self._device, self._weights)
+                return InParts(self.policy, self.stepper, self._batched, self._device, self._weights.version)
             return ByCalling(self.policy, self.stepper, self._batched, self._device, self._weights, keys)
