@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,12 +24,13 @@ from torch.distributed import (
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-from wsync.deadlines import remaining
+from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected
 from wsync.network import listen_on
 
 BACKENDS = ("gloo", "nccl")
 _FOREVER = timedelta(days=365)
+_FORMING = 600.0  # seconds in which both ends of a pair have to come, where there is no limit: who gave up ends by then
 
 
 # Stores and groups that a fork has copied: their threads are the parent's, so they can neither be used nor taken down.
@@ -109,13 +112,22 @@ class Meeting:
             NotConnected: there is no store (any more), or it cannot be reached.
             RuntimeError: the group was not formed before the deadline.
         """
+        return self.begin((worker, generation), 1, _address_towards(self.host, self.port), deadline)()
+
+    def begin(self, name: tuple[int, int], rank: int, host: str, deadline: float | None) -> Callable[[], Pair]:
+        """Begin with one half of a pair, listening on ``host``; what is returned waits for the other one.
+
+        Raises:
+            NotConnected: there is no store (any more), or it cannot be reached.
+        """
+        deadline = deadline_in(_FORMING) if deadline is None else deadline
         try:
             store = TCPStore(self.host, self.port, is_master=False, timeout=time_until(deadline))
         except RuntimeError as error:
             raise NotConnected(
-                f"worker {worker}: the store at {self.host} port {self.port} cannot be reached: {error}"
+                f"worker {name[0]}: the store at {self.host} port {self.port} cannot be reached: {error}"
             ) from error
-        return _form(store, self.backend, (worker, generation), 1, _address_towards(self.host, self.port), deadline)
+        return partial(_form, store, self.backend, name, rank, host, deadline)
 
 
 class MeetingPlace:
@@ -143,14 +155,12 @@ class MeetingPlace:
                 master_listen_fd=_given_away(sock),
             )
 
-    def pair(self, worker: int, generation: int, deadline: float | None) -> Pair:
-        """Form a group with a worker, who calls ``Meeting.join`` meanwhile.
+    def pair(self, worker: int, generation: int, deadline: float | None) -> Callable[[], Pair]:
+        """What forms a group with a worker, who calls ``Meeting.join`` meanwhile; RuntimeError if it does not in time.
 
-        Raises:
-            RuntimeError: it did not, before the deadline.
+        It is a client of its own: one that waits in vain delays no other, and ends with the store.
         """
-        assert self._store is not None, "the meeting place is closed"
-        return _form(self._store, self.meeting.backend, (worker, generation), 0, self.meeting.host, deadline)
+        return self.meeting.begin((worker, generation), 0, self.meeting.host, deadline)
 
     def close(self) -> None:
         """Close the store; harmless when repeated."""

@@ -12,12 +12,13 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 import torch
 
-from wsync.checksum import CHECKSUM, checksum_of
 from wsync.deadlines import wait_readable
-from wsync.errors import SyncTimeout, WeightSyncError
+from wsync.errors import SyncTimeout
+from wsync.forming import formed
 from wsync.group import Pair
 from wsync.group_express import GroupExpress
 from wsync.lanes import Flats, Lane, Parcel
@@ -30,9 +31,8 @@ from wsync.types import Ack
 from wsync.words import Door, Kind, Message
 
 TRANSACTION = struct.Struct("<Q")
-MOST_EXTRA = 1000 << 20  # bytes; who listens to a line takes longer messages for nonsense
-FormPair = Callable[[int, int, float | None], Pair]
-"""``(worker, generation, deadline) -> pair``: the trainer's half of the rendezvous of a pair."""
+FormPair = Callable[[int, int, float | None], Callable[[], Pair]]
+"""``(worker, generation, deadline) -> form``: the trainer's half of the rendezvous of a pair; ``form`` waits."""
 
 
 class GroupSender:
@@ -110,15 +110,17 @@ class GroupSender:
         return Plan(self._layout, self._checksum, self._num_workers, self._lanes[worker].generation).dump()
 
     def joined(self, worker: int, deadline: float | None) -> None:
-        """Form the pair, and send what waits."""
+        """Form the pair, and send what waits; if the worker dies meanwhile, whoever waits for its answer is told."""
         lane = self._lanes[worker]
         try:
-            lane.pair = self._form_pair(worker, lane.generation, deadline)
-        except RuntimeError as error:
-            self._lines.forget(worker)
-            raise SyncTimeout(
-                f"worker {worker} did not join its process group: {error}", {worker: str(error)}
-            ) from error
+            form = self._form_pair(worker, lane.generation, deadline)
+            lane.pair = formed(form, self._lines.signs_of(worker), partial(self._has_gone, worker), deadline)
+        except (RuntimeError, TimeoutError) as error:
+            if not self._has_gone(worker):
+                self._lines.forget(worker)
+                raise SyncTimeout(
+                    f"worker {worker} did not join its process group: {error}", {worker: str(error)}
+                ) from error
         self._move_on(worker)
         if self._courier is not None:
             os.eventfd_write(self._wake, 1)  # it listens to those who were there before
@@ -151,9 +153,13 @@ class GroupSender:
 
     def _lose(self, worker: int, error: RuntimeError) -> None:
         """A worker's line of tensors has broken."""
-        self._lines.listen()  # it may have said why
-        if worker in self.workers:
+        if not self._has_gone(worker):
             self._lines.lose(worker, f"its process group has broken: {error}")
+
+    def _has_gone(self, worker: int) -> bool:
+        """Whether a worker has gone: it may have said so, and why."""
+        self._lines.listen()
+        return worker not in self.workers
 
     # --- slots ---
 
@@ -174,22 +180,9 @@ class GroupSender:
 
     def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
         """Send a packed buffer to workers who are ready for it; others get it, or a newer one, when they are."""
-        self._dispatch(Parcel(Kind.NEWS, version, self._sealed(buffer, extra), buffer.slot), workers)
-
-    def _sealed(self, buffer: Buffer, extra: bytes) -> bytes:
-        """What is said beside the weights: a checksum, if there is one, and the extra state.
-
-        Raises:
-            WeightSyncError: that is more than one message may have.
-        """
-        if len(extra) > MOST_EXTRA:
-            raise WeightSyncError(
-                f"the modules' extra state has {len(extra) / 2**20:.0f} MiB; a network carries up to "
-                f"{MOST_EXTRA / 2**20:.0f}: register what is large as buffers"
-            )
-        if not self._checksum:
-            return extra
-        return CHECKSUM.pack(checksum_of(self._flats.flat(buffer.slot), extra)) + extra
+        self._dispatch(
+            Parcel(Kind.NEWS, version, self._flats.sealed(buffer.slot, extra, self._checksum), buffer.slot), workers
+        )
 
     def _dispatch(self, parcel: Parcel, workers: Collection[int]) -> None:
         with self._lock:
@@ -238,7 +231,12 @@ class GroupSender:
 
     def stage(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
         """Send a packed buffer for workers to check and keep."""
-        parcel = Parcel(Kind.STAGE, version, TRANSACTION.pack(transaction) + self._sealed(buffer, extra), buffer.slot)
+        parcel = Parcel(
+            Kind.STAGE,
+            version,
+            TRANSACTION.pack(transaction) + self._flats.sealed(buffer.slot, extra, self._checksum),
+            buffer.slot,
+        )
         self._staged.setdefault(transaction, {}).update(dict.fromkeys(workers, parcel))
         self._dispatch(parcel, [worker for worker in workers if worker in self.workers])
 

@@ -9,10 +9,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from wsync.checksum import CHECKSUM, checksum_of
+from wsync.errors import WeightSyncError
 from wsync.group import Pair, Work
 from wsync.layout import Layout
 from wsync.packing import Buffer
 from wsync.words import Kind
+
+MOST_EXTRA = 1000 << 20  # bytes; who listens to a line takes longer messages for nonsense
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +105,19 @@ class Flats:
         free = self.reserve(layout, latest)
         self.reserved.clear()
         return newest, free
+
+    def sealed(self, slot: int, extra: bytes, checksum: bool) -> bytes:
+        """What is said beside the weights in a buffer: a checksum, if there is to be one, and the extra state.
+
+        Raises:
+            WeightSyncError: that is more than one message may have.
+        """
+        if len(extra) > MOST_EXTRA:
+            raise WeightSyncError(
+                f"the modules' extra state has {len(extra) / 2**20:.0f} MiB; a network carries up to "
+                f"{MOST_EXTRA / 2**20:.0f}: register what is large as buffers"
+            )
+        return CHECKSUM.pack(checksum_of(self.flat(slot), extra)) + extra if checksum else extra
 
     def flat(self, slot: int) -> Tensor:
         """All bytes of a buffer."""

@@ -80,6 +80,10 @@ class Lines:
         """Descriptors, one of which is readable when a worker has said something, or has gone."""
         return self._of.keys()
 
+    def signs_of(self, worker: int) -> Collection[int]:
+        """Those of one that is connected."""
+        return self._lines[worker].signs
+
     def admit(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
         """Let workers in until all of ``workers`` are there.
 

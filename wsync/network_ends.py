@@ -88,8 +88,8 @@ def network_sender(
         door = NetListener(host)
         seed = Seed(door.endpoint, None, group.rank(), zlib.crc32(door.endpoint.token) >> 1)
 
-        def pair(worker: int, generation: int, deadline: float | None) -> Pair:
-            return Pair(group, worker + (worker >= seed.rank), seed.tag)
+        def pair(worker: int, generation: int, deadline: float | None) -> Callable[[], Pair]:
+            return lambda: Pair(group, worker + (worker >= seed.rank), seed.tag)
 
         return GroupSender(num_workers, door, pair, lambda: None, device_of(backend), checksum=checksum), seed
     place = MeetingPlace(host, backend)

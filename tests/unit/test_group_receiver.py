@@ -111,7 +111,7 @@ def let_in(door: NetListener, place: MeetingPlace, plan: Plan, value: float | No
         assert wait_readable([door.fileno()], deadline_in(10.0))
     line, _ = visitor
     line.send(Message(Kind.WELCOME, 0, 1, plan.dump()))
-    pair = place.pair(0, plan.generation, deadline_in(10.0))
+    pair = place.pair(0, plan.generation, deadline_in(10.0))()
     line.send(Message(Kind.NEWS, 0, 1))
     assert plan.layout is not None
     flat = torch.zeros(plan.layout.nbytes, dtype=torch.uint8)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 from wsync.deadlines import deadline_in, wait_readable
-from wsync.group import Pair
+from wsync.group import MeetingPlace, Pair
 from wsync.group_sender import GroupSender
 from wsync.layout import Layout
 from wsync.network import NetLine, NetListener, dial
@@ -47,9 +48,9 @@ class Stage:
         for worker in range(count):
             self.join(worker)
 
-    def form_pair(self, worker: int, generation: int, deadline: float | None) -> Pair:
+    def form_pair(self, worker: int, generation: int, deadline: float | None) -> Callable[[], Pair]:
         self.pairs[worker] = Tensors()
-        return self.pairs[worker]
+        return lambda: self.pairs[worker]
 
     def join(self, worker: int) -> None:
         self.lines[worker] = dial(self.endpoint, worker, deadline_in(10.0))
@@ -122,6 +123,25 @@ def test_the_courier_hears_who_comes_while_it_waits(stage: Stage, monkeypatch: p
     stage.expect(1, Kind.NEWS, 3)
     stage.answer(1, 3)
     stage.expect(1, Kind.NEWS, 4)  # though the trainer does nothing
+
+
+def test_a_worker_that_dies_before_its_pair_is_formed_is_waited_for_no_more() -> None:
+    place, door = MeetingPlace("127.0.0.1", "gloo"), NetListener("127.0.0.1")
+    end = GroupSender(1, door, place.pair, place.close, torch.device("cpu"))
+    line = dial(door.endpoint, 0, None)
+    with ThreadPoolExecutor(1) as trainer:
+        admitting = trainer.submit(end.admit, [0], {}, None)
+        message = line.receive()
+        assert message is not None and message.kind is Kind.WELCOME
+        line.close()
+        admitting.result(10.0)
+    (ack,) = end.collect([0], 1, deadline_in(10.0))
+    assert ack.died and not end.workers
+    left = [thread for thread in threading.enumerate() if thread.name == "wsync-forming"]
+    end.close()
+    for thread in left:
+        thread.join(10.0)
+        assert not thread.is_alive(), "nobody is to come any more"
 
 
 def test_a_forked_child_that_hangs_up_keeps_no_courier_busy(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
