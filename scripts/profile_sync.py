@@ -4,7 +4,7 @@
     python scripts/profile_sync.py --backend multiprocess --mib 1 --tensors 20
     python scripts/profile_sync.py --functions 25                    # and the functions that the trainer spends it in
 
-The compiled short way (``wsync/csrc``) and the long one, in Python, in turn. *warm*: updates one behind another.
+The compiled fast path (``wsync/csrc``) and the slow one, in Python, in turn. *warm*: updates one behind another.
 *cold*: before each, 16 MiB and twenty thousand objects go through the caches, as they do where a trainer learns or
 waits between two updates.
 """
@@ -117,7 +117,7 @@ def profile(backend: str, mib: float, tensors: int, count: int, rounds: int, fun
 
 
 def elsewhere(compiled: bool, *arguments: Any) -> Costs:
-    """``profile`` in a process of its own, which goes the compiled way or not; and so do its workers."""
+    """``profile`` in a process of its own, which takes the compiled path or not; and so do its workers."""
     os.environ["WSYNC_NATIVE"] = str(int(compiled))
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as one:
         return one.submit(profile, *arguments).result()

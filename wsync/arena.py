@@ -39,9 +39,9 @@ from torch import Tensor
 from wsync import mutex, native
 from wsync.checksum import checksum_of, damage
 from wsync.errors import WeightSyncError
+from wsync.fast_path import FastUpdate
 from wsync.layout import Layout
 from wsync.packing import Buffer
-from wsync.shortcut import Update
 from wsync.switch import BLOCK, HELD, NONE, SWITCH, TAKEN, USED, Switch
 
 _PAGE = mmap.PAGESIZE
@@ -144,8 +144,8 @@ class Arena:
                 return slot
         return None
 
-    def update(self, descriptors: bytes, retains: bool, acknowledge: bool) -> Update | None:
-        """The short way of updates to all workers, if there is one: see ``shortcut.py``.
+    def update(self, descriptors: bytes, retains: bool, acknowledge: bool) -> FastUpdate | None:
+        """The fast path of updates to all workers, if there is one: see ``fast_path.py``.
 
         Args:
             descriptors: of the workers' lines, then of their processes: an ``array("i")``, as bytes.

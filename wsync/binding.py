@@ -82,7 +82,7 @@ class Binding:
         return sum(tensor.nbytes for tensor, _ in self._copied)
 
     def installer(self) -> native.Installer | None:
-        """What does the same as ``install``, on the short way, until the model changes."""
+        """What does the same as ``install``, on the fast path, until the model changes."""
         if self.tree is None or any(tensor.is_neg() or tensor.is_conj() for tensor, _ in self._copied):
             return None
         copied = [tensor for tensor, _ in self._copied if not tensor.is_inference()]

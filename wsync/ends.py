@@ -11,11 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from wsync.binding import Binding
-from wsync.events import Event, Follower, LongWay
+from wsync.events import Event, Follower, SlowPath
+from wsync.fast_path import FastEnd
 from wsync.layout import Layout
 from wsync.packing import Buffer
 from wsync.receiver_thread import Told
-from wsync.shortcut import Express
 from wsync.types import Ack, Update
 
 
@@ -66,10 +66,10 @@ class SenderEnd(Protocol):
         """
         ...
 
-    def express(self) -> Express | None:
+    def fast_path(self) -> FastEnd | None:
         """``reserve``, pack, ``publish`` and ``collect`` in one, for all workers, without extra state.
 
-        Good until anything else is asked of this end. None where there is no such way, or somebody is missing.
+        Good until anything else is asked of this end. None where there is no such path, or somebody is missing.
         """
         ...
 
@@ -129,12 +129,12 @@ class ReceiverEnd(Protocol):
         """
         ...
 
-    def feed(self, receiver: LongWay) -> Follower:
-        """What the gate shall ask, and who is told: ``receiver``, or a shorter way to the same."""
+    def feed(self, receiver: SlowPath) -> Follower:
+        """What the gate shall ask, and who is told: ``receiver``, or a faster path to the same."""
         ...
 
     def arm(self, binding: Binding, staged: dict[int, Any]) -> None:
-        """The model took an update by ``binding``: the next may go a shorter way, while nothing is ``staged``."""
+        """The model took an update by ``binding``: the next may go a faster path, while nothing is ``staged``."""
         ...
 
     def attach(self, receiver: Told) -> None:

@@ -44,8 +44,8 @@ class Follower(Feed, Told, Protocol):
     """What follows a sender: the gate asks it for news, and whoever listens to the line tells it of them."""
 
 
-class LongWay(Follower, Protocol):
-    """A ``Receiver``, as a shorter way sees it: who goes on with whatever is unusual.
+class SlowPath(Follower, Protocol):
+    """A ``Receiver``, as a faster path sees it: who goes on with whatever is unusual.
 
     Attributes:
         version: that the model has.

@@ -12,9 +12,9 @@ from wsync import native
 from wsync.binding import Binding
 from wsync.deadlines import wait_readable
 from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
-from wsync.events import Closed, Decision, Event, Follower, LongWay, News, Stage
+from wsync.events import Closed, Decision, Event, Follower, News, SlowPath, Stage
 from wsync.group import Pair
-from wsync.group_follower import GroupFollower
+from wsync.group_fast_receiver import GroupFastReceiver
 from wsync.group_sender import TRANSACTION
 from wsync.landing import Landing
 from wsync.layout import Layout
@@ -76,8 +76,8 @@ class GroupReceiver:
         self.pending: Update | None = None  # it has arrived, and is not installed
         self._knocked: Line | None = None  # and was not let in yet
         self._line: Line | None = None
-        self._short: GroupFollower | None = None
-        self._armed: native.Tree | None = None  # how the short way finds the model's tensors
+        self._fast: GroupFastReceiver | None = None
+        self._armed: native.Tree | None = None  # how the fast path finds the model's tensors
         self._bound = -1  # the buffer that the model is bound to
         self._kept: dict[int, Update] = {}  # what is staged, by transaction
         self.said: Message | None = None  # the last answer
@@ -135,18 +135,18 @@ class GroupReceiver:
             raise NotConnected("this worker is not connected: call connect(worker_idx=…) first")
         return self._line
 
-    def feed(self, receiver: LongWay) -> Follower:
-        """The short way, once it is armed."""
-        self._short = GroupFollower(receiver, self, self._connection())
-        return self._short
+    def feed(self, receiver: SlowPath) -> Follower:
+        """The fast path, once it is armed."""
+        self._fast = GroupFastReceiver(receiver, self, self._connection())
+        return self._fast
 
     def arm(self, binding: Binding, staged: dict[int, Any]) -> None:
-        """Have the short way taken by what comes next, if it comes into the main memory."""
-        if self._short is None or binding.tree is self._armed:
+        """Have the fast path taken by what comes next, if it comes into the main memory."""
+        if self._fast is None or binding.tree is self._armed:
             return
         self._armed = binding.tree
         small = binding.copies <= native.SMALL and all(berth.content is not None for berth in self.landing.berths)
-        self._short.arm(binding.installer() if small else None, staged)
+        self._fast.arm(binding.installer() if small else None, staged)
 
     def attach(self, receiver: Told) -> None:
         """As the backend does it."""
@@ -276,7 +276,7 @@ class GroupReceiver:
             return
         _say_goodbye(self._line)
         self._line.close()
-        self._line = self._short = self._armed = None
+        self._line = self._fast = self._armed = None
         self.landing.close()
 
 

@@ -18,15 +18,15 @@ import torch
 
 from wsync.deadlines import wait_readable
 from wsync.errors import SyncTimeout
+from wsync.fast_path import FastEnd
 from wsync.forming import formed
 from wsync.group import Pair
-from wsync.group_express import GroupExpress
+from wsync.group_fast_sender import GroupFastSender
 from wsync.lanes import Flats, Lane, Parcel
 from wsync.layout import Layout
 from wsync.lines import Lines
 from wsync.packing import Buffer
 from wsync.plan import Plan
-from wsync.shortcut import Express
 from wsync.types import Ack
 from wsync.words import Door, Kind, Message
 
@@ -216,8 +216,8 @@ class GroupSender:
                     self._courier = None
                     return
 
-    def express(self) -> Express | None:
-        """The short way, while everybody is there and ready, and nothing is kept for a decision."""
+    def fast_path(self) -> FastEnd | None:
+        """The fast path, while everybody is there and ready, and nothing is kept for a decision."""
         with self._lock:
             layout, lanes = self._layout, self._lanes
             at_rest = len(self.workers) == self._num_workers and not self._staged and self._courier is None
@@ -226,8 +226,8 @@ class GroupSender:
             turns = self._flats.turns(layout, [lane.latest for lane in lanes if lane.latest])
             if turns is None:
                 return None
-            short = GroupExpress(self._lines, lanes, self._lose, turns, layout.nbytes, self._checksum)
-            return Express(lambda acknowledge: short.update if acknowledge else None, short.complete)
+            fast = GroupFastSender(self._lines, lanes, self._lose, turns, layout.nbytes, self._checksum)
+            return FastEnd(lambda acknowledge: fast.update if acknowledge else None, fast.complete)
 
     def stage(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
         """Send a packed buffer for workers to check and keep."""

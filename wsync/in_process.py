@@ -9,12 +9,12 @@ import torch
 
 from wsync import staged
 from wsync.binding import Binding
-from wsync.events import Event, Follower, LongWay, Stage
+from wsync.events import Event, Follower, SlowPath, Stage
+from wsync.fast_path import FastEnd
 from wsync.gate import process_gate
 from wsync.layout import Layout
 from wsync.packing import Buffer
 from wsync.receiver_thread import Told
-from wsync.shortcut import Express
 from wsync.types import Ack, Update
 
 
@@ -33,7 +33,7 @@ class InProcessLine:
         self.workers: Collection[int] = (0,)
         self._buffer: Buffer | None = None
         self._pending: Update | None = None
-        self._receiver: LongWay | None = None
+        self._receiver: SlowPath | None = None
         self._acks: list[Ack] = []
 
     # --- the sender's end ---
@@ -64,8 +64,8 @@ class InProcessLine:
         with process_gate().hold():
             pass
 
-    def express(self) -> Express | None:
-        """There is no short way."""
+    def fast_path(self) -> FastEnd | None:
+        """There is no fast path."""
         return None
 
     def stage(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
@@ -98,13 +98,13 @@ class InProcessLine:
     def connect(self, worker_idx: int, deadline: float | None) -> None:
         """The sender is here."""
 
-    def feed(self, receiver: LongWay) -> Follower:
-        """There is no shorter way."""
+    def feed(self, receiver: SlowPath) -> Follower:
+        """There is no faster path."""
         self._receiver = receiver
         return receiver
 
     def arm(self, binding: Binding, staged: dict[int, Any]) -> None:
-        """There is no shorter way."""
+        """There is no faster path."""
 
     def attach(self, receiver: Told) -> None:
         """Nobody has to be told: the sender comes through the gate itself."""

@@ -10,7 +10,7 @@ from wsync.arena import Arena
 from wsync.binding import Binding
 from wsync.deadlines import wait_readable
 from wsync.errors import NotConnected, SyncTimeout
-from wsync.events import Closed, Decision, Event, Follower, LongWay, News, Stage
+from wsync.events import Closed, Decision, Event, Follower, News, SlowPath, Stage
 from wsync.gate import process_gate
 from wsync.layout import Layout
 from wsync.local_sender import STAGED
@@ -92,7 +92,7 @@ class LocalReceiver:
             self._switch.call(self._wanted)
             self._arena = arena  # last: an acting thread that sees it uses the others
 
-    def feed(self, receiver: LongWay) -> Follower:
+    def feed(self, receiver: SlowPath) -> Follower:
         """The seat: most forwards find nothing new, and most news are usual."""
         self._seat.follow(receiver, process_gate().turnstile)
         return self._seat

@@ -15,12 +15,12 @@ from torch import Tensor
 from wsync.arena import Arena
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected, SyncTimeout
+from wsync.fast_path import FastEnd, PartialDelivery
 from wsync.layout import Layout
 from wsync.lines import Lines, names
 from wsync.packing import Buffer
 from wsync.plan import Plan
 from wsync.rendezvous import Endpoint, Listener
-from wsync.shortcut import Express, Rest
 from wsync.types import ANY_VERSION, Ack
 from wsync.words import PROTOCOL, Kind, Message
 
@@ -152,18 +152,18 @@ class LocalSender:
             self._switch(worker, version, buffer.slot, acknowledge)
         self._reserved.discard(buffer.slot)
 
-    def express(self) -> Express | None:
-        """The short way, while everybody is there, and nothing is sealed, or kept for a decision."""
+    def fast_path(self) -> FastEnd | None:
+        """The fast path, while everybody is there, and nothing is sealed, or kept for a decision."""
         descriptors = self._lines.descriptors
         if self._checksum or self._reserved or not descriptors:
             return None
-        return Express(partial(self.arena.update, descriptors, self._retains), self._complete)
+        return FastEnd(partial(self.arena.update, descriptors, self._retains), self._complete)
 
-    def _complete(self, rest: Rest, version: int, acknowledge: bool) -> None:
-        """Switch whom the short way could not switch at once, and remember who has answered."""
-        for worker in rest.others:
-            self._switch(worker, version, rest.slot, acknowledge)
-        for worker, answered in enumerate(rest.answered):
+    def _complete(self, partial: PartialDelivery, version: int, acknowledge: bool) -> None:
+        """Switch whom the fast path could not switch at once, and remember who has answered."""
+        for worker in partial.others:
+            self._switch(worker, version, partial.slot, acknowledge)
+        for worker, answered in enumerate(partial.answered):
             if answered:
                 self._lines.note(Ack(worker, version))
 

@@ -1,6 +1,6 @@
-"""The compiled short way (``csrc/``), where it could be built.
+"""The compiled fast path (``csrc/``), where it could be built.
 
-An installation without a C compiler goes the long way, in Python, with every update: the same promises, and several
+An installation without a C compiler takes the slow path, in Python, with every update: the same promises, and several
 times the latency for small models. ``WSYNC_NATIVE=0`` in the environment says the same, to measure what it brings.
 """
 
@@ -44,7 +44,7 @@ def _load() -> Any:
 
 _native = _load()
 available = _native is not None
-"""Whether this process goes the short way."""
+"""Whether this process takes the fast path."""
 
 
 def room(views: Sequence[Tensor], nbytes: int) -> Room | None:
@@ -76,7 +76,7 @@ def installer(
     copied: Sequence[tuple[Tensor, int]],
     bump: Callable[[], object],
 ) -> Installer | None:
-    """How a model takes an update, as long as it does not change; None if there is no short way.
+    """How a model takes an update, as long as it does not change; None if there is no fast path.
 
     Args:
         tree: finds its tensors.
@@ -91,12 +91,12 @@ def installer(
 
 
 def seat() -> Seat | None:
-    """A worker's place in an arena, which takes usual updates by itself; None if there is no short way."""
+    """A worker's place in an arena, which takes usual updates by itself; None if there is no fast path."""
     return None if _native is None else _native.Seat()
 
 
 def turnstile(lock: Any) -> Turnstile | None:
-    """What a gate consists of, around a re-entrant lock; None if there is no short way."""
+    """What a gate consists of, around a re-entrant lock; None if there is no fast path."""
     return None if _native is None else _native.Turnstile(lock)
 
 

@@ -20,7 +20,7 @@ class Buffer:
         flat: all of it, ``uint8[nbytes]``.
         views: one tensor per entry of the layout, to be packed into.
         slot: what the end knows it by.
-        room: fills the views with plain bytes, if there is a short way: to ask PyTorch for a copy of a small tensor
+        room: fills the views with plain bytes, if there is a fast path: to ask PyTorch for a copy of a small tensor
             costs more than the copy.
     """
 

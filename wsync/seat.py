@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from wsync.events import LongWay
+from wsync.events import SlowPath
 
 if TYPE_CHECKING:
     from wsync._native import Installer
 
 
 class Seat:
-    """A worker's place in an arena, whose news go the long way. ``_native.Seat`` is the same, and has a shorter one.
+    """A worker's place in an arena, whose news take the slow path. ``_native.Seat`` is the same, and has a shorter one.
 
     Attributes:
         version: that the model has.
@@ -33,7 +33,7 @@ class Seat:
         self.hold = False
         self.busy = False
 
-    def follow(self, receiver: LongWay, turnstile: Any) -> None:
+    def follow(self, receiver: SlowPath, turnstile: Any) -> None:
         """Have ``receiver`` asked and told from now on."""
         self._receiver = receiver
 
@@ -61,10 +61,10 @@ class Seat:
         worker: int,
         retains: bool,
     ) -> None:
-        """There is no shorter way."""
+        """There is no faster path."""
 
     def disarm(self) -> None:
-        """There is no shorter way."""
+        """There is no faster path."""
 
     def quit(self) -> None:
-        """There is no shorter way."""
+        """There is no faster path."""

@@ -14,11 +14,11 @@ from wsync.answers import Answers
 from wsync.deadlines import deadline_in
 from wsync.ends import SenderEnd
 from wsync.errors import NotConnected
+from wsync.fast_sender import FastSender
 from wsync.layout import Layout
 from wsync.loading import Loader, Packed
 from wsync.posted import Posted
 from wsync.roll import Roll
-from wsync.short_way import ShortWay
 from wsync.source import Source
 from wsync.types import Ack, SyncReport
 
@@ -58,7 +58,7 @@ class Sender:
         self._roll = Roll(num_workers)
         self._answers = Answers(end, self._roll, timeout)
         self._loader = Loader(end, source, self._roll)
-        self._short = ShortWay(end, source, self._roll, self._answers, published=published)
+        self._fast = FastSender(end, source, self._roll, self._answers, published=published)
         self._posted: list[Posted] = []
         self._unmapped: set[int] = set()  # workers that were told what weights look like after they had joined
         self._lock = threading.RLock()
@@ -97,7 +97,7 @@ class Sender:
             if posted:
                 # Not reported as an update's cost: the workers may have taken seconds to start.
                 self._answers.expect(posted.workers, posted.version, posted.deadline)
-                self._find_short_way(weights)
+                self._arm_fast_path(weights)
 
     def dismiss(self, worker: int) -> None:
         """Take a worker for dead: nothing is sent to it, and what is for all is kept for who comes in its place."""
@@ -130,11 +130,11 @@ class Sender:
         """Deliver an update; with ``wait``, return when the promise of a finished send holds."""
         with self._lock:
             began = time.perf_counter()
-            short = self._short.known if wait and worker_ids is None else None
-            tensors = None if short is None else short.find(weights)
-            if short is not None and tensors is not None:
+            path = self._fast.path if wait and worker_ids is None else None
+            tensors = None if path is None else path.find(weights)
+            if path is not None and tensors is not None:
                 self.version += 1  # first: an update that is interrupted keeps its number
-                report = self._short.send(short, tensors, self.version, began)
+                report = self._fast.send(path, tensors, self.version, began)
                 if report is not None:
                     self._record(report)
                     return report
@@ -147,15 +147,15 @@ class Sender:
             if wait:
                 report = self._settle(posted)
                 if worker_ids is None:
-                    self._find_short_way(weights)
+                    self._arm_fast_path(weights)
                 return report
             self._posted.append(posted)
             self._end.listen()
             return None
 
-    def _find_short_way(self, weights: object) -> None:
+    def _arm_fast_path(self, weights: object) -> None:
         if self.layout is not None and not self._posted:
-            self._short.find(weights, self.layout)
+            self._fast.arm(weights, self.layout)
 
     def _excuse(self, workers: Collection[int]) -> None:
         """Await no older answers of ``workers``: they are given, or owe, a newer one, or are named in an error."""
@@ -220,9 +220,9 @@ class Sender:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other threads' updates waiting while it is open; what is done then is not usual, so no way is short."""
+        """Keep other threads' updates waiting while it is open; what is done then is not usual, so no path is fast."""
         with self._lock:
-            self._short.forget()
+            self._fast.disarm()
             yield
 
     def stage(self, weights: object, worker_ids: int | Sequence[int] | None, transaction: int) -> Posted:

@@ -107,7 +107,7 @@ class ModuleIndex:
         return {**self.parameters, **self.buffers}
 
     def tree(self, names: Sequence[str]) -> native.Tree | None:
-        """The short way to the tensors called ``names``, for as long as ``describes`` and ``complete`` are true."""
+        """The fast path to the tensors called ``names``, for as long as ``describes`` and ``complete`` are true."""
         places = self.places
         links = list(zip(self._links, self._children, strict=True))
         return native.tree([places[name] for name in names], links, self._vacant, self._tables)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from wsync import native
 from wsync.errors import NotConnected
+from wsync.fast_path import Locator
 from wsync.layout import Layout
-from wsync.shortcut import Way
 from wsync.snapshot import Listing, ModuleIndex, Snapshot, snapshot
 from wsync.strategy import WeightStrategy
 
@@ -34,7 +34,7 @@ class Reader:
         self._index: ModuleIndex | None = None
         self._places: list[tuple[dict[str, Any], str]] = []  # of the index's tensors, in the layout's order
         self._layout: Layout | None = None
-        self._tree: native.Tree | None = None  # the same places, the short way
+        self._tree: native.Tree | None = None  # the same places, the fast path
 
     def read(self, source: object) -> Snapshot:
         """The canonical form of ``source``, as it is now."""
@@ -54,7 +54,7 @@ class Reader:
     def read_module(self, source: object, layout: Layout) -> tuple[list[Tensor], Mapping[str, Any]] | None:
         """The tensors of a module that was read before, in the layout's order and checked, and its extra state.
 
-        None if ``source`` is anything else, or has changed: the short way that most updates take.
+        None if ``source`` is anything else, or has changed: the fast path that most updates take.
         """
         index = self._current(source) if isinstance(source, nn.Module) else None
         if index is None:
@@ -70,12 +70,12 @@ class Reader:
         layout.check(tensors)
         return tensors, index.extra_state()
 
-    def way(self, source: object, layout: Layout) -> Way | None:
-        """The short way to tensors like those last read, in the layout's order; None if there is none."""
+    def locator(self, source: object, layout: Layout) -> Locator | None:
+        """How to find tensors like those last read, in the layout's order; None if that takes the slow path."""
         if self._index is not None and self._index.module is source:
-            return Way(source, self._tree) if self._tree is not None else None
+            return Locator(source, self._tree) if self._tree is not None else None
         listing = Listing.of(source, layout.names)
-        return None if listing is None else Way(_NOTHING, None, listing)
+        return None if listing is None else Locator(_NOTHING, None, listing)
 
 
 def is_per_worker(weights: object) -> TypeGuard[Mapping[int, Any]]:
@@ -132,9 +132,9 @@ class Source:
             given = next(iter(given.values()))
         return self._reader.read(given)
 
-    def way(self, weights: object, layout: Layout) -> Way | None:
-        """The short way to what everybody was just given; None where there is none, or not the same for all."""
-        return self._reader.way(self.weights if weights is None else weights, layout) if self._alike else None
+    def locator(self, weights: object, layout: Layout) -> Locator | None:
+        """How to find what is like what everybody was just given; None where there is none, or not the same for all."""
+        return self._reader.locator(self.weights if weights is None else weights, layout) if self._alike else None
 
     def parts(self, weights: object, workers: Sequence[int], absent: Sequence[int], layout: Layout) -> list[Part]:
         """What each of ``workers`` is to be sent, all of it checked before any is.

@@ -422,7 +422,7 @@ def test_a_worker_whose_model_was_converted_says_so(make_scheme: Any) -> None:
     with crew(2) as workers, make_scheme() as scheme:
         scheme.init_on_sender("policy", model=model, num_workers=2)
         workers.follow(scheme, Small)
-        for value in (2, 3):  # the way of the second may be shorter
+        for value in (2, 3):  # the second may take a faster path
             scheme.send(fill(model, value))
         workers[1].call("run", halve)
         missing = r"(?s)version 4 is missing on 1 .* have it: \[0\].*worker 1.*'weight'.*float16"

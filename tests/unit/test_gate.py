@@ -40,7 +40,7 @@ def turnstile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if request.param == "Python":
         monkeypatch.setattr(native, "turnstile", lambda lock: None)
     elif not native.available:
-        pytest.skip("the compiled short way was not built here")
+        pytest.skip("the compiled fast path was not built here")
     monkeypatch.setattr(sys.modules["wsync.gate"], "_gate", Gate())  # wsync.gate is the function
     assert isinstance(process_gate().turnstile, Turnstile) == (request.param == "Python")
 

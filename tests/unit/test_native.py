@@ -1,4 +1,4 @@
-"""The short way: it does what the long way does, or nothing at all."""
+"""The fast path: it does what the slow path does, or nothing at all."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from wsync.packing import Buffer
 from wsync.snapshot import Listing, ModuleIndex, snapshot
 from wsync.switch import AWAITED, HELD, NONE, SWITCH, TAKEN, USED
 
-needs_it = pytest.mark.skipif(not native.available, reason="the compiled short way was not built here")
+needs_it = pytest.mark.skipif(not native.available, reason="the compiled fast path was not built here")
 
 
 def test_it_was_built_where_that_is_possible() -> None:
     if os.environ.get("WSYNC_NATIVE") == "0":
-        pytest.skip("the short way is switched off")
+        pytest.skip("the fast path is switched off")
     compiler = shlex.split(sysconfig.get_config_var("CC") or "cc")
     program = "#include <Python.h>\n#include <poll.h>\n#include <pthread.h>\n"
     include = sysconfig.get_paths()["include"]
@@ -190,7 +190,7 @@ def test_a_listing_finds_what_lists_the_same_keys() -> None:
     assert Listing.of(state, names[1:]) is None and Listing.of({0: state}, names) is None
 
 
-# --- Board: the same free slots as the long way finds, and the same switches ---
+# --- Board: the same free slots as the slow path finds, and the same switches ---
 
 word = st.integers(-1, 4)
 

@@ -1,10 +1,10 @@
-/* Board: all workers' words in an arena, and the short way of an update to all of them (arena.py, shortcut.py). */
+/* Board: all workers' words in an arena, and the fast path of an update to all of them (arena.py, fast_path.py). */
 
 #include <poll.h>
 
 #include "native.h"
 
-enum { MOST = 128 /* workers, on the short way */ };
+enum { MOST = 128 /* workers, on the fast path */ };
 
 typedef struct {
     PyObject_HEAD
@@ -177,7 +177,7 @@ static int pack(Board *self, Update *update, PyObject *rooms, int retains, PyObj
     update->started = now();
     update->slot = free_slot(self, PyList_GET_SIZE(rooms), retains);
     Room *room = update->slot < 0 ? NULL : (Room *)PyList_GET_ITEM(rooms, update->slot);
-    if (!room || Py_TYPE(room) != Room_type) /* None: there is no short way into it */
+    if (!room || Py_TYPE(room) != Room_type) /* None: there is no fast path into it */
         return 0;
     update->waited = now();
     PyObject *tensors = Py_TYPE(source) == Tree_type ? Tree_tensors((Tree *)source, NULL) : Py_NewRef(source);

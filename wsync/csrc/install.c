@@ -160,7 +160,7 @@ static PyObject *Installer_call_install(Installer *self, PyObject *views)
         done = Installer_install(self, views);
     if (done < 0 && !PyErr_ExceptionMatches(PyExc_Exception)) /* a signal */
         return NULL;
-    PyErr_Clear(); /* the long way comes upon it again, and tells the sender */
+    PyErr_Clear(); /* the slow path comes upon it again, and tells the sender */
     return PyBool_FromLong(done > 0);
 }
 

@@ -1,4 +1,4 @@
-/* The short way of a small update, compiled.
+/* The fast path of a small update, compiled.
  *
  * Between two batches a trainer's caches are cold, and an interpreter that walks through a module, asks where each
  * tensor lies and stores a few words spends its time waiting for memory: ten times what the copy itself takes. So the
@@ -10,7 +10,7 @@
  *     gate.c   the way into a forward    install.c  how a model takes an update
  *
  * Nothing here decides what is right. Each function does the usual case whole, or changes nothing and says that it did
- * not; the caller then goes the long way, in Python, which knows every case, and names what is wrong.
+ * not; the caller then takes the slow path, in Python, which knows every case, and names what is wrong.
  *
  * Tensors are looked at through DLPack's exchange table (dlpack.h, DLPackExchangeAPI, version 1), which PyTorch offers
  * at torch.Tensor.__dlpack_c_exchange_api__: no header of PyTorch's is needed, and nothing is tied to its version.
@@ -60,7 +60,7 @@ static PyMethodDef functions[] = {
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "wsync._native",
-    .m_doc = "The short way of a small update (native.py).",
+    .m_doc = "The fast path of a small update (native.py).",
     .m_size = -1,
     .m_methods = functions,
 };

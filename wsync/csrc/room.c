@@ -10,7 +10,7 @@ int is_like(PyObject *tensor, const DLTensor *like, DLTensor *view)
         plain |= PyTuple_GET_ITEM(names.plain_types, i) == type;
     if (!plain)
         return 0;
-    if (dlpack->view(tensor, view)) { /* sparse, meta, vmapped …: the long way will see what it is */
+    if (dlpack->view(tensor, view)) { /* sparse, meta, vmapped …: the slow path will see what it is */
         PyErr_Clear();
         return 0;
     }
@@ -140,7 +140,7 @@ int Room_look(Room *self, PyObject *tensors)
             place->source = start_of(&view);
         }
     }
-    for (Py_ssize_t i = 0; i < self->count; i++) /* what is tied no more is for the long way, which compares it */
+    for (Py_ssize_t i = 0; i < self->count; i++) /* what is tied no more is for the slow path, which compares it */
         if (self->places[i].nbytes && self->places[i].source != self->places[self->places[i].leader].source)
             return 0;
     return 1;

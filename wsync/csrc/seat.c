@@ -4,12 +4,12 @@
 
 typedef struct {
     PyObject_HEAD
-    /* What the long way knows as well. */
+    /* What the slow path knows as well. */
     long long version, slot, refused; /* that the model has; that it is bound to, or -1; that it did not take */
     char hold, busy;                  /* it may refuse the next version; a slot is in use */
     Py_buffer words;
     Py_ssize_t at;      /* where its block begins, in words */
-    PyObject *receiver; /* the long way */
+    PyObject *receiver; /* the slow path */
     PyObject *turnstile;
     PyObject *installer, *views, *staged; /* if it is armed: views of each slot; what waits for a decision */
     int fd, worker, retains;
@@ -231,7 +231,7 @@ static PyObject *Seat_enter(Seat *self, PyObject *Py_UNUSED(ignored))
             Py_RETURN_FALSE;
         if (done < 0 && !PyErr_ExceptionMatches(PyExc_Exception)) /* a signal */
             return NULL;
-        PyErr_Clear(); /* the long way comes upon it again, and tells the sender */
+        PyErr_Clear(); /* the slow path comes upon it again, and tells the sender */
     }
     return PyObject_CallMethodNoArgs(self->receiver, names.enter);
 }
@@ -278,12 +278,12 @@ static PyMemberDef Seat_members[] = {
     {"busy", T_BOOL, offsetof(Seat, busy), 0, NULL},
     {NULL},
 };
-PyDoc_STRVAR(Seat_follow_doc, "follow(receiver, turnstile): whose enter(), leave() and heed() are the long way; its gate.");
+PyDoc_STRVAR(Seat_follow_doc, "follow(receiver, turnstile): whose enter(), leave() and heed() are the slow path; its gate.");
 PyDoc_STRVAR(Seat_take_doc, "take(words, at): the worker's block begins there.");
 PyDoc_STRVAR(Seat_quit_doc, "Let everything go; enter(), leave() and heed() do nothing from then on.");
 PyDoc_STRVAR(Seat_arm_doc,
              "arm(installer, views, staged, fd, worker, retains): how to take an update.");
-PyDoc_STRVAR(Seat_disarm_doc, "Go the long way with the next update.");
+PyDoc_STRVAR(Seat_disarm_doc, "Take the slow path with the next update.");
 PyDoc_STRVAR(Seat_enter_doc, "Feed.enter (gate.py).");
 PyDoc_STRVAR(Seat_leave_doc, "Feed.leave (gate.py).");
 PyDoc_STRVAR(Seat_heed_doc, "Told.heed (receiver_thread.py).");

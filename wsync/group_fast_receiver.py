@@ -1,4 +1,4 @@
-"""The short way of a worker's updates over a network: in as few steps as there are, while they are usual."""
+"""The fast path of a worker's updates over a network: in as few steps as there are, while they are usual."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from wsync import native
 from wsync.checksum import seal
-from wsync.events import Event, LongWay
+from wsync.events import Event, SlowPath
 from wsync.gate import process_gate
 from wsync.landing import Landing
 from wsync.types import Update
@@ -16,7 +16,7 @@ from wsync.words import Kind, Line, Message
 
 
 class End(Protocol):
-    """A worker's end, as its short way sees it."""
+    """A worker's end, as its fast path sees it."""
 
     landing: Landing
     worker: int
@@ -40,13 +40,13 @@ class End(Protocol):
         ...
 
 
-class GroupFollower:
+class GroupFastReceiver:
     """Takes updates without extra state, as long as the model is what it was (a ``Follower``).
 
-    All else goes the long way, by what ``receiver`` does with what ``end`` understands.
+    All else takes the slow path, by what ``receiver`` does with what ``end`` understands.
     """
 
-    def __init__(self, receiver: LongWay, end: End, line: Line) -> None:
+    def __init__(self, receiver: SlowPath, end: End, line: Line) -> None:
         self._receiver = receiver
         self._end = end
         self._line = line
@@ -57,7 +57,7 @@ class GroupFollower:
         self._arrived: tuple[Message, int] | None = None  # and the buffer that it is in
 
     def arm(self, installer: native.Installer | None, staged: dict[int, Any]) -> None:
-        """The model takes updates by ``installer``, while nothing is ``staged``; None for the long way."""
+        """The model takes updates by ``installer``, while nothing is ``staged``; None for the slow path."""
         self._installer, self._staged = installer, staged
 
     def heed(self) -> bool:

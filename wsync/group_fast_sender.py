@@ -1,4 +1,4 @@
-"""The short way of a trainer's updates over a network: to all workers at once, each of which has had the last one."""
+"""The fast path of a trainer's updates over a network: to all workers at once, each of which has had the last one."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 from wsync import native
 from wsync.checksum import seal
 from wsync.deadlines import deadline_in
+from wsync.fast_path import PartialDelivery
 from wsync.lanes import Lane, Parcel
 from wsync.lines import Lines
 from wsync.packing import Buffer
 from wsync.posted import Posted
-from wsync.shortcut import Rest
 from wsync.types import SyncReport
 from wsync.words import Kind, Message
 
 
-class GroupExpress:
+class GroupFastSender:
     """Updates without extra state, small enough to be packed as plain bytes.
 
-    Lanes are left as the long way leaves them: whatever comes next, it finds them so.
+    Lanes are left as the slow path leaves them: whatever comes next, it finds them so.
 
     Args:
         lines: to all workers.
@@ -55,7 +55,7 @@ class GroupExpress:
     def update(
         self, found: native.Tree | list[Tensor], version: int, timeout: float | None, began: float
     ) -> SyncReport | tuple[Any, ...] | None:
-        """Deliver an update, and wait for all answers: see ``shortcut.Update``."""
+        """Deliver an update, and wait for all answers: see ``fast_path.FastUpdate``."""
         started = time.perf_counter()
         tensors = found if isinstance(found, list) else found.tensors()
         buffer = self._turns[1]
@@ -107,5 +107,5 @@ class GroupExpress:
                 if lane.under_way is parcel:
                     self._lines.say(worker, news)
 
-    def complete(self, rest: Rest, version: int, acknowledge: bool) -> None:
+    def complete(self, partial: PartialDelivery, version: int, acknowledge: bool) -> None:
         """Nothing is left to be done: what has been answered can be heard again."""

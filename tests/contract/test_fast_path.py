@@ -1,4 +1,4 @@
-"""The compiled short way and the long one, in turn and mixed: whatever is sent, and however, arrives bit for bit."""
+"""The compiled fast path and the slow one, in turn and mixed: whatever is sent, and however, arrives bit for bit."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_whatever_is_sent_arrives(backend: str, here: bool, there: bool, monkeyp
     if not here:
         monkeypatch.setattr(native, "_native", None)
     elif not native.available:
-        pytest.skip("the compiled short way was not built here")
+        pytest.skip("the compiled fast path was not built here")
     chance = random.Random(f"{backend} {here} {there}")
     names = [name for name in vars(Story) if not name.startswith("_") and name != "changed"]
     with crew(2) as workers, BACKENDS[backend]() as scheme:
@@ -170,7 +170,7 @@ def test_whatever_is_sent_arrives(backend: str, here: bool, there: bool, monkeyp
 @pytest.mark.parametrize("backend", [*LOCAL, "distributed", "rpc"])
 def test_usual_updates_go_the_short_way(backend: str) -> None:
     if not native.available:
-        pytest.skip("the compiled short way was not built here")
+        pytest.skip("the compiled fast path was not built here")
     model = scramble(Plain(), 0)
     with crew(2) as workers, BACKENDS[backend]() as scheme:
         scheme.init_on_sender("policy", model=model, num_workers=2)
@@ -178,9 +178,9 @@ def test_usual_updates_go_the_short_way(backend: str) -> None:
         sender: Any = scheme._role.sender  # type: ignore[union-attr]
 
         def went_short() -> bool:
-            before = sender._short.known
+            before = sender._fast.path
             scheme.send()
-            return before is not None and sender._short.known is before
+            return before is not None and sender._fast.path is before
 
         assert [went_short() for _ in range(3)][1:] == [True, True], "once there are slots enough"
         workers.all("digest")
@@ -255,13 +255,13 @@ def test_who_waits_for_another_thread_has_all_its_time_left(backend: str) -> Non
         workers.follow(scheme, Plain)
         scheme.send()
         sender: Any = scheme.sender
-        before, sender.timeout = sender._short.known, 2.0
+        before, sender.timeout = sender._fast.path, 2.0
         with ThreadPoolExecutor(1) as others:
             with sender._lock:  # another thread's update, which takes longer than this one may
                 waiting = others.submit(scheme.send, scramble(model, 1))
                 threading.Event().wait(2.5)
             report = waiting.result()
-        assert before is not None and sender._short.known is before
+        assert before is not None and sender._fast.path is before
         assert report is not None and report.seconds < 2.0
         assert workers.all("raw_digest") == [digest(model)]
 

@@ -1,4 +1,4 @@
-"""The short way of an update: armed by one that was usual in every respect, gone with the first thing that is not.
+"""The fast path of an update: armed by one that was usual in every respect, gone with the first thing that is not.
 
 - *armed* by an update without extra state, the same for all workers, none of whom is missing
 - *taken* by every update like it: one call of compiled code (``csrc/``) checks, packs, publishes and listens
@@ -18,13 +18,13 @@ from wsync.snapshot import Listing
 from wsync.types import SyncReport
 
 
-class Rest(NamedTuple):
+class PartialDelivery(NamedTuple):
     """What an update has come to that was published, but has left something to be done, or heard.
 
     Attributes:
         report: what it has cost so far.
         slot: where it lies.
-        others: workers that have yet to be switched: their mutex was not to be had at once.
+        others: workers that have yet to be switched: somebody else held their mutex.
         answered: a byte for each worker, not 0 if it has acknowledged the update.
     """
 
@@ -34,24 +34,24 @@ class Rest(NamedTuple):
     answered: bytes
 
 
-Update = Callable[[Any, int, float | None, float], SyncReport | tuple[SyncReport, int, list[int], bytes] | None]
-"""``(tensors, version, timeout, began)`` → a report; or a ``Rest``; or None, and nothing done, if it is unusual."""
+FastUpdate = Callable[[Any, int, float | None, float], SyncReport | tuple[SyncReport, int, list[int], bytes] | None]
+"""``(tensors, version, timeout, began)`` → a report, or a ``PartialDelivery``; None, and nothing done, if unusual."""
 
 
-class Express(NamedTuple):
+class FastEnd(NamedTuple):
     """What a sender's end offers.
 
     Attributes:
-        update: ``(acknowledge)`` → the compiled call of the short way, if there is one.
-        complete: ``(rest, version, acknowledge)``: do what is left; after it the end's ``collect`` says the rest.
+        update: ``(acknowledge)`` → the compiled call of the fast path, if there is one.
+        complete: ``(partial, version, acknowledge)``: do what is left; after it the end's ``collect`` says the rest.
     """
 
-    update: Callable[[bool], Update | None]
-    complete: Callable[[Rest, int, bool], None]
+    update: Callable[[bool], FastUpdate | None]
+    complete: Callable[[PartialDelivery, int, bool], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Locator:
     """How to find the tensors of updates that are like the last one, in the layout's order.
 
     Attributes:
@@ -69,22 +69,22 @@ class Way:
         return None if self.listing is None else self.listing.tensors(given)
 
 
-class Shortcut(NamedTuple):
-    """The short way of updates to all workers.
+class FastPath(NamedTuple):
+    """The fast path of updates to all workers.
 
     Attributes:
-        way: to the tensors.
+        locator: of the tensors.
         own: what a send without weights means.
         update: the compiled call.
-        complete: as ``Express.complete``.
+        complete: as ``FastEnd.complete``.
     """
 
-    way: Way
+    locator: Locator
     own: object
-    update: Update
-    complete: Callable[[Rest, int, bool], None]
+    update: FastUpdate
+    complete: Callable[[PartialDelivery, int, bool], None]
 
     def find(self, weights: object) -> native.Tree | list[Tensor] | None:
         """The tensors of an update (None: its own); None if they are not like the last ones."""
         given = self.own if weights is None else weights
-        return self.way.tree if given is self.way.model else self.way.find(given)
+        return self.locator.tree if given is self.locator.model else self.locator.find(given)
