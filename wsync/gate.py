@@ -21,12 +21,13 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from torch import nn
 
 from wsync import native
+from wsync.deadlines import remaining
 
 
 class Feed(Protocol):
@@ -104,6 +105,15 @@ class Gate:
                 yield
             finally:
                 turnstile.leave(depth)
+
+    def call_before(self, deadline: float | None, function: Callable[..., Any], *args: Any) -> Any | None:
+        """``function(*args)`` inside, by a thread that is outside; None if nobody let it in before ``deadline``."""
+        lock, left = self.turnstile.lock, remaining(deadline)
+        try:
+            return self.call(function, *args) if lock.acquire(timeout=-1 if left is None else left) else None
+        finally:
+            with suppress(RuntimeError):  # it was not acquired; or it was, and a signal has struck before anything else
+                lock.release()
 
     @property
     def held_here(self) -> bool:

@@ -8,15 +8,11 @@ receiver thread when it was told. Either answers the sender.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
-from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 from torch import nn
 
@@ -26,38 +22,12 @@ from wsync.deadlines import deadline_in, remaining
 from wsync.ends import ReceiverEnd
 from wsync.errors import NotConnected, WeightSyncError
 from wsync.events import Closed, Decision, Event, Follower, News, Stage
+from wsync.forking import following
 from wsync.gate import guard, process_gate, release
 from wsync.strategy import WeightStrategy
 from wsync.types import ANY_VERSION, Ack, Update
 
 _LOOK = 2.0  # seconds after which somebody who waits looks whether the sender is there, where nobody would tell
-
-_open: WeakSet[Receiver] = WeakSet()  # whose models are gated
-_forking: list[AbstractContextManager[None]] = []  # the gate, held while this process forks
-
-
-def _before_fork() -> None:
-    """Give all models memory of their own: what they are bound to is written once this process has gone on."""
-    if _open:
-        holding = process_gate().hold()
-        holding.__enter__()
-        _forking.append(holding)
-        for receiver in _open:
-            receiver.own_memory()
-
-
-def _in_parent() -> None:
-    if _forking:
-        _forking.pop().__exit__(None, None, None)
-
-
-def _in_child() -> None:
-    """A forked child has none of its parent's receivers, and a gate of its own."""
-    _open.clear()
-    _forking.clear()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
 class Receiver:
@@ -142,7 +112,7 @@ class Receiver:
             raise WeightSyncError(f"worker {worker_idx} could not install its first weights:\n{error}")
 
     def _guard(self) -> None:
-        process_gate().call(_open.add, self)
+        process_gate().call(following.add, self)
         guard(self.model)
 
     def _bind_model(self) -> Binding:
@@ -270,9 +240,9 @@ class Receiver:
             self.waiting += 1
         try:
             self._call(True)
-            _in_gate(bool, deadline)  # what there is to install is installed on the way
+            process_gate().call_before(deadline, bool)  # what there is to install is installed on the way
             self._await_change(deadline)
-            taken = _in_gate(partial(self._take, take or self.weights), deadline)
+            taken = process_gate().call_before(deadline, self._take, take or self.weights)
         finally:
             with self._changed:
                 self.waiting -= 1
@@ -326,20 +296,10 @@ class Receiver:
             staged.forget(self)
             self._end.leave()
             self.own_memory()
-            _open.discard(self)
-            if all(other.model is not self.model for other in _open):
+            following.discard(self)
+            if all(other.model is not self.model for other in following):
                 release(self.model)
         self._end.close()
-
-
-def _in_gate(function: Callable[[], Any], deadline: float | None) -> Any | None:
-    """``function()`` in the gate, which this thread is not in; None if it could not be entered before ``deadline``."""
-    gate, left = process_gate(), remaining(deadline)
-    try:
-        return gate.call(function) if gate.turnstile.lock.acquire(timeout=-1 if left is None else left) else None
-    finally:
-        with suppress(RuntimeError):  # it was not acquired; or it was, and a signal has struck before anything else
-            gate.turnstile.lock.release()
 
 
 def _require_whole(update: Update) -> None:
