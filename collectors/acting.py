@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import wsync
-from collectors.base import find_in
 from collectors.rollout import Rollout
 
 
@@ -75,3 +74,20 @@ def policy_scheme(schemes: dict[str, wsync.WeightSyncScheme]) -> wsync.WeightSyn
     """The scheme whose versions are those of the frames: the policy's, or else the first that carries anything."""
     carrying = {name: s for name, s in schemes.items() if not isinstance(s, wsync.NoWeightSyncScheme)}
     return carrying.get("policy") or next(iter(carrying.values()), None)
+
+
+def find_in(context: object, policy: object, model_id: str) -> nn.Module:
+    """The model that ``model_id`` names in a context, or else inside the policy (``"actor"``).
+
+    Raises:
+        LookupError: in neither.
+    """
+    try:
+        return wsync.find_model(context, model_id)
+    except LookupError as error:
+        if not isinstance(policy, nn.Module):
+            raise
+        try:
+            return wsync.find_model(policy, model_id)
+        except LookupError:
+            raise error from None  # it says how far the path leads in an environment

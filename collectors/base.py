@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, Self
 
-import gymnasium
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
 import wsync
-from collectors.envs import GymEnv
+from collectors.acting import find_in
 from collectors.recovery import Failures
 from collectors.updating import UpdaterOrFactory, Updating, appoint
-
-EnvMaker = Callable[[], Any]
 
 
 class BaseCollector(Updating):
@@ -132,34 +129,3 @@ class BaseCollector(Updating):
     def __exit__(self, *_: object) -> None:
         """Shut down."""
         self.shutdown()
-
-
-def find_in(context: object, policy: object, model_id: str) -> nn.Module:
-    """The model that ``model_id`` names in a context, or else inside the policy (``"actor"``).
-
-    Raises:
-        LookupError: in neither.
-    """
-    try:
-        return wsync.find_model(context, model_id)
-    except LookupError as error:
-        if not isinstance(policy, nn.Module):
-            raise
-        try:
-            return wsync.find_model(policy, model_id)
-        except LookupError:
-            raise error from None  # it says how far the path leads in an environment
-
-
-def make_env(create_env_fn: EnvMaker | GymEnv) -> Any:
-    """The environment that ``create_env_fn`` makes (a Gymnasium one is wrapped).
-
-    Raises:
-        TypeError: it is not an environment.
-    """
-    env = create_env_fn if isinstance(create_env_fn, GymEnv) else create_env_fn()
-    if isinstance(env, gymnasium.Env | gymnasium.vector.VectorEnv):
-        return GymEnv(env)
-    if not isinstance(env, GymEnv):
-        raise TypeError(f"create_env_fn made a {type(env).__name__}, not a GymEnv or a Gymnasium environment")
-    return env

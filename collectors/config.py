@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import gymnasium
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING
 
 from collectors.envs import GymEnv
+from wsync.config import store_once
 
 LOCAL_SCHEMES = frozenset({"SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme", "NoWeightSyncScheme"})
 CARRIES = {
@@ -178,19 +178,6 @@ def solved_at(env: EnvConfig) -> float | None:
     if env.solved_at is not None:
         return env.solved_at
     return gymnasium.spec(env.id.rpartition(":")[2]).reward_threshold  # the module before the colon was imported by now
-
-
-def store_once(group: str | None, name: str, node: type) -> None:
-    """Put `node` into Hydra's ConfigStore; again is harmless, another one of the same name a ValueError.
-
-    The store itself would overwrite the first in silence.
-    """
-    store = ConfigStore.instance()
-    present = store.repo.get(group, {}) if group else store.repo
-    if f"{name}.yaml" not in present:
-        store.store(group=group, name=name, node=node)
-    elif OmegaConf.get_type(present[f"{name}.yaml"].node) is not node:
-        raise ValueError(f"the config store has another {group or ''}/{name} already")
 
 
 def register_configs() -> None:

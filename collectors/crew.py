@@ -14,12 +14,13 @@ import torch
 from tensordict import TensorDictBase
 
 import wsync
-from collectors.base import BaseCollector, EnvMaker
+from collectors.base import BaseCollector
 from collectors.gathering import FirstCome, Gathering, Together
+from collectors.making import EnvMaker
 from collectors.members import Members
+from collectors.pickling import pickled
 from collectors.pool import Pool, Worker
 from collectors.recovery import FailurePolicy, OnFailure
-from collectors.single import pickled
 from collectors.updating import UpdaterOrFactory
 from collectors.worker import Parts, WorkerOptions
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Unpack
 
-from collectors.base import EnvMaker
 from collectors.crew import CrewCollector, CrewOptions
+from collectors.making import EnvMaker
 from collectors.processes import ProcessPool
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import cloudpickle
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
 import wsync
 from collectors.acting import Actor, policy_scheme
-from collectors.base import BaseCollector, EnvMaker, make_env
+from collectors.base import BaseCollector
 from collectors.envs import GymEnv
+from collectors.making import EnvMaker, make_env
+from collectors.pickling import copy_of
 from collectors.updating import UpdaterOrFactory
 
 
@@ -121,27 +122,3 @@ class Collector(BaseCollector):
         for scheme in self.weight_sync_schemes.values():
             scheme.shutdown()
         self.env.close()
-
-
-def copy_of(policy: Any) -> Any:
-    """A copy of the policy that shares nothing with it.
-
-    Raises:
-        TypeError: it cannot be pickled; says why.
-    """
-    return None if policy is None else cloudpickle.loads(pickled(policy, "policy"))
-
-
-def pickled(thing: Any, name: str) -> bytes:
-    """``thing`` as bytes, with lambdas and local functions.
-
-    Raises:
-        TypeError: it cannot be pickled; says what and why.
-    """
-    try:
-        return cloudpickle.dumps(thing)
-    except Exception as error:
-        raise TypeError(
-            f"the {name} cannot be sent to a worker, because it cannot be pickled ({error}); "
-            "give a factory (create_env_fn, policy_factory) that makes it there"
-        ) from error

@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 import wsync
 from collectors.acting import Actor, policy_scheme
-from collectors.base import make_env
+from collectors.making import make_env
 from collectors.shared_batch import BatchPlan
 
 

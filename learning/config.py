@@ -11,10 +11,11 @@ from hydra.core.config_store import ConfigStore
 from hydra.experimental.callback import Callback
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from collectors.config import ConfigError, MultiAsyncConfig, MultiSyncConfig, RemoteConfig, store_once
+from collectors.config import ConfigError, MultiAsyncConfig, MultiSyncConfig, RemoteConfig
 from collectors.specs import Spec
 from learning.networks import ACTIVATIONS
 from learning.reporting.sweep import report
+from wsync.config import store_once
 
 
 @dataclass

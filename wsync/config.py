@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
 
 @dataclass
@@ -101,17 +102,20 @@ CONFIGS: dict[str, type] = {
 }
 
 
-def register_configs() -> None:
-    """Put ``weight_sync/base_<name>`` into the store, once.
+def store_once(group: str | None, name: str, node: type) -> None:
+    """Put `node` into Hydra's ConfigStore; again is harmless, another one of the same name a ValueError.
 
-    Raises:
-        ValueError: somebody else has put another entry of that name there.
+    The store itself would overwrite the first in silence.
     """
     store = ConfigStore.instance()
-    present = store.repo.get("weight_sync", {})
+    present = store.repo.get(group, {}) if group else store.repo
+    if f"{name}.yaml" not in present:
+        store.store(group=group, name=name, node=node)
+    elif OmegaConf.get_type(present[f"{name}.yaml"].node) is not node:
+        raise ValueError(f"the config store has another {group or ''}/{name} already")
+
+
+def register_configs() -> None:
+    """Put ``weight_sync/base_<name>`` into the store, once; ValueError as ``store_once``."""
     for name, config in CONFIGS.items():
-        entry = f"base_{name}.yaml"
-        if entry not in present:
-            store.store(group="weight_sync", name=f"base_{name}", node=config)
-        elif store.load(f"weight_sync/{entry}").node._metadata.object_type is not config:
-            raise ValueError(f"the config store has another weight_sync/base_{name} already")
+        store_once("weight_sync", f"base_{name}", config)

@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any, Unpack
 
 import wsync
-from collectors.base import EnvMaker
 from collectors.crew import CrewCollector, CrewOptions
 from collectors.distributed.ray_cluster import starts_one
 from collectors.distributed.ray_pool import RayPool
+from collectors.making import EnvMaker
 
 
 class RayCollector(CrewCollector):

@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any, Unpack
 
 import wsync
-from collectors.base import EnvMaker
 from collectors.crew import CrewCollector, CrewOptions
 from collectors.distributed.rpc_pool import RpcPool
+from collectors.making import EnvMaker
 
 
 class RPCCollector(CrewCollector):
