@@ -23,8 +23,8 @@ class Worker(ABC):
         num_envs: its environments, once it is ready.
         frames: that a batch of its has.
         buffers: what it brings, as bytes.
+        batches: ``buffers`` as TensorDicts; one is written again when the worker is told to fill that buffer again.
         hold: on its process, if this side has started one for it on this machine; else an empty one.
-        batches: the same, as TensorDicts; written again when the worker is told to fill that buffer again.
     """
 
     def __init__(self, worker_idx: int) -> None:

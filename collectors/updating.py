@@ -84,19 +84,19 @@ class Updating(ABC):
             KeyError: a model without a scheme; names those that have one.
             wsync.WeightSyncError: as ``WeightSyncScheme.send``.
         """
-        scheme = self.weight_sync_schemes.get(model_id or "policy") or self._scheme(model_id)
+        scheme = self._scheme(model_id)
         send = scheme.send if wait else scheme.send_async
         if worker_ids is None:
             self._deliver(partial(send, weights), None)
             return
 
-        def deliver(workers: Any) -> None:
+        def deliver(workers: Any) -> None:  # fewer than ``worker_ids`` when it is called again, without who has failed
             send(weights if workers is worker_ids else _share(weights, workers), workers)
 
         self._deliver(deliver, worker_ids)
 
     def _deliver(self, send: Callable[[Any], object], worker_ids: int | Sequence[int] | None) -> None:
-        """Send to all of ``worker_ids`` that there are."""
+        """Call ``send(worker_ids)``; again, with those who are left, where a worker may fail."""
         send(worker_ids)
 
     def _update_together(self, weights_dict: Mapping[str, Any], worker_ids: int | Sequence[int] | None) -> None:
@@ -117,7 +117,9 @@ class Updating(ABC):
         )
 
     def _scheme(self, model_id: str | None) -> wsync.WeightSyncScheme:
-        scheme = self.weight_sync_schemes.get(model_id or self.default_model_id)
+        scheme = self.weight_sync_schemes.get(model_id or "policy")
+        if scheme is None and model_id is None and len(self.weight_sync_schemes) == 1:
+            scheme = next(iter(self.weight_sync_schemes.values()))
         if scheme is None:
             known = ", ".join(self.weight_sync_schemes) or "none at all"
             raise KeyError(f"no weight sync scheme for model '{model_id or self.default_model_id}'; there are: {known}")
