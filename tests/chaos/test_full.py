@@ -20,8 +20,6 @@ from stage import Scene, detected, recovered
 import wsync
 from learning import checkpoint
 
-pytestmark = pytest.mark.timeout(60)
-
 ARENAS = ("shared_mem", "shared_mem-published", "multiprocess")
 MIB = 2**20
 

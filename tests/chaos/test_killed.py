@@ -16,8 +16,6 @@ from stage import Scene, Stage, detected, recovered
 
 import wsync
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def goes_on(cell: Cell, stage: Stage, value: float = 3) -> None:
     """The others have the update, and get the next ones."""

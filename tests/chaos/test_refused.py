@@ -15,8 +15,6 @@ from stage import VICTIM, Scene, detected, recovered
 
 import wsync
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_set_extra_state_raises(cell: Cell, scene: Scene) -> None:
     """A module's `set_extra_state` raises in one worker, half-way through. Its model is put back as it was, the

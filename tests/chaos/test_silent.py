@@ -11,8 +11,6 @@ from stage import DEADLINE, VICTIM, Scene, Stage, detected, recovered
 
 import wsync
 
-pytestmark = pytest.mark.timeout(60)
-
 SOON = DEADLINE + 1.5  # seconds: by the deadline, on a busy machine
 
 

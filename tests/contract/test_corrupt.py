@@ -11,7 +11,7 @@ from crew import crew
 from torch import Tensor
 
 import wsync
-from wsync import arena, group_express, group_sender
+from wsync import arena, group_fast_sender, lanes
 from wsync.checksum import checksum_of, seal
 
 pytestmark = pytest.mark.timeout(60)
@@ -37,9 +37,9 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
             content[2] ^= 1
         return seal(content)
 
-    for module in (arena, group_sender):
+    for module in (arena, lanes):
         monkeypatch.setattr(module, "checksum_of", then_flip)
-    monkeypatch.setattr(group_express, "seal", of_another)  # it comes after the data
+    monkeypatch.setattr(group_fast_sender, "seal", of_another)  # it comes after the data
     return lambda: armed.append(True)
 
 

@@ -19,8 +19,6 @@ from torch import nn
 
 import wsync
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def remote_shape(host: Host) -> tuple[dict[str, tuple[int, ...]], bool]:
     model = host.models["policy"]
@@ -170,6 +168,7 @@ def test_lazy(make_scheme: Any) -> None:
         assert [seen[0] for seen in workers.all("forward")] == [6, 6]
 
 
+@pytest.mark.above_the_ends
 def test_lazy_and_nobody_listens(make_scheme: Any) -> None:
     """The first send is not finished before a worker can know of the memory that it has to be bound to."""
     with crew(1) as workers, make_scheme() as scheme:
@@ -185,6 +184,7 @@ def test_lazy_and_nobody_listens(make_scheme: Any) -> None:
         assert workers[0].call("forward")[0] == 6
 
 
+@pytest.mark.above_the_ends
 def test_a_transport_alone_does_it_all(make_scheme: Any) -> None:
     with crew(2) as workers, make_scheme(timeout=float("inf")) as scheme:
         model = fill(Small(), 1)

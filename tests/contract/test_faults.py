@@ -27,8 +27,6 @@ from crew import (
 import wsync
 from wsync import staged
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.mark.above_the_ends  # tests/chaos kills actors in the same way
 def test_dead_worker(make_scheme: Any) -> None:
@@ -324,6 +322,7 @@ def test_no_answer_is_awaited_twice(make_scheme: Any) -> None:
         spare[0].resume()
 
 
+@pytest.mark.above_the_ends
 def test_a_successor_has_what_its_predecessor_was_sent(make_scheme: Any) -> None:
     """Not what somebody else was sent since, into memory that the predecessor did not need any more."""
     model = fill(Small(), 1)
