@@ -224,7 +224,7 @@ def test_the_same_seed_collects_what_worker_processes_collect_until_ctrl_c(famil
         expected = torch.cat([next(collector) for _ in range(2)], -1)
     with pytest.raises(KeyboardInterrupt), begin(family) as collector:
         batches = torch.cat([next(collector) for _ in range(2)], -1)
-        assert batches.batch_size == (4, 16) and (batches == expected).all()
+        assert batches.batch_size == (2, 2, 16) and (batches == expected).all()
         assert collector.remote_workers[1].worker_idx == 1
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         while True:
