@@ -93,18 +93,16 @@ class Training:
         after a request to stop: a signal to the whole process group ends the workers as well. After a
         ``KeyboardInterrupt``, which is a second request, nothing else is waited for.
         """
+        patient = True
         try:
-            summary = self._run(collector, stop, config)
-        except Exception:
-            self._conclude()
+            return self._run(collector, stop, config)
+        except KeyboardInterrupt:
+            patient = False
             raise
-        else:
-            self._conclude()
-            return summary
-
-    def _conclude(self) -> None:
-        for reporter in reversed(self.reporters):
-            reporter.conclude()
+        finally:
+            if patient:
+                for reporter in reversed(self.reporters):
+                    reporter.conclude()
 
     def _run(self, collector: Collector, stop: StopRequest, config: Any) -> dict[str, Any]:
         status, diverged = "failed", False

@@ -159,11 +159,11 @@ class LocalSender:
             return None
         return FastEnd(partial(self.arena.update, descriptors, self._retains), self._complete)
 
-    def _complete(self, partial: PartialDelivery, version: int, acknowledge: bool) -> None:
+    def _complete(self, delivery: PartialDelivery, version: int, acknowledge: bool) -> None:
         """Switch whom the fast path could not switch at once, and remember who has answered."""
-        for worker in partial.others:
-            self._switch(worker, version, partial.slot, acknowledge)
-        for worker, answered in enumerate(partial.answered):
+        for worker in delivery.others:
+            self._switch(worker, version, delivery.slot, acknowledge)
+        for worker, answered in enumerate(delivery.answered):
             if answered:
                 self._lines.note(Ack(worker, version))
 
