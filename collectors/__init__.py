@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+import wsync  # isort: skip  # noqa: F401  before tensordict: see wsync/lean_import.py
 from collectors.base import BaseCollector
 from collectors.envs import GymEnv
 from collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector

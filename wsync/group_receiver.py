@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -15,13 +14,12 @@ from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
 from wsync.events import Closed, Decision, Event, Follower, News, SlowPath, Stage
 from wsync.group import Pair
 from wsync.group_fast_receiver import GroupFastReceiver
-from wsync.group_sender import TRANSACTION
 from wsync.landing import Landing
 from wsync.layout import Layout
 from wsync.plan import Plan
 from wsync.receiver_thread import Told
 from wsync.types import ANY_VERSION, Ack, Update
-from wsync.words import Kind, Line, Message
+from wsync.words import TRANSACTION, Kind, Line, Message, unpacked
 
 JoinPair = Callable[[int, int, float | None], Pair]
 """``(worker, generation, deadline) -> pair``: the worker's half of the rendezvous of a pair."""
@@ -186,7 +184,7 @@ class GroupReceiver:
                 self._connection().send(self.said)
             return []
         if message.kind in (Kind.DECIDE, Kind.DROP):
-            (transaction,) = _unpacked(TRANSACTION, message.payload)
+            (transaction,) = unpacked(TRANSACTION, message.payload)
             update = self._kept.pop(transaction, None)
             if update is not None and message.kind is Kind.DROP:
                 self.landing.free(update.slot)
@@ -200,7 +198,7 @@ class GroupReceiver:
             if older is not None and older.slot != update.slot:  # an interrupt struck, and nobody has tried again
                 self.landing.free(older.slot)
             return [News()]
-        (transaction,) = _unpacked(TRANSACTION, message.payload[: TRANSACTION.size])
+        (transaction,) = unpacked(TRANSACTION, message.payload[: TRANSACTION.size])
         self._kept[transaction] = update
         return [Stage(transaction, update)]
 
@@ -286,9 +284,3 @@ def _say_goodbye(line: Line) -> None:
         line.send(Message(Kind.BYE))
     except ConnectionError:
         return
-
-
-def _unpacked(form: struct.Struct, data: bytes) -> tuple[int, ...]:
-    if len(data) != form.size:
-        raise ValueError(f"{len(data)} bytes where {form.size} were expected")
-    return form.unpack(data)

@@ -9,7 +9,6 @@ on; while the trainer is away, a courier (a thread that lives as long as somethi
 from __future__ import annotations
 
 import os
-import struct
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -28,9 +27,8 @@ from wsync.lines import Lines
 from wsync.packing import Buffer
 from wsync.plan import Plan
 from wsync.types import Ack
-from wsync.words import Door, Kind, Message
+from wsync.words import TRANSACTION, Door, Kind, Message
 
-TRANSACTION = struct.Struct("<Q")
 FormPair = Callable[[int, int, float | None], Callable[[], Pair]]
 """``(worker, generation, deadline) -> form``: the trainer's half of the rendezvous of a pair; ``form`` waits."""
 

@@ -8,12 +8,11 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Protocol
 
-from wsync.deadlines import milliseconds, wait_readable
+from wsync.deadlines import NOW, milliseconds, wait_readable
 from wsync.errors import SyncTimeout, WorkerDied
 from wsync.types import Ack
 from wsync.words import PROTOCOL, Door, Kind, Line, Message
 
-_NOW = 0.0  # a deadline that is over
 _ANSWERS = frozenset((Kind.ACK, Kind.STAGED, Kind.FAILED, Kind.FREED))
 
 
@@ -116,7 +115,7 @@ class Lines:
             return -1
         line, hello = visitor
         worker = hello.worker
-        if wait_readable(line.signs, _NOW):  # until it is welcomed it has nothing to say: it has died, or given up
+        if wait_readable(line.signs, NOW):  # until it is welcomed it has nothing to say: it has died, or given up
             line.close()
             return -1
         self.listen()  # its predecessor may have died
@@ -187,7 +186,7 @@ class Lines:
 
     def listen(self) -> None:
         """Take in everything that has been said."""
-        while self.read(_NOW):
+        while self.read(NOW):
             pass
 
     def collect(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:

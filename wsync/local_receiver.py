@@ -19,7 +19,7 @@ from wsync.receiver_thread import Told, receiver_thread
 from wsync.rendezvous import Connection, Endpoint, knock
 from wsync.seat import Seat
 from wsync.types import ANY_VERSION, Ack, Update
-from wsync.words import Kind, Message
+from wsync.words import TRANSACTION, Kind, Message, unpacked
 
 
 class LocalReceiver:
@@ -138,11 +138,12 @@ class LocalReceiver:
         if message.kind is Kind.NEWS:
             return [News()]
         if message.kind is Kind.DROP:
-            return [Decision(message.version, install=False)]
-        if message.kind is not Kind.STAGE or len(message.payload) != STAGED.size:
-            raise ValueError(f"a message {message.kind.name} of {len(message.payload)} bytes")
-        transaction, slot = STAGED.unpack(message.payload)
-        return [Stage(transaction, self._update(message.version, slot, acknowledge=True))]
+            (transaction,) = unpacked(TRANSACTION, message.payload)
+            return [Decision(transaction, install=False)]
+        if message.kind is Kind.STAGE:
+            transaction, slot = unpacked(STAGED, message.payload)
+            return [Stage(transaction, self._update(message.version, slot, acknowledge=True))]
+        raise ValueError(f"a message {message.kind.name}")
 
     def _update(self, version: int, slot: int, acknowledge: bool) -> Update:
         if self._arena is None:

@@ -22,7 +22,7 @@ from wsync.packing import Buffer
 from wsync.plan import Plan
 from wsync.rendezvous import Endpoint, Listener
 from wsync.types import ANY_VERSION, Ack
-from wsync.words import PROTOCOL, Kind, Message
+from wsync.words import TRANSACTION, Kind, Message
 
 _SWITCH_TIMEOUT = 5.0  # seconds; it is held for a microsecond, unless its holder was stopped right then
 STAGED = struct.Struct("<QI")  # transaction, slot
@@ -75,7 +75,7 @@ class LocalSender:
     def _plan(self, kind: Kind, worker: int) -> Message:
         fds = () if self._arena is None else self._arena.fds
         plan = Plan(self._layout, self._checksum, self._num_workers)
-        return Message(kind, worker, PROTOCOL, plan.dump(), fds=fds)
+        return Message(kind, worker, payload=plan.dump(), fds=fds)
 
     def admit(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
         """Let workers in until all of ``workers`` are there."""
@@ -199,8 +199,8 @@ class LocalSender:
     def drop(self, workers: Collection[int], transaction: int) -> None:
         """Have workers forget what was staged, and free its slots."""
         staged = self._staged.pop(transaction, {})
-        for worker in workers:
-            self._lines.say(worker, Message(Kind.DROP, worker, transaction))  # nobody decides it, heard or not
+        for worker in workers:  # nobody decides it, heard or not
+            self._lines.say(worker, Message(Kind.DROP, worker, payload=TRANSACTION.pack(transaction)))
         self._reserved.difference_update(staged.values())
 
     def listen(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed import rpc
 
-from wsync.deadlines import wait_readable
+from wsync.deadlines import NOW, wait_readable
 from wsync.errors import NotConnected
 from wsync.identity import Watch, identity
 from wsync.receiver_thread import Told
@@ -17,7 +17,6 @@ from wsync.rpc_calls import Inbox, hear, knock, own_name, servers, there
 from wsync.words import PROTOCOL, Kind, Message
 
 _GOODBYE = 5.0  # seconds
-_NOW = 0.0  # a deadline that is over
 _TOO_LATE = "RPCErr:1:"  # how torch begins the message of a call that has timed out
 
 
@@ -132,7 +131,7 @@ class WorkerLine:
     def alive(self) -> bool:
         """Whether the trainer is there: its process, if that runs on this machine, or else its answer to a call."""
         if self._watch.pid >= 0:
-            return bool(self._watch.descriptors) and not wait_readable(self._watch.descriptors, _NOW)
+            return bool(self._watch.descriptors) and not wait_readable(self._watch.descriptors, NOW)
         try:
             return rpc.rpc_sync(self._trainer, there, args=(self._end[0],), timeout=_GOODBYE)
         except RuntimeError as error:

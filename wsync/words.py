@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
-PROTOCOL = 6
+PROTOCOL = 7
 _HEADER = struct.Struct("<BxxxiQQdd")  # kind, worker, version, length, wait, apply
 HEADER_SIZE = _HEADER.size
+TRANSACTION = struct.Struct("<Q")  # what the payloads of STAGE, DROP and DECIDE begin with
 
 
 class Kind(IntEnum):
@@ -19,9 +20,9 @@ class Kind(IntEnum):
     REFUSED = 2  # payload: why
     LAYOUT = 3  # the layout, after a lazy start
     NEWS = 4  # a version is published: pass through the gate
-    STAGE = 5  # check a version and keep it ready; payload: transaction
-    DROP = 6  # the transaction is off
-    DECIDE = 7  # install what is staged in the transaction
+    STAGE = 5  # check a version and keep it ready; payload: transaction, and where the version is
+    DROP = 6  # the transaction is off; payload: transaction
+    DECIDE = 7  # install what is staged in the transaction; payload: transaction
     ASK = 8  # say once more what you said last: it has not come
     HELLO = 16  # payload: what shows that the token is known, and over a network who this is
     ACK = 17  # a version is installed
@@ -35,7 +36,14 @@ _KINDS = {int(kind): kind for kind in Kind}  # a fifth of the time of Kind(numbe
 
 
 class Message(NamedTuple):
-    """One message between the two ends; ``fds`` are owned by whoever received it."""
+    """One message between the two ends.
+
+    Attributes:
+        version: of the weights that it is about, 0 if there are none; of the protocol, in ``HELLO``.
+        wait: seconds from the moment a worker was told of the version until it could begin to install it, in ``ACK``.
+        apply: seconds that it took to install it, in ``ACK``.
+        fds: owned by whoever received it.
+    """
 
     kind: Kind
     worker: int = -1
@@ -74,6 +82,17 @@ def unpack(data: bytes | bytearray, payload: bytes | None = None, fds: tuple[int
         raise ValueError(f"a message is at least {HEADER_SIZE} bytes, not {len(data)}") from error
     except KeyError as error:
         raise ValueError(f"there is no message of kind {error}") from error
+
+
+def unpacked(form: struct.Struct, payload: bytes) -> tuple[int, ...]:
+    """What a payload of just this ``form`` says.
+
+    Raises:
+        ValueError: it has another size.
+    """
+    if len(payload) != form.size:
+        raise ValueError(f"{len(payload)} bytes where {form.size} were expected")
+    return form.unpack(payload)
 
 
 class Line(Protocol):

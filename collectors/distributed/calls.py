@@ -13,6 +13,7 @@ from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from collectors.pool import GRACE, Event, Pool, Worker
 
@@ -22,14 +23,14 @@ class Answer:
     """What a call returned.
 
     Attributes:
-        kind: ``ready``, ``connected``, ``batch``, ``error`` or ``died``; nothing after ``seed``.
+        kind: ``ready``, ``connected``, ``batch``, ``ended``, ``error`` or ``died``; nothing after ``seed``.
         value: what goes with it.
-        payload: a batch's bytes, uint8.
+        payload: a batch's bytes, uint8: whichever of the two the calls carry without a copy.
     """
 
     kind: str = ""
     value: Any = None
-    payload: np.ndarray | None = None
+    payload: torch.Tensor | np.ndarray | None = None
 
 
 class Signal:
@@ -108,7 +109,7 @@ class CallPool(Pool[C]):
                 plan, count, num_envs = answer.value
                 worker.ready(plan, plan.allocate(count), num_envs)
             elif answer.payload is not None:
-                np.copyto(worker.buffers[answer.value].numpy(), answer.payload)
+                np.copyto(worker.buffers[answer.value].numpy(), np.asarray(answer.payload))
             if answer.kind:
                 heard.append((worker, answer.kind, answer.value))
         return heard

@@ -6,23 +6,22 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from collectors.distributed.called import CalledCore
 from collectors.distributed.calls import Answer, CalledWorker, CallPool, Signal
 from collectors.distributed.ray_cluster import Cluster
 from collectors.pool import GRACE
-from collectors.worker import Core, WorkerOptions
 from wsync import SyncTimeout
-
-_NOTHING = Answer()
 
 
 class Acting:
@@ -35,9 +34,7 @@ class Acting:
     def __init__(self, path: Sequence[str]) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C may reach the whole process group
         sys.path.extend(entry for entry in path if entry not in sys.path)
-        self._core: list[Core] = []  # none before it is built
-        self._buffers: list[torch.Tensor] = []
-        self._failed = False
+        self._core = CalledCore(lambda options: torch.set_num_threads(options.threads))  # logging is Ray's
 
     def life(self) -> None:
         """Never return: the trainer's call breaks when the process ends."""
@@ -47,37 +44,12 @@ class Acting:
         """Return at once: the actor is there."""
 
     def obey(self, command: str, argument: Any) -> Answer:
-        """Do a command; after one that failed, nothing but ``end``."""
+        """Do a command; ``end`` is the last."""
         if command == "end":
-            return self._end()
-        if self._failed:
-            return _NOTHING
-        try:
-            return self._build(*argument) if command == "build" else self._work(command, argument)
-        except Exception:  # noqa: BLE001  whatever it is, the trainer raises it again with this traceback
-            self._failed = True
-            return Answer("error", traceback.format_exc())
-
-    def _build(self, parts: bytes, options: WorkerOptions) -> Answer:
-        torch.set_num_threads(options.threads)
-        core = Core(parts, options)
-        self._core.append(core)
-        self._buffers = core.plan.allocate(options.buffers)
-        core.fill(self._buffers)
-        return Answer("ready", (core.plan, options.buffers, core.num_envs))
-
-    def _work(self, command: str, argument: Any) -> Answer:
-        answer = self._core[0].obey(command, argument)
-        if answer is None:
-            return _NOTHING
-        kind, value = answer
-        return Answer(kind, value, self._buffers[value].numpy() if kind == "batch" else None)
-
-    def _end(self) -> Answer:
-        for core in self._core:
-            core.close()
-        self._core.clear()
-        return Answer("ended")
+            self._core.close()
+            return Answer("ended")
+        answer = self._core.obey(command, argument)
+        return answer if answer.payload is None else replace(answer, payload=np.asarray(answer.payload))
 
 
 class RayWorker(CalledWorker):

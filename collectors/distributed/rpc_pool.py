@@ -10,7 +10,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from torch import Tensor
 from torch.distributed import rpc
 from torch.futures import Future
 
@@ -48,13 +47,12 @@ class RpcWorker(CalledWorker):
     def call(self, command: str, argument: Any, answered: Callable[[Answer], None]) -> None:
         """See CalledWorker."""
 
-        def on_done(future: Future[tuple[str, Any, Tensor | None]]) -> None:
+        def on_done(future: Future[Answer]) -> None:
             try:
-                kind, value, payload = future.value()
-            except Exception as error:  # noqa: BLE001  what the worker raised is an answer: this is the way to it
-                answered(Answer("died", self.last_words(_first_line(error))))
-            else:
-                answered(Answer(kind, value, None if payload is None else payload.numpy()))
+                answer = future.value()
+            except Exception as error:  # noqa: BLE001  what the call raised is an answer: this is the way to it
+                answer = Answer("died", self.last_words(_first_line(error)))
+            answered(answer)
 
         number, self._number = self._number, self._number + 1
         try:

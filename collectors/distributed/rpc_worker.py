@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import os
 import threading
-import traceback
-from collections.abc import Generator
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch import Tensor
 from torch.distributed import rpc
 from torch.futures import Future
 
+from collectors.distributed.called import CalledCore
+from collectors.distributed.calls import Answer
 from collectors.distributed.doors import Address
 from collectors.distributed.rpc_group import join_group, leave_group
-from collectors.worker import Core, be_a_worker
+from collectors.worker import WorkerOptions, be_a_worker
 
-Reply = tuple[str, Any, Tensor | None]
-_NOTHING: Reply = ("", None, None)
 _servants: dict[str, Servant] = {}  # by the collector that each serves
 
 
@@ -32,70 +29,48 @@ class Servant:
 
     def __init__(self, *, alone: bool) -> None:
         self._alone = alone
-        self._commands: dict[int, tuple[str, Any, Future[Reply]]] = {}
+        self._core = CalledCore(self._settle)
+        self._commands: dict[int, tuple[str, Any, Future[Answer]]] = {}
         self._come = threading.Condition()
         self.life: Future[None] = Future()
 
-    def take(self, number: int, command: str, argument: Any) -> Future[Reply]:
+    def take(self, number: int, command: str, argument: Any) -> Future[Answer]:
         """Have a command done when it is its turn."""
-        reply: Future[Reply] = Future()
+        reply: Future[Answer] = Future()
         with self._come:
             self._commands[number] = command, argument, reply
             self._come.notify()
         return reply
 
     def serve(self) -> None:
-        """Do commands until one is ``end``; after one that failed, that is the only one that is done."""
-        work = self._work()
-        next(work)
-        number, failed = 0, False
+        """Do commands until one is ``end``."""
+        number = 0
         while True:
             command, argument, reply = self._next(number)
-            number += 1
             if command == "end":
-                try:
-                    work.close()
-                    if self._alone:
-                        # When the trainer leaves the group torch complains, and there is nothing left to say here.
-                        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-                finally:  # the trainer, and whoever shuts the group down, wait for both, whatever an environment raises
-                    reply.set_result(("ended", None, None))
-                    self.life.set_result(None)
+                self._end(reply)
                 return
-            if failed:
-                reply.set_result(_NOTHING)
-                continue
-            try:
-                reply.set_result(work.send((command, argument)))
-            except Exception:  # noqa: BLE001  whatever it is, the trainer raises it again with this traceback
-                failed = True
-                reply.set_result(("error", traceback.format_exc(), None))
+            reply.set_result(self._core.obey(command, argument))
+            number += 1
 
-    def _work(self) -> Generator[Reply, tuple[str, Any], None]:
-        """Takes ``build``, then what a core obeys; gives the replies."""
-        parts, options = (yield _NOTHING)[1]
-        if self._alone:
-            be_a_worker(options)
-        core = Core(parts, options)
-        try:
-            buffers = core.plan.allocate(options.buffers)
-            core.fill(buffers)
-            reply: Reply = ("ready", (core.plan, options.buffers, core.num_envs), None)
-            while True:
-                answer = core.obey(*(yield reply))
-                if answer is None:
-                    reply = _NOTHING
-                elif answer[0] == "batch":
-                    reply = (*answer, buffers[answer[1]])
-                else:
-                    reply = (*answer, None)
-        finally:
-            core.close()
-
-    def _next(self, number: int) -> tuple[str, Any, Future[Reply]]:
+    def _next(self, number: int) -> tuple[str, Any, Future[Answer]]:
         with self._come:
             self._come.wait_for(lambda: number in self._commands)
             return self._commands.pop(number)
+
+    def _settle(self, options: WorkerOptions) -> None:
+        if self._alone:
+            be_a_worker(options)
+
+    def _end(self, reply: Future[Answer]) -> None:
+        try:
+            self._core.close()
+            if self._alone:
+                # When the trainer leaves the group torch complains, and there is nothing left to say here.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        finally:  # the trainer, and whoever shuts the group down, wait for both, whatever an environment raises
+            reply.set_result(Answer("ended"))
+            self.life.set_result(None)
 
 
 def enlist(token: str) -> None:
@@ -105,7 +80,7 @@ def enlist(token: str) -> None:
 
 
 @rpc.functions.async_execution
-def command(token: str, number: int, what: str, argument: Any) -> Future[Reply]:
+def command(token: str, number: int, what: str, argument: Any) -> Future[Answer]:
     """Called by a trainer: see ``Servant.take``."""
     return _servants[token].take(number, what, argument)
 

@@ -25,6 +25,6 @@ def test_an_environment_that_cannot_be_closed_keeps_nobody_waiting() -> None:
     ended = servant.take(1, "end", None)
     with pytest.raises(OSError, match="still laid"):
         servant.serve()
-    assert ready.value()[0] == "ready"
-    assert ended.done() and ended.value()[0] == "ended"
+    assert ready.value().kind == "ready"
+    assert ended.done() and ended.value().kind == "ended"
     assert servant.life.done()
