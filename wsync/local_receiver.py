@@ -19,7 +19,7 @@ from wsync.receiver_thread import Told, receiver_thread
 from wsync.rendezvous import Connection, Endpoint, knock
 from wsync.seat import Seat
 from wsync.types import ANY_VERSION, Ack, Update
-from wsync.words import TRANSACTION, Kind, Message, unpacked
+from wsync.words import Kind, Message, unpacked
 
 
 class LocalReceiver:
@@ -138,8 +138,7 @@ class LocalReceiver:
         if message.kind is Kind.NEWS:
             return [News()]
         if message.kind is Kind.DROP:
-            (transaction,) = unpacked(TRANSACTION, message.payload)
-            return [Decision(transaction, install=False)]
+            return [Decision(message.version, install=False)]
         if message.kind is Kind.STAGE:
             transaction, slot = unpacked(STAGED, message.payload)
             return [Stage(transaction, self._update(message.version, slot, acknowledge=True))]

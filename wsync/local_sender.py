@@ -22,7 +22,7 @@ from wsync.packing import Buffer
 from wsync.plan import Plan
 from wsync.rendezvous import Endpoint, Listener
 from wsync.types import ANY_VERSION, Ack
-from wsync.words import TRANSACTION, Kind, Message
+from wsync.words import Kind, Message
 
 _SWITCH_TIMEOUT = 5.0  # seconds; it is held for a microsecond, unless its holder was stopped right then
 STAGED = struct.Struct("<QI")  # transaction, slot
@@ -199,8 +199,8 @@ class LocalSender:
     def drop(self, workers: Collection[int], transaction: int) -> None:
         """Have workers forget what was staged, and free its slots."""
         staged = self._staged.pop(transaction, {})
-        for worker in workers:  # nobody decides it, heard or not
-            self._lines.say(worker, Message(Kind.DROP, worker, payload=TRANSACTION.pack(transaction)))
+        for worker in workers:  # without payload, so that it waits for nobody: heard or not, it will not be decided
+            self._lines.say(worker, Message(Kind.DROP, worker, transaction))
         self._reserved.difference_update(staged.values())
 
     def listen(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
-PROTOCOL = 7
+PROTOCOL = 6
 _HEADER = struct.Struct("<BxxxiQQdd")  # kind, worker, version, length, wait, apply
 HEADER_SIZE = _HEADER.size
 TRANSACTION = struct.Struct("<Q")  # what the payloads of STAGE, DROP and DECIDE begin with
@@ -21,7 +21,7 @@ class Kind(IntEnum):
     LAYOUT = 3  # the layout, after a lazy start
     NEWS = 4  # a version is published: pass through the gate
     STAGE = 5  # check a version and keep it ready; payload: transaction, and where the version is
-    DROP = 6  # the transaction is off; payload: transaction
+    DROP = 6  # the transaction is off; payload: transaction, or on one machine ``version`` is
     DECIDE = 7  # install what is staged in the transaction; payload: transaction
     ASK = 8  # say once more what you said last: it has not come
     HELLO = 16  # payload: what shows that the token is known, and over a network who this is
