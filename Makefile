@@ -33,13 +33,8 @@ $(VENV)/.bench: $(VENV)/.native
 train: install
 	$(BIN)/python train.py $(ARGS)
 
-# A file's tests stay together, and files in order: they share what takes long to start (a Ray cluster, RPC processes).
-BY_FILE := -n 2 --dist loadfile --no-loadscope-reorder
-
 test: install
-	$(BIN)/python -m pytest $(BY_FILE) --ignore tests/cluster --ignore tests/chaos $(ARGS)
-	$(BIN)/python -m pytest $(BY_FILE) tests/cluster $(ARGS)
-	$(BIN)/python -m pytest -n 2 tests/chaos $(ARGS)
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

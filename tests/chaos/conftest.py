@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from xdist.scheduler import LoadScopeScheduling
 
 import wsync
 
@@ -28,19 +27,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[matrix] = Matrix()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """With several processes at work, all cells of a backend go to one: what it needs is started once."""
-    return ByBackend(config, log)
-
-
-class ByBackend(LoadScopeScheduling):
-    """xdist's own groups are lost where pytest does not let it change a test's name."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return nodeid.partition("[")[2]
 
 
 @pytest.fixture(scope="session", params=[*reversed(BACKENDS)])  # Ray first: it takes longest
