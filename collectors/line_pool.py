@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import select
 from abc import abstractmethod
 from collections.abc import Collection
-from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 from collectors.lines import Line
 from collectors.pool import GRACE, Event, Pool, Worker
+
+_LONG = 1e6  # seconds; more than fit into what the system takes are waited for in parts
 
 
 class LineWorker(Worker):
@@ -46,16 +48,24 @@ class LinePool(Pool[L]):
 
     def listen(self, workers: Collection[L], wake: int, timeout: float | None) -> list[Event[L]]:
         """See Pool."""
-        sources: dict[Any, L] = {worker.line.connection: worker for worker in workers}
-        sources |= {worker.sentinel: worker for worker in workers}
-        ready = wait([*sources, wake], timeout)
-        return [(worker, *self._word(worker)) for worker in {sources[source] for source in ready if source != wake}]
+        poller = select.poll()  # a tenth of the time of multiprocessing's ``wait``
+        poller.register(wake, select.POLLIN)
+        for worker in workers:
+            poller.register(worker.line.connection, select.POLLIN)
+            poller.register(worker.sentinel, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poller.poll(None if timeout is None else min(timeout, _LONG) * 1e3)}
+        events: list[Event[L]] = []
+        for worker in workers:
+            speaks = worker.line.connection.fileno() in ready
+            if speaks or worker.sentinel in ready:
+                events.append((worker, *self._word(worker, speaks)))
+        return events
 
-    def _word(self, worker: L) -> tuple[str, Any]:
+    def _word(self, worker: L, speaks: bool) -> tuple[str, Any]:
         """What ``worker`` says; if it has ended, what it said before that comes first."""
         line = worker.line
         try:
-            if not line.connection.poll(GRACE):
+            if not (speaks or line.connection.poll(GRACE)):
                 return "died", worker.last_words()
             kind, answer = line.connection.recv()
             if kind == "ready":

@@ -98,20 +98,24 @@ class Members(Succession[W]):
             WorkerFailed: a model refused the weights.
             Exception: whatever ``send`` raises, but for deaths and timeouts that the failure policy takes care of.
         """
-        wanted = [worker_ids] if isinstance(worker_ids, int) else worker_ids
-        known = range(len(self._places))
-        if self.failure_policy.on_failure == "raise" or (
-            wanted is not None and (not wanted or any(worker not in known for worker in wanted))
-        ):
-            try:
-                send(worker_ids)
-            except (wsync.WorkerDied, wsync.SyncTimeout) as error:
-                self._note(error)
-                raise
+        if self.failure_policy.on_failure != "raise" and (wanted := self._known(worker_ids)):
+            with self._turns.visiting():
+                while not self._deliver(send, wanted, everybody=worker_ids is None):
+                    pass
             return
-        with self._turns.visiting():
-            while not self._deliver(send, known if wanted is None else wanted, everybody=wanted is None):
-                pass
+        try:
+            send(worker_ids)
+        except (wsync.WorkerDied, wsync.SyncTimeout) as error:
+            self._note(error)
+            raise
+
+    def _known(self, worker_ids: int | Sequence[int] | None) -> Sequence[int]:
+        """These workers; nobody, if one of them is none: that is for ``send`` to refuse."""
+        everyone = range(len(self._places))
+        if worker_ids is None:
+            return everyone
+        wanted = [worker_ids] if isinstance(worker_ids, int) else worker_ids
+        return wanted if all(worker in everyone for worker in wanted) else ()
 
     def _deliver(self, send: Callable[[Any], object], wanted: Collection[int], *, everybody: bool) -> bool:
         """Whether somebody was given it."""

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
@@ -51,18 +51,22 @@ def _context() -> BaseContext:
     return server
 
 
-def _begin(target: Callable[..., None], trainer: int, arguments: tuple[Any, ...]) -> None:
+def _begin(
+    target: Callable[..., None], trainer: int, environment: Mapping[str, str], arguments: tuple[Any, ...]
+) -> None:
     leave_signals_to_the_trainer()
     end_with_process(trainer)
+    os.environ.clear()
+    os.environ.update(environment)  # the fork server has what the trainer had when it was first needed
     torch.seed()  # the children of one fork server have its generators: they would draw the same numbers
     np.random.seed()
     target(*arguments)
 
 
 def start(target: Callable[..., None], worker_idx: int, *arguments: Any) -> BaseProcess:
-    """A process that runs ``target(*arguments)``, leaves signals to the trainer, and ends with it."""
+    """A process with this environment that runs ``target(*arguments)``, leaves signals to the trainer, ends with it."""
     process = _context().Process(  # pyright: ignore[reportAttributeAccessIssue]
-        target=_begin, args=(target, os.getpid(), arguments), name=f"collector-worker-{worker_idx}"
+        target=_begin, args=(target, os.getpid(), dict(os.environ), arguments), name=f"collector-worker-{worker_idx}"
     )
     with _without_main():
         process.start()

@@ -217,6 +217,26 @@ def test_workers_draw_numbers_of_their_own_if_nobody_seeds_them_and_the_seed_s_i
         assert torch.equal(run(7)[key], run(7)[key])
 
 
+class Recalls(GymEnv):
+    """Is only made where the trainer's environment is."""
+
+    def __init__(self) -> None:
+        super().__init__("CartPole-v1")
+        assert os.environ["WSYNC_TEST_MEMORY"] == "what was said last"
+        assert "WSYNC_TEST_FORGOTTEN" not in os.environ
+
+
+def test_workers_have_the_environment_that_the_trainer_has_when_it_starts_them(monkeypatch):
+    """Ray, for one, says there whether it asks for a token; the fork server may be older."""
+    monkeypatch.setenv("WSYNC_TEST_FORGOTTEN", "x")
+    with multi(workers=1) as collector:
+        next(collector)
+    monkeypatch.delenv("WSYNC_TEST_FORGOTTEN")
+    monkeypatch.setenv("WSYNC_TEST_MEMORY", "what was said last")
+    with MultiSyncCollector([Recalls], policy(), frames_per_batch=16) as collector:
+        next(collector)
+
+
 def test_older_names_and_the_choosing_class():
     assert collectors.SyncDataCollector is Collector
     assert collectors.MultiSyncDataCollector is MultiSyncCollector

@@ -1,4 +1,4 @@
-"""tensordict is imported without torch's compiler, and who compiles does not notice. Each in an interpreter of its own."""
+"""tensordict is imported without torch's compiler, and who compiles does not notice: each in a process of its own."""
 
 from __future__ import annotations
 
