@@ -15,6 +15,8 @@ from stage import VICTIM, Scene, detected, recovered
 
 import wsync
 
+pytestmark = pytest.mark.above_the_ends
+
 
 def test_set_extra_state_raises(cell: Cell, scene: Scene) -> None:
     """A module's `set_extra_state` raises in one worker, half-way through. Its model is put back as it was, the

@@ -11,6 +11,8 @@ from stage import DEADLINE, VICTIM, Scene, Stage, detected, recovered
 
 import wsync
 
+pytestmark = pytest.mark.above_the_ends
+
 SOON = DEADLINE + 1.5  # seconds: by the deadline, on a busy machine
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from contract_models import Tail, fill
 from matrix import Cell
 from stage import Scene, Stage, detected, recovered
 
 import wsync
+
+pytestmark = pytest.mark.above_the_ends
 
 
 def pair_up(stage: Stage, second: wsync.WeightSyncScheme) -> None:
