@@ -69,15 +69,9 @@ class Stuck(nn.Module):
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    there = {"env_vars": {"PYTHONPATH": HERE}}  # the actors unpickle what is written here
-    ray.init(
-        "local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        runtime_env=there,
-    )
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", HERE)  # the actors unpickle what is written here
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import ray
 from contract_models import Tail
 from crew import PATIENCE, Host, Remote, obey
@@ -69,13 +70,16 @@ def dismiss() -> None:
 
 def begin(address: str = "") -> None:
     """Have a cluster: one of one's own, or the one at ``address``."""
-    if not ray.is_initialized():
-        tests = Path(__file__).parents[1]
-        places = ":".join(str(place) for place in (tests, tests / "contract", tests / "chaos"))
-        here = {"env_vars": {"PYTHONPATH": places}}  # actors unpickle what is there
-        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "runtime_env": here}
-        if not address:
-            options |= {"num_cpus": 2, "include_dashboard": False}
+    if ray.is_initialized():
+        return
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    if not address:
+        options |= {"num_cpus": 2, "include_dashboard": False}
+    tests = Path(__file__).parents[1]
+    places = ":".join(str(place) for place in (tests, tests / "contract", tests / "chaos"))
+    # Actors unpickle what is there. With a runtime_env they could not have the processes that Ray has begun already.
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", places)
         ray.init(address or "local", **options)
 
 
