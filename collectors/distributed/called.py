@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -32,7 +33,11 @@ class CalledCore:
         if self._failed:
             return _NOTHING
         try:
-            return self._build(*argument) if self._core is None else self._work(self._core, command, argument)
+            with ExitStack() as failing:
+                failing.callback(self.close)  # at once: a worker that is dropped is not told to end
+                answer = self._build(*argument) if self._core is None else self._work(self._core, command, argument)
+                failing.pop_all()
+            return answer
         except Exception:  # noqa: BLE001  whatever it is, the trainer raises it again with this traceback
             self._failed = True
             return Answer("error", traceback.format_exc())
