@@ -83,3 +83,8 @@ class FastPath(NamedTuple):
     own: object
     update: FastUpdate
     complete: Callable[[PartialDelivery, int, bool], None]
+
+    def find(self, weights: object) -> native.Tree | list[Tensor] | None:
+        """The tensors of an update (None: its own); None if they are not like the last ones."""
+        given = self.own if weights is None else weights
+        return self.locator.tree if given is self.locator.model else self.locator.find(given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from wsync.answers import Answers
 from wsync.deadlines import deadline_in
@@ -46,11 +47,9 @@ class FastSender:
         """Something has happened that is not usual."""
         self.path = None
 
-    def send(self, path: FastPath, weights: object, version: int, began: float) -> SyncReport | None:
-        """Deliver an update to everybody; None, with nothing done, if it is unusual in any respect."""
-        given, locator = path.own if weights is None else weights, path.locator
-        tensors = locator.tree if given is locator.model else locator.find(given)
-        report = None if tensors is None else path.update(tensors, version, self._answers.timeout, began)
+    def send(self, path: FastPath, tensors: Any, version: int, began: float) -> SyncReport | None:
+        """Deliver what ``FastPath.find`` has found; None, with nothing done, if it is unusual in any respect."""
+        report = path.update(tensors, version, self._answers.timeout, began)
         if report is None:
             return None
         if not isinstance(report, SyncReport):

@@ -130,9 +130,11 @@ class Sender:
         """Deliver an update; with ``wait``, return when the promise of a finished send holds."""
         with self._lock:
             began = time.perf_counter()
-            if self._fast.path is not None and wait and worker_ids is None:
+            path = self._fast.path if wait and worker_ids is None else None
+            tensors = None if path is None else path.find(weights)
+            if path is not None and tensors is not None:
                 self.version += 1  # first: an update that is interrupted keeps its number
-                report = self._fast.send(self._fast.path, weights, self.version, began)
+                report = self._fast.send(path, tensors, self.version, began)
                 if report is not None:
                     self._record(report)
                     return report
