@@ -8,7 +8,7 @@ from wsync.types import SyncReport
 Spot = tuple[dict[str, Any], str]
 
 class Room:
-    def __init__(self, views: Sequence[Tensor], /) -> None: ...
+    def __init__(self, views: Sequence[Tensor], shared: bool, /) -> None: ...
     def fill(self, tensors: list[Tensor], /) -> bool: ...
 
 class Tree:
@@ -85,4 +85,11 @@ class Seat:
 
 REVISION: int
 
-def use(table: object, types: tuple[type, ...], report: type, phases: tuple[str, ...], /) -> None: ...
+def use(
+    table: object,
+    types: tuple[type, ...],
+    report: type,
+    phases: tuple[str, ...],
+    get_num_threads: Callable[[], int],
+    /,
+) -> None: ...

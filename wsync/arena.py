@@ -111,7 +111,7 @@ class Arena:
             memory = mmap.mmap(self.fds[0], self._span, flags=flags, offset=offset)
             with torch.inference_mode(False):
                 flat = torch.frombuffer(memory, dtype=torch.uint8)[: self._layout.nbytes]
-                self._buffers.append(Buffer.over(self._layout, flat, len(self._buffers)))
+                self._buffers.append(Buffer.over(self._layout, flat, len(self._buffers), shared=True))
             self._rooms.append(self._buffers[-1].room)
             self.all_views.append(self._buffers[-1].views)
         return self._buffers[slot]

@@ -76,11 +76,6 @@ class Binding:
         self._tensors = [where[key] for where, key in self._places]
         self.tree = index.tree(list(index.places))
 
-    @property
-    def copies(self) -> int:
-        """How many bytes an update copies; the others are bound."""
-        return sum(tensor.nbytes for tensor, _ in self._copied)
-
     def installer(self) -> native.Installer | None:
         """What does the same as ``install``, on the fast path, until the model changes."""
         if self.tree is None or any(tensor.is_neg() or tensor.is_conj() for tensor, _ in self._copied):

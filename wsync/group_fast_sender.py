@@ -21,7 +21,7 @@ from wsync.words import Kind, Message
 
 
 class GroupFastSender:
-    """Updates without extra state, small enough to be packed as plain bytes.
+    """Updates without extra state, which can be packed as plain bytes.
 
     Lanes are left as the slow path leaves them: whatever comes next, it finds them so.
 

@@ -143,8 +143,8 @@ class GroupReceiver:
         if self._fast is None or binding.tree is self._armed:
             return
         self._armed = binding.tree
-        small = binding.copies <= native.SMALL and all(berth.content is not None for berth in self.landing.berths)
-        self._fast.arm(binding.installer() if small else None, staged)
+        at_hand = all(berth.content is not None for berth in self.landing.berths)
+        self._fast.arm(binding.installer() if at_hand else None, staged)
 
     def attach(self, receiver: Told) -> None:
         """As the backend does it."""

@@ -96,7 +96,7 @@ class Flats:
     def turns(self, layout: Layout, latest: Collection[Parcel]) -> tuple[Buffer, Buffer] | None:
         """The buffer in which every worker's newest version lies, and a free one, to be filled in turn by plain bytes.
 
-        None if workers have different versions, or that cannot be done: on a GPU, of complex numbers, above 2 MiB.
+        None if workers have different versions, or that cannot be done: on a GPU, of complex numbers.
         """
         slots = {parcel.slot for parcel in latest}
         newest = self._buffers[slots.pop()] if len(slots) == 1 and not self.reserved else None

@@ -103,7 +103,7 @@ class LocalReceiver:
             return
         self._armed, installer = binding.tree, binding.installer()
         self._seat.disarm()
-        if installer is None or self._checksum or self._seat.hold or binding.copies > native.SMALL:
+        if installer is None or self._checksum or self._seat.hold:
             return
         line = self._connection().fileno()
         self._seat.arm(installer, self._arena.all_views, staged, line, self._worker, self._retains)

@@ -19,8 +19,7 @@ from wsync.types import SyncReport
 if TYPE_CHECKING:
     from wsync._native import Board, Installer, Room, Seat, Spot, Tree, Turnstile
 
-_REVISION = 5  # of csrc/module.c
-SMALL = 2 << 20  # bytes: above, PyTorch's own copies are as fast, and may use several threads
+_REVISION = 6  # of csrc/module.c
 _PLAIN_TYPES = (nn.Parameter, Tensor)  # a subclass may keep its numbers elsewhere
 
 
@@ -36,9 +35,10 @@ def _load() -> Any:
     if table is None or _native.REVISION != _REVISION:
         stale = "it was built from other sources: `pip install -e .` builds it anew"
         why = stale if table is not None else f"PyTorch {torch.__version__} has no table of DLPack's functions"
-        warnings.warn(f"small updates are slower, for wsync's compiled code cannot be used: {why}", stacklevel=2)
+        warnings.warn(f"updates are slower, for wsync's compiled code cannot be used: {why}", stacklevel=2)
         return None
-    _native.use(table, _PLAIN_TYPES, SyncReport, ("extract", "wait", "pack", "transfer", "apply", "acknowledge"))
+    phases = ("extract", "wait", "pack", "transfer", "apply", "acknowledge")
+    _native.use(table, _PLAIN_TYPES, SyncReport, phases, torch.get_num_threads)
     return _native
 
 
@@ -47,11 +47,16 @@ available = _native is not None
 """Whether this process takes the fast path."""
 
 
-def room(views: Sequence[Tensor], nbytes: int) -> Room | None:
-    """What fills ``views`` with bytes; None where PyTorch does that as well: they are many, or no real numbers."""
-    if _native is None or nbytes > SMALL or any(not view.is_cpu or view.is_complex() for view in views):
+def room(views: Sequence[Tensor], *, shared: bool) -> Room | None:
+    """What fills ``views`` with bytes; None where PyTorch has to: on a GPU, or of complex numbers.
+
+    Args:
+        views: of one buffer.
+        shared: whether other processes will read it.
+    """
+    if _native is None or any(not view.is_cpu or view.is_complex() for view in views):
         return None
-    return _native.Room(views)
+    return _native.Room(views, shared)
 
 
 def tree(places: Sequence[Spot], links: Sequence[tuple[Spot, Any]], vacant: Sequence[Spot], tables: Any) -> Tree | None:

@@ -21,7 +21,7 @@ class Buffer:
         views: one tensor per entry of the layout, to be packed into.
         slot: what the end knows it by.
         room: fills the views with plain bytes, if there is a fast path: to ask PyTorch for a copy of a small tensor
-            costs more than the copy.
+            costs more than the copy, and of a large one fetches what it overwrites.
     """
 
     flat: Tensor
@@ -30,10 +30,10 @@ class Buffer:
     room: native.Room | None = None
 
     @classmethod
-    def over(cls, layout: Layout, flat: Tensor, slot: int = -1) -> Buffer:
-        """The flat buffer ``uint8[nbytes]`` as room for weights of ``layout``."""
+    def over(cls, layout: Layout, flat: Tensor, slot: int = -1, *, shared: bool = False) -> Buffer:
+        """The flat buffer ``uint8[nbytes]`` as room for weights of ``layout``; ``shared`` with other processes."""
         views = layout.views(flat)
-        return cls(flat, views, slot, native.room(views, layout.nbytes))
+        return cls(flat, views, slot, native.room(views, shared=shared))
 
 
 class Packer:

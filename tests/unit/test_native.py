@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from wsync import native
 from wsync.arena import Arena
+from wsync.binding import Binding
 from wsync.layout import Layout
 from wsync.packing import Buffer
 from wsync.snapshot import Listing, ModuleIndex, snapshot
@@ -46,7 +47,7 @@ def test_it_was_built_where_that_is_possible() -> None:
 
 
 def test_it_can_be_switched_off() -> None:
-    code = "import wsync.native as n; assert not n.available and n.seat() is None and n.room([], 0) is None"
+    code = "import wsync.native as n; assert not n.available and n.seat() is None and n.room([], shared=True) is None"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "WSYNC_NATIVE": "0"}, check=True, timeout=60)
 
 
@@ -65,9 +66,9 @@ assert not wsync.native.available and any("builds it anew" in str(one.message) f
 # --- Room: what fits is copied, and nothing else ---
 
 
-def room_for(*tensors: Tensor) -> tuple[native.Room, list[Tensor]]:
+def room_for(*tensors: Tensor, shared: bool = False) -> tuple[native.Room, list[Tensor]]:
     layout = Layout.of(snapshot({str(i): tensor for i, tensor in enumerate(tensors)}))
-    buffer = Buffer.over(layout, torch.zeros(layout.nbytes, dtype=torch.uint8))
+    buffer = Buffer.over(layout, torch.zeros(layout.nbytes, dtype=torch.uint8), shared=shared)
     assert buffer.room is not None
     return buffer.room, list(buffer.views)
 
@@ -84,6 +85,50 @@ def test_what_fits_is_copied(shape: list[int], dtype: torch.dtype) -> None:
     assert room.fill([tensor]) and torch.equal(view, tensor)
     ones = torch.ones_like(tensor)
     assert room.fill([nn.Parameter(ones, requires_grad=False)]) and torch.equal(view, ones)
+
+
+def odd_bytes(count: int, shift: int) -> Tensor:
+    """Random bytes that begin ``shift`` bytes behind where memory is aligned."""
+    return torch.randint(0, 256, (count + shift,), dtype=torch.uint8)[shift:]
+
+
+@needs_it
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, 200), max_size=8), st.integers(1 << 17, 1 << 18), st.integers(0, 65))
+def test_what_other_processes_will_read_is_copied_whole(small: list[int], large: int, shift: int) -> None:
+    """Past the caches, whole lines are written; what comes before and behind them counts as much."""
+    tensors = [odd_bytes(count, shift) for count in (*small, large, *small)]
+    room, views = room_for(*tensors, shared=True)
+    assert room.fill(tensors) and all(map(torch.equal, views, tensors))
+
+
+@needs_it
+@pytest.mark.parametrize("threads", [1, 2, 5, 64])
+def test_what_is_much_is_copied_by_several_threads(threads: int) -> None:
+    sizes = [1, 40 << 20, 63, 50 << 20, 65, 0, 40 << 20]  # 130 MiB: for 8 threads at the most
+    tensors = [torch.empty(size, dtype=torch.uint8).random_() for size in sizes]
+    room, views = room_for(*tensors, shared=True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert room.fill(tensors)
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, views, tensors))
+
+
+@needs_it
+@pytest.mark.parametrize("mib", [1, 3, 9])  # as many as one does at once; others may run; past the caches
+def test_a_model_that_copies_has_all_of_it(mib: int) -> None:
+    model = nn.ParameterList(nn.Parameter(torch.zeros(size)) for size in (7, mib * 2**18, 1))
+    layout = Layout.of(snapshot(model))
+    binding = Binding(model, layout, bind=False)
+    installer = binding.installer()
+    views = layout.views(torch.empty(layout.nbytes, dtype=torch.uint8).random_(0, 64))
+    written = [parameter._version for parameter in model]
+    assert installer is not None and installer.install(views)
+    assert all(map(torch.equal, model, views))
+    assert all(parameter._version > before for parameter, before in zip(model, written, strict=True))
 
 
 class Masked(Tensor):

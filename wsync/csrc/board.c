@@ -185,8 +185,8 @@ static int pack(Board *self, Update *update, PyObject *rooms, int retains, PyObj
         return -1;
     int fits = Room_look(room, tensors);
     update->extracted = now();
-    if (fits > 0)
-        Room_copy(room);
+    if (fits > 0 && Room_copy(room))
+        fits = -1;
     Py_DECREF(tensors);
     update->packed = now();
     return fits;

@@ -8,6 +8,7 @@ struct Installer {
     PyObject *bound, *copied;  /* tuples of (tensor, index of its view) */
     PyObject *bump;            /* tells autograd that tensors were written */
     Py_ssize_t views;          /* so many there have to be */
+    Span *spans;               /* what is to be copied */
 };
 
 static int Installer_traverse(Installer *self, visitproc visit, void *arg)
@@ -35,6 +36,7 @@ static void Installer_free(Installer *self)
 {
     PyObject_GC_UnTrack(self);
     Installer_clear(self);
+    PyMem_Free(self->spans);
     free_object(self);
 }
 
@@ -74,7 +76,11 @@ static PyObject *Installer_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     self->copied = Py_NewRef(copied);
     self->bump = Py_NewRef(bump);
     self->views = first > second ? first : second;
-    return (PyObject *)self;
+    self->spans = PyMem_Calloc((size_t)PyTuple_GET_SIZE(copied) + 1, sizeof(Span));
+    if (self->spans)
+        return (PyObject *)self;
+    Py_DECREF(self);
+    return PyErr_NoMemory();
 }
 
 int Installer_is_current(Installer *self)
@@ -117,18 +123,17 @@ static int install(Installer *self, PyObject *views)
     int alike = are_alike(self->bound, views);
     if (alike <= 0)
         return alike;
-    for (int copying = 0; copying < 2; copying++) { /* first see that all of them can be copied */
-        for (Py_ssize_t i = 0; i < copied; i++) {
-            DLTensor from, to;
-            PyObject *tensor = pair_at(self->copied, i, views, &view);
-            if (dlpack->view(view, &from))
-                return -1;
-            if (!is_like(tensor, &from, &to))
-                return 0;
-            if (copying && size_of(&to))
-                memcpy(start_of(&to), start_of(&from), size_of(&to));
-        }
+    for (Py_ssize_t i = 0; i < copied; i++) {
+        DLTensor from, to;
+        PyObject *tensor = pair_at(self->copied, i, views, &view);
+        if (dlpack->view(view, &from))
+            return -1;
+        if (!is_like(tensor, &from, &to))
+            return 0;
+        self->spans[i] = (Span){start_of(&to), start_of(&from), size_of(&to)};
     }
+    if (copy_spans(self->spans, (size_t)copied, 0))
+        return -1;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->bound); i++) {
         PyObject *parameter = pair_at(self->bound, i, views, &view);
         if (PyObject_SetAttr(parameter, names.data, view))

@@ -1,4 +1,4 @@
-/* The fast path of a small update, compiled.
+/* The fast path of an update, compiled.
  *
  * Between two batches a trainer's caches are cold, and an interpreter that walks through a module, asks where each
  * tensor lies and stores a few words spends its time waiting for memory: ten times what the copy itself takes. So the
@@ -8,6 +8,7 @@
  *     room.c   a buffer's tensors        tree.c   a module's tensors
  *     board.c  the trainer's update      seat.c   the worker's, and what a forward costs that finds nothing new
  *     gate.c   the way into a forward    install.c  how a model takes an update
+ *     copy.c   bytes, by the shortest way to who will read them
  *
  * Nothing here decides what is right. Each function does the usual case whole, or changes nothing and says that it did
  * not; the caller then takes the slow path, in Python, which knows every case, and names what is wrong.
@@ -18,7 +19,7 @@
 
 #include "native.h"
 
-#define REVISION 5 /* of what Python calls here: native.py names the one that it knows */
+#define REVISION 6 /* of what Python calls here: native.py names the one that it knows */
 
 const DLPackExchange *dlpack;
 PyTypeObject *Room_type, *Tree_type, *Turnstile_type, *Installer_type;
@@ -26,9 +27,9 @@ struct Names names;
 
 static PyObject *use(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *capsule, *types, *report, *phases;
-    if (!PyArg_ParseTuple(args, "OO!O!O!:use", &capsule, &PyTuple_Type, &types, &PyType_Type, &report, &PyTuple_Type,
-                          &phases))
+    PyObject *capsule, *types, *report, *phases, *get_num_threads;
+    if (!PyArg_ParseTuple(args, "OO!O!O!O:use", &capsule, &PyTuple_Type, &types, &PyType_Type, &report, &PyTuple_Type,
+                          &phases, &get_num_threads))
         return NULL;
     const DLPackExchange *table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (!table)
@@ -45,13 +46,15 @@ static PyObject *use(PyObject *Py_UNUSED(module), PyObject *args)
         Py_XSETREF(names.phases[i], Py_NewRef(PyTuple_GET_ITEM(phases, i)));
     Py_XSETREF(names.report, Py_NewRef(report));
     Py_XSETREF(names.plain_types, Py_NewRef(types));
+    Py_XSETREF(names.get_num_threads, Py_NewRef(get_num_threads));
     dlpack = table;
     Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(use_doc,
-             "use(exchange table, types, report, phases): how to look at tensors, the classes that are nothing else; the\n"
-             "class of reports, and the names of extract, wait, pack, transfer, apply and acknowledge.");
+             "use(exchange table, types, report, phases, get_num_threads): how to look at tensors, the classes that are\n"
+             "nothing else; the class of reports, and the names of extract, wait, pack, transfer, apply and acknowledge;\n"
+             "and how many threads PyTorch takes.");
 static PyMethodDef functions[] = {
     {"use", use, METH_VARARGS, use_doc},
     {NULL},
@@ -60,7 +63,7 @@ static PyMethodDef functions[] = {
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "wsync._native",
-    .m_doc = "The fast path of a small update (native.py).",
+    .m_doc = "The fast path of an update (native.py).",
     .m_size = -1,
     .m_methods = functions,
 };

@@ -53,6 +53,18 @@ static inline size_t size_of(const DLTensor *view)
  * be negated when it is read (a bit that DLPack does not show) looks the same. */
 int is_like(PyObject *tensor, const DLTensor *like, DLTensor *view);
 
+/* --- copying (copy.c) --- */
+
+typedef struct {
+    char *to;
+    const char *from;
+    size_t nbytes;
+} Span;
+
+/* Copy each span; `shared` if other processes will read it. 0; or -1 with an error. Where it takes long, other threads
+ * of Python run meanwhile. */
+int copy_spans(const Span *spans, size_t count, int shared);
+
 /* --- the types --- */
 
 typedef struct {
@@ -68,11 +80,15 @@ typedef struct {
     PyObject *views; /* a tuple */
     Py_ssize_t count;
     Place *places;
+    Span *spans; /* what is to be copied: as many as there are places at the most */
+    int shared;  /* whether other processes will read it */
 } Room;
 
 /* Whether all of a list of tensors fit: 1, and each place knows its source; 0; or -1 with an error. */
 int Room_look(Room *room, PyObject *tensors);
-void Room_copy(Room *room);
+
+/* Copy what that has found: see copy_spans. */
+int Room_copy(Room *room);
 
 typedef struct Tree Tree;
 
@@ -101,6 +117,7 @@ extern struct Names {
     PyObject *plain_types; /* a tuple: other classes may keep their numbers elsewhere */
     PyObject *report;      /* SyncReport */
     PyObject *phases[PHASES];
+    PyObject *get_num_threads; /* torch's */
     PyObject *is_neg, *enter, *leave, *heed, *data, *version, *told_at, *waiting;
     PyObject *never; /* 0.0, of told_at */
 } names;

@@ -44,6 +44,7 @@ static void Room_free(Room *self)
     PyObject_GC_UnTrack(self);
     Room_clear(self);
     PyMem_Free(self->places);
+    PyMem_Free(self->spans);
     Py_XDECREF(self->views);
     free_object(self);
 }
@@ -51,7 +52,8 @@ static void Room_free(Room *self)
 static PyObject *Room_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *views;
-    if (!PyArg_ParseTuple(args, "O:Room", &views))
+    int shared;
+    if (!PyArg_ParseTuple(args, "Op:Room", &views, &shared))
         return NULL;
     if (!dlpack) {
         PyErr_SetString(PyExc_RuntimeError, "use() comes first");
@@ -64,8 +66,10 @@ static PyObject *Room_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (!self->views)
         goto failed;
     Py_ssize_t count = PyTuple_GET_SIZE(self->views);
+    self->shared = shared;
     self->places = PyMem_Calloc((size_t)count + 1, sizeof(Place));
-    if (!self->places) {
+    self->spans = PyMem_Calloc((size_t)count + 1, sizeof(Span));
+    if (!self->places || !self->spans) {
         PyErr_NoMemory();
         goto failed;
     }
@@ -146,20 +150,25 @@ int Room_look(Room *self, PyObject *tensors)
     return 1;
 }
 
-void Room_copy(Room *self)
+int Room_copy(Room *self)
 {
-    for (Py_ssize_t i = 0; i < self->count; i++)
-        if (self->places[i].nbytes && self->places[i].leader == i)
-            memcpy(start_of(&self->places[i].view), self->places[i].source, self->places[i].nbytes);
+    size_t count = 0;
+    for (Py_ssize_t i = 0; i < self->count; i++) {
+        Place *place = &self->places[i];
+        if (place->nbytes && place->leader == i)
+            self->spans[count++] = (Span){start_of(&place->view), place->source, place->nbytes};
+    }
+    Py_INCREF(self);
+    int failed = copy_spans(self->spans, count, self->shared);
+    Py_DECREF(self);
+    return failed;
 }
 
 static PyObject *Room_fill(Room *self, PyObject *tensors)
 {
     int fits = Room_look(self, tensors);
-    if (fits < 0)
+    if (fits < 0 || (fits && Room_copy(self)))
         return NULL;
-    if (fits)
-        Room_copy(self);
     return PyBool_FromLong(fits);
 }
 
@@ -169,7 +178,7 @@ static PyMethodDef Room_methods[] = {
     {"fill", (PyCFunction)Room_fill, METH_O, Room_fill_doc},
     {NULL},
 };
-PyDoc_STRVAR(Room_doc, "Room(views): the tensors of a buffer, to be filled with bytes.");
+PyDoc_STRVAR(Room_doc, "Room(views, shared): the tensors of a buffer, to be filled with bytes; shared if other processes read them.");
 static PyType_Slot Room_slots[] = {
     SLOT(tp_doc, Room_doc), SLOT(tp_new, Room_new), SLOT(tp_dealloc, Room_free), SLOT(tp_methods, Room_methods),
     SLOT(tp_traverse, Room_traverse), SLOT(tp_clear, Room_clear), {0, NULL},
