@@ -21,7 +21,7 @@ from collectors.members import Members
 from collectors.pickling import pickled
 from collectors.pool import Pool, Worker
 from collectors.recovery import FailurePolicy, OnFailure
-from collectors.updating import UpdaterOrFactory
+from collectors.updating import Send, UpdaterOrFactory
 from collectors.worker import Parts, WorkerOptions
 
 
@@ -175,9 +175,9 @@ class CrewCollector(BaseCollector):
         self._members.complete()
         return batch
 
-    def _deliver(self, send: Callable[[Any], object], worker_ids: int | Sequence[int] | None) -> None:
+    def _deliver(self, send: Send, weights: Any, worker_ids: int | Sequence[int] | None) -> None:
         try:
-            self._members.deliver(send, worker_ids)
+            self._members.deliver(send, weights, worker_ids)
         except wsync.WeightSyncError:
             if self._members.over:
                 self.shutdown()

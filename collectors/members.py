@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import wsync
 from collectors.place import Place, Stage, W
 from collectors.recovery import Cause, Pace
 from collectors.succession import Succession
+from collectors.updating import Send
 from collectors.worker import WorkerOptions
 
 _STOP = 2.0  # seconds in which a batch under way has to be complete once somebody has asked to stop
@@ -91,8 +92,8 @@ class Members(Succession[W]):
 
     # --- for whoever brings weights ---
 
-    def deliver(self, send: Callable[[Any], object], worker_ids: int | Sequence[int] | None) -> None:
-        """``send(worker_ids)``, and again to the others if somebody's failure has kept it from all of them.
+    def deliver(self, send: Send, weights: Any, worker_ids: int | Sequence[int] | None) -> None:
+        """``send(weights, worker_ids)``, and again to the others if somebody's failure has kept it from all of them.
 
         Raises:
             WorkerFailed: a model refused the weights.
@@ -100,11 +101,11 @@ class Members(Succession[W]):
         """
         if self.failure_policy.on_failure != "raise" and (wanted := self._known(worker_ids)):
             with self._turns.visiting():
-                while not self._deliver(send, wanted, everybody=worker_ids is None):
+                while not self._deliver(send, weights, wanted, everybody=worker_ids is None):
                     pass
             return
         try:
-            send(worker_ids)
+            send(weights, worker_ids)
         except (wsync.WorkerDied, wsync.SyncTimeout) as error:
             self._note(error)
             raise
@@ -117,11 +118,14 @@ class Members(Succession[W]):
         wanted = [worker_ids] if isinstance(worker_ids, int) else worker_ids
         return wanted if all(worker in everyone for worker in wanted) else ()
 
-    def _deliver(self, send: Callable[[Any], object], wanted: Collection[int], *, everybody: bool) -> bool:
+    def _deliver(self, send: Send, weights: Any, wanted: Collection[int], *, everybody: bool) -> bool:
         """Whether somebody was given it."""
         there = self._reachable(wanted)
         try:
-            send(None if everybody else there)  # what is for all is kept for who is away
+            if everybody:
+                send(weights, None)  # what is for all is kept for who is away
+            else:
+                send(_share(weights, there), there)
         except (wsync.WorkerDied, wsync.SyncTimeout) as error:
             if not self._lose(there, error) and error.version is None:
                 raise
@@ -172,3 +176,14 @@ class Members(Succession[W]):
                 place.worker = None
         self.pool.close()
         self._turns.close()
+
+
+def _share(weights: Any, workers: Collection[int]) -> Any:
+    """Of weights per worker, those of the ``workers`` that there are; of several models, of each."""
+    if not isinstance(weights, dict):
+        return weights
+    if all(isinstance(key, wsync.WeightSyncScheme) for key in weights):
+        return {scheme: _share(one, workers) for scheme, one in weights.items()}
+    if all(isinstance(key, int) for key in weights):
+        return {worker: weights[worker] for worker in workers if worker in weights}
+    return weights

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 import wsync
 from collectors.updaters import UpdatedCollector, WeightUpdaterBase
+
+Send = Callable[[Any, Any], object]
+"""``(weights, worker_ids)``: weights of one model, or ``{scheme: weights}`` of several; the rest as for ``send``."""
 
 UpdaterOrFactory = WeightUpdaterBase | Callable[[], WeightUpdaterBase]
 
@@ -62,7 +64,7 @@ class Updating(ABC):
         elif self.weight_updater is not None and model_id in (None, self.default_model_id):
             self.weight_updater.update_weights(source, worker_ids)
         else:
-            self.send_weights(source, worker_ids, model_id=model_id)
+            self._deliver(self._scheme(model_id).send, source, worker_ids)
 
     def send_weights(
         self,
@@ -85,19 +87,11 @@ class Updating(ABC):
             wsync.WeightSyncError: as ``WeightSyncScheme.send``.
         """
         scheme = self._scheme(model_id)
-        send = scheme.send if wait else scheme.send_async
-        if worker_ids is None:
-            self._deliver(partial(send, weights), None)
-            return
+        self._deliver(scheme.send if wait else scheme.send_async, weights, worker_ids)
 
-        def deliver(workers: Any) -> None:  # fewer than ``worker_ids`` when it is called again, without who has failed
-            send(weights if workers is worker_ids else _share(weights, workers), workers)
-
-        self._deliver(deliver, worker_ids)
-
-    def _deliver(self, send: Callable[[Any], object], worker_ids: int | Sequence[int] | None) -> None:
-        """Call ``send(worker_ids)``; again, with those who are left, where a worker may fail."""
-        send(worker_ids)
+    def _deliver(self, send: Send, weights: Any, worker_ids: int | Sequence[int] | None) -> None:
+        """Call ``send(weights, worker_ids)``; again, for those who are left, where a worker may fail."""
+        send(weights, worker_ids)
 
     def _update_together(self, weights_dict: Mapping[str, Any], worker_ids: int | Sequence[int] | None) -> None:
         if not weights_dict:
@@ -109,12 +103,7 @@ class Updating(ABC):
             )
         schemes = {self._scheme(model_id): weights for model_id, weights in weights_dict.items()}
         carried = {s: w for s, w in schemes.items() if not isinstance(s, wsync.NoWeightSyncScheme)}
-        self._deliver(
-            lambda workers: wsync.synchronize(
-                carried if workers is worker_ids else {s: _share(w, workers) for s, w in carried.items()}, workers
-            ),
-            worker_ids,
-        )
+        self._deliver(wsync.synchronize, carried, worker_ids)
 
     def _scheme(self, model_id: str | None) -> wsync.WeightSyncScheme:
         scheme = self.weight_sync_schemes.get(model_id or "policy")
@@ -161,10 +150,3 @@ def _the_one(forms: Mapping[str, Any]) -> Any:
     if len(given) > 1:
         raise ValueError(f"weights were given more than once: {' and '.join(given)}")
     return next(iter(given.values()))
-
-
-def _share(source: Any, workers: Any) -> Any:
-    """Of weights per worker, those of the ``workers`` that there are."""
-    if isinstance(source, dict) and source and all(isinstance(key, int) for key in source):
-        return {worker: source[worker] for worker in workers if worker in source}
-    return source
