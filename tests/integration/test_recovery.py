@@ -198,6 +198,26 @@ def test_drop_goes_on_with_the_others_until_nobody_is_left(kind, events, caplog)
                 next(collector)
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_weights_of_its_own_reach_each_worker_that_is_left(several, events):
+    schemes = {name: wsync.SharedMemWeightSyncScheme() for name in ("policy", "module.critic")[: 1 + several]}
+    with collect("sync", events, "drop", weight_sync_schemes=schemes) as collector:
+        next(collector)
+        for value in (2, 3):  # the first finds worker 1 dead, the second knows it
+            if value == 2:
+                kill(collector, 1)
+            weights = {0: policy(), 1: policy()}
+            weights[0].module.become(value)
+            if several:
+                critics = {worker: nn.Linear(4, 1) for worker in (0, 1)}
+                both = {"policy": weights, "module.critic": critics}
+                collector.update_policy_weights_(weights_dict=both, worker_ids=[0, 1])
+            else:
+                collector.update_policy_weights_(weights, worker_ids=[0, 1])
+            assert told(next(collector), "weight") == {value}
+        assert collector.failures.dropped == {1: 1}
+
+
 @every_kind
 @pytest.mark.parametrize("what", ["die", "raise"])
 def test_a_worker_that_fails_within_a_batch_comes_back(kind, what, events, caplog):
