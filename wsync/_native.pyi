@@ -29,13 +29,17 @@ class Board:
         rooms: list[Room | None],
         descriptors: bytes,
         retains: bool,
-        acknowledge: bool,
+        watch: Watch | None,
         tensors: Tree | list[Tensor],
         version: int,
         timeout: float | None,
         began: float,
         /,
     ) -> SyncReport | tuple[SyncReport, int, list[int], bytes] | None: ...
+
+class Watch:
+    def __init__(self, descriptors: bytes, /) -> None: ...
+    def sees(self) -> bool: ...
 
 class Installer:
     def __init__(

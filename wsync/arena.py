@@ -154,7 +154,8 @@ class Arena:
         """
         if self._board is None:
             return None
-        return partial(self._board.update, self._rooms, descriptors, retains, acknowledge)
+        watch = None if acknowledge else native.watch(descriptors)
+        return partial(self._board.update, self._rooms, descriptors, retains, watch)
 
     def write_extra(self, slot: int, blob: bytes) -> None:
         """Store a slot's extra state.

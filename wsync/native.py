@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from wsync.types import SyncReport
 
 if TYPE_CHECKING:
-    from wsync._native import Board, Installer, Room, Seat, Spot, Tree, Turnstile
+    from wsync._native import Board, Installer, Room, Seat, Spot, Tree, Turnstile, Watch
 
-_REVISION = 6  # of csrc/module.c
+_REVISION = 7  # of csrc/module.c
 _PLAIN_TYPES = (nn.Parameter, Tensor)  # a subclass may keep its numbers elsewhere
 
 
@@ -103,6 +103,11 @@ def seat() -> Seat | None:
 def turnstile(lock: Any) -> Turnstile | None:
     """What a gate consists of, around a re-entrant lock; None if there is no fast path."""
     return None if _native is None else _native.Turnstile(lock)
+
+
+def watch(descriptors: bytes) -> Watch | None:
+    """What tells whether anything has happened to any of many descriptors (an ``array("i")``, as bytes)."""
+    return None if _native is None else _native.Watch(descriptors)
 
 
 def board(words: memoryview, workers: int, block: int, extra: int, nbytes: int) -> Board | None:

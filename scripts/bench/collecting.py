@@ -13,7 +13,7 @@ from torch import nn
 from bench.cases import Case
 from bench.meters import MemoryMeter
 from bench.models import become, revealing_policy
-from bench.sides import MakeScheme, given, named, tell_wrong
+from bench.sides import MakeScheme, given, named, phases_of, tell_wrong
 from collectors import BaseCollector, GymEnv, MultiSyncCollector
 
 
@@ -25,6 +25,7 @@ class Collecting:
         model: the trainer's, apart from what the collector was given.
         next_batch: the next one, by all workers.
         deliver: sends ``model``.
+        phases: of the last update.
         trainer: process.
     """
 
@@ -33,10 +34,11 @@ class Collecting:
         case: Case,
         model: nn.Module,
         next_batch: Callable[[], Any],
-        deliver: Callable[[], Mapping[str, float]],
+        deliver: Callable[[], None],
+        phases: Callable[[], Mapping[str, float]],
         trainer: int,
     ) -> None:
-        self.model, self.send = model, deliver
+        self.model, self.send, self.phases = model, deliver, phases
         self._next, self._workers = next_batch, case.workers
         processes = sorted(set(self._next()["process"].flatten().tolist()))
         self.pids: Mapping[str, int] = named(processes)
@@ -72,13 +74,11 @@ def update_side(case: Case, make_scheme: MakeScheme, trainer: int) -> Iterator[C
         model = copy.deepcopy(policy)
         become(model, 0.0)
 
-        def deliver() -> Mapping[str, float]:
+        def deliver() -> None:
             collector.update_policy_weights_(given(case, model))
-            report = scheme.metrics.last
-            return {} if report is None else report.phases
 
         deliver()
-        yield Collecting(case, model, lambda: next(collector), deliver, trainer)
+        yield Collecting(case, model, lambda: next(collector), deliver, lambda: phases_of(scheme), trainer)
 
 
 def _collector(backend: str) -> Callable[..., BaseCollector]:

@@ -12,7 +12,7 @@ import functools
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -75,11 +75,10 @@ def _send_side(case: Case, trainer: int) -> Iterator[Standalone]:
         scheme.connect()
         lines.hear()
 
-        def deliver() -> Mapping[str, float]:
+        def deliver() -> None:
             scheme.send(weights=given(case, model))
-            return {}
 
-        yield Standalone(model, lines, pids, memory, deliver)
+        yield Standalone(model, lines, pids, memory, deliver, dict)
         lines.say("leave")
         lines.hear()
         scheme.shutdown()
@@ -100,13 +99,12 @@ def _update_side(case: Case, trainer: int) -> Iterator[Collecting]:
     become(model, 0.0)
     with _collector(case, policy) as collector:
 
-        def deliver() -> Mapping[str, float]:
+        def deliver() -> None:
             collector.update_policy_weights_(given(case, model))
-            return {}
 
         deliver()
         batches = iter(collector)
-        yield Collecting(case, model, lambda: next(batches), deliver, trainer)
+        yield Collecting(case, model, lambda: next(batches), deliver, dict, trainer)
 
 
 @contextmanager

@@ -38,8 +38,12 @@ class Side(Protocol):
         """Of all processes, from when the side was made."""
         ...
 
-    def send(self) -> Mapping[str, float]:
-        """Update the workers with ``model``: this is what is timed. The phases, in seconds, if it knows them."""
+    def send(self) -> None:
+        """Update the workers with ``model``: this is what is timed."""
+        ...
+
+    def phases(self) -> Mapping[str, float]:
+        """Of the last update, in seconds, if it knows them."""
         ...
 
     def wrong(self, value: float) -> str:
@@ -60,6 +64,7 @@ class Standalone:
         pids: theirs.
         memory: meter.
         deliver: sends ``model``.
+        phases: of the last update.
     """
 
     def __init__(
@@ -68,11 +73,12 @@ class Standalone:
         lines: Lines,
         pids: Mapping[str, int],
         memory: MemoryMeter,
-        deliver: Callable[[], Mapping[str, float]],
+        deliver: Callable[[], None],
+        phases: Callable[[], Mapping[str, float]],
     ) -> None:
         self.model, self.pids, self.memory = model, pids, memory
         self._lines = lines
-        self.send = deliver
+        self.send, self.phases = deliver, phases
 
     def wrong(self, value: float) -> str:
         """See Side."""
@@ -109,6 +115,12 @@ def given(case: Case, model: nn.Module) -> Any:
     return weights.data
 
 
+def phases_of(scheme: wsync.WeightSyncScheme) -> Mapping[str, float]:
+    """What its last update cost."""
+    report = scheme.metrics.last
+    return {} if report is None else report.phases
+
+
 def named(pids: Any) -> dict[str, int]:
     """Workers' processes with their names."""
     return {f"worker {worker}": pid for worker, pid in enumerate(pids)}
@@ -124,11 +136,10 @@ def send_side(case: Case, make_scheme: MakeScheme, trainer: int) -> Iterator[Sta
         with scheme:
             lines = crew.connect(scheme, model)
 
-            def deliver() -> Mapping[str, float]:
-                report = scheme.send(given(case, model))
-                return {} if report is None else report.phases
+            def deliver() -> None:
+                scheme.send(given(case, model))
 
-            yield Standalone(model, lines, pids, memory, deliver)
+            yield Standalone(model, lines, pids, memory, deliver, lambda: phases_of(scheme))
             lines.say("leave")
             lines.hear()
 

@@ -72,11 +72,11 @@ class Rounds:
         become(side.model, self._value)
         workers = [cpu_seconds(pid) for pid in pids]
         trainer, started = time.process_time(), time.perf_counter()
-        phases = side.send()
+        side.send()
         seconds, trainer = time.perf_counter() - started, time.process_time() - trainer
         used = sum(cpu_seconds(pid) for pid in pids) - sum(workers)
         copied = self._copy.seconds(self._value)
-        return Round(seconds, copied, trainer, used, dict(phases), side.wrong(self._value))
+        return Round(seconds, copied, trainer, used, dict(side.phases()), side.wrong(self._value))
 
     def act(self, sends: int) -> object:
         """As ``Side.act``."""

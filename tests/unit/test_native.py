@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import sysconfig
 import threading
 import weakref
+from array import array
 from collections.abc import Callable
 
 import pytest
@@ -287,6 +289,28 @@ def test_a_board_sees_who_is_missing() -> None:
     update = arena.update(b"", True, True)
     assert update is not None and update([tensor], 1, None, 0.0) is None
     assert [switch.published() for switch in arena.switches] == [(0, 0)] * 2
+
+
+@needs_it
+def test_a_watch_sees_whoever_speaks_or_ends_and_leaves_nothing_behind() -> None:
+    before = os.listdir("/proc/self/fd")
+    (one, other), child = socket.socketpair(), subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    process = os.pidfd_open(child.pid)
+    watch = native.watch(array("i", [one.fileno(), process]).tobytes())
+    assert watch is not None and not watch.sees()
+    other.send(b"!")
+    assert watch.sees() and watch.sees(), "until it is read"
+    one.recv(1)
+    assert not watch.sees()
+    child.communicate()
+    assert watch.sees()
+    with pytest.raises(OSError, match="descriptor"):
+        native.watch(array("i", [one.fileno(), 1 << 20]).tobytes())
+    del watch
+    other.close()
+    one.close()
+    os.close(process)
+    assert os.listdir("/proc/self/fd") == before
 
 
 # --- Seat: what the worker's words say ---

@@ -129,6 +129,7 @@ static Py_ssize_t polls_of(PyObject *descriptors, struct pollfd *polls)
 /* One update, on its way. */
 typedef struct {
     int64_t version;
+    PyObject *watch; /* of all workers; only where there is to be no acknowledgement */
     int acknowledge;
     double timeout; /* seconds; below 0 for none */
     Py_ssize_t slot;
@@ -222,7 +223,7 @@ static int listen_to(Board *self, Update *update)
 {
     nfds_t count = 2 * (nfds_t)self->workers;
     if (!update->acknowledge)
-        return poll(update->polls, count, 0) == 0;
+        return !Watch_sees(update->watch);
     int limited = update->timeout >= 0 && update->timeout < 1e9; /* thirty years are no limit */
     int64_t until = limited ? nanoseconds() + (int64_t)(update->timeout * 1e9) : -1;
     int interrupted;
@@ -244,7 +245,12 @@ static PyObject *Board_update(Board *self, PyObject *const *args, Py_ssize_t cou
     }
     Update update = {0};
     int retains = PyObject_IsTrue(args[2]);
-    update.acknowledge = PyObject_IsTrue(args[3]);
+    update.watch = args[3];
+    update.acknowledge = update.watch == Py_None;
+    if (!update.acknowledge && Py_TYPE(update.watch) != Watch_type) {
+        PyErr_SetString(PyExc_TypeError, "update() takes a watch, or None");
+        return NULL;
+    }
     update.version = PyLong_AsLongLong(args[5]);
     update.timeout = args[6] == Py_None ? -1 : PyFloat_AsDouble(args[6]);
     double began = PyFloat_AsDouble(args[7]);
@@ -268,9 +274,9 @@ static PyObject *Board_update(Board *self, PyObject *const *args, Py_ssize_t cou
 }
 
 PyDoc_STRVAR(Board_update_doc,
-             "update(rooms, descriptors, retains, acknowledge, tensors, version, timeout, began)\n\n"
-             "Copy tensors (a list, or a tree's) into a free slot, point every worker to it, and wait for answers, if\n"
-             "they are wanted.\n\n"
+             "update(rooms, descriptors, retains, watch, tensors, version, timeout, began)\n\n"
+             "Copy tensors (a list, or a tree's) into a free slot, point every worker to it, and wait for answers; or, with\n"
+             "a watch over the descriptors, only see whether anything has happened to any worker.\n\n"
              "Returns a report. If that is not all: (report, slot, workers that have yet to be switched, and a byte for\n"
              "each worker: 1 if it has answered). None, and nothing done, if no slot is free, or the tensors are not just\n"
              "bytes that fit.");

@@ -8,7 +8,8 @@
  *     room.c   a buffer's tensors        tree.c   a module's tensors
  *     board.c  the trainer's update      seat.c   the worker's, and what a forward costs that finds nothing new
  *     gate.c   the way into a forward    install.c  how a model takes an update
- *     copy.c   bytes, by the shortest way to who will read them
+ *     copy.c   bytes, by the best way to who     watch.c    whether anything has happened to any worker
+ *              will read them
  *
  * Nothing here decides what is right. Each function does the usual case whole, or changes nothing and says that it did
  * not; the caller then takes the slow path, in Python, which knows every case, and names what is wrong.
@@ -19,10 +20,10 @@
 
 #include "native.h"
 
-#define REVISION 6 /* of what Python calls here: native.py names the one that it knows */
+#define REVISION 7 /* of what Python calls here: native.py names the one that it knows */
 
 const DLPackExchange *dlpack;
-PyTypeObject *Room_type, *Tree_type, *Turnstile_type, *Installer_type;
+PyTypeObject *Room_type, *Tree_type, *Turnstile_type, *Installer_type, *Watch_type;
 struct Names names;
 
 static PyObject *use(PyObject *Py_UNUSED(module), PyObject *args)
@@ -99,7 +100,8 @@ PyMODINIT_FUNC PyInit__native(void)
         return NULL;
     if (add_type(module, &Room_spec, &Room_type) || add_type(module, &Tree_spec, &Tree_type)
         || add_type(module, &Turnstile_spec, &Turnstile_type) || add_type(module, &Installer_spec, &Installer_type)
-        || add_type(module, &Board_spec, NULL) || add_type(module, &Seat_spec, NULL) || make_names()
+        || add_type(module, &Board_spec, NULL) || add_type(module, &Seat_spec, NULL)
+        || add_type(module, &Watch_spec, &Watch_type) || make_names()
         || PyModule_AddIntConstant(module, "REVISION", REVISION)) {
         Py_DECREF(module);
         return NULL;

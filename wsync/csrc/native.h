@@ -106,8 +106,11 @@ int Installer_install(Installer *installer, PyObject *views);
 /* Into a gate and out again: news are installed on the way. -1 with an error. */
 int go_through(PyObject *turnstile);
 
-extern PyTypeObject *Room_type, *Tree_type, *Turnstile_type, *Installer_type;
-extern PyType_Spec Room_spec, Tree_spec, Board_spec, Turnstile_spec, Installer_spec, Seat_spec;
+/* Whether anything has happened to what a watch was given; an error is for who looks closer. */
+int Watch_sees(PyObject *watch);
+
+extern PyTypeObject *Room_type, *Tree_type, *Turnstile_type, *Installer_type, *Watch_type;
+extern PyType_Spec Room_spec, Tree_spec, Board_spec, Turnstile_spec, Installer_spec, Seat_spec, Watch_spec;
 
 /* --- names that Python knows as well --- */
 
