@@ -154,7 +154,10 @@ class Arena:
         """
         if self._board is None:
             return None
-        watch = None if acknowledge else native.watch(descriptors)
+        try:
+            watch = None if acknowledge else native.watch(descriptors)
+        except OSError:  # the process has no descriptor left for it, and the slow path needs none
+            return None
         return partial(self._board.update, self._rooms, descriptors, retains, watch)
 
     def write_extra(self, slot: int, blob: bytes) -> None:

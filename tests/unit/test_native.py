@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import shlex
 import socket
 import subprocess
@@ -311,6 +312,23 @@ def test_a_watch_sees_whoever_speaks_or_ends_and_leaves_nothing_behind() -> None
     one.close()
     os.close(process)
     assert os.listdir("/proc/self/fd") == before
+
+
+@needs_it
+def test_without_a_descriptor_for_a_watch_there_is_no_fast_path() -> None:
+    arena = Arena(Layout.of(snapshot({"w": torch.rand(3)})), 1)
+    one, other = os.pipe()
+    descriptors = array("i", [one, other]).tobytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        updates = [arena.update(descriptors, True, acknowledge) for acknowledge in (False, True)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert updates[0] is None and updates[1] is not None
+    for descriptor in (one, other):
+        os.close(descriptor)
+    arena.close()
 
 
 # --- Seat: what the worker's words say ---
