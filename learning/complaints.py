@@ -29,5 +29,8 @@ def one_line(error: BaseException, settings: Iterable[str] = ()) -> str:
 
 
 def _meant(name: str, known: Iterable[str]) -> str:
-    close = get_close_matches(name, list(known), n=1)
+    """What somebody may have meant: the same word elsewhere, or one that is spelt nearly so."""
+    names = [one for one in known if not one.rpartition(".")[2].startswith("_")]  # those are Hydra's
+    elsewhere = [one for one in names if one.rpartition(".")[2] == name.rpartition(".")[2]]
+    close = get_close_matches(name, elsewhere, n=1, cutoff=0.0) or get_close_matches(name, names, n=1)
     return f"; did you mean '{close[0]}'?" if close else ""

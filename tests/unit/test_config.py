@@ -114,6 +114,9 @@ def test_a_scheme_config_is_accepted_by_its_class() -> None:
         ("num_worker=3", "no setting is called 'num_worker'; did you mean 'num_workers'?"),
         ("algorithm.lrr=3", "no setting is called 'algorithm.lrr'; did you mean 'algorithm.lr'?"),
         ("weight_snyc=none", "did you mean 'weight_sync'?"),
+        ("collector.num_envs=2", "did you mean 'num_envs'?"),
+        ("lr=0.1", "did you mean 'algorithm.lr'?"),
+        ("collector.convert=2", "no setting is called 'collector.convert'"),
         ("num_workers=many", "num_workers=many: Value 'many' of type 'str' could not be converted to Integer"),
         ("num_workers=1.5", "num_workers=1.5: Value '1.5' of type 'float' could not be converted to Integer"),
         ("weight_sync.timeout=soon", "weight_sync.timeout=soon: Value 'soon'"),
@@ -129,7 +132,7 @@ def test_a_scheme_config_is_accepted_by_its_class() -> None:
 def test_a_slip_is_answered_in_one_line(override: str, said: str) -> None:
     answer = refusal(override)
     assert said in answer
-    assert "\n" not in answer
+    assert "\n" not in answer and "_convert_" not in answer
 
 
 @pytest.mark.parametrize(
