@@ -156,7 +156,7 @@ class Arena:
             return None
         try:
             watch = None if acknowledge else native.watch(descriptors)
-        except OSError:  # the process has no descriptor left for it, and the slow path needs none
+        except OSError:  # no descriptor is left for it, or somebody has gone: the slow path needs none, and says who
             return None
         return partial(self._board.update, self._rooms, descriptors, retains, watch)
 

@@ -35,7 +35,7 @@ static PyObject *Watch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         failed = self->epoll < 0;
         for (Py_ssize_t i = 0; !failed && i < descriptors.len / (Py_ssize_t)sizeof(int); i++) {
             struct epoll_event event = {.events = EPOLLIN};
-            failed = epoll_ctl(self->epoll, EPOLL_CTL_ADD, ((const int *)descriptors.buf)[i], &event);
+            failed = epoll_ctl(self->epoll, EPOLL_CTL_ADD, ((const int *)descriptors.buf)[i], &event) && errno != EEXIST;
         }
         if (failed)
             PyErr_SetFromErrno(PyExc_OSError);
