@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,19 +32,6 @@ def no_version() -> int:
 def no_gate(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function: its weights change only between two calls."""
     return function
-
-
-@dataclass
-class Weights:
-    """What a policy acts with.
-
-    Attributes:
-        gate: makes of a function one that runs inside it; it gets each use of the policy, and nothing else.
-        version: called right after it, inside.
-    """
-
-    gate: Gate = no_gate
-    version: Callable[[], int] = no_version
 
 
 class Asking(Protocol):
@@ -111,13 +97,14 @@ class ByCalling:
         stepper: Steps,
         batched: bool,
         device: torch.device,
-        weights: Weights,
+        version: Callable[[], int],
+        gate: Gate,
         keys: Collection[str] | None = None,
     ) -> None:
         def act(observation: TensorDict) -> tuple[TensorDictBase, int]:
-            return policy(observation), weights.version()
+            return policy(observation), version()
 
-        self._act, self._device = weights.gate(act), device
+        self._act, self._device = gate(act), device
         observation = torch.from_numpy(stepper.observation)
         self._observation = observation if batched else observation[0]
         self._input = TensorDict(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -126,11 +125,12 @@ class CrewCollector(BaseCollector):
         )
         together = Together(cat_results)
         self._gathering: Gathering = together if sync else FirstCome()
+        share = self._gathering.share(frames_per_batch, len(makers))
         devices = _spread(device, len(makers))
         options = [
             WorkerOptions(
                 worker_idx=i,
-                frames=self._share(),
+                frames=share,
                 buffers=self._gathering.buffers,
                 device=devices[i],
                 init_random_frames=-(-init_random_frames // len(makers)),
@@ -154,17 +154,6 @@ class CrewCollector(BaseCollector):
         except BaseException:
             self.shutdown()
             raise
-
-    def _share(self) -> int:
-        workers, frames = self.num_workers, self.frames_per_batch
-        share = self._gathering.share(frames, workers)
-        if isinstance(self._gathering, Together) and share * workers != frames:
-            warnings.warn(
-                f"frames_per_batch={frames} does not divide by {workers} workers: each takes {share}, "
-                f"{share * workers} in all",
-                stacklevel=4,
-            )
-        return share
 
     def _gather(self) -> TensorDictBase:
         try:

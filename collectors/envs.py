@@ -160,10 +160,6 @@ class GymEnv:
         stepper.reset_ended()
         return td
 
-    def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDict]:
-        """Return ``step(td)`` and ``observe()``."""
-        return self.step(td), self.observe()
-
     def rollout(self, max_steps: int, policy: Policy | None = None) -> TensorDict:
         """Reset, then act for ``max_steps`` steps per environment, episode after episode; ``[T]`` or ``[E, T]``.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -46,8 +47,15 @@ class Together:
         self._how: Any = cat_results
 
     def share(self, frames: int, workers: int) -> int:
-        """The rounded-up share."""
-        return -(-frames // workers)
+        """The rounded-up share; warns where that makes more than ``frames``."""
+        share = -(-frames // workers)
+        if share * workers != frames:
+            warnings.warn(
+                f"frames_per_batch={frames} does not divide by {workers} workers: each takes {share}, "
+                f"{share * workers} in all",
+                stacklevel=4,  # whoever makes the collector
+            )
+        return share
 
     def gather(self, members: Members[Any]) -> TensorDictBase:
         """See Gathering."""

@@ -8,36 +8,36 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import wsync
-from collectors.place import Place, Stage, W
-from collectors.recovery import Cause, Pace
-from collectors.succession import Succession
+from collectors.place import Place, W, WorkerState
+from collectors.recovery import Cause, RestartBackoff
+from collectors.supervisor import Supervisor
 from collectors.updating import Send
 from collectors.worker import WorkerOptions
 
 _STOP = 2.0  # seconds in which a batch under way has to be complete once somebody has asked to stop
 
 
-class Members(Succession[W]):
+class Members(Supervisor[W]):
     """All workers. One thread may gather while others bring weights."""
 
     def start(self, parts: Sequence[bytes], options: Sequence[WorkerOptions]) -> None:
         """Build and connect all workers; whatever fails now is raised."""
         self._places = [
-            Place(options[worker.worker_idx], parts[worker.worker_idx], Pace(self.failure_policy), worker)
+            Place(options[worker.worker_idx], parts[worker.worker_idx], RestartBackoff(self.failure_policy), worker)
             for worker in self.pool.workers
         ]
         for place in self._places:
             self._build(place)
-        self._step_until(Stage.READY)
+        self._step_until(WorkerState.READY)
         for place in self._places:
             self._connect(place)
         for scheme in self.schemes.values():
             scheme.connect()
-        self._step_until(Stage.THERE)
+        self._step_until(WorkerState.THERE)
         self._started = True
 
-    def _step_until(self, stage: Stage) -> None:
-        while any(place.stage is not stage for place in self._places):
+    def _step_until(self, state: WorkerState) -> None:
+        while any(place.state is not state for place in self._places):
             self._step()
 
     # --- for whoever gathers ---
@@ -49,7 +49,7 @@ class Members(Succession[W]):
             WorkerDied, WorkerFailed, SyncTimeout: one has failed, and that is not to be borne (any more).
         """
         with self._turns.gathering():
-            if any(place.stage is not Stage.THERE and place.stage is not Stage.DROPPED for place in self._places):
+            if any(place.state not in (WorkerState.THERE, WorkerState.DROPPED) for place in self._places):
                 self._step(at_once=True)
             while not (there := self.there):
                 self._step()
@@ -75,7 +75,7 @@ class Members(Succession[W]):
         """Seed every worker; the next free seed, which successors go on from."""
         with self._turns.gathering():
             for place in self._places:
-                if place.worker is not None and place.stage is Stage.THERE:
+                if place.worker is not None and place.state is WorkerState.THERE:
                     self.pool.tell([place.worker], "seed", seed)
                 seed += place.num_envs
             self._next_seed = seed
@@ -87,7 +87,7 @@ class Members(Succession[W]):
         with self._turns.gathering():
             for place in self._places:
                 place.frames = share
-                if place.worker is not None and place.stage is Stage.THERE:
+                if place.worker is not None and place.state is WorkerState.THERE:
                     self.pool.tell([place.worker], "resume", share)
 
     # --- for whoever brings weights ---
@@ -134,8 +134,8 @@ class Members(Succession[W]):
 
     def _reachable(self, wanted: Collection[int]) -> list[int]:
         """Those among ``wanted`` that get updates; if there is none, wait for the first."""
-        while not (there := [worker for worker in wanted if self._places[worker].joined]):
-            if all(self._places[worker].stage is Stage.DROPPED for worker in wanted):
+        while not (there := [worker for worker in wanted if self._places[worker].gets_updates]):
+            if all(self._places[worker].state is WorkerState.DROPPED for worker in wanted):
                 causes = dict.fromkeys(wanted, "was dropped")
                 raise wsync.WorkerDied(f"worker(s) {sorted(wanted)} were dropped: there is nobody to send to", causes)
             self._step()
@@ -171,7 +171,7 @@ class Members(Succession[W]):
     def close(self) -> None:
         """End the workers; harmless when repeated. Successors that are being built are not waited for."""
         for place in self._places:
-            if self._started and place.worker is not None and place.stage is not Stage.THERE:
+            if self._started and place.worker is not None and place.state is not WorkerState.THERE:
                 self.pool.let_go(place.worker)
                 place.worker = None
         self.pool.close()

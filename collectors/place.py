@@ -1,9 +1,12 @@
-"""A worker's place in a collector, and the stages that it goes through.
+"""A worker's place in a collector, and the states that it goes through.
 
-BUILDING ─ready→ READY ─connect→ JOINING ─connected→ THERE
-↑                                                  │ died, raised, or did not answer
-└────────────── after a pause ── PAUSED ←──────────┤
-DROPPED ←──────────┘
+    BUILDING ─ready─▶ READY ─connect─▶ JOINING ─connected─▶ THERE
+
+Who dies, raises or does not answer, in whatever state, leaves the place, once all have been there:
+
+    on_worker_failure=restart   PAUSED ─after a pause─▶ BUILDING
+    on_worker_failure=drop      DROPPED, for good
+    on_worker_failure=raise     an error: also while the first of all have not been there yet
 """
 
 from __future__ import annotations
@@ -13,13 +16,13 @@ from enum import Enum, auto
 from typing import Generic, TypeVar
 
 from collectors.pool import Worker
-from collectors.recovery import Pace
+from collectors.recovery import RestartBackoff
 from collectors.worker import WorkerOptions
 
 W = TypeVar("W", bound=Worker)
 
 
-class Stage(Enum):
+class WorkerState(Enum):
     """See the module."""
 
     BUILDING = auto()
@@ -41,18 +44,18 @@ class Place(Generic[W]):
         due: answers that it owes.
         since: when it last answered, or began to owe one.
         begins_at: when a paused one is started anew.
-        joined: whether it gets updates.
+        gets_updates: whether an update for all goes to it.
         frames: that all who had this place have delivered, in an earlier run, too.
     """
 
     options: WorkerOptions
     parts: bytes
-    pace: Pace
+    backoff: RestartBackoff
     worker: W | None
-    stage: Stage = Stage.BUILDING
+    state: WorkerState = WorkerState.BUILDING
     due: int = 0
     since: float = 0.0
     begins_at: float = 0.0
-    joined: bool = False
+    gets_updates: bool = False
     num_envs: int = 0
     frames: int = 0

@@ -107,7 +107,7 @@ class Cause:
         return f"{first} {last}".rstrip()
 
 
-class Pace:
+class RestartBackoff:
     """When a worker is started anew, and when it has failed too often.
 
     Args:

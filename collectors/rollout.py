@@ -18,7 +18,6 @@ from collectors.asking import (
     Gate,
     InParts,
     Policy,
-    Weights,
     no_gate,
     no_version,
 )
@@ -81,7 +80,7 @@ class Rollout:
             self.stepper.max_frames_per_traj = max_frames_per_traj
         self._batched = len(self.batch_size) > 0
         self._device = torch.device(device or "cpu")
-        self._weights = Weights(gate, version)
+        self._gate, self._version = gate, version
         self._at_random = AtRandom(self.stepper, self._batched)
         self._asking: Asking | None = None
 
@@ -168,5 +167,5 @@ class Rollout:
             self.stepper.reset()
         with torch.no_grad():
             if in_parts and isinstance(self.policy, SampledPolicy):
-                return InParts(self.policy, self.stepper, self._batched, self._device, self._weights.version)
-            return ByCalling(self.policy, self.stepper, self._batched, self._device, self._weights, keys)
+                return InParts(self.policy, self.stepper, self._batched, self._device, self._version)
+            return ByCalling(self.policy, self.stepper, self._batched, self._device, self._version, self._gate, keys)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from collectors.layers import EncodedSteps, RewardedSteps
 from collectors.probing import without_trace
 from collectors.specs import to_numpy
+from collectors.step_wrappers import EncodedSteps, RewardedSteps
 from collectors.stepper import Steps
 from collectors.vector import Array
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from wsync.metrics import percentile
+
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
@@ -34,12 +36,11 @@ class SyncRow:
     @classmethod
     def of(cls, report: SyncReport, recent_us: Sequence[float]) -> SyncRow:
         """Take the figures from the report of one update; `recent_us` are recent latencies, this one's included."""
-        p50, p95, p99 = np.percentile(recent_us, (50, 95, 99)).tolist()
         return cls(
             latency_us=report.seconds * 1e6,
-            p50_us=p50,
-            p95_us=p95,
-            p99_us=p99,
+            p50_us=percentile(recent_us, 0.5),
+            p95_us=percentile(recent_us, 0.95),
+            p99_us=percentile(recent_us, 0.99),
             bytes=report.bytes,
             gib_per_second=report.bytes / 2**30 / max(report.seconds, 1e-9),
             phases_us={phase: seconds * 1e6 for phase, seconds in report.phases.items()},

@@ -12,7 +12,7 @@ from wsync.backends.shared_mem import SharedMemTransport, SharedMemWeightSyncSch
 from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, WeightSyncError, WorkerDied, WorkerFailed
 from wsync.gate import gate, gated
 from wsync.legacy import WeightReceiver, WeightSender
-from wsync.metrics import MetricsSink, SyncMetrics
+from wsync.metrics import SyncMetrics
 from wsync.paths import find_model
 from wsync.scheme import WeightSyncScheme
 from wsync.strategy import WeightStrategy
@@ -30,7 +30,6 @@ __all__ = [
     "DistributedWeightSyncScheme",
     "LayoutMismatch",
     "MPTransport",
-    "MetricsSink",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
     "NotConnected",

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from wsync.deadlines import NOW
 from wsync.ends import SenderEnd
 from wsync.errors import SyncTimeout, WorkerDied, WorkerError, WorkerFailed
-from wsync.roll import Roll
+from wsync.membership import Membership
 from wsync.types import Ack
 
 
@@ -16,13 +16,13 @@ class Answers:
 
     Args:
         end: hears them.
-        roll: those who have died are struck off it.
+        members: those who have died are struck off it.
         timeout: seconds that a sender waits for them; None for no limit.
     """
 
-    def __init__(self, end: SenderEnd, roll: Roll, timeout: float | None) -> None:
+    def __init__(self, end: SenderEnd, members: Membership, timeout: float | None) -> None:
         self._end = end
-        self._roll = roll
+        self._members = members
         self.timeout = timeout
 
     def expect(self, workers: Collection[int], version: int, deadline: float | None) -> Sequence[Ack]:
@@ -52,7 +52,7 @@ class Answers:
         failed = {ack.worker: ack.error for ack in acks if ack.error and not ack.died}
         silent = set(workers) - {ack.worker for ack in acks} if awaited else set()
         if died:
-            self._roll.strike(died)
+            self._members.strike(died)
         if not (died or failed or silent):
             return
         causes = {**died, **failed, **dict.fromkeys(silent, f"did not answer within {self.timeout} s")}

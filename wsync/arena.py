@@ -42,7 +42,7 @@ from wsync.errors import WeightSyncError
 from wsync.fast_path import FastUpdate
 from wsync.layout import Layout
 from wsync.packing import Buffer
-from wsync.switch import BLOCK, HELD, NONE, SWITCH, TAKEN, USED, Switch
+from wsync.switch import BLOCK, NONE, Switch
 
 _PAGE = mmap.PAGESIZE
 _SLOTS = 1024  # at the most
@@ -71,9 +71,8 @@ class Arena:
         address = ctypes.addressof(ctypes.c_char.from_buffer(control))
         self._extra_sizes = workers * BLOCK // 8
         self._checksums = memoryview(control).cast("Q")[self._extra_sizes + _SLOTS :]
-        self._blocks = [w * BLOCK // 8 for w in range(workers)]
         self._board = native.board(self._words, workers, BLOCK // 8, self._extra_sizes, layout.nbytes)
-        self.switches = [Switch(self._words, address + at * 8, at) for at in self._blocks]
+        self.switches = [Switch(self._words, address + at * 8, at) for at in range(0, workers * BLOCK // 8, BLOCK // 8)]
         if fds is None:
             for w in range(workers):
                 mutex.initialise(address + w * BLOCK)
@@ -126,15 +125,8 @@ class Arena:
         Args:
             again: workers who may begin to use a slot that they have taken once more, or whose successors may.
         """
-        words, named, used, held = self._words, set(), set(), set()
-        for worker, at in enumerate(self._blocks):
-            value = words[at + SWITCH]
-            if value >> 16 and (worker in again or words[at + TAKEN] < value >> 16):
-                named.add(value >> 1 & 0x7FFF)
-            if words[at + USED] != NONE:
-                used.add(words[at + USED])
-            if words[at + HELD] != NONE:
-                held.add(words[at + HELD])
+        needed = [switch.needed(worker in again) for worker, switch in enumerate(self.switches)]
+        named, used, held = ({*slots} - {NONE} for slots in zip(*needed, strict=True))
         return named, used, held
 
     def free_slot(self, busy: Collection[int]) -> int | None:

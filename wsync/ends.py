@@ -8,14 +8,14 @@ back: a new backend is one file with a ``SenderEnd``, a ``ReceiverEnd`` and a sc
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from wsync.binding import Binding
 from wsync.events import Event, Follower, SlowPath
 from wsync.fast_path import FastEnd
 from wsync.layout import Layout
 from wsync.packing import Buffer
-from wsync.receiver_thread import Told
+from wsync.receiver_thread import LineHandler
 from wsync.types import Ack, Update
 
 
@@ -66,7 +66,7 @@ class SenderEnd(Protocol):
         """
         ...
 
-    def fast_path(self) -> FastEnd | None:
+    def fast_path(self, *, acknowledge: bool) -> FastEnd | None:
         """``reserve``, pack, ``publish`` and ``collect`` in one, for all workers, without extra state.
 
         Good until anything else is asked of this end. None where there is no such path, or somebody is missing.
@@ -133,15 +133,15 @@ class ReceiverEnd(Protocol):
         """What the gate shall ask, and who is told: ``receiver``, or a faster path to the same."""
         ...
 
-    def arm(self, binding: Binding, staged: dict[int, Any]) -> None:
-        """The model took an update by ``binding``: the next may go a faster path, while nothing is ``staged``."""
+    def arm(self, binding: Binding) -> None:
+        """The model took an update by ``binding``: the next may go a faster path, while nothing is staged."""
         ...
 
-    def attach(self, receiver: Told) -> None:
-        """See to it that ``receiver.heed()`` is called when ``events`` has something, or the sender is gone."""
+    def attach(self, receiver: LineHandler) -> None:
+        """See to it that ``receiver.on_readable()`` is called when ``events`` has something, or the sender is gone."""
         ...
 
-    def detach(self, receiver: Told) -> None:
+    def detach(self, receiver: LineHandler) -> None:
         """No more; return when no such call is under way, unless this is one."""
         ...
 
@@ -152,7 +152,7 @@ class ReceiverEnd(Protocol):
     def alive(self) -> bool:
         """Whether the sender is there, as far as one can tell; asked now and then while somebody waits for it.
 
-        True where its death is an event that ``heed`` hears of.
+        True where its death is an event that ``on_readable`` hears of.
         """
         ...
 

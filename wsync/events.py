@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from wsync.gate import Feed
-from wsync.receiver_thread import Told
+from wsync.receiver_thread import LineHandler
 from wsync.types import Update
 
 
@@ -40,7 +40,7 @@ class Closed:
 Event = News | Stage | Decision | Closed
 
 
-class Follower(Feed, Told, Protocol):
+class Follower(Feed, LineHandler, Protocol):
     """What follows a sender: the gate asks it for news, and whoever listens to the line tells it of them."""
 
 

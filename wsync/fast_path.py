@@ -42,12 +42,12 @@ class FastEnd(NamedTuple):
     """What a sender's end offers.
 
     Attributes:
-        update: ``(acknowledge)`` → the compiled call of the fast path, if there is one.
-        complete: ``(partial, version, acknowledge)``: do what is left; after it the end's ``collect`` says the rest.
+        update: the compiled call.
+        complete: ``(partial, version)``: do what is left; after it the end's ``collect`` says the rest.
     """
 
-    update: Callable[[bool], FastUpdate | None]
-    complete: Callable[[PartialDelivery, int, bool], None]
+    update: FastUpdate
+    complete: Callable[[PartialDelivery, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,10 @@ class Locator:
     tree: native.Tree | None
     listing: Listing | None = None
 
-    def find(self, given: object) -> list[Tensor] | None:
-        """The tensors of what is not ``model``; None if it is not like the last one."""
+    def find(self, given: object) -> native.Tree | list[Tensor] | None:
+        """The tensors of an update; None if it is not like the last one."""
+        if given is self.model:
+            return self.tree
         return None if self.listing is None else self.listing.tensors(given)
 
 
@@ -75,16 +77,13 @@ class FastPath(NamedTuple):
     Attributes:
         locator: of the tensors.
         own: what a send without weights means.
-        update: the compiled call.
-        complete: as ``FastEnd.complete``.
+        end: takes them.
     """
 
     locator: Locator
     own: object
-    update: FastUpdate
-    complete: Callable[[PartialDelivery, int, bool], None]
+    end: FastEnd
 
     def find(self, weights: object) -> native.Tree | list[Tensor] | None:
         """The tensors of an update (None: its own); None if they are not like the last ones."""
-        given = self.own if weights is None else weights
-        return self.locator.tree if given is self.locator.model else self.locator.find(given)
+        return self.locator.find(self.own if weights is None else weights)

@@ -10,7 +10,7 @@ from wsync.deadlines import deadline_in
 from wsync.ends import SenderEnd
 from wsync.fast_path import FastPath, PartialDelivery
 from wsync.layout import Layout
-from wsync.roll import Roll
+from wsync.membership import Membership
 from wsync.source import Source
 from wsync.types import SyncReport
 
@@ -21,27 +21,28 @@ class FastSender:
     Args:
         end: offers it.
         source: what a send without weights means.
-        roll: of the workers.
+        members: its workers.
         answers: of theirs, where an update has to go on the slow path.
         published: whether a send is finished without answers.
     """
 
-    def __init__(self, end: SenderEnd, source: Source, roll: Roll, answers: Answers, *, published: bool) -> None:
+    def __init__(
+        self, end: SenderEnd, source: Source, members: Membership, answers: Answers, *, published: bool
+    ) -> None:
         self._end = end
         self._source = source
-        self._roll = roll
+        self._members = members
         self._answers = answers
         self._published = published
         self.path: FastPath | None = None
 
     def arm(self, weights: object, layout: Layout) -> None:
         """Take the fast path with updates like this one, which went to everybody, from now on."""
-        if self._roll.absent or self._roll.extra:
+        if self._members.absent or self._members.extra:
             return
-        locator, end = self._source.locator(weights, layout), self._end.fast_path()
-        update = None if end is None else end.update(not self._published)
-        if locator is not None and end is not None and update is not None:
-            self.path = FastPath(locator, self._source.weights, update, end.complete)
+        locator, end = self._source.locator(weights, layout), self._end.fast_path(acknowledge=not self._published)
+        if locator is not None and end is not None:
+            self.path = FastPath(locator, self._source.weights, end)
 
     def disarm(self) -> None:
         """Something has happened that is not usual."""
@@ -49,21 +50,21 @@ class FastSender:
 
     def send(self, path: FastPath, tensors: Any, version: int, began: float) -> SyncReport | None:
         """Deliver what ``FastPath.find`` has found; None, with nothing done, if it is unusual in any respect."""
-        report = path.update(tensors, version, self._answers.timeout, began)
+        report = path.end.update(tensors, version, self._answers.timeout, began)
         if report is None:
             return None
         if not isinstance(report, SyncReport):
             report = self._go_on(path, PartialDelivery(*report), version, began)
-        self._roll.due.update(report.workers)
+        self._members.due.update(report.workers)
         return report
 
     def _go_on(self, path: FastPath, partial: PartialDelivery, version: int, began: float) -> SyncReport:
         """Take the slow path where the fast one has ended: somebody has died, or failed, or said something else."""
         self.disarm()
-        workers, timeout = self._roll.present, self._answers.timeout
+        workers, timeout = self._members.present, self._answers.timeout
         left = None if timeout is None else max(0.0, timeout - (time.perf_counter() - began))
-        self._roll.note(version, ((workers, b""),))
-        path.complete(partial, version, not self._published)
+        self._members.note(version, ((workers, b""),))
+        path.end.complete(partial, version)
         if self._published:
             self._answers.hear_of_failures(workers, version)
         else:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from wsync import native
 from wsync.checksum import seal
 from wsync.events import Event, SlowPath
 from wsync.gate import process_gate
 from wsync.landing import Landing
+from wsync.staged import staged
 from wsync.types import Update
 from wsync.words import Kind, Line, Message
 
@@ -53,14 +54,13 @@ class GroupFastReceiver:
         self._landing = end.landing
         self._go_through = process_gate().turnstile.go_through
         self._installer: native.Installer | None = None
-        self._staged: dict[int, Any] = {}
         self._arrived: tuple[Message, int] | None = None  # and the buffer that it is in
 
-    def arm(self, installer: native.Installer | None, staged: dict[int, Any]) -> None:
-        """The model takes updates by ``installer``, while nothing is ``staged``; None for the slow path."""
-        self._installer, self._staged = installer, staged
+    def arm(self, installer: native.Installer | None) -> None:
+        """The model takes updates by ``installer``, while nothing is staged; None for the slow path."""
+        self._installer = installer
 
-    def heed(self) -> bool:
+    def on_readable(self) -> bool:
         """Do what the sender has said; False when it is gone."""
         receiver, end = self._receiver, self._end
         message = self._line.receive()
@@ -88,12 +88,7 @@ class GroupFastReceiver:
             return self._receiver.enter() if self._end.pending is not None else False
         started = time.perf_counter()
         receiver, installer, (message, index) = self._receiver, self._installer, self._arrived
-        if (
-            installer is None
-            or self._staged
-            or receiver.waiting
-            or not installer.install(self._landing.berths[index].views)
-        ):
+        if installer is None or staged or receiver.waiting or not installer.install(self._landing.berths[index].views):
             self._end.understand(message, index)
             self._arrived = None
             return receiver.enter()

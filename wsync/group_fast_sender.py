@@ -12,10 +12,10 @@ from wsync import native
 from wsync.checksum import seal
 from wsync.deadlines import deadline_in
 from wsync.fast_path import PartialDelivery
+from wsync.in_flight import InFlight
 from wsync.lanes import Lane, Parcel
 from wsync.lines import Lines
 from wsync.packing import Buffer
-from wsync.posted import Posted
 from wsync.types import SyncReport
 from wsync.words import Kind, Message
 
@@ -69,7 +69,7 @@ class GroupFastSender:
         self._send(Parcel(Kind.NEWS, version, b"", buffer.slot), buffer)
         sent = time.perf_counter()
         acks = self._lines.collect(self._workers, version, deadline_in(timeout))
-        cost = Posted(
+        cost = InFlight(
             version=version,
             workers=self._workers,
             blobs=(),
@@ -107,5 +107,5 @@ class GroupFastSender:
                 if lane.under_way is parcel:
                     self._lines.say(worker, news)
 
-    def complete(self, partial: PartialDelivery, version: int, acknowledge: bool) -> None:
+    def complete(self, partial: PartialDelivery, version: int) -> None:
         """Nothing is left to be done: what has been answered can be heard again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -17,7 +17,7 @@ from wsync.group_fast_receiver import GroupFastReceiver
 from wsync.landing import Landing
 from wsync.layout import Layout
 from wsync.plan import Plan
-from wsync.receiver_thread import Told
+from wsync.receiver_thread import LineHandler
 from wsync.types import ANY_VERSION, Ack, Update
 from wsync.words import TRANSACTION, Kind, Line, Message, unpacked
 
@@ -28,11 +28,11 @@ JoinPair = Callable[[int, int, float | None], Pair]
 class Attach(Protocol):
     """How a backend has its receivers told."""
 
-    def attach(self, line: Line, receiver: Told) -> None:
-        """Call ``receiver.heed()`` when ``line`` has something to receive."""
+    def attach(self, line: Line, receiver: LineHandler) -> None:
+        """Call ``receiver.on_readable()`` when ``line`` has something to receive."""
         ...
 
-    def detach(self, line: Line, receiver: Told) -> None:
+    def detach(self, line: Line, receiver: LineHandler) -> None:
         """No more; return when no such call is under way, unless this is one."""
         ...
 
@@ -138,19 +138,19 @@ class GroupReceiver:
         self._fast = GroupFastReceiver(receiver, self, self._connection())
         return self._fast
 
-    def arm(self, binding: Binding, staged: dict[int, Any]) -> None:
+    def arm(self, binding: Binding) -> None:
         """Have the fast path taken by what comes next, if it comes into the main memory."""
         if self._fast is None or binding.tree is self._armed:
             return
         self._armed = binding.tree
         at_hand = all(berth.content is not None for berth in self.landing.berths)
-        self._fast.arm(binding.installer() if at_hand else None, staged)
+        self._fast.arm(binding.installer() if at_hand else None)
 
-    def attach(self, receiver: Told) -> None:
+    def attach(self, receiver: LineHandler) -> None:
         """As the backend does it."""
         self._telling.attach(self._connection(), receiver)
 
-    def detach(self, receiver: Told) -> None:
+    def detach(self, receiver: LineHandler) -> None:
         """As the backend does it."""
         if self._line is not None:
             self._telling.detach(self._line, receiver)
@@ -231,7 +231,7 @@ class GroupReceiver:
 
     def installed(self, update: Update, error: str) -> None:
         """Free the buffer that is no longer needed."""
-        self.said = Message(Kind.FAILED if error else Kind.ACK, self.worker, update.version, error.encode())
+        self.said = Message.answer(Ack(self.worker, update.version, error))
         if error:
             self.landing.free(update.slot)
         else:
@@ -252,8 +252,7 @@ class GroupReceiver:
 
     def answer(self, ack: Ack, *, staged: bool = False) -> None:
         """Tell the sender, and be ready for the next version; if it is gone, whoever listens will notice."""
-        kind = Kind.FAILED if ack.error else Kind.STAGED if staged else Kind.ACK
-        self.say(Message(kind, ack.worker, ack.version, ack.error.encode(), ack.wait, ack.apply))
+        self.say(Message.answer(ack, staged))
 
     def say(self, answer: Message) -> None:
         """``answer``, in the words of the line."""

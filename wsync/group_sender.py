@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from wsync.deadlines import wait_readable
+from wsync.deadlines import NOW, wait_readable
 from wsync.errors import SyncTimeout
 from wsync.fast_path import FastEnd
 from wsync.forming import formed
@@ -209,13 +209,15 @@ class GroupSender:
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
                 if not self._closed:
-                    self._lines.read(0.0)
+                    self._lines.read(NOW)
                 if self._closed or not self._somebody_waits():
                     self._courier = None
                     return
 
-    def fast_path(self) -> FastEnd | None:
+    def fast_path(self, *, acknowledge: bool) -> FastEnd | None:
         """The fast path, while everybody is there and ready, and nothing is kept for a decision."""
+        if not acknowledge:
+            return None
         with self._lock:
             layout, lanes = self._layout, self._lanes
             at_rest = len(self.workers) == self._num_workers and not self._staged and self._courier is None
@@ -225,7 +227,7 @@ class GroupSender:
             if turns is None:
                 return None
             fast = GroupFastSender(self._lines, lanes, self._lose, turns, layout.nbytes, self._checksum)
-            return FastEnd(lambda acknowledge: fast.update if acknowledge else None, fast.complete)
+            return FastEnd(fast.update, fast.complete)
 
     def stage(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
         """Send a packed buffer for workers to check and keep."""

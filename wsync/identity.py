@@ -20,7 +20,7 @@ def identity() -> bytes:
     return _PID.pack(os.getpid()) + _machine()
 
 
-class Watch:
+class PeerProcess:
     """A process descriptor of the process that told its ``identity``, if it runs on this machine.
 
     Attributes:

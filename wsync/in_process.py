@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ from wsync.fast_path import FastEnd
 from wsync.gate import process_gate
 from wsync.layout import Layout
 from wsync.packing import Buffer
-from wsync.receiver_thread import Told
+from wsync.receiver_thread import LineHandler
 from wsync.types import Ack, Update
 
 
@@ -61,10 +60,9 @@ class InProcessLine:
     def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
         """Pass through the gate with it: whoever is inside is waited for."""
         self._pending = Update(version, buffer.views, extra)
-        with process_gate().hold():
-            pass
+        process_gate().turnstile.go_through()
 
-    def fast_path(self) -> FastEnd | None:
+    def fast_path(self, *, acknowledge: bool) -> FastEnd | None:
         """There is no fast path."""
         return None
 
@@ -103,13 +101,13 @@ class InProcessLine:
         self._receiver = receiver
         return receiver
 
-    def arm(self, binding: Binding, staged: dict[int, Any]) -> None:
+    def arm(self, binding: Binding) -> None:
         """There is no faster path."""
 
-    def attach(self, receiver: Told) -> None:
+    def attach(self, receiver: LineHandler) -> None:
         """Nobody has to be told: the sender comes through the gate itself."""
 
-    def detach(self, receiver: Told) -> None:
+    def detach(self, receiver: LineHandler) -> None:
         """As ``attach``."""
 
     def alive(self) -> bool:

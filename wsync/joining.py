@@ -9,7 +9,7 @@ from wsync.receiver_thread import receiver_thread
 
 
 class Joining:
-    """The rest of a rendezvous that has begun (a ``Told``).
+    """The rest of a rendezvous that has begun (a ``LineHandler``).
 
     Args:
         descriptors: one of them is readable when the sender has answered, or has gone.
@@ -25,7 +25,7 @@ class Joining:
             for descriptor in descriptors:
                 receiver_thread().register(descriptor, self)
 
-    def heed(self) -> bool:
+    def on_readable(self) -> bool:
         """Connect. True if that went well: the receiver listens at one of the descriptors from then on."""
         with self._lock:
             if self._over.is_set():
@@ -51,5 +51,5 @@ class Joining:
         return True
 
     def close(self) -> None:
-        """Wait for no answer any more; return when none is being heeded."""
+        """Wait for no answer any more; return when none is being read."""
         receiver_thread().unregister(self)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from wsync.binding import dump_extra
 from wsync.ends import SenderEnd
+from wsync.in_flight import InFlight
 from wsync.layout import Layout
+from wsync.membership import Membership
 from wsync.packing import Buffer, Packer
-from wsync.posted import Posted
-from wsync.roll import Roll
 from wsync.source import Part, Source
 
 Packed = tuple[Part, Buffer, bytes]
@@ -23,17 +24,17 @@ class Loader:
     Args:
         end: has the buffers.
         source: where weights come from when a call brings none.
-        roll: knows each worker's extra state.
+        members: knows each worker's extra state.
 
     Attributes:
         layout: made from the first weights; None before.
     """
 
-    def __init__(self, end: SenderEnd, source: Source, roll: Roll) -> None:
+    def __init__(self, end: SenderEnd, source: Source, members: Membership) -> None:
         self.layout: Layout | None = None
         self._end = end
         self._source = source
-        self._roll = roll
+        self._members = members
         self._packer: Packer | None = None
 
     def plan(self, weights: object) -> tuple[Layout, Packer]:
@@ -44,18 +45,18 @@ class Loader:
             self.layout, self._packer = layout, Packer(layout)
         return self.layout, self._packer
 
-    def load(
+    @contextmanager
+    def loaded(
         self,
         weights: object,
         workers: Sequence[int],
         absent: Sequence[int],
         version: int,
         deadline: float | None,
-        packed: list[Packed],
         *,
         keep: bool = False,
-    ) -> Posted:
-        """Check everything, then copy it into buffers that no worker reads; these go into ``packed``, one by one.
+    ) -> Iterator[tuple[InFlight, Sequence[Packed]]]:
+        """Check everything, then copy it into buffers that no worker reads; they are released if the block raises.
 
         Args:
             weights: for ``workers``, and for who comes in the place of ``absent`` ones; None reads the source.
@@ -63,33 +64,38 @@ class Loader:
             absent: who has died.
             version: the update's.
             deadline: until when a buffer is waited for.
-            packed: buffers are appended as they are reserved; if this raises, the caller has to release them.
             keep: see ``SenderEnd.reserve``.
         """
-        started = time.perf_counter()
-        layout, packer = self.plan(weights)
-        parts = self._source.parts(weights, workers, absent, layout)
-        blobs = [self._blob(part) for part in parts]
-        extracted = time.perf_counter()
-        waited, addressees = 0.0, [*workers, *absent]
-        for part, blob in zip(parts, blobs, strict=True):
-            before = time.perf_counter()
-            buffer = self._end.reserve(addressees, deadline, keep=keep)
-            packed.append((part, buffer, blob))
-            waited += time.perf_counter() - before
-            packer.pack(part.tensors, buffer)
-        return Posted(
-            version=version,
-            workers=workers,
-            blobs=[(part.workers, blob) for part, _, blob in packed],
-            acknowledge=True,
-            deadline=deadline,
-            started=started,
-            extract=extracted - started,
-            wait=waited,
-            pack=time.perf_counter() - extracted - waited,
-        )
+        packed: list[Packed] = []
+        try:
+            started = time.perf_counter()
+            layout, packer = self.plan(weights)
+            parts = self._source.parts(weights, workers, absent, layout)
+            blobs = [self._blob(part) for part in parts]
+            extracted = time.perf_counter()
+            waited, addressees = 0.0, [*workers, *absent]
+            for part, blob in zip(parts, blobs, strict=True):
+                before = time.perf_counter()
+                buffer = self._end.reserve(addressees, deadline, keep=keep)
+                packed.append((part, buffer, blob))
+                waited += time.perf_counter() - before
+                packer.pack(part.tensors, buffer)
+            posted = InFlight(
+                version=version,
+                workers=workers,
+                blobs=[(part.workers, blob) for part, _, blob in packed],
+                acknowledge=True,
+                deadline=deadline,
+                started=started,
+                extract=extracted - started,
+                wait=waited,
+                pack=time.perf_counter() - extracted - waited,
+            )
+            yield posted, packed
+        except BaseException:
+            self._end.release([buffer for _, buffer, _ in packed])
+            raise
 
     def _blob(self, part: Part) -> bytes:
         """A part's extra state; weights that cannot say (a plain TensorDict) leave it as it was."""
-        return dump_extra(part.extra) if part.extra is not None else self._roll.extra.get(part.workers[0], b"")
+        return dump_extra(part.extra) if part.extra is not None else self._members.extra.get(part.workers[0], b"")

@@ -2,7 +2,7 @@
 
 No visitor is waited for. Each is heard when it has said something, and the door's descriptor is readable meanwhile only
 if somebody has. Until it has shown the token a visitor costs one descriptor and a kilobyte; one that says anything
-else is turned away at once, one that is silent when its time or its place is needed.
+else is turned away at once, one that is silent after five seconds, or as soon as its place is needed.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from wsync import native
 from wsync.arena import Arena
@@ -15,9 +14,10 @@ from wsync.gate import process_gate
 from wsync.layout import Layout
 from wsync.local_sender import STAGED
 from wsync.plan import Plan
-from wsync.receiver_thread import Told, receiver_thread
-from wsync.rendezvous import Connection, Endpoint, knock
+from wsync.receiver_thread import LineHandler, receiver_thread
+from wsync.rendezvous import Endpoint, LocalLine, knock
 from wsync.seat import Seat
+from wsync.staged import staged
 from wsync.types import ANY_VERSION, Ack, Update
 from wsync.words import Kind, Message, unpacked
 
@@ -33,8 +33,8 @@ class LocalReceiver:
     def __init__(self, endpoint: Endpoint, *, retains: bool) -> None:
         self._endpoint = endpoint
         self._retains = retains
-        self._knocked: Connection | None = None  # and was not let in yet
-        self._line: Connection | None = None
+        self._knocked: LocalLine | None = None  # and was not let in yet
+        self._line: LocalLine | None = None
         self._arena: Arena | None = None
         self._layout: Layout | None = None
         self._worker = -1
@@ -49,7 +49,7 @@ class LocalReceiver:
         """What the weights look like; None until the sender knows."""
         return self._layout
 
-    def _connection(self) -> Connection:
+    def _connection(self) -> LocalLine:
         if self._line is None:
             raise NotConnected("this worker is not connected: call connect(worker_idx=…) first")
         return self._line
@@ -97,7 +97,7 @@ class LocalReceiver:
         self._seat.follow(receiver, process_gate().turnstile)
         return self._seat
 
-    def arm(self, binding: Binding, staged: dict[int, Any]) -> None:
+    def arm(self, binding: Binding) -> None:
         """Have the seat install what comes next, unless it has to be checked, or may be refused."""
         if binding.tree is self._armed or self._arena is None:
             return
@@ -108,11 +108,11 @@ class LocalReceiver:
         line = self._connection().fileno()
         self._seat.arm(installer, self._arena.all_views, staged, line, self._worker, self._retains)
 
-    def attach(self, receiver: Told) -> None:
+    def attach(self, receiver: LineHandler) -> None:
         """Have the process's thread listen."""
         receiver_thread().listen(self._connection(), receiver)
 
-    def detach(self, receiver: Told) -> None:
+    def detach(self, receiver: LineHandler) -> None:
         """Listen no more."""
         receiver_thread().unregister(receiver)
 
@@ -192,14 +192,16 @@ class LocalReceiver:
         self._seat.busy = False
         keep = self._seat.slot if self._seat.hold or self._seat.refused > self._seat.version else -1
         if self._switch.leave(keep):
-            self.answer(Ack(self._worker, 0), kind=Kind.FREED)
+            self._say(Message(Kind.FREED, self._worker))
 
-    def answer(self, ack: Ack, *, staged: bool = False, kind: Kind | None = None) -> None:
+    def answer(self, ack: Ack, *, staged: bool = False) -> None:
+        """Tell the sender."""
+        self._say(Message.answer(ack, staged))
+
+    def _say(self, message: Message) -> None:
         """Tell the sender; if it is gone there is nobody to tell, and the thread will notice."""
-        kind = kind or (Kind.FAILED if ack.error else Kind.STAGED if staged else Kind.ACK)
-        payload = ack.error.encode()
         try:
-            self._connection().send(Message(kind, self._worker, ack.version, payload, ack.wait, ack.apply))
+            self._connection().send(message)
         except ConnectionError:
             return
 
@@ -210,7 +212,7 @@ class LocalReceiver:
             self._knocked = None
         if self._line is None:
             return
-        self.answer(Ack(self._worker, 0), kind=Kind.BYE)
+        self._say(Message(Kind.BYE, self._worker))
         self._line.close()
         self._line = None
         self._seat.quit()

@@ -152,14 +152,15 @@ class LocalSender:
             self._switch(worker, version, buffer.slot, acknowledge)
         self._reserved.discard(buffer.slot)
 
-    def fast_path(self) -> FastEnd | None:
+    def fast_path(self, *, acknowledge: bool) -> FastEnd | None:
         """The fast path, while everybody is there, and nothing is sealed, or kept for a decision."""
         descriptors = self._lines.descriptors
         if self._checksum or self._reserved or not descriptors:
             return None
-        return FastEnd(partial(self.arena.update, descriptors, self._retains), self._complete)
+        update = self.arena.update(descriptors, self._retains, acknowledge)
+        return None if update is None else FastEnd(update, partial(self._complete, acknowledge))
 
-    def _complete(self, delivery: PartialDelivery, version: int, acknowledge: bool) -> None:
+    def _complete(self, acknowledge: bool, delivery: PartialDelivery, version: int) -> None:
         """Switch whom the fast path could not switch at once, and remember who has answered."""
         for worker in delivery.others:
             self._switch(worker, version, delivery.slot, acknowledge)

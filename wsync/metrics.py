@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from wsync.types import PHASES, SyncReport
-
-
-class MetricsSink(Protocol):
-    """Who wants to hear of every update (a logger)."""
-
-    def record(self, model_id: str, report: SyncReport) -> None:
-        """One update was made."""
-        ...
 
 
 class SyncMetrics:
@@ -32,15 +25,12 @@ class SyncMetrics:
     def __init__(self, scheme: str, keep: int = 100_000) -> None:
         self.scheme = scheme
         self.updates = 0
-        self.sinks: list[MetricsSink] = []
         self._reports: deque[SyncReport] = deque(maxlen=keep)
 
-    def record(self, model_id: str, report: SyncReport) -> None:
-        """Take in one update, and pass it on to the sinks."""
+    def record(self, report: SyncReport) -> None:
+        """Take in one update."""
         self.updates += 1
         self._reports.append(report)
-        for sink in self.sinks:
-            sink.record(model_id, report)
 
     @property
     def last(self) -> SyncReport | None:
@@ -58,7 +48,7 @@ class SyncMetrics:
         if self.last is None:
             return result
         latencies = self.latencies_us
-        median = statistics.median(latencies)
+        median = percentile(latencies, 0.5)
         copy = plain_copy_us(self.last.bytes) if self.last.bytes else 0.0
         result.update(
             version=self.last.version,
@@ -81,9 +71,9 @@ class SyncMetrics:
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
-    """The value below which ``fraction`` of ``values`` lie (nearest rank)."""
+    """The smallest of ``values`` that at least ``fraction`` of them do not exceed (the nearest rank)."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
+    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
 
 
 def plain_copy_us(nbytes: int, rounds: int = 7) -> float:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from wsync.types import SyncReport
+from wsync.types import PHASES, SyncReport
 
 if TYPE_CHECKING:
     from wsync._native import Board, Installer, Room, Seat, Spot, Tree, Turnstile, Watch
 
-_REVISION = 7  # of csrc/module.c
+_REVISION = 8  # of csrc/module.c
 _PLAIN_TYPES = (nn.Parameter, Tensor)  # a subclass may keep its numbers elsewhere
 
 
@@ -37,8 +37,7 @@ def _load() -> Any:
         why = stale if table is not None else f"PyTorch {torch.__version__} has no table of DLPack's functions"
         warnings.warn(f"updates are slower, for wsync's compiled code cannot be used: {why}", stacklevel=2)
         return None
-    phases = ("extract", "wait", "pack", "transfer", "apply", "acknowledge")
-    _native.use(table, _PLAIN_TYPES, SyncReport, phases, torch.get_num_threads)
+    _native.use(table, _PLAIN_TYPES, SyncReport, PHASES, torch.get_num_threads)
     return _native
 
 

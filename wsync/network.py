@@ -22,7 +22,7 @@ from functools import partial
 from wsync.credentials import CLAIM, holds, new_claim, proof_for
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected
-from wsync.identity import Watch, identity
+from wsync.identity import PeerProcess, identity
 from wsync.lobby import TOKEN, Lobby, Visitor, greeting, missing
 from wsync.sockets import end
 from wsync.words import HEADER_SIZE, PROTOCOL, Kind, Line, Message, length_in, unpack
@@ -67,7 +67,7 @@ class NetLine:
         self._opener = os.getpid()
         self._proof = proof
         self._expected = expected
-        self._watch = Watch()
+        self._peer = PeerProcess()
         self._rest = b""  # that came with the last message: less than one
         host, port, *_ = sock.getpeername()
         self._where = f"{host} port {port}"
@@ -79,17 +79,17 @@ class NetLine:
 
     def recognise(self, who: bytes) -> None:
         """Take the other end's ``identity``: watch its process, if it runs here."""
-        self._watch = Watch(who)
+        self._peer = PeerProcess(who)
 
     @property
     def peer(self) -> str:
         """The other process."""
-        return f"process {self._watch.pid}" if self._watch.pid >= 0 else self._where
+        return f"process {self._peer.pid}" if self._peer.pid >= 0 else self._where
 
     @property
     def signs(self) -> Sequence[int]:
         """The socket's descriptor, and the process's if it is known."""
-        return (self._socket.fileno(), *self._watch.descriptors)
+        return (self._socket.fileno(), *self._peer.descriptors)
 
     def fileno(self) -> int:
         """The socket's descriptor."""
@@ -162,7 +162,7 @@ class NetLine:
         """Close the line; harmless when repeated."""
         if self._socket.fileno() >= 0:
             end(self._socket, self._opener)
-            self._watch.close()
+            self._peer.close()
 
 
 class NetListener:
@@ -198,14 +198,15 @@ class NetListener:
         hello = greeting(visitor, CLAIM, partial(holds, token=token, where=where))
         if hello is None:
             return None
-        who, rest = _split(hello.payload)
         claim = bytes(visitor.heard[HEADER_SIZE : HEADER_SIZE + CLAIM])
         if claim in self._claims:
             raise ValueError("this claim has been made before")
         self._claims.add(claim)
-        line = NetLine(visitor.socket, proof=proof_for(claim, token, where) + _prefixed(identity()))
-        line.recognise(who)
-        return line, hello._replace(payload=rest)
+        own = identity()
+        proof = proof_for(claim, token, where) + struct.pack("<H", len(own)) + own
+        line = NetLine(visitor.socket, proof=proof)
+        line.recognise(hello.payload)
+        return line, hello
 
     def close(self) -> None:
         """Shut the door; harmless when repeated."""
@@ -227,8 +228,8 @@ def listen_on(host: str) -> socket.socket:
         ) from error
 
 
-def dial(endpoint: NetEndpoint, worker: int, deadline: float | None, more: bytes = b"") -> NetLine:
-    """Connect to a sender as worker ``worker``; ``more`` goes with the greeting.
+def dial(endpoint: NetEndpoint, worker: int, deadline: float | None) -> NetLine:
+    """Connect to a sender as worker ``worker``.
 
     Raises:
         NotConnected: no sender listens there (any more), or it cannot be reached.
@@ -237,20 +238,10 @@ def dial(endpoint: NetEndpoint, worker: int, deadline: float | None, more: bytes
         sock = socket.create_connection((endpoint.host, endpoint.port), timeout=remaining(deadline))
         claim = new_claim(endpoint.token, endpoint.where)
         line = NetLine(sock, expected=proof_for(claim, endpoint.token, endpoint.where))
-        line.send(Message(Kind.HELLO, worker, PROTOCOL, claim + _prefixed(identity()) + more))
+        line.send(Message(Kind.HELLO, worker, PROTOCOL, claim + identity()))
     except OSError as error:
         where = f"{endpoint.host} port {endpoint.port}"
         raise NotConnected(
             f"worker {worker}: the sender at {where} is gone, has been shut down, or cannot be reached ({error})"
         ) from error
     return line
-
-
-def _prefixed(part: bytes) -> bytes:
-    return struct.pack("<H", len(part)) + part
-
-
-def _split(payload: bytes) -> tuple[bytes, bytes]:
-    """Identity, and the rest of a greeting."""
-    length = int.from_bytes(payload[:2], "little")
-    return payload[2 : 2 + length], payload[2 + length :]

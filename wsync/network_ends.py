@@ -20,7 +20,7 @@ from wsync.group import BACKENDS, Meeting, MeetingPlace, Pair
 from wsync.group_receiver import GroupReceiver
 from wsync.group_sender import GroupSender
 from wsync.network import NetEndpoint, NetListener, dial
-from wsync.receiver_thread import Told, receiver_thread
+from wsync.receiver_thread import LineHandler, receiver_thread
 from wsync.words import Line
 
 
@@ -143,10 +143,10 @@ class _Route:
 class _Threaded:
     """Receivers are told by the process's thread (an ``Attach``)."""
 
-    def attach(self, line: Line, receiver: Told) -> None:
+    def attach(self, line: Line, receiver: LineHandler) -> None:
         receiver_thread().listen(line, receiver)
 
-    def detach(self, line: Line, receiver: Told) -> None:
+    def detach(self, line: Line, receiver: LineHandler) -> None:
         receiver_thread().unregister(receiver)
 
     def alive(self, line: Line) -> bool:

@@ -12,7 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 from torch import nn
 
 from wsync.invitation import await_invitation, invite
-from wsync.roles import Worker
+from wsync.ports import SendOnly
+from wsync.roles import Worker, the_one_count
 from wsync.scheme import WeightSyncScheme
 from wsync.strategy import Format
 from wsync.transport import TransportBackend
@@ -32,7 +33,7 @@ class PipeContext(Protocol):
     pipe: Connection
 
 
-class PipeTransport:
+class PipeTransport(SendOnly):
     """The sender's line to the worker at the other end of a pipe (a ``TransportBackend``): nothing need come before it.
 
     Args:
@@ -54,22 +55,6 @@ class PipeTransport:
         if self._scheme.model_id is None:
             self._scheme.init_on_sender()
         self._scheme._meet()
-
-    def receive_weights(self, timeout: float | None = None, **_: Any) -> Any | None:
-        """A sender's line does not receive.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError("this is the sender's end of the line: receive by scheme.get_receiver(), in the worker")
-
-    def setup_connection_and_weights_on_receiver(self, **_: Any) -> Any | None:
-        """A sender's line does not receive.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError("this is the sender's end of the line: call scheme.init_on_worker(…) in the worker")
 
 
 class PipedScheme(WeightSyncScheme):
@@ -109,10 +94,8 @@ class PipedScheme(WeightSyncScheme):
         if pipes is None and isinstance(context, PipesContext):
             pipes = context.pipes
         pipes = self._pipes if pipes is None else list(pipes)
-        if pipes and given.get("num_workers") is None:
-            given["num_workers"] = len(pipes)
-        if pipes and given["num_workers"] != len(pipes):
-            raise ValueError(f"how many workers? num_workers: {given['num_workers']}, pipes: {len(pipes)}")
+        if pipes:
+            given["num_workers"] = the_one_count({"num_workers": given.get("num_workers"), "pipes": len(pipes)})
         super().init_on_sender(model_id, context, **given)
         self._pipes = pipes
         try:

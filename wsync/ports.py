@@ -14,7 +14,27 @@ from wsync.sender import Sender
 from wsync.strategy import WeightStrategy
 
 
-class SenderPort:
+class SendOnly:
+    """The half of a ``TransportBackend`` that a trainer's line has not."""
+
+    def receive_weights(self, timeout: float | None = None, **_: Any) -> Any | None:
+        """A sender's line does not receive.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("this is the sender's end of the line: receive in the worker, on its scheme")
+
+    def setup_connection_and_weights_on_receiver(self, **_: Any) -> Any | None:
+        """A sender's line does not receive.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("this is the sender's end of the line: connect the worker's by its scheme, in the worker")
+
+
+class SenderPort(SendOnly):
     """A trainer's line to some of its workers (a ``TransportBackend``)."""
 
     def __init__(self, sender: Sender, sentinels: Mapping[int, int], worker_ids: Sequence[int] | None) -> None:
@@ -30,22 +50,6 @@ class SenderPort:
         """The rendezvous with every worker of the scheme, unless it has been."""
         if not self._sender.connected:
             self._sender.connect(None, self._sentinels)
-
-    def receive_weights(self, timeout: float | None = None, **_: Any) -> Any | None:
-        """A sender's line does not receive.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError("this is the sender's end of the line: receive on scheme.receiver_transport, in the worker")
-
-    def setup_connection_and_weights_on_receiver(self, **_: Any) -> Any | None:
-        """A sender's line does not receive.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError("this is the sender's end of the line: connect the worker's by scheme.receiver_transport")
 
 
 class ReceiverPort:

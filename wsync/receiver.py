@@ -153,7 +153,7 @@ class Receiver:
             self._error = traceback.format_exc()
         self._end.installed(update, self._error)
         if self._binding is not None and not (self._error or update.extra or self._cascade):
-            self._end.arm(self._binding, staged.staged)
+            self._end.arm(self._binding)
         self.told_at = 0.0
         if not self._error:
             with self._changed:
@@ -168,7 +168,7 @@ class Receiver:
 
     # --- called by the receiver thread ---
 
-    def heed(self) -> bool:
+    def on_readable(self) -> bool:
         """Do what the sender has said; False when it is gone."""
         return self.follow(self._end.events())
 

@@ -1,4 +1,4 @@
-"""The background thread: one per process, one loop, for every receiver that is told by a descriptor."""
+"""The background thread: one per process, one loop, for every receiver that listens at a descriptor."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from wsync.words import Line
 _log = logging.getLogger(__name__)
 
 
-class Told(Protocol):
-    """A receiver, as the loop sees it."""
+class LineHandler(Protocol):
+    """What is called when a line has something to read: a receiver, as the loop sees it."""
 
-    def heed(self) -> bool:
+    def on_readable(self) -> bool:
         """Do what the sender said; False when there will be nothing more."""
         ...
 
@@ -31,22 +31,22 @@ class ReceiverThread:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._serving = threading.RLock()  # held while a receiver heeds
-        self._told: dict[int, tuple[Told, int]] = {}  # by descriptor; and that of its line
+        self._serving = threading.RLock()  # held while a handler runs
+        self._handlers: dict[int, tuple[LineHandler, int]] = {}  # by descriptor; and that of its line
         self._thread: threading.Thread | None = None
         self._wake = -1
 
-    def listen(self, line: Line, receiver: Told) -> None:
+    def listen(self, line: Line, receiver: LineHandler) -> None:
         """Listen for ``receiver``, on its line; the end of the process at the other end ends that."""
         self._add({sign: (receiver, line.fileno()) for sign in line.signs})
 
-    def register(self, descriptor: int, receiver: Told) -> None:
+    def register(self, descriptor: int, receiver: LineHandler) -> None:
         """Listen for ``receiver``, on a descriptor."""
         self._add({descriptor: (receiver, descriptor)})
 
-    def _add(self, told: dict[int, tuple[Told, int]]) -> None:
+    def _add(self, handlers: dict[int, tuple[LineHandler, int]]) -> None:
         with self._lock:
-            self._told.update(told)
+            self._handlers.update(handlers)
             if self._thread is not None:
                 os.eventfd_write(self._wake, 1)
             else:
@@ -56,14 +56,14 @@ class ReceiverThread:
                 )
                 self._thread.start()
 
-    def unregister(self, receiver: Told) -> None:
+    def unregister(self, receiver: LineHandler) -> None:
         """Listen for ``receiver`` no more; return when the loop is surely not inside it."""
         with self._lock:
-            self._told = {fd: other for fd, other in self._told.items() if other[0] is not receiver}
+            self._handlers = {fd: other for fd, other in self._handlers.items() if other[0] is not receiver}
             thread = self._thread
             if thread is None:
                 return
-            last = not self._told
+            last = not self._handlers
             if last:
                 self._thread = None
             os.eventfd_write(self._wake, 1)
@@ -81,11 +81,11 @@ class ReceiverThread:
                 with self._lock:
                     if self._thread is not threading.current_thread():
                         return
-                    told = dict(self._told)
+                    handlers = dict(self._handlers)
                 poller = select.poll()
-                for descriptor in (wake, *told):
+                for descriptor in (wake, *handlers):
                     poller.register(descriptor, select.POLLIN)
-                while not self._serve(poller, told, wake):
+                while not self._serve(poller, handlers, wake):
                     pass
         finally:
             with self._lock:
@@ -93,7 +93,7 @@ class ReceiverThread:
                     self._thread, self._wake = None, -1
                 os.close(wake)
 
-    def _serve(self, poller: select.poll, told: dict[int, tuple[Told, int]], wake: int) -> bool:
+    def _serve(self, poller: select.poll, handlers: dict[int, tuple[LineHandler, int]], wake: int) -> bool:
         """Serve whoever was told something; True when the list of receivers has changed."""
         changed = False
         for descriptor, _ in poller.poll():
@@ -102,32 +102,32 @@ class ReceiverThread:
                 changed = True
                 continue
             with self._serving:
-                if self._told.get(descriptor) is not told[descriptor]:
+                if self._handlers.get(descriptor) is not handlers[descriptor]:
                     continue
-                receiver, line = told[descriptor]
+                receiver, line = handlers[descriptor]
                 if descriptor != line:  # a child that the other process has forked may keep its end open
                     with suppress(OSError):
                         _shut(line)
-                elif _heed(receiver, line):
+                elif _call(receiver, line):
                     continue
                 with self._lock:  # with its line goes what else is listened to for a receiver
-                    over = [fd for fd, one in told.items() if fd == descriptor or one == (receiver, descriptor)]
+                    over = [fd for fd, one in handlers.items() if fd == descriptor or one == (receiver, descriptor)]
                     for fd in over:
-                        if self._told.get(fd) is told[fd]:
-                            del self._told[fd]
+                        if self._handlers.get(fd) is handlers[fd]:
+                            del self._handlers[fd]
                 changed = True
         return changed
 
 
-def _heed(receiver: Told, descriptor: int) -> bool:
-    """Have a receiver heed; False when there will be nothing more.
+def _call(receiver: LineHandler, descriptor: int) -> bool:
+    """Have a receiver read; False when there will be nothing more.
 
     One that fails is hung up on: its sender hears of that at once, and it hears that its line has ended. Nothing that
     it raises ends the thread, which is others' as well.
     """
     for _ in range(2):
         try:
-            return receiver.heed()
+            return receiver.on_readable()
         except BaseException:  # noqa: BLE001  this thread is nobody's to end
             _log.exception("a receiver has failed, and is hung up on")
         with suppress(OSError):  # it has closed its line, or has ended already

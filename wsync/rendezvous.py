@@ -37,7 +37,7 @@ class Endpoint:
     token: bytes
 
 
-class Connection:
+class LocalLine:
     """One end of the line between a sender and one worker."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -140,7 +140,7 @@ class Listener:
         """Who has shown the token; ``None`` if nobody has, yet. Waits for nobody."""
         return self._lobby.accept()
 
-    def _admit(self, visitor: Visitor) -> tuple[Connection, Message]:
+    def _admit(self, visitor: Visitor) -> tuple[LocalLine, Message]:
         if _peer_of(visitor.socket)[1] != os.getuid():
             raise ValueError("another user")
         visitor.heard += visitor.socket.recv(HEADER_SIZE + TOKEN)  # descriptors that came with it are dropped
@@ -149,7 +149,7 @@ class Listener:
             raise ValueError("half a greeting")
         visitor.socket.setblocking(True)
         try:
-            return Connection(visitor.socket), hello
+            return LocalLine(visitor.socket), hello
         except NotConnected as error:
             raise ValueError("it has died") from error
 
@@ -184,7 +184,7 @@ def _message(data: bytes, fds: tuple[int, ...]) -> Message:
     return message._replace(payload=payload, fds=fds[:-1])
 
 
-def knock(endpoint: Endpoint, worker: int) -> Connection:
+def knock(endpoint: Endpoint, worker: int) -> LocalLine:
     """Connect to a sender as worker ``worker``.
 
     Raises:
@@ -195,7 +195,7 @@ def knock(endpoint: Endpoint, worker: int) -> Connection:
         sock.connect(endpoint.address)
         if _peer_of(sock)[1] != os.getuid():
             raise PermissionError("another user listens there")
-        connection = Connection(sock)
+        connection = LocalLine(sock)
         connection.send(Message(Kind.HELLO, worker, PROTOCOL, endpoint.token))
     except OSError as error:
         sock.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -53,6 +53,7 @@ class Worker:
 class SchemeView:
     """What can be seen of a scheme, whichever role it has."""
 
+    _transport: ClassVar[type[SenderPort]] = SenderPort  # the sender's line to some workers
     strategy: WeightStrategy
     _timeout: float | None
     _role: Trainer | Worker | None
@@ -155,7 +156,7 @@ class SchemeView:
 
     def _port(self, role: Trainer, worker_ids: Sequence[int] | None) -> TransportBackend:
         """A backend's own kind of line, for ``create_transport``."""
-        return SenderPort(role.sender, role.sentinels, worker_ids)
+        return self._transport(role.sender, role.sentinels, worker_ids)
 
     @property
     def sender(self) -> Sender:
@@ -206,10 +207,8 @@ def agreed_count(
         "params_map": None if params_map is None else len(params_map),
         "the context's workers": len(workers) or None,
     }
-    said = {name: count for name, count in counts.items() if count is not None}
-    if len(set(said.values())) > 1:
-        raise ValueError("how many workers? " + ", ".join(f"{name}: {count}" for name, count in said.items()))
-    count = next(iter(said.values()), 1)
+    count = the_one_count(counts)
+    count = 1 if count is None else count
     if count < 1:
         raise ValueError(f"num_workers is at least 1, not {count}")
     if params_map is not None and set(params_map) != set(range(count)):
@@ -217,3 +216,15 @@ def agreed_count(
             f"params_map is {{worker_idx: weights}} for workers 0 to {count - 1}, not for {sorted(params_map)}"
         )
     return count
+
+
+def the_one_count(counts: Mapping[str, int | None]) -> int | None:
+    """The number of workers that all of ``counts`` agree on, by who says it; None if nobody says.
+
+    Raises:
+        ValueError: they contradict one another.
+    """
+    said = {name: count for name, count in counts.items() if count is not None}
+    if len(set(said.values())) > 1:
+        raise ValueError("how many workers? " + ", ".join(f"{name}: {count}" for name, count in said.items()))
+    return next(iter(said.values()), None)

@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed import rpc
 
 from wsync.errors import NotConnected
-from wsync.identity import Watch
+from wsync.identity import PeerProcess
 from wsync.rpc_calls import End, Inbox, porters, receive_weights_scheme
 from wsync.words import Kind, Line, Message, unpack
 
@@ -30,14 +30,14 @@ class TrainerLine:
         self.peer = f"RPC worker '{name}'"
         self._end = end
         self._name = name
-        self._watch = Watch(who)
+        self._peer = PeerProcess(who)
         self._inbox = Inbox()
         self._said = 0
 
     @property
     def signs(self) -> Sequence[int]:
         """The inbox's descriptor, and the process's if it runs on this machine."""
-        return (self._inbox.fileno(), *self._watch.descriptors)
+        return (self._inbox.fileno(), *self._peer.descriptors)
 
     def fileno(self) -> int:
         """The inbox's descriptor."""
@@ -82,7 +82,7 @@ class TrainerLine:
         if self._inbox.fileno() < 0:
             return
         self._inbox.close()
-        self._watch.close()
+        self._peer.close()
         try:
             self.send(Message(Kind.BYE))
         except ConnectionError:

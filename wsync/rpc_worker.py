@@ -11,8 +11,8 @@ from torch.distributed import rpc
 
 from wsync.deadlines import NOW, wait_readable
 from wsync.errors import NotConnected
-from wsync.identity import Watch, identity
-from wsync.receiver_thread import Told
+from wsync.identity import PeerProcess, identity
+from wsync.receiver_thread import LineHandler
 from wsync.rpc_calls import Inbox, hear, knock, own_name, servers, there
 from wsync.words import PROTOCOL, Kind, Message
 
@@ -38,11 +38,11 @@ class WorkerLine:
         self._order = threading.RLock()  # one call is served at a time
         self._heard = 0
         self._early: dict[int, Message] = {}
-        self._told: Told | None = None
+        self._handler: LineHandler | None = None
         self._saying = threading.Lock()
         self._reply: list[bytes] | None = None  # of the call that is being served
         self._under_way: Any = None  # the newest call to the trainer, which ends within _GOODBYE
-        self._watch = Watch()
+        self._peer = PeerProcess()
         servers[self._end] = self
         try:
             who = rpc.rpc_sync(trainer, knock, args=(self._end, PROTOCOL, name, identity()), timeout=_GOODBYE)
@@ -50,12 +50,12 @@ class WorkerLine:
             self.close()
             cause = f"the sender '{trainer}' is gone, has been shut down, or has another name: {error}"
             raise NotConnected(f"worker {worker}: {cause}") from error
-        self._watch = Watch(who)
+        self._peer = PeerProcess(who)
 
     @property
     def signs(self) -> Sequence[int]:
         """The inbox's descriptor, and the trainer's process's if it runs on this machine."""
-        return (self._inbox.fileno(), *self._watch.descriptors)
+        return (self._inbox.fileno(), *self._peer.descriptors)
 
     def fileno(self) -> int:
         """The inbox's descriptor."""
@@ -71,23 +71,23 @@ class WorkerLine:
             return self._heed()
 
     def _heed(self) -> list[bytes]:
-        if self._told is None:
+        if self._handler is None:
             return []
         with self._saying:
             self._reply = []
         try:
-            while self._inbox.waiting and self._told is not None:
-                if not self._told.heed():
-                    self._told = None
+            while self._inbox.waiting and self._handler is not None:
+                if not self._handler.on_readable():
+                    self._handler = None
         finally:
             with self._saying:
                 reply, self._reply = self._reply, None
         return reply or []
 
-    def attach(self, receiver: Told) -> None:
+    def attach(self, receiver: LineHandler) -> None:
         """From now on calls are served as they come; and now, what has come meanwhile."""
         with self._order:
-            self._told = receiver
+            self._handler = receiver
             replies = self._heed()
         for reply in replies:
             self._tell(reply)
@@ -95,7 +95,7 @@ class WorkerLine:
     def detach(self) -> None:
         """Serve no more; return when no call is being served, unless it is by this one."""
         with self._order:
-            self._told = None
+            self._handler = None
 
     def send(self, message: Message) -> None:
         """Say it in reply to the call that is being served, or by a call to the trainer."""
@@ -130,8 +130,8 @@ class WorkerLine:
 
     def alive(self) -> bool:
         """Whether the trainer is there: its process, if that runs on this machine, or else its answer to a call."""
-        if self._watch.pid >= 0:
-            return bool(self._watch.descriptors) and not wait_readable(self._watch.descriptors, NOW)
+        if self._peer.pid >= 0:
+            return bool(self._peer.descriptors) and not wait_readable(self._peer.descriptors, NOW)
         try:
             return rpc.rpc_sync(self._trainer, there, args=(self._end[0],), timeout=_GOODBYE)
         except RuntimeError as error:
@@ -139,6 +139,6 @@ class WorkerLine:
 
     def close(self) -> None:
         """Hang up; harmless when repeated."""
-        self._watch.close()
+        self._peer.close()
         servers.pop(self._end, None)
         self._inbox.close()

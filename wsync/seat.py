@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Seat:
-    """A worker's place in an arena, whose news take the slow path. ``_native.Seat`` is the same, and has a shorter one.
+    """A worker's place in an arena. ``_native.Seat`` has the same state, and a fast path besides.
 
     Attributes:
         version: that the model has.
@@ -45,9 +45,9 @@ class Seat:
         """See ``gate.Feed``."""
         self._receiver.leave()
 
-    def heed(self) -> bool:
-        """See ``receiver_thread.Told``."""
-        return self._receiver.heed()
+    def on_readable(self) -> bool:
+        """See ``receiver_thread.LineHandler``."""
+        return self._receiver.on_readable()
 
     def take(self, words: memoryview, at: int) -> None:
         """The place's words are looked at by ``Switch``."""

@@ -15,10 +15,10 @@ from wsync.deadlines import deadline_in
 from wsync.ends import SenderEnd
 from wsync.errors import NotConnected
 from wsync.fast_sender import FastSender
+from wsync.in_flight import InFlight
 from wsync.layout import Layout
 from wsync.loading import Loader, Packed
-from wsync.posted import Posted
-from wsync.roll import Roll
+from wsync.membership import Membership
 from wsync.source import Source
 from wsync.types import Ack, SyncReport
 
@@ -55,11 +55,11 @@ class Sender:
         self._delivers_at_connect = delivers_at_connect
         self._published = published
         self._record = record
-        self._roll = Roll(num_workers)
-        self._answers = Answers(end, self._roll, timeout)
-        self._loader = Loader(end, source, self._roll)
-        self._fast = FastSender(end, source, self._roll, self._answers, published=published)
-        self._posted: list[Posted] = []
+        self._members = Membership(num_workers)
+        self._answers = Answers(end, self._members, timeout)
+        self._loader = Loader(end, source, self._members)
+        self._fast = FastSender(end, source, self._members, self._answers, published=published)
+        self._in_flight: list[InFlight] = []
         self._unmapped: set[int] = set()  # workers that were told what weights look like after they had joined
         self._lock = threading.RLock()
 
@@ -104,7 +104,7 @@ class Sender:
         with self.alone():
             self._end.forget(worker)
             self._excuse([worker])
-            self._roll.strike([worker])
+            self._members.strike([worker])
 
     def admit(self, worker: int, sentinel: int | None = None, timeout: float | None = None) -> None:
         """Let one worker join again, after its predecessor died; it gets what that one was to have, or the newest.
@@ -121,8 +121,8 @@ class Sender:
             deadline = deadline_in(self._answers.timeout if timeout is None else timeout)
             self.dismiss(worker)
             self._end.admit([worker], {} if sentinel is None else {worker: sentinel}, deadline)
-            self._roll.restore(worker)
-            version = self._roll.due.get(worker)
+            self._members.restore(worker)
+            version = self._members.due.get(worker)
             if version:
                 self._answers.expect([worker], version, deadline)
 
@@ -141,7 +141,7 @@ class Sender:
                 self.version -= 1
         with self.alone():
             self._require_connected()
-            workers, absent = self._roll.addressees(worker_ids)
+            workers, absent = self._members.addressees(worker_ids)
             posted = self._post(weights, workers, absent, acknowledge=not (wait and self._published))
             self._excuse(posted.workers)
             if wait:
@@ -149,36 +149,34 @@ class Sender:
                 if worker_ids is None:
                     self._arm_fast_path(weights)
                 return report
-            self._posted.append(posted)
+            self._in_flight.append(posted)
             self._end.listen()
             return None
 
     def _arm_fast_path(self, weights: object) -> None:
-        if self.layout is not None and not self._posted:
+        if self.layout is not None and not self._in_flight:
             self._fast.arm(weights, self.layout)
 
     def _excuse(self, workers: Collection[int]) -> None:
         """Await no older answers of ``workers``: they are given, or owe, a newer one, or are named in an error."""
-        for older in self._posted:
+        for older in self._in_flight:
             older.workers = [worker for worker in older.workers if worker not in workers]
-        self._posted = [older for older in self._posted if older.workers]
+        self._in_flight = [older for older in self._in_flight if older.workers]
 
     def wait(self) -> SyncReport | None:
         """Wait for everything that was sent without waiting; the newest one's report."""
         with self.alone():
             report = None
-            while self._posted:  # after an error the others are still waited for, by the next call
-                report = self._settle(self._posted.pop(0))
+            while self._in_flight:  # after an error the others are still waited for, by the next call
+                report = self._settle(self._in_flight.pop(0))
             return report
 
     def _require_connected(self) -> None:
         if not self.connected:
             raise NotConnected("not connected yet: call connect() on the sender (and on every worker) before send()")
 
-    def _post(self, weights: object, workers: Sequence[int], absent: Sequence[int], *, acknowledge: bool) -> Posted:
-        packed: list[Packed] = []
-        try:
-            posted = self._load(weights, workers, absent, packed)
+    def _post(self, weights: object, workers: Sequence[int], absent: Sequence[int], *, acknowledge: bool) -> InFlight:
+        with self._loaded(weights, workers, absent) as (posted, packed):
             # Parameters are bound or not, but a module's set_extra_state may raise: that has to be answered for. And
             # nobody can be bound to memory that it does not know of yet.
             unsure = not self._unmapped.isdisjoint(workers) or any([extra for _, _, extra in packed])
@@ -186,24 +184,23 @@ class Sender:
             before = time.perf_counter()
             for part, buffer, extra in packed:
                 self._end.publish(buffer, posted.version, extra, part.workers, acknowledge)
-        except BaseException:
-            self._end.release([buffer for _, buffer, _ in packed])
-            raise
-        self._roll.note(posted.version, posted.blobs)
+        self._members.note(posted.version, posted.blobs)
         posted.transfer = time.perf_counter() - before
         return posted
 
-    def _load(
-        self, weights: object, workers: Sequence[int], absent: Sequence[int], packed: list[Packed], keep: bool = False
-    ) -> Posted:
-        deadline = deadline_in(self._answers.timeout)
+    @contextmanager
+    def _loaded(
+        self, weights: object, workers: Sequence[int], absent: Sequence[int], *, keep: bool = False
+    ) -> Iterator[tuple[InFlight, Sequence[Packed]]]:
+        """The next version, in buffers that are released if the block raises."""
         if self.layout is None and self.connected:
-            self._unmapped.update(self._roll.present)
-        posted = self._loader.load(weights, workers, absent, self.version + 1, deadline, packed, keep=keep)
-        self.version = posted.version
-        return posted
+            self._unmapped.update(self._members.present)
+        deadline = deadline_in(self._answers.timeout)
+        with self._loader.loaded(weights, workers, absent, self.version + 1, deadline, keep=keep) as loaded:
+            self.version += 1
+            yield loaded
 
-    def _settle(self, posted: Posted) -> SyncReport:
+    def _settle(self, posted: InFlight) -> SyncReport:
         """Wait for the answers, if they are wanted; report, or raise."""
         before = time.perf_counter()
         acks: Sequence[Ack] = ()
@@ -225,31 +222,26 @@ class Sender:
             self._fast.disarm()
             yield
 
-    def stage(self, weights: object, worker_ids: int | Sequence[int] | None, transaction: int) -> Posted:
+    def stage(self, weights: object, worker_ids: int | Sequence[int] | None, transaction: int) -> InFlight:
         """Have every worker check an update and keep it ready; raises if one says no."""
         with self.alone():
             self._require_connected()
-            workers, absent = self._roll.addressees(worker_ids)
-            packed: list[Packed] = []
-            try:
-                posted = self._load(weights, workers, absent, packed, keep=True)
+            workers, absent = self._members.addressees(worker_ids)
+            with self._loaded(weights, workers, absent, keep=True) as (posted, packed):
                 for part, buffer, extra in packed:
                     self._end.stage(buffer, posted.version, extra, part.workers, transaction)
-            except BaseException:
-                self._end.release([buffer for _, buffer, _ in packed])
-                raise
             self._excuse(workers)
             self._answers.expect(workers, posted.version, posted.deadline)
             return posted
 
-    def decide(self, posted: Posted, transaction: int) -> None:
+    def decide(self, posted: InFlight, transaction: int) -> None:
         """Have the workers install what they staged."""
         with self.alone():
             posted.deadline = deadline_in(self._answers.timeout)
             self._end.decide(posted.version, transaction)
-            self._roll.note(posted.version, posted.blobs)
+            self._members.note(posted.version, posted.blobs)
 
-    def settle(self, posted: Posted) -> SyncReport:
+    def settle(self, posted: InFlight) -> SyncReport:
         """Wait until a decided update is installed."""
         with self.alone():
             return self._settle(posted)

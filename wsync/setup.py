@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import nn
@@ -20,7 +19,7 @@ from wsync.roles import Trainer, Worker, agreed_count, find_or_none
 from wsync.sender import Sender
 from wsync.source import DeviceMap, Source
 from wsync.strategy import Format, WeightStrategy
-from wsync.types import CascadingContext, CollectorContext, SyncReport
+from wsync.types import CascadingContext, CollectorContext
 
 
 class SchemeSetup(OlderApi):
@@ -50,8 +49,8 @@ class SchemeSetup(OlderApi):
     def _make_receiver_end(self, seed: Any) -> ReceiverEnd:
         """A worker's end."""
 
-    def _can_meet(self, model_id: str) -> bool:
-        """Whether a worker finds the sender of ``model_id`` without a seed."""
+    def _can_meet(self) -> bool:
+        """Whether a worker finds the sender without a seed."""
         return False
 
     def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None) -> Source:
@@ -113,7 +112,7 @@ class SchemeSetup(OlderApi):
             self.timeout,
             delivers_at_connect=self.delivers_at_connect,
             published=self._published,
-            record=self._recorder(model_id),
+            record=self.metrics.record,
         )
         sentinels = {worker.worker_idx: worker.sentinel for worker in workers}
         self._role = Trainer(model_id, context, model, sender, end, sentinels, os.getpid())
@@ -140,7 +139,7 @@ class SchemeSetup(OlderApi):
             ValueError: neither a model nor a context.
         """
         self._require_fresh_worker()
-        if self._seed is None and not self._can_meet(model_id):
+        if self._seed is None and not self._can_meet():
             raise RuntimeError(
                 "initialise this scheme on the sender first, then hand it (pickled or forked) to the worker"
             )
@@ -167,12 +166,9 @@ class SchemeSetup(OlderApi):
         self._require_fresh()
         line = InProcessLine(arrive=lambda: receiver.connect(0, self.timeout))
         receiver = Receiver(model, self.strategy, line, bind=False)
-        sender = Sender(line, Source(source, self.strategy), 1, self.timeout, record=self._recorder(model_id))
+        sender = Sender(line, Source(source, self.strategy), 1, self.timeout, record=self.metrics.record)
         sender.connect(None, {})
         self._role = Trainer(model_id, None, model, sender, line, {}, os.getpid(), receiver)
-
-    def _recorder(self, model_id: str) -> Callable[[SyncReport], None]:
-        return partial(self.metrics.record, model_id)
 
     def _require_fresh(self) -> None:
         if self._role is not None:

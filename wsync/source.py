@@ -133,7 +133,7 @@ class Source:
         return self._reader.read(given)
 
     def locator(self, weights: object, layout: Layout) -> Locator | None:
-        """How to find what is like what everybody was just given; None where there is none, or not the same for all."""
+        """How to find the tensors of updates like this one; None: slowly, or they differ from worker to worker."""
         return self._reader.locator(self.weights if weights is None else weights, layout) if self._alike else None
 
     def parts(self, weights: object, workers: Sequence[int], absent: Sequence[int], layout: Layout) -> list[Part]:

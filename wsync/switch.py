@@ -11,9 +11,13 @@ NONE = -1
 
 
 class Switch:
-    """One worker's words in the arena. The sender calls ``publish`` and looks; the worker calls the rest."""
+    """One worker's words in the arena.
 
-    __slots__ = ("_address", "_at", "_mutex", "_words")
+    The sender calls ``reset``, ``publish``, ``published``, ``needed``, ``await_free`` and ``vacate``; the worker
+    ``enter``, ``leave`` and ``call``.
+    """
+
+    __slots__ = ("_at", "_mutex", "_words")
 
     def __init__(self, words: memoryview, address: int, at: int) -> None:
         self._words = words
@@ -44,6 +48,17 @@ class Switch:
         """``(version, slot)`` that the worker is pointed to; version 0 for nothing yet."""
         value = self._words[self._at + SWITCH]
         return value >> 16, value >> 1 & 0x7FFF
+
+    def needed(self, again: bool) -> tuple[int, int, int]:
+        """Slots that the worker may yet enter, that its forward uses, and that it holds to fall back on; or ``NONE``.
+
+        Args:
+            again: whether it, or a successor, may enter a slot that it has taken already.
+        """
+        words, at = self._words, self._at
+        version, slot = self.published()
+        named = slot if version and (again or words[at + TAKEN] < version) else NONE  # in this order: see enter
+        return named, words[at + USED], words[at + HELD]
 
     def vacate(self) -> None:
         """The worker has died: nothing is in use, and who comes in its place has taken nothing."""

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from wsync.errors import WorkerError
-from wsync.posted import Posted
+from wsync.in_flight import InFlight
 from wsync.scheme import WeightSyncScheme
 from wsync.sender import Sender
 from wsync.types import SyncReport
@@ -51,7 +51,7 @@ def _synchronize(
     senders: Mapping[str, tuple[Sender, Any]], worker_ids: int | Sequence[int] | None, transaction: int
 ) -> dict[str, SyncReport]:
     """As ``synchronize``, by senders that nobody else uses meanwhile."""
-    staged: dict[str, tuple[Sender, Posted]] = {}
+    staged: dict[str, tuple[Sender, InFlight]] = {}
     try:
         for model_id, (sender, weights) in senders.items():
             staged[model_id] = (sender, sender.stage(weights, worker_ids, transaction))

@@ -33,8 +33,8 @@ class TransportBackend(Protocol):
         Args:
             timeout: seconds; None for no limit.
             weights: a buffer (TensorDict or state dict) to receive into.
-            model: applied to this model as well, through the gate; needs ``strategy``.
-            strategy: how they are applied, and the format of the result.
+            model: applied to this model as well, through the gate.
+            strategy: how they are applied, and the format of the result; None for the default one.
         """
         ...
 

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
-PROTOCOL = 6
+from wsync.types import Ack
+
+PROTOCOL = 7
 _HEADER = struct.Struct("<BxxxiQQdd")  # kind, worker, version, length, wait, apply
 HEADER_SIZE = _HEADER.size
-TRANSACTION = struct.Struct("<Q")  # what the payloads of STAGE, DROP and DECIDE begin with
+TRANSACTION = struct.Struct("<Q")  # what the payloads of STAGE, DROP and DECIDE begin with, where they have one
 
 
 class Kind(IntEnum):
-    """What a message says. The first eight go to a worker, the others come from one."""
+    """What a message says. The first eight go to a worker, the others come from one; BYE goes either way."""
 
     WELCOME = 1  # payload: the layout, or nothing yet
     REFUSED = 2  # payload: why
@@ -39,7 +41,8 @@ class Message(NamedTuple):
     """One message between the two ends.
 
     Attributes:
-        version: of the weights that it is about, 0 if there are none; of the protocol, in ``HELLO``.
+        version: of the weights that it is about, 0 if there are none; of the protocol, in ``HELLO``; the transaction
+            itself, in a ``DROP`` on one machine.
         wait: seconds from the moment a worker was told of the version until it could begin to install it, in ``ACK``.
         apply: seconds that it took to install it, in ``ACK``.
         fds: owned by whoever received it.
@@ -52,6 +55,12 @@ class Message(NamedTuple):
     wait: float = 0.0
     apply: float = 0.0
     fds: tuple[int, ...] = ()
+
+    @classmethod
+    def answer(cls, ack: Ack, staged: bool = False) -> Message:
+        """An acknowledgement as a worker sends it."""
+        kind = Kind.FAILED if ack.error else Kind.STAGED if staged else Kind.ACK
+        return cls(kind, ack.worker, ack.version, ack.error.encode(), ack.wait, ack.apply)
 
     def header(self, length: int) -> bytes:
         """The fixed part, ``HEADER_SIZE`` bytes, for a payload of ``length`` bytes."""

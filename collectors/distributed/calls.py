@@ -23,7 +23,7 @@ class Answer:
     """What a call returned.
 
     Attributes:
-        kind: ``ready``, ``connected``, ``batch``, ``ended``, ``error`` or ``died``; nothing after ``seed``.
+        kind: ``ready``, ``connected``, ``batch``, ``ended``, ``error`` or ``died``; none after ``seed``, ``resume``.
         value: what goes with it.
         payload: a batch's bytes, uint8: whichever of the two the calls carry without a copy.
     """
@@ -33,7 +33,7 @@ class Answer:
     payload: torch.Tensor | np.ndarray | None = None
 
 
-class Signal:
+class WakeEvent:
     """A descriptor that another thread makes readable; setting it after ``close`` is harmless."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class CallPool(Pool[C]):
     def __init__(self) -> None:
         super().__init__()
         self._answers: deque[tuple[C, Answer]] = deque()
-        self._some = Signal()
+        self._some = WakeEvent()
 
     def tell(self, workers: Collection[C], command: str, argument: Any = None) -> None:
         """See Pool."""
@@ -117,7 +117,7 @@ class CallPool(Pool[C]):
     def _end_work(self) -> list[C]:
         """Tell all workers to end their work, and wait until they have, or died, or do not in time; those that have."""
         ended: dict[C, Answer] = {}
-        some = Signal()
+        some = WakeEvent()
 
         def on_end(worker: C, answer: Answer) -> None:
             ended[worker] = answer

@@ -18,7 +18,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from collectors.distributed.called import CalledCore
-from collectors.distributed.calls import Answer, CalledWorker, CallPool, Signal
+from collectors.distributed.calls import Answer, CalledWorker, CallPool, WakeEvent
 from collectors.distributed.ray_cluster import Cluster
 from collectors.pool import GRACE
 from wsync import SyncTimeout
@@ -63,7 +63,7 @@ class RayWorker(CalledWorker):
     def __init__(self, worker_idx: int, actor: ActorHandle) -> None:
         super().__init__(worker_idx)
         self.actor = actor
-        self._end = Signal()
+        self._end = WakeEvent()
         life: Any = actor.life
         self._watch(life.options(concurrency_group="life").remote(), lambda _: self._end.set())
 

@@ -24,7 +24,7 @@ from torch.distributed import (
     rpc,
 )
 
-from collectors.distributed.calls import Signal
+from collectors.distributed.calls import WakeEvent
 from collectors.distributed.doors import Address
 from wsync import SyncTimeout
 
@@ -108,7 +108,7 @@ def join_or_end(size: int, address: Address, sentinels: Sequence[int], timeout: 
     Raises:
         SyncTimeout: the others did not join in time.
     """
-    done, errors = Signal(), []
+    done, errors = WakeEvent(), []
 
     def attempt() -> None:
         try:

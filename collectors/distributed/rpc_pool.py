@@ -14,7 +14,7 @@ from torch.distributed import rpc
 from torch.futures import Future
 
 from collectors.distributed import rpc_worker
-from collectors.distributed.calls import Answer, CalledWorker, CallPool, Signal
+from collectors.distributed.calls import Answer, CalledWorker, CallPool, WakeEvent
 from collectors.distributed.rpc_group import host_store, is_member, join_or_end, leave_group
 from collectors.hold import Hold
 from collectors.pool import GRACE
@@ -98,7 +98,7 @@ class UsersRpcWorker(RpcWorker):
 
     def __init__(self, worker_idx: int, name: str, token: str) -> None:
         super().__init__(worker_idx, name, token)
-        self._end = Signal()
+        self._end = WakeEvent()
         rpc.rpc_async(name, rpc_worker.life, args=(token,), timeout=0).add_done_callback(lambda _: self._end.set())
 
     @property

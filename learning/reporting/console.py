@@ -15,8 +15,7 @@ from rich.text import Text
 
 from learning.progress import Row
 from learning.reporting import Reporter
-
-PHASES = ("extract", "pack", "transfer", "wait", "apply", "acknowledge")
+from wsync.types import PHASES
 
 
 def microseconds(value: float | None) -> str:

@@ -12,7 +12,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from learning.reporting.console import PHASES, microseconds, number, size
+from learning.reporting.console import microseconds, number, size
+from wsync.metrics import percentile
+from wsync.types import PHASES
 
 INK, MUTED, BLUE, ORANGE = "#1f2933", "#7b8794", "#2563eb", "#d97706"
 Rows = Sequence[dict[str, Any]]
@@ -88,7 +90,7 @@ def sync_latency(rows: Rows, summary: dict[str, Any], path: Path) -> None:
 
 
 def _latencies(ax: Axes, latencies: Sequence[float]) -> None:
-    percentiles = {f"p{p}": float(np.percentile(latencies, p)) for p in (50, 95, 99)}
+    percentiles = {f"p{p}": percentile(latencies, p / 100) for p in (50, 95, 99)}
     ax.scatter(range(1, len(latencies) + 1), latencies, s=10, color=BLUE, alpha=0.4, linewidths=0, rasterized=True)
     ax.set_yscale("log")
     low, high = min(latencies) / 1.2, max(latencies) * 1.2

@@ -77,11 +77,6 @@ def become(module: nn.Module, value: float) -> None:
         parameter.fill_(value)
 
 
-def size_in_bytes(module: nn.Module) -> int:
-    """Of all weights together."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-
-
 def _width(mib: float, layers: int) -> int:
     """The width at which ``layers`` layers have ``mib`` MiB: the root of their number of weights, a square in it."""
     square, linear = layers - 2, _OBSERVATIONS + _ACTIONS + layers - 1

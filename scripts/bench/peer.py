@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchrl  # pyright: ignore[reportMissingImports]
 from tensordict import TensorDict
 from torch import multiprocessing, nn
 from torchrl import weight_update  # pyright: ignore[reportMissingImports]
@@ -33,7 +32,6 @@ from bench.meters import MemoryMeter
 from bench.models import Revealing, become, revealing_policy
 from bench.sides import Side, Standalone, given, named
 
-VERSION: str = torchrl.__version__
 _ENDLESS = 10**12
 _SCHEMES = {
     "shared_mem": weight_update.SharedMemWeightSyncScheme,

@@ -185,7 +185,7 @@ def test_step_and_reset_one_by_one() -> None:
     assert td.batch_size == () and td["observation"].shape == (4,)
     assert torch.equal(td["observation"], torch.tensor(gym.make("CartPole-v1").reset(seed=5)[0]))
     kept = td["observation"].clone()
-    stepped, following = env.step_and_maybe_reset(td.set("action", torch.tensor(1)))
+    stepped, following = env.step(td.set("action", torch.tensor(1))), env.observe()
     assert torch.equal(td["observation"], kept)
     assert torch.equal(stepped["next", "observation"], following["observation"])
     assert stepped["next", "episode_length"].tolist() == [1]

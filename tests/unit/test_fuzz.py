@@ -36,8 +36,8 @@ from wsync.network import NetLine, NetListener, dial
 from wsync.network_ends import Seed
 from wsync.packing import Buffer, Packer
 from wsync.plan import Plan
-from wsync.receiver_thread import Told
-from wsync.rendezvous import Connection, Listener, knock
+from wsync.receiver_thread import LineHandler
+from wsync.rendezvous import Listener, LocalLine, knock
 from wsync.snapshot import Snapshot
 from wsync.types import Ack
 from wsync.words import HEADER_SIZE, PROTOCOL, Door, Kind, Line, Message, unpack
@@ -207,13 +207,13 @@ def admitted(door: Door) -> Line:
         assert wait_readable([door.fileno()], deadline)
         visitor = door.accept()
         if visitor is not None:
-            assert visitor[1].kind is Kind.HELLO and visitor[1].version == PROTOCOL and not visitor[1].payload
+            assert visitor[1].kind is Kind.HELLO and visitor[1].version == PROTOCOL
             return visitor[0]
     raise AssertionError("the worker did not get in")
 
 
 def raw(line: Line) -> socket.socket:
-    assert isinstance(line, Connection | NetLine)
+    assert isinstance(line, LocalLine | NetLine)
     return line._socket
 
 
@@ -404,9 +404,9 @@ def knock_and_welcome(end: LocalReceiver | GroupReceiver, door: Listener | NetLi
 class Nobody:
     """Tells no receiver."""
 
-    def attach(self, line: Line, receiver: Told) -> None: ...
+    def attach(self, line: Line, receiver: LineHandler) -> None: ...
 
-    def detach(self, line: Line, receiver: Told) -> None: ...
+    def detach(self, line: Line, receiver: LineHandler) -> None: ...
 
 
 @quick

@@ -19,7 +19,7 @@ from wsync.layout import Layout
 from wsync.network import NetListener
 from wsync.network_ends import Seed, network_receiver
 from wsync.plan import Plan
-from wsync.receiver_thread import Told
+from wsync.receiver_thread import LineHandler
 from wsync.snapshot import Snapshot
 from wsync.words import Kind, Line, Message
 
@@ -51,17 +51,17 @@ class Interrupted(nn.Module):
 class ByHand:
     """The test tells the receiver of what its line has (an ``Attach``), in the thread in which signals strike."""
 
-    def attach(self, line: Line, receiver: Told) -> None:
+    def attach(self, line: Line, receiver: LineHandler) -> None:
         self.line, self.receiver = line, receiver
 
-    def detach(self, line: Line, receiver: Told) -> None: ...
+    def detach(self, line: Line, receiver: LineHandler) -> None: ...
 
     def alive(self, line: Line) -> bool:
         return True
 
     def tell(self) -> bool:
         assert wait_readable(self.line.signs, deadline_in(10.0))
-        return self.receiver.heed()
+        return self.receiver.on_readable()
 
 
 @contextmanager

@@ -257,7 +257,7 @@ def test_the_short_way_takes_the_slot_that_the_long_way_would(
     arena = Arena(layout, 2)
     for _ in range(3):
         arena.grow()
-    for block, (version, slot, used, held, taken) in zip(arena._blocks, workers, strict=True):
+    for block, (version, slot, used, held, taken) in zip((s.place[1] for s in arena.switches), workers, strict=True):
         values = {SWITCH: version << 16 | slot << 1, USED: used, HELD: held, TAKEN: taken, AWAITED: 0}
         for offset, value in values.items():
             arena._words[block + offset] = value
@@ -358,7 +358,7 @@ def test_a_seat_uses_its_slot_while_a_forward_runs() -> None:
         def leave(self) -> None:
             self.asked += 1
 
-        def heed(self) -> bool:
+        def on_readable(self) -> bool:
             self.asked += 1
             return False
 
@@ -374,8 +374,8 @@ def test_a_seat_uses_its_slot_while_a_forward_runs() -> None:
     assert seat.enter() is False and way.asked == 2, "news that it was not armed for"
     seat.leave()
     assert way.asked == 3
-    assert seat.heed() is False and way.asked == 4, "a line that it does not know"
+    assert seat.on_readable() is False and way.asked == 4, "a line that it does not know"
     seat.quit()
-    assert seat.enter() is False and seat.heed() is False and way.asked == 4
+    assert seat.enter() is False and seat.on_readable() is False and way.asked == 4
     assert words[at + HELD] == NONE
     arena.close()

@@ -24,7 +24,7 @@ class Listening:
         self.wholly = wholly
         thread.register(self.line.fileno(), self)
 
-    def heed(self) -> bool:
+    def on_readable(self) -> bool:
         if self.wholly:
             raise SystemExit("no")
         said = self.line.recv(100)
@@ -46,7 +46,7 @@ class Listening:
 def thread() -> Iterator[ReceiverThread]:
     thread = ReceiverThread()
     yield thread
-    for receiver, _ in set(thread._told.values()):
+    for receiver, _ in set(thread._handlers.values()):
         thread.unregister(receiver)
 
 
@@ -60,7 +60,7 @@ def test_a_receiver_that_fails_is_the_only_one_that_ends(
     assert failing.sender.recv(100) == b"", "its sender is not hung up on"
     assert wholly or failing.over.wait(10.0), "it does not hear that its line has ended"
     assert other.serves()
-    assert failing not in [receiver for receiver, _ in thread._told.values()]
+    assert failing not in [receiver for receiver, _ in thread._handlers.values()]
     assert ("no" if wholly else "cannot allocate memory") in caplog.text
     late = Listening(thread)
     assert late.serves()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import socket
 
-from wsync.rendezvous import Connection
+from wsync.rendezvous import LocalLine
 from wsync.words import Kind, Message
 
 
 def test_a_program_that_is_started_inherits_no_memory_that_came() -> None:
-    near, far = map(Connection, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    near, far = map(LocalLine, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     memory = os.memfd_create("wsync-test")
     near.send(Message(Kind.WELCOME, fds=(memory,)))
     message = far.receive()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from torch import distributed as dist
@@ -54,6 +53,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
     """
 
     name = "distributed"
+    _transport = DistributedTransport
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
         """The rendezvous: see ``WeightSyncScheme.connect``."""
-        if isinstance(self._role, Trainer) and self._can_meet(self._role.model_id):
+        if isinstance(self._role, Trainer) and self._can_meet():
             self._meeting_store(deadline_in(self.timeout)).set(self._key, self._seed.dump())
         super().connect(worker_idx=worker_idx, weights=weights)
 
@@ -99,9 +99,6 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         super().shutdown()
         self._dialled = None
 
-    def _port(self, role: Trainer, worker_ids: Sequence[int] | None) -> DistributedTransport:
-        return DistributedTransport(role.sender, role.sentinels, worker_ids)
-
     def _make_sender_end(self, num_workers: int) -> tuple[GroupSender, Seed]:
         return network_sender(num_workers, self.host, self.backend, self._group, checksum=self.checksum)
 
@@ -109,7 +106,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         find = self._find_sender if seed is None else lambda worker, deadline: seed
         return network_receiver(find, backend=self.backend, retains=self.bind, timeout=self.timeout, group=self._group)
 
-    def _can_meet(self, model_id: str) -> bool:
+    def _can_meet(self) -> bool:
         return self._store is not None or dist.is_initialized() or "TORCHELASTIC_RUN_ID" in os.environ
 
     def _find_sender(self, worker: int, deadline: float | None) -> Seed:

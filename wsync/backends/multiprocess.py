@@ -7,12 +7,12 @@ The copy lies in a memory file whose descriptor went through the worker's socket
 from __future__ import annotations
 
 import queue
-import time
 import traceback
 from typing import Any, Protocol
 
 from torch import nn
 
+from wsync.deadlines import deadline_in, remaining
 from wsync.errors import SyncTimeout, WorkerFailed
 from wsync.gate import process_gate
 from wsync.local_receiver import LocalReceiver
@@ -68,12 +68,11 @@ class MPTransport:
         self._weights.put((self._number, {**copy, **(given.extra or {})}))
         if self._acks is None:
             return
-        deadline = None if self._timeout is None else time.monotonic() + self._timeout
+        deadline = deadline_in(self._timeout)
         number, error = 0, ""
         while number < self._number:  # an older answer, to a send that timed out, satisfies nobody
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                number, error = self._acks.get(timeout=left)
+                number, error = self._acks.get(timeout=remaining(deadline))
             except queue.Empty:
                 raise SyncTimeout(f"the worker did not answer within {self._timeout} s") from None
         if error:

@@ -21,7 +21,7 @@ from wsync.group_receiver import GroupReceiver
 from wsync.group_sender import GroupSender
 from wsync.network_ends import Seed, network_receiver, network_sender
 from wsync.ports import SenderPort
-from wsync.roles import Trainer
+from wsync.roles import Trainer, the_one_count
 from wsync.scheme import WeightSyncScheme
 
 _GRACE = 5.0  # seconds in which an actor has to let go of a scheme; a busy one does it later
@@ -61,6 +61,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
     """
 
     name = "ray"
+    _transport = RayTransport
 
     def __init__(
         self,
@@ -105,9 +106,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         if actors is None and isinstance(context, ActorContext):
             actors = context.actors
         if actors is not None:
-            given["num_workers"] = given.get("num_workers") or len(actors)
-            if given["num_workers"] != len(actors):
-                raise ValueError(f"how many workers? num_workers: {given['num_workers']}, actors: {len(actors)}")
+            given["num_workers"] = the_one_count({"num_workers": given.get("num_workers"), "actors": len(actors)})
         super().init_on_sender(model_id, context, **given)
         self._actors = list(actors or ())
 
@@ -132,9 +131,6 @@ class RayWeightSyncScheme(WeightSyncScheme):
         if actors and ray.is_initialized():
             left = [_call(actor, _leave, name) for actor in actors]
             ray.wait(left, num_returns=len(left), timeout=_GRACE)  # one that is dead has left
-
-    def _port(self, role: Trainer, worker_ids: Sequence[int] | None) -> RayTransport:
-        return RayTransport(role.sender, role.sentinels, worker_ids)
 
     def _make_sender_end(self, num_workers: int) -> tuple[GroupSender, Seed]:
         host = ray.util.get_node_ip_address() if self.host == "node" else self.host

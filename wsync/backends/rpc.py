@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +11,7 @@ from wsync.group_receiver import GroupReceiver
 from wsync.group_sender import GroupSender
 from wsync.network_ends import device_of
 from wsync.ports import SenderPort
-from wsync.receiver_thread import Told
-from wsync.roles import Trainer
+from wsync.receiver_thread import LineHandler
 from wsync.rpc_calls import own_name
 from wsync.rpc_trainer import RpcDoor
 from wsync.rpc_worker import WorkerLine
@@ -51,6 +49,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
     """
 
     name = "rpc"
+    _transport = RPCTransport
     delivers_at_connect = False
 
     def __init__(
@@ -81,9 +80,6 @@ class RPCWeightSyncScheme(WeightSyncScheme):
             own_name()
         super().connect(worker_idx=worker_idx, weights=weights)
 
-    def _port(self, role: Trainer, worker_ids: Sequence[int] | None) -> RPCTransport:
-        return RPCTransport(role.sender, role.sentinels, worker_ids)
-
     def _make_sender_end(self, num_workers: int) -> tuple[GroupSender, RpcSeed]:
         place = MeetingPlace(self.host, self.backend)
         key = secrets.token_hex(16)
@@ -106,11 +102,11 @@ class RPCWeightSyncScheme(WeightSyncScheme):
 class _Called:
     """Receivers are told by calls (an ``Attach``)."""
 
-    def attach(self, line: Line, receiver: Told) -> None:
+    def attach(self, line: Line, receiver: LineHandler) -> None:
         assert isinstance(line, WorkerLine)
         line.attach(receiver)
 
-    def detach(self, line: Line, receiver: Told) -> None:
+    def detach(self, line: Line, receiver: LineHandler) -> None:
         assert isinstance(line, WorkerLine)
         line.detach()
 

@@ -144,9 +144,9 @@ static PyObject *report_of(Board *self, const Update *update, double began, doub
     const Answers *answers = &update->answers;
     const double seconds[PHASES] = {
         [EXTRACT] = update->extracted - update->waited,
-        [WAIT] = update->waited - update->started + answers->wait,
         [PACK] = update->packed - update->extracted,
         [TRANSFER] = update->published - update->packed,
+        [WAIT] = update->waited - update->started + answers->wait,
         [APPLY] = answers->apply,
         [ACKNOWLEDGE] = finished - update->published - answers->wait - answers->apply,
     };

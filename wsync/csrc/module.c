@@ -20,7 +20,7 @@
 
 #include "native.h"
 
-#define REVISION 7 /* of what Python calls here: native.py names the one that it knows */
+#define REVISION 8 /* of what Python calls here: native.py names the one that it knows */
 
 const DLPackExchange *dlpack;
 PyTypeObject *Room_type, *Tree_type, *Turnstile_type, *Installer_type, *Watch_type;
@@ -84,8 +84,9 @@ static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **kept)
 static int make_names(void)
 {
     struct { PyObject **name; const char *text; } all[] = {
-        {&names.is_neg, "is_neg"},   {&names.enter, "enter"},     {&names.leave, "leave"},     {&names.heed, "heed"},
-        {&names.data, "data"},       {&names.version, "version"}, {&names.told_at, "told_at"}, {&names.waiting, "waiting"},
+        {&names.is_neg, "is_neg"},   {&names.enter, "enter"},     {&names.leave, "leave"},     {&names.data, "data"},
+        {&names.version, "version"}, {&names.told_at, "told_at"}, {&names.waiting, "waiting"},
+        {&names.on_readable, "on_readable"},
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (!(*all[i].name = PyUnicode_InternFromString(all[i].text)))

@@ -114,14 +114,14 @@ extern PyType_Spec Room_spec, Tree_spec, Board_spec, Turnstile_spec, Installer_s
 
 /* --- names that Python knows as well --- */
 
-enum { EXTRACT, WAIT, PACK, TRANSFER, APPLY, ACKNOWLEDGE, PHASES };
+enum { EXTRACT, PACK, TRANSFER, WAIT, APPLY, ACKNOWLEDGE, PHASES }; /* types.py */
 
 extern struct Names {
     PyObject *plain_types; /* a tuple: other classes may keep their numbers elsewhere */
     PyObject *report;      /* SyncReport */
     PyObject *phases[PHASES];
     PyObject *get_num_threads; /* torch's */
-    PyObject *is_neg, *enter, *leave, *heed, *data, *version, *told_at, *waiting;
+    PyObject *is_neg, *enter, *leave, *on_readable, *data, *version, *told_at, *waiting;
     PyObject *never; /* 0.0, of told_at */
 } names;
 

@@ -247,13 +247,13 @@ static PyObject *Seat_leave(Seat *self, PyObject *Py_UNUSED(ignored))
     Py_RETURN_NONE;
 }
 
-static PyObject *Seat_heed(Seat *self, PyObject *Py_UNUSED(ignored))
+static PyObject *Seat_on_readable(Seat *self, PyObject *Py_UNUSED(ignored))
 {
     Message news;
     if (!self->receiver)
         Py_RETURN_FALSE;
     if (!self->installer || !hear(self->fd, NEWS, 0, &news))
-        return PyObject_CallMethodNoArgs(self->receiver, names.heed);
+        return PyObject_CallMethodNoArgs(self->receiver, names.on_readable);
     PyObject *receiver = Py_NewRef(self->receiver), *turnstile = Py_NewRef(self->turnstile);
     PyObject *told_at = PyFloat_FromDouble(now());
     int failed = !told_at || PyObject_SetAttr(receiver, names.told_at, told_at) || go_through(turnstile)
@@ -278,15 +278,17 @@ static PyMemberDef Seat_members[] = {
     {"busy", T_BOOL, offsetof(Seat, busy), 0, NULL},
     {NULL},
 };
-PyDoc_STRVAR(Seat_follow_doc, "follow(receiver, turnstile): whose enter(), leave() and heed() are the slow path; its gate.");
+PyDoc_STRVAR(Seat_follow_doc,
+             "follow(receiver, turnstile): whose enter(), leave() and on_readable() are the slow path; its "
+             "gate.");
 PyDoc_STRVAR(Seat_take_doc, "take(words, at): the worker's block begins there.");
-PyDoc_STRVAR(Seat_quit_doc, "Let everything go; enter(), leave() and heed() do nothing from then on.");
+PyDoc_STRVAR(Seat_quit_doc, "Let everything go; enter(), leave() and on_readable() do nothing from then on.");
 PyDoc_STRVAR(Seat_arm_doc,
              "arm(installer, views, staged, fd, worker, retains): how to take an update.");
 PyDoc_STRVAR(Seat_disarm_doc, "Take the slow path with the next update.");
 PyDoc_STRVAR(Seat_enter_doc, "Feed.enter (gate.py).");
 PyDoc_STRVAR(Seat_leave_doc, "Feed.leave (gate.py).");
-PyDoc_STRVAR(Seat_heed_doc, "Told.heed (receiver_thread.py).");
+PyDoc_STRVAR(Seat_on_readable_doc, "LineHandler.on_readable (receiver_thread.py).");
 static PyMethodDef Seat_methods[] = {
     {"follow", (PyCFunction)Seat_follow, METH_VARARGS, Seat_follow_doc},
     {"take", (PyCFunction)Seat_take, METH_VARARGS, Seat_take_doc},
@@ -295,7 +297,7 @@ static PyMethodDef Seat_methods[] = {
     {"disarm", (PyCFunction)Seat_disarm, METH_NOARGS, Seat_disarm_doc},
     {"enter", (PyCFunction)Seat_enter, METH_NOARGS, Seat_enter_doc},
     {"leave", (PyCFunction)Seat_leave, METH_NOARGS, Seat_leave_doc},
-    {"heed", (PyCFunction)Seat_heed, METH_NOARGS, Seat_heed_doc},
+    {"on_readable", (PyCFunction)Seat_on_readable, METH_NOARGS, Seat_on_readable_doc},
     {NULL},
 };
 PyDoc_STRVAR(Seat_doc, "A worker's own words, and what its model is on. Asked by the gate instead of a receiver.");

@@ -16,7 +16,7 @@ Function = Callable[..., Array]
 """Of float32 arrays ``[E, *]``, one row per environment."""
 
 
-class Layer:
+class StepsWrapper:
     """A stepper (see ``Stepper``) that shares the arrays of the one inside it, but for those that it replaces."""
 
     def __init__(self, inner: Steps) -> None:
@@ -62,7 +62,7 @@ class Layer:
         self.inner.reset_ended()
 
 
-class EncodedSteps(Layer):
+class EncodedSteps(StepsWrapper):
     """Observations are what ``encode`` makes of the inner ones, also at an episode's end and where one begins."""
 
     def __init__(self, inner: Steps, encode: Function, probe: Function, name: str) -> None:
@@ -108,7 +108,7 @@ class EncodedSteps(Layer):
         return encoded.reshape(rows, *self.observation_spec.shape)
 
 
-class RewardedSteps(Layer):
+class RewardedSteps(StepsWrapper):
     """Rewards are what ``judge`` says of each step; ``episode_return`` stays the sum of the innermost ones."""
 
     def __init__(self, inner: Steps, judge: Function, probe: Function, name: str, in_keys: Sequence[Any]) -> None:

@@ -9,7 +9,7 @@ from wsync.types import Ack, SyncReport
 
 
 @dataclass(slots=True, kw_only=True)
-class Posted:
+class InFlight:
     """For whom it is, until when, and what it has cost so far, in seconds.
 
     Attributes:
@@ -47,9 +47,9 @@ class Posted:
             seconds=finished - self.started,
             phases={
                 "extract": self.extract,
-                "wait": self.wait + wait,
                 "pack": self.pack,
                 "transfer": self.transfer,
+                "wait": self.wait + wait,
                 "apply": apply,
                 "acknowledge": max(0.0, finished - awaited - wait - apply),
             },

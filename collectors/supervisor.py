@@ -1,4 +1,4 @@
-"""Workers begin, speak, fail, and have successors (the stages are in ``place.py``): the inside of ``members.py``."""
+"""Workers begin, speak, fail, and have successors (the states are in ``place.py``): the inside of ``members.py``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 
 import wsync
-from collectors.place import Place, Stage, W
+from collectors.place import Place, W, WorkerState
 from collectors.pool import Event, Pool
 from collectors.recovery import Cause, FailurePolicy, Failures
 from collectors.turns import Turns
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class Succession(Generic[W]):
+class Supervisor(Generic[W]):
     """All workers' places, and what is done when a worker fails.
 
     Attributes:
@@ -52,7 +52,7 @@ class Succession(Generic[W]):
     @property
     def there(self) -> list[W]:
         """The workers that take part now, by index."""
-        return [place.worker for place in self._places if place.worker is not None and place.stage is Stage.THERE]
+        return [place.worker for place in self._places if place.worker is not None and place.state is WorkerState.THERE]
 
     def _tell(self, worker: W, command: str, argument: Any) -> None:
         place = self._places[worker.worker_idx]
@@ -67,7 +67,7 @@ class Succession(Generic[W]):
         if self.over:
             raise wsync.NotConnected("a worker's failure was raised in another thread, and has ended this collector")
         for place in self._places:
-            if place.stage is Stage.PAUSED and place.begins_at <= time.monotonic():
+            if place.state is WorkerState.PAUSED and place.begins_at <= time.monotonic():
                 self._begin(place)
         self._listen(0.0 if at_once else self._patience())
         self._attend()
@@ -98,7 +98,7 @@ class Succession(Generic[W]):
         """Seconds until something has to be done, though nobody says anything."""
         limit = self.failure_policy.worker_timeout
         times = [place.since + limit for place in self._places if place.due and limit is not None]
-        times += [place.begins_at for place in self._places if place.stage is Stage.PAUSED]
+        times += [place.begins_at for place in self._places if place.state is WorkerState.PAUSED]
         times += [] if self._stop_at is None else [self._stop_at]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
@@ -106,15 +106,15 @@ class Succession(Generic[W]):
         place.due -= 1
         place.since = time.monotonic()
         if kind == "batch":
-            place.pace.delivered()
+            place.backoff.delivered()
             place.frames += worker.frames
             self._batches.append((worker, answer))
         elif kind == "ready":
-            place.stage, place.num_envs = Stage.READY, worker.num_envs
+            place.state, place.num_envs = WorkerState.READY, worker.num_envs
             if self._started:
                 self._readmit(place, worker)
         elif kind == "connected":
-            place.stage, place.joined = Stage.THERE, True
+            place.state, place.gets_updates = WorkerState.THERE, True
             if self._started:
                 self._seed_anew(worker)
         else:
@@ -135,7 +135,7 @@ class Succession(Generic[W]):
             self.over = True
             raise cause.error(index)
         self.failures.failed[index] += 1
-        worker, place.worker, place.due, place.joined = place.worker, None, 0, False
+        worker, place.worker, place.due, place.gets_updates = place.worker, None, 0, False
         if worker is not None:
             for scheme in self.schemes.values():
                 scheme.dismiss(index)
@@ -147,22 +147,22 @@ class Succession(Generic[W]):
             _log.warning("what worker %d raised:\n%s", index, cause.detail)
 
     def _drop(self, place: Place[W], cause: Cause) -> str:
-        index, place.stage = place.options.worker_idx, Stage.DROPPED
+        index, place.state = place.options.worker_idx, WorkerState.DROPPED
         self.failures.dropped[index] += 1
-        left = [other.options.worker_idx for other in self._places if other.stage is not Stage.DROPPED]
+        left = [other.options.worker_idx for other in self._places if other.state is not WorkerState.DROPPED]
         if not left:
             self.over = True
             raise cause.error(index, "no worker is left; the last one: ")
         return f"it is dropped, and {left} go on"
 
     def _pause(self, place: Place[W], cause: Cause) -> str:
-        index, pause = place.options.worker_idx, place.pace.failed()
+        index, pause = place.options.worker_idx, place.backoff.failed()
         if pause is None:
             self.over = True
             window = f"{self.failure_policy.restart_window:g} s"
             often = f"more than {self.failure_policy.max_restarts} times within {window} or since its last batch"
             raise cause.error(index, f"worker {index} has failed {often}; the last time: ")
-        place.stage, place.begins_at = Stage.PAUSED, time.monotonic() + pause
+        place.state, place.begins_at = WorkerState.PAUSED, time.monotonic() + pause
         return f"it is started anew in {pause:g} s"
 
     def _begin(self, place: Place[W]) -> None:
@@ -174,7 +174,7 @@ class Succession(Generic[W]):
             self._fail(place, Cause(wsync.WorkerDied, f"worker {index} {detail}", detail))
             return
         self.failures.restarted[index] += 1
-        place.stage = Stage.BUILDING
+        place.state = WorkerState.BUILDING
         self._build(place)
 
     def _build(self, place: Place[W]) -> None:
@@ -184,7 +184,7 @@ class Succession(Generic[W]):
 
     def _connect(self, place: Place[W]) -> None:
         assert place.worker is not None
-        place.stage = Stage.JOINING
+        place.state = WorkerState.JOINING
         self._tell(place.worker, "connect", None)
 
     def _readmit(self, place: Place[W], worker: W) -> None:
@@ -200,7 +200,7 @@ class Succession(Generic[W]):
             cause = Cause(wsync.WorkerDied, f"worker {index} could not join again: {error}", str(error))
             self._fail(place, Cause.of(index, "error", said[0]) if said else cause)
             return
-        place.joined = True  # from here on it gets every update
+        place.gets_updates = True  # from here on it gets every update
 
     def _seed_anew(self, worker: W) -> None:
         """A seed that nobody has had; a successor must not go through its predecessor's episodes again."""

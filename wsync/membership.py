@@ -1,4 +1,4 @@
-"""The roll of a sender's workers: who is there, who has gone, and what each is to have."""
+"""The workers of a sender: who is there, who has gone, and what each is to have."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from wsync.errors import NotConnected, WorkerDied
 
 
-class Roll:
+class Membership:
     """All workers of one sender.
 
     Args:
