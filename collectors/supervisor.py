@@ -137,9 +137,9 @@ class Supervisor(Generic[W]):
         self.failures.failed[index] += 1
         worker, place.worker, place.due, place.gets_updates = place.worker, None, 0, False
         if worker is not None:
+            self.pool.let_go(worker)  # first: one that is stopped may be in the midst of something
             for scheme in self.schemes.values():
                 scheme.dismiss(index)
-            self.pool.let_go(worker)
             self._batches = deque(batch for batch in self._batches if batch[0] is not worker)
         done = self._drop(place, cause) if self.failure_policy.on_failure == "drop" else self._pause(place, cause)
         _log.warning("%s: %s", cause.line, done)

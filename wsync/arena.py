@@ -29,6 +29,7 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NoReturn
@@ -62,6 +63,7 @@ class Arena:
         self._layout = layout
         self._span = -(-layout.nbytes // _PAGE) * _PAGE
         self._base = -(-(workers * BLOCK + 2 * _SLOTS * 8) // _PAGE) * _PAGE
+        self._mapping = threading.Lock()  # an acting thread and the one that listens may want a slot at once
         self._buffers: list[Buffer] = []
         self._rooms: list[native.Room | None] = []
         self.all_views: list[Sequence[Tensor]] = []  # of the slots that this end has mapped
@@ -103,17 +105,22 @@ class Arena:
         return slot
 
     def buffer(self, slot: int) -> Buffer:
-        """A slot, to be packed into or read from; mapped when first asked for."""
-        while slot >= len(self._buffers):
-            offset = self._base + len(self._buffers) * self._span
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            memory = mmap.mmap(self.fds[0], self._span, flags=flags, offset=offset)
-            with torch.inference_mode(False):
-                flat = torch.frombuffer(memory, dtype=torch.uint8)[: self._layout.nbytes]
-                self._buffers.append(Buffer.over(self._layout, flat, len(self._buffers), shared=True))
-            self._rooms.append(self._buffers[-1].room)
-            self.all_views.append(self._buffers[-1].views)
+        """A slot, to be packed into or read from; mapped when first asked for, by whichever thread."""
+        if slot >= len(self._buffers):
+            with self._mapping:
+                while slot >= len(self._buffers):
+                    self._map(len(self._buffers))
         return self._buffers[slot]
+
+    def _map(self, slot: int) -> None:
+        offset, flags = self._base + slot * self._span, mmap.MAP_SHARED | mmap.MAP_POPULATE
+        memory = mmap.mmap(self.fds[0], self._span, flags=flags, offset=offset)
+        with torch.inference_mode(False):
+            flat = torch.frombuffer(memory, dtype=torch.uint8)[: self._layout.nbytes]
+            buffer = Buffer.over(self._layout, flat, slot, shared=True)
+        self._rooms[slot:] = [buffer.room]  # not appended: a signal may have struck between the three
+        self.all_views[slot:] = [buffer.views]
+        self._buffers.append(buffer)
 
     def views(self, slot: int) -> Sequence[Tensor]:
         """The tensors of a slot, in the layout's order."""

@@ -47,6 +47,7 @@ class Binding:
         self._model = model
         self._layout = layout
         self._bind = bind
+        self._bound: list[tuple[nn.Parameter, int]] = []
         self._resolve()
 
     def _resolve(self) -> None:
@@ -56,7 +57,8 @@ class Binding:
         # A tensor under several names is installed once, from its first name; `_agree` lists the other names, which
         # must carry the same values where the sender did not tie them.
         seen: dict[int, int] = {}
-        self._bound: list[tuple[nn.Parameter, int]] = []
+        before = self._bound
+        self._bound = []
         self._copied: list[tuple[Tensor, int]] = []
         self._agree: list[tuple[int, int]] = []
         for i, name in enumerate(layout.names):
@@ -71,6 +73,9 @@ class Binding:
                 if any(not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
                     tensor.data = tensor.data.contiguous()  # expanded: several elements in one place take one value
                 self._copied.append((tensor, i))
+        for parameter, _ in before:
+            if id(parameter) not in seen:  # taken out of the model: what it is bound to will be written
+                parameter.data = parameter.data.clone()
         self._index = index
         self._places = list(index.places.values())
         self._tensors = [where[key] for where, key in self._places]
@@ -158,9 +163,6 @@ class Binding:
             raise
 
     def detach(self) -> None:
-        """Give bound parameters memory of their own again, with the values that they have.
-
-        Those too that somebody has taken out of the model since: what they are bound to will be written.
-        """
+        """Give bound parameters memory of their own again, with the values that they have."""
         for parameter, _ in self._bound:
             parameter.data = parameter.data.clone()

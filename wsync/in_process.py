@@ -50,8 +50,16 @@ class InProcessLine:
         """This process is not dead."""
 
     def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
-        """The buffer: the model does not stay bound to it, so nobody reads it now."""
+        """The buffer: the model does not stay bound to it, and what was not installed is not any more.
+
+        Raises:
+            RuntimeError: called inside the gate, where nothing is installed.
+        """
         assert self._buffer is not None, "prepare() comes first"
+        if process_gate().held_here:
+            raise RuntimeError("send() inside a forward, or wsync.gate(), would wait for itself: leave it first")
+        with process_gate().turnstile.lock:
+            self._pending = None  # of a send that was interrupted
         return self._buffer
 
     def release(self, buffers: Sequence[Buffer]) -> None:

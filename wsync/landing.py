@@ -128,5 +128,7 @@ class Landing:
     def close(self) -> None:
         """Let transfers, line and memory go."""
         with self._lock:
+            if self._pair is not None:
+                self._pair.close()
             self._incoming = self._pair = self.layout = None
             self.berths.clear()

@@ -170,7 +170,7 @@ class LocalReceiver:
         if self._arena is None:
             return None
         known = self._seat.version if self._seat.version > self._seat.refused else self._seat.refused
-        version, slot, acknowledge = self._switch.enter(known, self._seat.slot, self._seat.hold)
+        version, slot, acknowledge = self._switch.enter(known, self._seat.slot, hold=self._retains)
         self._seat.busy = slot >= 0
         return self._update(version, slot, acknowledge) if version > known else None
 
@@ -184,6 +184,8 @@ class LocalReceiver:
                 self._seat.slot = update.slot
         if not self._retains:
             self.leave()
+        elif not error and not self._seat.hold:
+            self._switch.let_go()
 
     def leave(self) -> None:
         """Give back what the forward used. A model that may refuse the next version keeps the one it is on."""

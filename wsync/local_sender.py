@@ -99,7 +99,7 @@ class LocalSender:
     def left(self, worker: int) -> None:
         """Free what its forward used, and keep what its successor will be given."""
         if self._arena is not None:
-            self._arena.switches[worker].vacate()
+            self._arena.switches[worker].vacate(_SWITCH_TIMEOUT)
 
     def answered(self, worker: int, message: Message) -> None:
         """The answer is all."""

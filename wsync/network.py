@@ -24,7 +24,7 @@ from wsync.deadlines import remaining
 from wsync.errors import NotConnected
 from wsync.identity import PeerProcess, identity
 from wsync.lobby import TOKEN, Lobby, Visitor, greeting, missing
-from wsync.sockets import end
+from wsync.sockets import end, require_opener
 from wsync.words import HEADER_SIZE, PROTOCOL, Kind, Line, Message, length_in, unpack
 
 _FRAME_TIMEOUT = 5.0  # seconds in which a begun message has to go on
@@ -99,8 +99,9 @@ class NetLine:
         """Send one message, whole.
 
         Raises:
-            ConnectionError: the other end is gone, or has stopped reading long ago.
+            ConnectionError: the other end is gone, or has stopped reading long ago; or this is a forked child.
         """
+        require_opener(self._opener)
         data, self._proof = self._proof + message.pack(), b""
         try:
             if len(data) <= _STEP:

@@ -63,6 +63,7 @@ class Receiver:
         self._seen = 0
         self._quiet = False
         self._closed = False
+        self._orphaned = False
         self.told_at = 0.0
         self._error = ""
         self._changed = threading.Condition()
@@ -236,20 +237,16 @@ class Receiver:
         if process_gate().held_here:
             raise RuntimeError("receive() inside a forward, or wsync.gate(), would wait for itself: leave it first")
         deadline = deadline_in(timeout)
-        with self._changed:
-            self.waiting += 1
+        self._await_more(1)
         try:
-            self._call(True)
             process_gate().call_before(deadline, bool)  # what there is to install is installed on the way
             self._await_change(deadline)
             taken = process_gate().call_before(deadline, self._take, take or self.weights)
         finally:
-            with self._changed:
-                self.waiting -= 1
+            self._await_more(-1)
         with self._changed:
             if taken is None and self._closed and self.version <= self._seen:
                 raise NotConnected("the sender (or this end) has shut down, or died: there will be no more weights")
-        self._call(not self._quiet)
         return taken
 
     def _take(self, take: Callable[[], Any]) -> Any | None:
@@ -275,14 +272,22 @@ class Receiver:
         if self._binding is not None:
             self._binding.detach()
 
+    def orphan(self) -> None:
+        """Hear no more, and say no more: this is a forked child of the worker."""
+        self._changed = threading.Condition()  # a thread that is not here may hold the other one
+        self._closed = self._orphaned = True
+
     def quiet(self) -> None:
         """Do not be woken for updates that nobody waits for: this worker acts through the gate alone."""
         self._quiet = self._cascade is None
-        self._call(not self._quiet)
+        self._await_more(0)
 
-    def _call(self, wanted: bool) -> None:
-        if not self._closed:
-            self._end.call(wanted)
+    def _await_more(self, receivers: int) -> None:
+        """So many more wait in ``receive``: while anybody does, or this worker is not quiet, it must be woken."""
+        with self._changed:
+            self.waiting += receivers
+            if not self._closed:
+                self._end.call(self.waiting > 0 or not self._quiet)
 
     def close(self) -> None:
         """Give the model its own memory and class back, and hang up; who waits in ``receive`` is let go."""
@@ -294,7 +299,8 @@ class Receiver:
         with gate.hold():
             gate.detach(self._feed)
             staged.forget(self)
-            self._end.leave()
+            if not self._orphaned:
+                self._end.leave()
             self.own_memory()
             following.discard(self)
             if all(other.model is not self.model for other in following):

@@ -19,7 +19,7 @@ from functools import partial
 
 from wsync.errors import NotConnected
 from wsync.lobby import TOKEN, Lobby, Visitor, greeting
-from wsync.sockets import end
+from wsync.sockets import end, require_opener
 from wsync.words import HEADER_SIZE, PROTOCOL, Kind, Line, Message, length_in, unpack
 
 _INLINE = 32_768  # bytes; a longer payload goes through a memory file, whose descriptor is attached
@@ -69,8 +69,9 @@ class LocalLine:
         """Send one message, whole.
 
         Raises:
-            ConnectionError: the other end is gone, or has stopped reading long ago.
+            ConnectionError: the other end is gone, or has stopped reading long ago; or this is a forked child.
         """
+        require_opener(self._opener)
         payload, fds = message.payload, list(message.fds)
         length = len(payload)
         if length > _INLINE:

@@ -1,4 +1,4 @@
-"""How a socket ends, though children that were forked meanwhile may have copies of it."""
+"""Sockets of which children that were forked meanwhile may have copies."""
 
 from __future__ import annotations
 
@@ -17,3 +17,13 @@ def end(sock: socket.socket, opener: int) -> None:
         with suppress(OSError):  # it has ended already, or was closed
             sock.shutdown(socket.SHUT_RDWR)
     sock.close()
+
+
+def require_opener(opener: int) -> None:
+    """Say nothing through a socket that ``opener`` (a process's id) has opened, but in that process.
+
+    Raises:
+        ConnectionError: this is a child that has inherited it; what it says would pass for its parent's word.
+    """
+    if os.getpid() != opener:
+        raise ConnectionError("this line is the parent's of this process")

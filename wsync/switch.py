@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from wsync import mutex
+from wsync.errors import SyncTimeout
 from wsync.mutex import Mutex
 
 BLOCK = 128  # bytes per worker: the mutex, then words
@@ -14,7 +17,7 @@ class Switch:
     """One worker's words in the arena.
 
     The sender calls ``reset``, ``publish``, ``published``, ``needed``, ``await_free`` and ``vacate``; the worker
-    ``enter``, ``leave`` and ``call``.
+    ``enter``, ``let_go``, ``leave`` and ``call``.
     """
 
     __slots__ = ("_at", "_mutex", "_words")
@@ -60,10 +63,19 @@ class Switch:
         named = slot if version and (again or words[at + TAKEN] < version) else NONE  # in this order: see enter
         return named, words[at + USED], words[at + HELD]
 
-    def vacate(self) -> None:
-        """The worker has died: nothing is in use, and who comes in its place has taken nothing."""
-        self.leave()
-        self._words[self._at + TAKEN] = 0
+    def vacate(self, timeout: float) -> None:
+        """The worker has died: nothing is in use, and who comes in its place has taken nothing.
+
+        Args:
+            timeout: seconds; one that is only taken for dead may be stopped inside its mutex.
+        """
+        try:
+            with suppress(SyncTimeout):
+                self._mutex.lock(timeout)
+            for word, value in ((HELD, NONE), (USED, NONE), (AWAITED, 0), (TAKEN, 0)):
+                self._words[self._at + word] = value
+        finally:
+            self._mutex.unlock()
 
     def await_free(self, timeout: float | None) -> bool:
         """Ask to be told when the worker's forward ends; False if none runs."""
@@ -82,7 +94,7 @@ class Switch:
         Args:
             version: the newest version that the worker need not be given again.
             slot: where the model is bound; -1 if it has memory of its own.
-            hold: keep ``slot`` safe as well until ``leave``, because installing the new one may fail.
+            hold: keep ``slot`` safe as well until ``let_go`` or ``leave``, because installing the new one may fail.
 
         Returns:
             ``(version, slot, acknowledge)`` of what is now in use.
@@ -104,6 +116,10 @@ class Switch:
             return version, slot, bool(value & 1)
         finally:
             self._mutex.unlock()
+
+    def let_go(self) -> None:
+        """The new slot is installed: the one before need not be kept any more."""
+        self._words[self._at + HELD] = NONE
 
     def leave(self, keep: int = NONE) -> bool:
         """End the use of slots, but of ``keep``; whether the sender waits to be told."""

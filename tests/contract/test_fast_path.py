@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -164,6 +166,22 @@ def test_whatever_is_sent_arrives(backend: str, here: bool, there: bool, monkeyp
             if chance.random() < 0.7:  # else updates pile up
                 assert workers.all("digest") == story.expected, name
                 assert scheme.version == version
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("backend", [*LOCAL, "distributed"])
+def test_what_was_sent_is_not_kept_alive(backend: str) -> None:
+    model, sent = scramble(Plain(), 0), []
+    with crew(1) as workers, BACKENDS[backend]() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=1)
+        workers.follow(scheme, Plain)
+        for _ in range(6):
+            copy = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            sent += [weakref.ref(tensor) for tensor in copy.values()]
+            scheme.send(copy)
+        del copy
+        gc.collect()
+        assert not any(reference() is not None for reference in sent)
 
 
 @pytest.mark.timeout(60)

@@ -86,6 +86,28 @@ def test_a_death_ends_a_line_of_which_a_child_has_a_copy(make_scheme: Any) -> No
             os.kill(child, signal.SIGKILL)
 
 
+def have_a_child_shut_down(host: Host) -> None:
+    """Fork a child that lets go of what it has inherited, in the midst of a forward."""
+    with wsync.gate():
+        child = os.fork()
+        if child == 0:
+            host.shutdown()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def test_a_worker_s_child_hangs_up_on_nobody(make_scheme: Any) -> None:
+    model = fill(Small(), 1)
+    with crew(1) as workers, make_scheme(timeout=20.0) as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=1)
+        workers.follow(scheme, Small)
+        workers[0].call("run", have_a_child_shut_down)
+        for value in range(2, 6):
+            scheme.send(fill(model, value))
+            assert workers[0].call("forward")[0] == value
+
+
 @pytest.mark.parametrize("accepted", [False, True])
 def test_a_shutdown_sends_away_who_waits_at_the_door(make_scheme: Any, accepted: bool) -> None:
     with crew(1) as workers, make_scheme(timeout=20.0) as scheme:

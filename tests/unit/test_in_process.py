@@ -50,6 +50,16 @@ def in_process(**models: nn.Module) -> Iterator[dict[str, wsync.WeightSyncScheme
         yield schemes
 
 
+def test_a_send_inside_the_gate_is_refused_at_once() -> None:
+    acting = Pair()
+    with in_process(policy=acting) as schemes:
+        with wsync.gate(), pytest.raises(RuntimeError, match="leave it first"):
+            schemes["policy"].send(Pair(7))
+        assert acting() == (0.0, 0.0)
+        schemes["policy"].send(Pair(8))
+        assert acting() == (8.0, 8.0)
+
+
 def test_what_one_model_refuses_no_model_has() -> None:
     first, second = nn.Linear(2, 2), Refusing()
     before = first.weight.detach().clone()

@@ -6,6 +6,8 @@ import ctypes
 import mmap
 import os
 import signal
+import sys
+import threading
 from typing import Any
 
 import pytest
@@ -84,6 +86,35 @@ def test_a_needed_slot_is_occupied_at_every_moment(retains: bool) -> None:
         arena.close()
 
 
+def test_two_threads_map_each_slot_once() -> None:
+    layout = Layout.of(Snapshot({str(i): torch.zeros(4) for i in range(200)}))
+    ours = Arena(layout, 1)
+    slots = [ours.grow() for _ in range(8)]
+    for slot in slots:
+        ours.buffer(slot).flat.fill_(slot)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(5):
+            theirs, begin = Arena(layout, 1, (os.dup(ours.fds[0]), os.dup(ours.fds[1]))), threading.Barrier(2)
+
+            def map_all(arena: Arena = theirs, begin: threading.Barrier = begin) -> None:
+                begin.wait()
+                for slot in slots:
+                    arena.views(slot)
+
+            threads = [threading.Thread(target=map_all) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert [buffer.flat[0].item() for buffer in map(theirs.buffer, slots)] == slots
+            theirs.close()
+    finally:
+        sys.setswitchinterval(interval)
+        ours.close()
+
+
 def test_switch_names_what_is_used() -> None:
     arena = Arena(Layout.of(Snapshot({"a": torch.zeros(4)})), 2)
     try:
@@ -102,7 +133,7 @@ def test_switch_names_what_is_used() -> None:
         assert switch.enter(1, 2, True) == (2, 0, True)
         assert arena.occupied((0, 1)) == ({0}, {0}, {2})
         assert not switch.leave()
-        switch.vacate()
+        switch.vacate(1.0)
         assert arena.occupied(()) == ({0}, set(), set())  # who comes in its place has taken nothing
         assert arena.switches[1].published() == (0, 0)
         arena.write_extra(1, b"blob")

@@ -181,13 +181,16 @@ static int pack(Board *self, Update *update, PyObject *rooms, int retains, PyObj
     if (!room || Py_TYPE(room) != Room_type) /* None: there is no fast path into it */
         return 0;
     update->waited = now();
-    PyObject *tensors = Py_TYPE(source) == Tree_type ? Tree_tensors((Tree *)source, NULL) : Py_NewRef(source);
+    int of_module = Py_TYPE(source) == Tree_type;
+    PyObject *tensors = of_module ? Tree_tensors((Tree *)source, NULL) : Py_NewRef(source);
     if (!tensors)
         return -1;
     int fits = Room_look(room, tensors);
     update->extracted = now();
     if (fits > 0 && Room_copy(room))
         fits = -1;
+    if (!of_module)
+        Room_forget(room);
     Py_DECREF(tensors);
     update->packed = now();
     return fits;

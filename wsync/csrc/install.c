@@ -83,7 +83,7 @@ static PyObject *Installer_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     return PyErr_NoMemory();
 }
 
-int Installer_is_current(Installer *self)
+static int is_current(Installer *self)
 {
     PyObject *now = Tree_tensors((Tree *)self->tree, NULL);
     if (!now)
@@ -116,21 +116,35 @@ static int are_alike(PyObject *bound, PyObject *views)
     return 1;
 }
 
-static int install(Installer *self, PyObject *views)
+int Installer_fits(Installer *self, PyObject *views)
+{
+    if (!PyTuple_CheckExact(views) || PyTuple_GET_SIZE(views) < self->views)
+        return 0;
+    int fits = is_current(self);
+    if (fits > 0)
+        fits = are_alike(self->bound, views);
+    for (Py_ssize_t i = 0; fits > 0 && i < PyTuple_GET_SIZE(self->copied); i++) {
+        DLTensor from, to;
+        PyObject *view, *tensor = pair_at(self->copied, i, views, &view);
+        if (dlpack->view(view, &from))
+            return -1;
+        fits = is_like(tensor, &from, &to);
+        if (fits)
+            self->spans[i] = (Span){start_of(&to), NULL, size_of(&to)};
+    }
+    return fits;
+}
+
+static int take(Installer *self, PyObject *views)
 {
     Py_ssize_t copied = PyTuple_GET_SIZE(self->copied);
     PyObject *view;
-    int alike = are_alike(self->bound, views);
-    if (alike <= 0)
-        return alike;
     for (Py_ssize_t i = 0; i < copied; i++) {
-        DLTensor from, to;
-        PyObject *tensor = pair_at(self->copied, i, views, &view);
+        DLTensor from;
+        pair_at(self->copied, i, views, &view);
         if (dlpack->view(view, &from))
             return -1;
-        if (!is_like(tensor, &from, &to))
-            return 0;
-        self->spans[i] = (Span){start_of(&to), start_of(&from), size_of(&to)};
+        self->spans[i].from = start_of(&from);
     }
     if (copy_spans(self->spans, (size_t)copied, 0))
         return -1;
@@ -140,29 +154,27 @@ static int install(Installer *self, PyObject *views)
             return -1;
     }
     if (!copied)
-        return 1;
+        return 0;
     PyObject *done = PyObject_CallNoArgs(self->bump);
     Py_XDECREF(done);
-    return done ? 1 : -1;
+    return done ? 0 : -1;
 }
 
-int Installer_install(Installer *self, PyObject *views)
+int Installer_take(Installer *self, PyObject *views)
 {
-    if (!PyTuple_CheckExact(views) || PyTuple_GET_SIZE(views) < self->views)
-        return 0;
-    Py_INCREF(self);
+    Py_INCREF(self); /* where much is copied other threads run */
     Py_INCREF(views);
-    int done = install(self, views);
+    int failed = take(self, views);
     Py_DECREF(views);
     Py_DECREF(self);
-    return done;
+    return failed;
 }
 
-static PyObject *Installer_call_install(Installer *self, PyObject *views)
+static PyObject *Installer_install(Installer *self, PyObject *views)
 {
-    int done = Installer_is_current(self);
-    if (done > 0)
-        done = Installer_install(self, views);
+    int done = Installer_fits(self, views);
+    if (done > 0 && Installer_take(self, views))
+        done = -1;
     if (done < 0 && !PyErr_ExceptionMatches(PyExc_Exception)) /* a signal */
         return NULL;
     PyErr_Clear(); /* the slow path comes upon it again, and tells the sender */
@@ -173,7 +185,7 @@ PyDoc_STRVAR(Installer_install_doc,
              "Binding.install; False if the model is not what it was, or refuses, or a tensor is not just bytes: then the long\n"
              "way has to do it, or say why not.");
 static PyMethodDef Installer_methods[] = {
-    {"install", (PyCFunction)Installer_call_install, METH_O, Installer_install_doc},
+    {"install", (PyCFunction)Installer_install, METH_O, Installer_install_doc},
     {NULL},
 };
 PyDoc_STRVAR(Installer_doc, "Installer(tree, tensors, bound, copied, bump): how a model takes an update.");

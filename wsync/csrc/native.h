@@ -90,6 +90,9 @@ int Room_look(Room *room, PyObject *tensors);
 /* Copy what that has found: see copy_spans. */
 int Room_copy(Room *room);
 
+/* Keep no tensor alive, to know it again: those of a module are kept by the module, others may be copies. */
+void Room_forget(Room *room);
+
 typedef struct Tree Tree;
 
 /* The tensors, as a list; None if anything was added, removed or replaced but tensors; NULL with an error. */
@@ -97,11 +100,12 @@ PyObject *Tree_tensors(Tree *tree, PyObject *ignored);
 
 typedef struct Installer Installer;
 
-/* Returns 1 if the model is what it was when the installer was made; 0 if not; -1 with an error. */
-int Installer_is_current(Installer *installer);
+/* Returns 1 if the model is what it was when the installer was made, and takes views like these; 0 if not; -1 with an
+ * error. Nobody else runs meanwhile. */
+int Installer_fits(Installer *installer, PyObject *views);
 
-/* Binding.install. Returns 1; 0, with nothing done, if a tensor is not just bytes; -1 with an error. */
-int Installer_install(Installer *installer, PyObject *views);
+/* Binding.install, right after Installer_fits: 0; -1 with an error. */
+int Installer_take(Installer *installer, PyObject *views);
 
 /* Into a gate and out again: news are installed on the way. -1 with an error. */
 int go_through(PyObject *turnstile);

@@ -32,10 +32,15 @@ static int Room_traverse(Room *self, visitproc visit, void *arg)
     return 0;
 }
 
-static int Room_clear(Room *self)
+void Room_forget(Room *self)
 {
     for (Py_ssize_t i = 0; i < self->count; i++)
         Py_CLEAR(self->places[i].tensor);
+}
+
+static int Room_clear(Room *self)
+{
+    Room_forget(self);
     return 0;
 }
 
@@ -167,9 +172,10 @@ int Room_copy(Room *self)
 static PyObject *Room_fill(Room *self, PyObject *tensors)
 {
     int fits = Room_look(self, tensors);
-    if (fits < 0 || (fits && Room_copy(self)))
-        return NULL;
-    return PyBool_FromLong(fits);
+    if (fits > 0 && Room_copy(self))
+        fits = -1;
+    Room_forget(self);
+    return fits < 0 ? NULL : PyBool_FromLong(fits);
 }
 
 PyDoc_STRVAR(Room_fill_doc,

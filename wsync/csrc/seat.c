@@ -167,12 +167,15 @@ static int go_to(Seat *self, double started)
     Py_XDECREF(waiting);
     if (somebody)
         return somebody < 0 ? -1 : 0;
+    /* First, and not once the words say that another slot is in use: nothing would keep the one that the model is on
+     * from being written, if the model then refused. The slots are all alike. */
     Installer *installer = (Installer *)self->installer;
-    int current = Installer_is_current(installer);
-    if (current <= 0)
-        return current;
+    int fits = PyList_GET_SIZE(self->views) ? Installer_fits(installer, PyList_GET_ITEM(self->views, 0)) : 0;
+    if (fits <= 0)
+        return fits;
     Block *block = own_block(self);
-    lock(block);
+    if (!try_lock(block)) /* waiting for it, others would run, and change the model */
+        return 0;
     int64_t value = block->switched;
     Py_ssize_t slot = (Py_ssize_t)(value >> 1 & 0x7FFF);
     PyObject *views = slot < PyList_GET_SIZE(self->views) ? PyList_GET_ITEM(self->views, slot) : NULL;
@@ -183,9 +186,8 @@ static int go_to(Seat *self, double started)
     unlock(block);
     if (!views)
         return 0;
-    int done = Installer_install(installer, views);
-    if (done <= 0)
-        return done;
+    if (Installer_take(installer, views))
+        return -1;
     self->version = value >> 16;
     self->busy = 1;
     if (self->retains)
