@@ -279,7 +279,7 @@ class Receiver:
 
     def quiet(self) -> None:
         """Do not be woken for updates that nobody waits for: this worker acts through the gate alone."""
-        self._quiet = self._cascade is None
+        self._quiet = True
         self._await_more(0)
 
     def _await_more(self, receivers: int) -> None:

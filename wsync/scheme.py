@@ -16,6 +16,7 @@ from wsync.metrics import SyncMetrics
 from wsync.paths import find_model
 from wsync.roles import Trainer, Worker
 from wsync.setup import SchemeSetup
+from wsync.source import is_per_worker
 from wsync.strategy import WeightStrategy
 from wsync.types import SyncReport
 
@@ -158,7 +159,9 @@ class WeightSyncScheme(SchemeSetup):
     def prepare_weights(
         self, weights: Any, model_id: str, strategy: WeightStrategy | None = None, context: Any = None
     ) -> Any:
-        """What ``send(weights)`` would send, in the strategy's format. Changes nothing.
+        """What ``send(weights)`` would send, in the strategy's format, ``{worker: …}`` where workers differ.
+
+        Changes nothing, and calls no ``device_map_fn``.
 
         Raises:
             NotConnected: no weights were given, and there is no model to take them from.
@@ -171,7 +174,10 @@ class WeightSyncScheme(SchemeSetup):
             )
         if weights is None:
             raise NotConnected(f"there are no weights of '{model_id}' to prepare: give weights or a context")
-        return (strategy or self.strategy).extract_weights(weights)
+        chosen = strategy or self.strategy
+        if is_per_worker(weights):
+            return {worker: chosen.extract_weights(own) for worker, own in weights.items()}
+        return chosen.extract_weights(weights)
 
     def shutdown(self) -> None:
         """Let everything go: lines, memory, the thread. Harmless when repeated.

@@ -136,7 +136,8 @@ class SchemeSetup(OlderApi):
         Raises:
             RuntimeError: the scheme was never initialised on a sender, or is already on this end.
             LookupError, TypeError: the context has no such model.
-            ValueError: neither a model nor a context.
+            ValueError: neither a model nor a context; or one that passes updates on, which a scheme whose sends wait
+                for no answer (``acknowledge="published"``) cannot know of.
         """
         self._require_fresh_worker()
         if self._seed is None and not self._can_meet():
@@ -148,6 +149,11 @@ class SchemeSetup(OlderApi):
                 raise ValueError(f"init_on_receiver('{model_id}') needs the model, or a context that has it")
             model = find_model(context, model_id)
         cascade = (lambda: context.cascade_weights(model_id)) if isinstance(context, CascadingContext) else None
+        if cascade is not None and self._published:
+            raise ValueError(
+                f"the context of '{model_id}' passes updates on to workers of its own, for which only an answer can "
+                "vouch: give the scheme acknowledge='installed'"
+            )
         receiver = Receiver(model, self.strategy, self._make_receiver_end(self._seed), bind=self.bind, cascade=cascade)
         self._role = Worker(model_id, context, model, receiver, worker_idx)
 
@@ -166,7 +172,7 @@ class SchemeSetup(OlderApi):
         self._require_fresh()
         line = InProcessLine(arrive=lambda: receiver.connect(0, self.timeout))
         receiver = Receiver(model, self.strategy, line, bind=False)
-        sender = Sender(line, Source(source, self.strategy), 1, self.timeout, record=self.metrics.record)
+        sender = Sender(line, self._make_source(model_id, source, None), 1, self.timeout, record=self.metrics.record)
         sender.connect(None, {})
         self._role = Trainer(model_id, None, model, sender, line, {}, os.getpid(), receiver)
 

@@ -56,7 +56,7 @@ class SyncReport(NamedTuple):
 
     Attributes:
         version: the update.
-        bytes: payload of one copy of the weights, in bytes.
+        bytes: of one copy of the weights, as it is carried: flat, with its padding.
         seconds: from the call to the moment when the promise of ``send`` held.
         phases: seconds spent in each of ``extract``, ``pack``, ``transfer``, ``wait``, ``apply`` and ``acknowledge``;
             the worker's two (wait, apply) are those of the slowest worker.

@@ -144,6 +144,31 @@ def test_a_policy_that_only_the_workers_make_is_given_to_the_sender(cls, scheme)
         assert chosen(batch) == 0.0 and batch["policy_version"].unique().tolist() == [1]
 
 
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
+def test_buffers_of_the_user_are_the_policy_s(cls):
+    buffers = TensorDict.from_module(policy(-1.0)).data.clone()
+    scheme = wsync.SharedMemWeightSyncScheme(auto_register=False)
+    scheme.register_shared_weights("policy", buffers)
+    makers = cartpole() if cls is Collector else [cartpole()]
+    options = dict(policy_factory=lambda: policy(1.0), frames_per_batch=8, weight_sync_schemes={"policy": scheme})
+    with cls(makers, **options) as collector:
+        assert chosen(next(collector)) == 0.0
+        buffers["module", "bias"].neg_()
+        collector.update_policy_weights_()
+        assert chosen(next(collector)) == 1.0
+        collector.update_policy_weights_(policy(-1.0))
+        assert chosen(next(collector)) == 0.0 and torch.equal(buffers["module", "bias"], policy(-1.0).module.bias)
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
+def test_buffers_that_have_to_be_registered_are(cls):
+    scheme = wsync.SharedMemWeightSyncScheme(auto_register=False)
+    makers = cartpole() if cls is Collector else [cartpole()]
+    collector = cls(makers, policy(), frames_per_batch=8, weight_sync_schemes={"policy": scheme})
+    with collector, pytest.raises(wsync.NotConnected, match="register_shared_weights"):
+        collector.update_policy_weights_()
+
+
 def test_no_scheme_means_no_update_ever():
     trained = policy()
     with multi(scheme="none", trained=trained) as collector:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from wsync import MPTransport, SyncTimeout, WorkerFailed
+from wsync import MPTransport, MultiProcessWeightSyncScheme, SyncTimeout, WorkerFailed
 
 
 def work(weights: Any, answers: Any, said: Any) -> None:
@@ -52,6 +52,15 @@ def test_a_worker_answers_what_it_has_applied() -> None:
         worker.join(60.0)
         worker.kill()
     assert worker.exitcode == 0
+
+
+def test_a_scheme_makes_a_line_over_queues() -> None:
+    weights = queue.Queue()
+    line = MultiProcessWeightSyncScheme(timeout=0.05).create_transport(weight_queue=weights, ack_queue=queue.Queue())
+    assert isinstance(line, MPTransport)
+    with pytest.raises(SyncTimeout, match=r"within 0\.05 s"):
+        line.send_weights(ones(1.0))
+    assert torch.equal(weights.get(timeout=1.0)[1]["bias"], torch.ones(2))
 
 
 def test_nobody_answers() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import traceback
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import nn
@@ -21,6 +22,7 @@ from wsync.pipes import PipedScheme
 from wsync.rendezvous import Endpoint
 from wsync.snapshot import snapshot
 from wsync.strategy import WeightStrategy
+from wsync.transport import TransportBackend
 
 
 class QueueLike(Protocol):
@@ -39,7 +41,8 @@ class MPTransport:
     """Weights through a queue, answers through another: for processes that have queues, and no scheme.
 
     Each end makes one over the same two queues (a ``TransportBackend``). The copy that is put is made when it is sent.
-    A scheme's own line to its workers (``scheme.create_transport()``) goes through sockets and memory files instead.
+    A scheme's own line to its workers goes through sockets and memory files instead, unless
+    ``scheme.create_transport`` is given queues.
 
     Args:
         weight_queue: carries ``(number, weights)`` to one worker.
@@ -143,6 +146,31 @@ class MultiProcessWeightSyncScheme(PipedScheme):
     ) -> None:
         super().__init__(strategy, sync, timeout=timeout, bind=False)
         self.checksum = checksum
+
+    def create_transport(
+        self,
+        pipe_or_context: Any = None,
+        *,
+        worker_ids: Sequence[int] | None = None,
+        weight_queue: QueueLike | None = None,
+        ack_queue: QueueLike | None = None,
+        timeout: float | None = None,
+    ) -> TransportBackend:
+        """The sender's line to some workers (None: all); or, if a queue is given, an ``MPTransport`` over that.
+
+        Args:
+            pipe_or_context: as for ``PipedScheme.create_transport``.
+            worker_ids: whom.
+            weight_queue: to one worker, who makes an ``MPTransport`` over the same two.
+            ack_queue: back from it; None if it does not answer.
+            timeout: seconds for an answer through ``ack_queue``; None for the scheme's.
+
+        Raises:
+            ValueError: not a pipe of this scheme.
+        """
+        if weight_queue is None:
+            return super().create_transport(pipe_or_context, worker_ids=worker_ids)
+        return MPTransport(weight_queue, ack_queue, self.timeout if timeout is None else timeout)
 
     def _make_sender_end(self, num_workers: int) -> tuple[LocalSender, Endpoint]:
         end = LocalSender(num_workers, retains=False, checksum=self.checksum)

@@ -13,7 +13,7 @@ from wsync.source import DeviceMap
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
-    """Carries nothing: every call is accepted, and workers keep the weights that they began with."""
+    """Carries nothing: init, connect, send, receive and shutdown do nothing; workers keep the weights that they have."""
 
     name = "none"
 

@@ -86,7 +86,8 @@ class SharedMemWeightSyncScheme(PipedScheme):
         timeout: seconds for ``connect`` and ``send``; None for no limit.
         acknowledge: when a ``send`` is finished: ``"installed"``, when every worker has said that its model has the
             weights; ``"published"``, when every forward that starts from then on will use them, which needs no answer:
-            a worker then takes them on its way into a forward, or while it waits in ``receive``.
+            a worker then takes them on its way into a forward, or while it waits in ``receive``. Not for workers that
+            pass updates on to workers of their own.
         bind: whether parameters may be bound to the shared memory. Say False for workers that train.
         checksum: whether each update carries a checksum, which a worker verifies before it stages or applies it, on
             its way into a forward. With ``"published"`` a corrupt one leaves the model as it was, and the error
@@ -121,7 +122,8 @@ class SharedMemWeightSyncScheme(PipedScheme):
     def register_shared_weights(self, model_id: str, weights: TensorDictBase) -> None:
         """Make ``weights`` the buffers of ``model_id``: they stay the user's own.
 
-        What is sent is written into them as well, and a ``send()`` without arguments sends what is in them.
+        What is sent is written into them as well. A ``send()`` without arguments sends what is in them, if the sender
+        has no model of its own.
 
         Raises:
             RuntimeError: the model has buffers already.

@@ -1,0 +1,39 @@
+"""What would be sent, without sending it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import wsync
+from wsync import WeightStrategy
+
+
+def ones(value: float) -> nn.Linear:
+    model = nn.Linear(2, 2)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    return model
+
+
+def test_what_would_be_sent_is_told_in_any_format() -> None:
+    with wsync.SharedMemWeightSyncScheme() as scheme:
+        with pytest.raises(wsync.NotConnected):
+            scheme.prepare_weights(None, "policy")
+        scheme.init_on_sender("policy", model=ones(1), num_workers=2)
+        assert scheme.prepare_weights(None, "policy")["bias"].tolist() == [1, 1]
+        prepared = scheme.prepare_weights(ones(2), "policy", WeightStrategy("state_dict"))
+        assert isinstance(prepared, dict) and prepared["bias"].tolist() == [2, 2]
+        context = nn.ModuleDict({"policy": ones(3)})
+        assert scheme.prepare_weights(None, "policy", context=context)["bias"].tolist() == [3, 3]
+        assert scheme.version == 0 and torch.equal(scheme.weights["bias"], torch.ones(2))
+
+
+def test_what_would_be_sent_differs_from_worker_to_worker() -> None:
+    with wsync.SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", params_map={0: ones(1), 1: ones(2)})
+        prepared = scheme.prepare_weights(None, "policy")
+        assert {worker: weights["bias"].tolist() for worker, weights in prepared.items()} == {0: [1, 1], 1: [2, 2]}
+        prepared = scheme.prepare_weights({0: ones(3).state_dict(), 1: ones(4).state_dict()}, "policy")
+        assert {worker: weights["bias"].tolist() for worker, weights in prepared.items()} == {0: [3, 3], 1: [4, 4]}
