@@ -13,7 +13,7 @@ from wsync.source import DeviceMap
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
-    """Carries nothing: init, connect, send, receive and shutdown do nothing; workers keep the weights that they have."""
+    """Carries nothing: init, connect, send, receive, shutdown do nothing; workers keep the weights that they have."""
 
     name = "none"
 
