@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Required, TypedDict
 
@@ -109,6 +109,9 @@ class CrewCollector(BaseCollector):
         max_restarts: int = 10,
         restart_window: float = 60.0,
     ) -> None:
+        if not callable(create_env_fn) and not isinstance(create_env_fn, Iterable | None):
+            what = type(create_env_fn).__name__
+            raise TypeError(f"create_env_fn is a function that makes an environment, or a list of them, not a {what}")
         makers = [create_env_fn] if callable(create_env_fn) else list(create_env_fn or ())
         if not makers:
             raise ValueError("no environment: create_env_fn is a list of functions, one for each worker")

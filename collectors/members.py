@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import wsync
@@ -115,7 +115,7 @@ class Members(Supervisor[W]):
         everyone = range(len(self._places))
         if worker_ids is None:
             return everyone
-        wanted = [worker_ids] if isinstance(worker_ids, int) else worker_ids
+        wanted = worker_ids if isinstance(worker_ids, Iterable) else [worker_ids]
         return wanted if all(worker in everyone for worker in wanted) else ()
 
     def _deliver(self, send: Send, weights: Any, wanted: Collection[int], *, everybody: bool) -> bool:

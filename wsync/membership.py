@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from wsync.errors import NotConnected, WorkerDied
 
@@ -51,7 +51,7 @@ class Membership:
             if not self.present:
                 raise NotConnected("every worker has died or left: there is nobody to send to")
             return self.present, self.absent
-        wanted = [worker_ids] if isinstance(worker_ids, int) else list(dict.fromkeys(worker_ids))
+        wanted = list(dict.fromkeys(worker_ids)) if isinstance(worker_ids, Iterable) else [worker_ids]
         unknown = [worker for worker in wanted if worker not in range(self.num_workers)]
         if unknown:
             raise ValueError(f"unknown worker_ids {unknown}: there are workers 0 to {self.num_workers - 1}")

@@ -10,6 +10,7 @@ import threading
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from contract_models import Apart, Hard, Other, Small, big, digest, double, fill, longer, scramble, strides, ties
@@ -75,7 +76,7 @@ def test_worker_ids(make_scheme: Any) -> None:
     with crew(3) as workers, make_scheme() as scheme:
         scheme.init_on_sender("policy", model=model, num_workers=3)
         workers.follow(scheme, Small)
-        scheme.send(fill(model, 2), worker_ids=1)
+        scheme.send(fill(model, 2), worker_ids=np.int64(1))
         assert [seen[0] for seen in workers.all("forward")] == [1, 2, 1]
         scheme.send(fill(model, 3), worker_ids=[0, 2])
         assert [seen[0] for seen in workers.all("forward")] == [3, 2, 3]

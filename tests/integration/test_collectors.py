@@ -90,7 +90,7 @@ def test_every_calling_convention_reaches_every_worker(scheme):
 
 def test_worker_ids_update_some_workers_only():
     with multi(cat_results="stack") as collector:
-        collector.update_policy_weights_(policy(-1.0), worker_ids=1)
+        collector.update_policy_weights_(policy(-1.0), worker_ids=np.int64(1))
         batch = next(collector)
         assert chosen(batch[0]) == 1.0 and chosen(batch[1]) == 0.0
         assert batch["policy_version"][:, 0, 0].tolist() == [1, 2]
@@ -476,6 +476,7 @@ def test_a_collector_in_one_process_that_cannot_be_made_leaves_nothing():
         (dict(create_env_fn=[explode] * 2), wsync.WorkerFailed, "no such table"),
         (dict(create_env_fn=[]), ValueError, "no environment"),
         (dict(create_env_fn=[lambda: 3]), wsync.WorkerFailed, "made a int"),
+        (dict(create_env_fn=GymEnv("CartPole-v1")), TypeError, "a list of them, not a GymEnv"),
         (dict(policy=threading.Lock()), TypeError, "policy cannot be sent to a worker"),
         (dict(frames_per_batch=0), ValueError, "frames_per_batch"),
         (dict(total_frames=-7), ValueError, "total_frames"),
