@@ -8,7 +8,6 @@ Names only: what they do is done by the scheme. Pipes are in ``pipes.py``.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,8 @@ from torch import nn
 
 from wsync.deadlines import deadline_in, remaining
 from wsync.joining import Joining
-from wsync.roles import SchemeView, Trainer, Worker, find_or_none
+from wsync.lifecycle import Lifecycle
+from wsync.roles import Trainer, Worker, find_or_none
 from wsync.types import ModelHolder, NumberedContext, SyncReport
 
 
@@ -85,7 +85,7 @@ class WeightReceiver:
         return received is not None and received is not False  # a TensorDict refuses to be a bool
 
 
-class OlderApi(SchemeView, ABC):
+class OlderApi(Lifecycle):
     """The older names of a scheme."""
 
     def init_on_worker(
@@ -160,36 +160,3 @@ class OlderApi(SchemeView, ABC):
         """Whether the sender has let this worker in, ``timeout`` seconds from now at the latest."""
         role = self._role
         return not isinstance(role, Worker) or role.joining is None or role.joining.wait(timeout)
-
-    # --- what a scheme has ---
-
-    @abstractmethod
-    def init_on_receiver(
-        self,
-        model_id: str = "policy",
-        context: Any = None,
-        *,
-        model: nn.Module | None = None,
-        worker_idx: int | None = None,
-    ) -> None:
-        """Set up a worker's end."""
-
-    @abstractmethod
-    def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
-        """The rendezvous."""
-
-    @abstractmethod
-    def send(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> SyncReport | None:
-        """Deliver an update."""
-
-    @abstractmethod
-    def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
-        """Hand an update over."""
-
-    @abstractmethod
-    def wait_async(self) -> SyncReport | None:
-        """Wait for it."""
-
-    @abstractmethod
-    def receive(self, timeout: float | None = None) -> Any | None:
-        """Wait for a version."""

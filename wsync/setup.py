@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -11,18 +11,17 @@ from torch import nn
 
 from wsync.ends import ReceiverEnd, SenderEnd
 from wsync.in_process import InProcessLine
-from wsync.legacy import OlderApi
 from wsync.metrics import SyncMetrics
 from wsync.paths import find_model
 from wsync.receiver import Receiver
-from wsync.roles import Trainer, Worker, agreed_count, find_or_none
+from wsync.roles import SchemeView, Trainer, Worker, agreed_count, find_or_none
 from wsync.sender import Sender
 from wsync.source import DeviceMap, Source
 from wsync.strategy import Format, WeightStrategy
 from wsync.types import CascadingContext, CollectorContext
 
 
-class SchemeSetup(OlderApi):
+class SchemeSetup(SchemeView, ABC):
     """What is decided before anything is sent. See ``WeightSyncScheme`` for the options."""
 
     name: ClassVar[str]
