@@ -31,9 +31,9 @@ class Membership:
         """They have died or left."""
         self._set({*self.absent, *workers})
 
-    def restore(self, worker: int) -> None:
-        """Somebody has come in its place."""
-        self._set({*self.absent} - {worker})
+    def restore(self, workers: Collection[int]) -> None:
+        """They are there, or somebody has come in their place."""
+        self._set({*self.absent}.difference(workers))
 
     def _set(self, absent: Collection[int]) -> None:
         self.absent = sorted(absent)

@@ -93,6 +93,7 @@ class Sender:
                 self._loader.plan(None)
             deadline = posted.deadline if posted else deadline_in(self._answers.timeout)
             self._end.admit(everyone, sentinels, deadline)
+            self._members.restore(everyone)  # a second connect lets successors in
             self.connected = True
             if posted:
                 # Not reported as an update's cost: the workers may have taken seconds to start.
@@ -121,7 +122,7 @@ class Sender:
             deadline = deadline_in(self._answers.timeout if timeout is None else timeout)
             self.dismiss(worker)
             self._end.admit([worker], {} if sentinel is None else {worker: sentinel}, deadline)
-            self._members.restore(worker)
+            self._members.restore([worker])
             version = self._members.due.get(worker)
             if version:
                 self._answers.expect([worker], version, deadline)

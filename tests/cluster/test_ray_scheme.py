@@ -29,7 +29,7 @@ def cluster() -> Iterator[Cluster]:
     nodes.shutdown()
 
 
-def actors(count: int, **given: Any) -> list[Any]:
+def actors(count: int, *, restarts: int = 0, **given: Any) -> list[Any]:
     class Worker:
         """Somebody's actor; it knows nothing of wsync."""
 
@@ -43,7 +43,8 @@ def actors(count: int, **given: Any) -> list[Any]:
         def where(self) -> tuple[str, int, bool]:
             return ray.get_runtime_context().get_node_id(), os.getpid(), type(self.nets["policy"]) is nn.Linear
 
-    return [ray.remote(Worker).options(num_cpus=1).remote(**given) for _ in range(count)]
+    options = {"num_cpus": 1, "max_restarts": restarts, "max_task_retries": restarts}
+    return [ray.remote(Worker).options(**options).remote(**given) for _ in range(count)]
 
 
 @pytest.fixture
@@ -90,6 +91,28 @@ def test_the_address_of_the_node(three: list[Any]) -> None:
         scheme.init_on_sender("nets['policy']", model=nn.Linear(3, 2), actors=three)
         scheme.connect()
         scheme.send()
+
+
+def test_an_actor_that_ray_has_started_anew(cluster: Cluster) -> None:
+    made = actors(2, restarts=1)
+    model = nn.Linear(3, 2)
+    with wsync.RayWeightSyncScheme(timeout=30.0) as scheme:
+        scheme.init_on_sender("nets['policy']", model=model, actors=made)
+        scheme.connect()
+        os.kill(ray.get(made[1].where.remote())[1], 9)
+        with pytest.raises(wsync.WorkerDied, match="worker 1"):
+            for _ in range(100):  # Ray may take a moment to have it killed
+                scheme.send()
+        nn.init.constant_(model.bias, 5)
+        scheme.send()
+        scheme.readmit(1)
+        assert ray.get(made[1].act.remote()) == [5, 5], "it has what was sent while it was away"
+        nn.init.constant_(model.bias, 6)
+        report = scheme.send()
+        assert report is not None and set(report.workers) == {0, 1}
+        assert ray.get([actor.act.remote() for actor in made]) == [[6, 6]] * 2
+    for actor in made:
+        ray.kill(actor)
 
 
 def test_actors_that_cannot_join(cluster: Cluster) -> None:

@@ -410,6 +410,23 @@ def test_a_dead_worker_is_replaced(make_scheme: Any) -> None:
 
 
 @pytest.mark.above_the_ends
+def test_whom_a_second_connect_lets_in_is_sent_updates(make_scheme: Any) -> None:
+    model = fill(Small(), 1)
+    with crew(2) as workers, crew(1) as spare, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        workers.follow(scheme, Small)
+        workers[1].kill()
+        with pytest.raises(wsync.WorkerDied):
+            scheme.send(fill(model, 2))
+        spare[0].start("join", scheme, Small, 1, "policy")
+        establish(scheme)
+        spare[0].result()
+        report = scheme.send(fill(model, 3))
+        assert report is not None and set(report.workers) == {0, 1}
+        assert workers[0].call("forward")[0] == spare[0].call("forward")[0] == 3
+
+
+@pytest.mark.above_the_ends
 def test_a_successor_gets_what_its_predecessor_was_to_have(make_scheme: Any) -> None:
     with crew(2) as workers, crew(2) as spare, make_scheme() as scheme:
         scheme.init_on_sender("policy", params_map={0: fill(Small(), 1), 1: fill(Small(), 2)})

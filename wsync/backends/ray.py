@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import ray
@@ -115,9 +116,29 @@ class RayWeightSyncScheme(WeightSyncScheme):
         if not self._actors or not isinstance(self._role, Trainer):
             super().connect(worker_idx=worker_idx, weights=weights)
             return
-        calls = _Calls({i: _call(actor, _join, self, self.model_id, i) for i, actor in enumerate(self._actors)})
+        with self._joining(range(len(self._actors))) as sentinels:
+            self._role.sender.connect(weights, sentinels)
+
+    def readmit(self, worker_idx: int, sentinel: int | None = None, timeout: float | None = None) -> None:
+        """Meet a worker in the place of one that has died: see ``WeightSyncScheme.readmit``.
+
+        An actor that the sender was given, and that Ray has started anew (``max_restarts``), is had join.
+
+        Raises:
+            WorkerFailed: it could not; with its own error.
+        """
+        if not self._actors:
+            super().readmit(worker_idx, sentinel, timeout)
+            return
+        with self._joining([worker_idx]) as sentinels:  # an actor's end is one of the failures that they tell
+            super().readmit(worker_idx, sentinels[worker_idx], timeout)
+
+    @contextmanager
+    def _joining(self, workers: Sequence[int]) -> Iterator[Mapping[int, int]]:
+        """Have actors join; descriptors that are readable if they fail, whose errors are raised in place of others."""
+        calls = _Calls({i: _call(self._actors[i], _join, self, self.model_id, i) for i in workers})
         try:
-            self._role.sender.connect(weights, calls.sentinels)
+            yield calls.sentinels
         except WeightSyncError as error:
             raise calls.explain(error) from error
         finally:
