@@ -60,11 +60,12 @@ class Lobby:
 
     def accept(self) -> tuple[Line, Message] | None:
         """Do what can be done without waiting: who has shown the token, if anybody has."""
-        for fd, _ in self._poll.poll(0):
-            if fd == self._door.fileno():
-                self._enter()
-            elif (admitted := self._hear(fd)) is not None:
+        ready, door = {fd for fd, _ in self._poll.poll(0)}, self._door.fileno()
+        for fd in ready - {door}:
+            if (admitted := self._hear(fd)) is not None:
                 return admitted
+        if door in ready:  # last: who comes may take the place, and the descriptor's number, of who has just spoken
+            self._enter()
         for fd in [fd for fd, visitor in self._visitors.items() if visitor.until < time.monotonic()]:
             self._dismiss(fd)
         return None

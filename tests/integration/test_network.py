@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import shutil
 import socket
 import subprocess
@@ -11,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import wsync
+from wsync import lobby
 from wsync.credentials import CLAIM, PROOF, holds, new_claim, proof_for
 from wsync.deadlines import deadline_in, wait_readable
 from wsync.network import NetLine, NetListener, listen_on
@@ -198,22 +200,54 @@ def test_credentials_hold_for_one_token_and_one_address() -> None:
     assert proof != proof_for(new_claim(token, where), token, where)
 
 
+def let_in(door: NetListener, visitor: socket.socket) -> bool:
+    """Whether a visitor who has greeted is let in, rather than hung up on."""
+    while True:
+        ready = wait_readable([door.fileno(), visitor.fileno()], deadline_in(5.0))
+        assert ready, "it was neither let in nor turned away"
+        if visitor.fileno() in ready:
+            return False
+        if (admitted := door.accept()) is not None:
+            admitted[0].close()
+            return True
+
+
+def greeting_for(door: NetListener) -> bytes:
+    claim = new_claim(door.endpoint.token, door.endpoint.where)
+    return Message(Kind.HELLO, 0, PROTOCOL, claim + b"\0\0").pack()
+
+
 def test_a_greeting_that_was_overheard_opens_no_door() -> None:
     door = NetListener("127.0.0.1")
-    claim = new_claim(door.endpoint.token, door.endpoint.where)
-    greeting = Message(Kind.HELLO, 0, PROTOCOL, claim + b"\0\0").pack()
+    greeting = greeting_for(door)
     for honest in (True, False):
         with socket.create_connection(("127.0.0.1", door.endpoint.port)) as visitor:
             visitor.sendall(greeting)
-            admitted = None
-            while admitted is None and visitor.fileno() not in (
-                ready := wait_readable([door.fileno(), visitor.fileno()], deadline_in(5.0))
-            ):
-                assert ready, "it was neither let in nor turned away"
-                admitted = door.accept()
-            assert (admitted is not None) == honest
-            if admitted is not None:
-                admitted[0].close()
+            assert let_in(door, visitor) == honest
+    door.close()
+
+
+@pytest.mark.parametrize("number", ["the same number", "another number"])
+def test_who_comes_while_a_full_lobby_speaks_is_let_in(number: str) -> None:
+    """Its descriptor may have the number that was that of who made room for it."""
+    door, spare = NetListener("127.0.0.1"), os.open(os.devnull, os.O_RDONLY)
+    with ExitStack() as stack:
+
+        def visit() -> socket.socket:
+            return stack.enter_context(socket.create_connection(("127.0.0.1", door.endpoint.port)))
+
+        visitors = [visit() for _ in range(lobby._ROOM)]
+        for _ in visitors:
+            assert door.accept() is None
+        honest = visit()
+        visitors[0].send(b"\x10")
+        if number == "another number":
+            os.close(spare)  # the lowest that is free is taken
+        assert door.accept() is None
+        honest.sendall(greeting_for(door))
+        assert let_in(door, honest)
+        if number == "the same number":
+            os.close(spare)
     door.close()
 
 
