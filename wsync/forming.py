@@ -1,16 +1,22 @@
 """A pair is formed by a thread of its own: what ``torch`` waits for there cannot be waited for together with a death.
 
-Who gives up leaves the thread to itself. It ends when the store in which pairs meet is closed, or at its own deadline.
+Who gives up leaves the thread to itself. It ends when the store in which pairs meet is closed, or at its own deadline;
+but while the store's process is stopped it does not end.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import threading
 from collections.abc import Callable, Collection
 
 from wsync.deadlines import wait_readable
 from wsync.group import Pair
+from wsync.words import Line
+
+FormPair = Callable[[int, int, float | None], Callable[[], Pair]]
+"""``(worker, generation, deadline) -> form``: one half of the rendezvous of a pair; ``form`` waits for the other."""
 
 
 def formed(
@@ -30,6 +36,14 @@ def formed(
         return forming.result()
     finally:
         forming.close()
+
+
+def formed_beside(line: Line, form: Callable[[], Pair], deadline: float | None) -> Pair | None:
+    """As ``formed``; None if ``line`` ended meanwhile. What is said there is left to be read afterwards."""
+    with select.epoll() as ends:
+        for descriptor in line.signs:
+            ends.register(descriptor, select.EPOLLRDHUP if descriptor == line.fileno() else select.EPOLLIN)
+        return formed(form, [ends.fileno()], lambda: True, deadline)
 
 
 class _Forming:

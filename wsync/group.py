@@ -31,6 +31,7 @@ from wsync.network import listen_on
 BACKENDS = ("gloo", "nccl")
 _FOREVER = timedelta(days=365)
 _FORMING = 600.0  # seconds in which both ends of a pair have to come, where there is no limit: who gave up ends by then
+_LATER = 1.0  # seconds that a half waits beyond the deadline: whoever waits for it ends first, and says what it was
 
 
 # Stores and groups that a fork has copied: their threads are the parent's, so they can neither be used nor taken down.
@@ -105,25 +106,24 @@ class Meeting:
     port: int
     backend: str
 
-    def join(self, worker: int, generation: int, deadline: float | None) -> Pair:
-        """A worker's half of ``MeetingPlace.pair``.
+    def join(self, worker: int, generation: int, deadline: float | None) -> Callable[[], Pair]:
+        """What forms a worker's half of ``MeetingPlace.pair``: see ``begin``.
 
-        Raises:
-            NotConnected: there is no store (any more), or it cannot be reached.
-            RuntimeError: the group was not formed before the deadline.
+        It may wait beyond ``deadline`` if the store's process is stopped, as ``torch`` does: ``forming.py`` calls it.
         """
-        return self.begin((worker, generation), 1, _address_towards(self.host, self.port), deadline)()
+        return lambda: self.begin(1, (worker, generation), deadline)()
 
-    def begin(self, name: tuple[int, int], rank: int, host: str, deadline: float | None) -> Callable[[], Pair]:
-        """Begin with one half of a pair, listening on ``host``; what is returned waits for the other one.
+    def begin(self, rank: int, name: tuple[int, int], deadline: float | None) -> Callable[[], Pair]:
+        """Begin with one half of a pair; what is returned waits for the other one, or raises RuntimeError.
 
         Raises:
             NotConnected: there is no store (any more), or it cannot be reached.
         """
-        deadline = deadline_in(_FORMING) if deadline is None else deadline
+        deadline = deadline_in(_FORMING) if deadline is None else deadline + _LATER
         try:
+            host = _address_towards(self.host, self.port) if rank else self.host
             store = TCPStore(self.host, self.port, is_master=False, timeout=time_until(deadline))
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise NotConnected(
                 f"worker {name[0]}: the store at {self.host} port {self.port} cannot be reached: {error}"
             ) from error
@@ -160,7 +160,7 @@ class MeetingPlace:
 
         It is a client of its own: one that waits in vain delays no other, and ends with the store.
         """
-        return self.meeting.begin((worker, generation), 0, self.meeting.host, deadline)
+        return self.meeting.begin(0, (worker, generation), deadline)
 
     def close(self) -> None:
         """Close the store; harmless when repeated."""

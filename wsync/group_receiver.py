@@ -12,6 +12,7 @@ from wsync.binding import Binding
 from wsync.deadlines import wait_readable
 from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
 from wsync.events import Closed, Decision, Event, Follower, News, SlowPath, Stage
+from wsync.forming import FormPair, formed_beside
 from wsync.group import Pair
 from wsync.group_fast_receiver import GroupFastReceiver
 from wsync.landing import Landing
@@ -20,9 +21,6 @@ from wsync.plan import Plan
 from wsync.receiver_thread import LineHandler
 from wsync.types import ANY_VERSION, Ack, Update
 from wsync.words import TRANSACTION, Kind, Line, Message, unpacked
-
-JoinPair = Callable[[int, int, float | None], Pair]
-"""``(worker, generation, deadline) -> pair``: the worker's half of the rendezvous of a pair."""
 
 
 class Attach(Protocol):
@@ -46,7 +44,7 @@ class GroupReceiver:
 
     Args:
         dial: makes the line to the sender.
-        join_pair: makes the line of tensors.
+        form_pair: makes the line of tensors.
         telling: who calls when the line has something.
         retains: whether the model stays bound to the buffer that it was given.
         device: where weights arrive.
@@ -57,7 +55,7 @@ class GroupReceiver:
     def __init__(
         self,
         dial: Callable[[int, float | None], Line],
-        join_pair: JoinPair,
+        form_pair: FormPair,
         telling: Attach,
         *,
         retains: bool,
@@ -66,7 +64,7 @@ class GroupReceiver:
         ahead: bool = True,
     ) -> None:
         self._dial = dial
-        self._join_pair = join_pair
+        self._form_pair = form_pair
         self._telling = telling
         self._retains = retains
         self.landing = Landing(device, timeout, ahead=ahead)
@@ -109,7 +107,7 @@ class GroupReceiver:
             raise NotConnected(f"worker {worker_idx} was not let in: {message.payload.decode(errors='replace')}")
         try:
             plan = Plan.load(message.payload)
-            self.landing.join(self._join_pair(worker_idx, plan.generation, deadline))
+            self.landing.join(self._pair(line, worker_idx, plan.generation, deadline))
             self.landing.prepare(plan)
             self.pending = self._take(self._await(line, worker_idx, deadline)) if message.version else None
         except WeightSyncError:
@@ -118,6 +116,18 @@ class GroupReceiver:
             raise NotConnected(f"worker {worker_idx} does not understand the sender: {error}") from error
         except RuntimeError as error:
             raise NotConnected(f"worker {worker_idx}'s process group was not formed, or broke: {error}") from error
+
+    def _pair(self, line: Line, worker_idx: int, generation: int, deadline: float | None) -> Pair:
+        form = self._form_pair(worker_idx, generation, deadline)
+        try:
+            pair = formed_beside(line, form, deadline)
+        except TimeoutError as error:
+            raise SyncTimeout(
+                f"worker {worker_idx} was let in, but its process group was not formed in time: is the sender stopped?"
+            ) from error
+        if pair is None:
+            raise NotConnected(f"worker {worker_idx}: the sender went away before their process group was formed")
+        return pair
 
     def _await(self, line: Line, worker_idx: int, deadline: float | None) -> Message:
         ready = wait_readable(line.signs, deadline)

@@ -18,8 +18,7 @@ import torch
 from wsync.deadlines import NOW, wait_readable
 from wsync.errors import SyncTimeout
 from wsync.fast_path import FastEnd
-from wsync.forming import formed
-from wsync.group import Pair
+from wsync.forming import FormPair, formed
 from wsync.group_fast_sender import GroupFastSender
 from wsync.lanes import Flats, Lane, Parcel
 from wsync.layout import Layout
@@ -28,9 +27,6 @@ from wsync.packing import Buffer
 from wsync.plan import Plan
 from wsync.types import Ack
 from wsync.words import TRANSACTION, Door, Kind, Message
-
-FormPair = Callable[[int, int, float | None], Callable[[], Pair]]
-"""``(worker, generation, deadline) -> form``: the trainer's half of the rendezvous of a pair; ``form`` waits."""
 
 
 class GroupSender:

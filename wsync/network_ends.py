@@ -11,6 +11,7 @@ import json
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.distributed import ProcessGroup
@@ -131,13 +132,13 @@ class _Route:
         self._seed = self._find(worker, deadline)
         return dial(self._seed.endpoint, worker, deadline)
 
-    def pair(self, worker: int, generation: int, deadline: float | None) -> Pair:
+    def pair(self, worker: int, generation: int, deadline: float | None) -> Callable[[], Pair]:
         assert self._seed is not None, "dial() comes first"
         if self._seed.meeting is not None:
             return self._seed.meeting.join(worker, generation, deadline)
         if self._group is None:
             raise NotConnected(f"worker {worker}: the sender was given a process group; give this end the same one")
-        return Pair(self._group, self._seed.rank, self._seed.tag)
+        return partial(Pair, self._group, self._seed.rank, self._seed.tag)
 
 
 class _Threaded:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import socket
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +19,7 @@ import wsync
 from wsync.deadlines import deadline_in, wait_readable
 from wsync.group import Meeting, MeetingPlace, finish, patience
 from wsync.layout import Layout
-from wsync.network import NetListener
+from wsync.network import NetListener, listen_on
 from wsync.network_ends import Seed, network_receiver
 from wsync.plan import Plan
 from wsync.receiver_thread import LineHandler
@@ -105,12 +108,18 @@ def played() -> Iterator[tuple[NetListener, MeetingPlace]]:
         place.close()
 
 
-def let_in(door: NetListener, place: MeetingPlace, plan: Plan, value: float | None) -> Line:
-    """Let a worker in, announce weights, and send them; or (None) break off."""
+def welcome(door: NetListener, plan: Plan) -> Line:
+    """Let a worker in; the line to it."""
     while (visitor := door.accept()) is None:
         assert wait_readable([door.fileno()], deadline_in(10.0))
     line, _ = visitor
     line.send(Message(Kind.WELCOME, 0, 1, plan.dump()))
+    return line
+
+
+def let_in(door: NetListener, place: MeetingPlace, plan: Plan, value: float | None) -> Line:
+    """Let a worker in, announce weights, and send them; or (None) break off."""
+    line = welcome(door, plan)
     pair = place.pair(0, plan.generation, deadline_in(10.0))()
     line.send(Message(Kind.NEWS, 0, 1))
     assert plan.layout is not None
@@ -140,3 +149,39 @@ def test_a_trainer_that_dies_in_the_first_transfer_leaves_nothing_of_it_for_the_
         end.close()
         for line in (dying.result(), living.result()):
             line.close()
+
+
+@contextmanager
+def welcomed(meeting: Meeting, timeout: float) -> Iterator[tuple[Future[None], Line]]:
+    """A worker was let in, and forms its pair alone; the rest of its rendezvous, and the trainer's line to it."""
+    before = len(os.listdir("/proc/self/fd"))
+    door, layout = NetListener("127.0.0.1"), Layout.of(Snapshot({"weight": torch.zeros(4)}))
+    end = network_receiver(
+        lambda worker, deadline: Seed(door.endpoint, meeting), backend="gloo", retains=True, timeout=10.0
+    )
+    with ThreadPoolExecutor(1) as worker:
+        connecting = worker.submit(end.connect, 0, deadline_in(timeout))
+        line = welcome(door, Plan(layout, False, 1, 1))
+        yield connecting, line
+        line.close()
+        door.close()
+    for thread in [thread for thread in threading.enumerate() if thread.name == "wsync-forming"]:
+        thread.join(10.0)
+        assert not thread.is_alive(), "nobody waits for the pair any more"
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_worker_waits_for_a_stopped_trainer_until_its_deadline() -> None:
+    stopped = listen_on("127.0.0.1")  # visitors come in, and are not answered
+    with stopped, welcomed(Meeting(*stopped.getsockname(), "gloo"), timeout=0.5) as (connecting, _):
+        with pytest.raises(wsync.SyncTimeout, match="is the sender stopped"):
+            connecting.result(10.0)
+        stopped.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_worker_that_is_hung_up_on_waits_for_its_pair_no_longer() -> None:
+    with played() as (_, place), welcomed(place.meeting, timeout=25.0) as (connecting, line):
+        line.close()
+        with pytest.raises(wsync.NotConnected, match="went away"):
+            connecting.result(10.0)
+        place.pair(0, 1, deadline_in(10.0))().close()  # nobody wants it by now, but it ends the worker's thread
