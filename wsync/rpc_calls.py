@@ -16,7 +16,7 @@ from torch.distributed import rpc
 
 from wsync.errors import NotConnected
 from wsync.identity import identity
-from wsync.words import Message, unpack
+from wsync.words import Kind, Message, unpack
 
 End = tuple[str, int, str]
 """Of one line: the key of its door, the worker's index, and what tells one attempt to come in from another."""
@@ -72,9 +72,12 @@ def hear(end: End, data: bytes) -> None:
 
 
 def _receive_weights_scheme(end: End, number: int, data: bytes) -> list[bytes]:
-    """Called in a worker, for everything that the trainer says; weights that it announces come by their own way."""
+    """Called in a worker, for everything that the trainer says; weights that it announces come by their own way.
+
+    Who has given up, and whom the trainer has not heard saying so, says it in reply.
+    """
     server = servers.get(end)
-    return [] if server is None else server.serve(number, unpack(data))
+    return [Message(Kind.BYE).pack()] if server is None else server.serve(number, unpack(data))
 
 
 receive_weights_scheme = _receive_weights_scheme

@@ -5,18 +5,21 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, NoReturn
 
 from torch.distributed import rpc
 
-from wsync.deadlines import NOW, wait_readable
-from wsync.errors import NotConnected
+from wsync.deadlines import NOW, remaining, wait_readable
+from wsync.errors import NotConnected, SyncTimeout
 from wsync.identity import PeerProcess, identity
 from wsync.receiver_thread import LineHandler
 from wsync.rpc_calls import Inbox, hear, knock, own_name, servers, there
 from wsync.words import PROTOCOL, Kind, Message
 
 _GOODBYE = 5.0  # seconds
+_LAST = 1.0  # seconds in which a trainer that is neither stopped nor gone has heard that this worker leaves
+_FOREVER = 0.0  # as RPC says it
 _TOO_LATE = "RPCErr:1:"  # how torch begins the message of a call that has timed out
 
 
@@ -27,9 +30,14 @@ class WorkerLine:
         key: of the trainer's door.
         trainer: the name by which RPC knows the trainer.
         worker: this worker's index.
+        deadline: until when the trainer has to have heard the knock.
+
+    Raises:
+        SyncTimeout: it has not: it is stopped, or busy.
+        NotConnected: there is no such trainer (any more).
     """
 
-    def __init__(self, key: str, trainer: str, worker: int) -> None:
+    def __init__(self, key: str, trainer: str, worker: int, deadline: float | None) -> None:
         name = own_name()
         self.peer = f"RPC worker '{trainer}'"
         self._end = (key, worker, secrets.token_hex(8))
@@ -44,13 +52,24 @@ class WorkerLine:
         self._under_way: Any = None  # the newest call to the trainer, which ends within _GOODBYE
         self._peer = PeerProcess()
         servers[self._end] = self
+        left = remaining(deadline)
+        patience = _FOREVER if left is None else max(left, 0.001)
         try:
-            who = rpc.rpc_sync(trainer, knock, args=(self._end, PROTOCOL, name, identity()), timeout=_GOODBYE)
+            who = rpc.rpc_sync(trainer, knock, args=(self._end, PROTOCOL, name, identity()), timeout=patience)
         except RuntimeError as error:
-            self.close()
-            cause = f"the sender '{trainer}' is gone, has been shut down, or has another name: {error}"
-            raise NotConnected(f"worker {worker}: {cause}") from error
+            self._give_up(worker, error)
         self._peer = PeerProcess(who)
+
+    def _give_up(self, worker: int, error: RuntimeError) -> NoReturn:
+        late = _is_late(error)
+        if late:
+            with suppress(ConnectionError):
+                self._tell(Message(Kind.BYE).pack())  # it may hear the knock yet
+        self.close()
+        who = f"worker {worker}: the sender '{self._trainer}'"
+        if late:
+            raise SyncTimeout(f"{who} did not answer in time: is it stopped, or busy?") from error
+        raise NotConnected(f"{who} is gone, has been shut down, or has another name: {error}") from error
 
     @property
     def signs(self) -> Sequence[int]:
@@ -114,7 +133,8 @@ class WorkerLine:
         try:
             if last and self._under_way is not None:
                 self._under_way.wait()
-            self._under_way = rpc.rpc_async(self._trainer, hear, args=(self._end, data), timeout=_GOODBYE)
+            patience = _LAST if last else _GOODBYE
+            self._under_way = rpc.rpc_async(self._trainer, hear, args=(self._end, data), timeout=patience)
             if last:
                 self._under_way.wait()
         except RuntimeError as error:
@@ -135,10 +155,15 @@ class WorkerLine:
         try:
             return rpc.rpc_sync(self._trainer, there, args=(self._end[0],), timeout=_GOODBYE)
         except RuntimeError as error:
-            return _TOO_LATE in str(error)  # it is slow, or stopped, but its end of the connection is there
+            return _is_late(error)  # it is slow, or stopped, but its end of the connection is there
 
     def close(self) -> None:
         """Hang up; harmless when repeated."""
         self._peer.close()
         servers.pop(self._end, None)
         self._inbox.close()
+
+
+def _is_late(error: RuntimeError) -> bool:
+    """Whether a call has timed out; else it has failed."""
+    return _TOO_LATE in str(error)

@@ -10,6 +10,7 @@ from contract_models import Small
 from crew import Host, RemoteError, crew
 
 import wsync
+from wsync import rpc_worker
 from wsync.deadlines import deadline_in, wait_readable
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.parametrize("make_scheme", ["rpc"], indirect=True)]
@@ -58,3 +59,30 @@ def test_a_trainer_that_dies(make_scheme: Any) -> None:
         workers[1].kill()
         with pytest.raises(RemoteError, match="the sender went away"):
             workers[0].result()
+
+
+def test_a_trainer_that_is_stopped_is_waited_for_until_the_deadline(make_scheme: Any) -> None:
+    with crew(2) as workers:
+        scheme = workers[1].call("run", train)
+        scheme.timeout = 0.3
+        workers[1].stop()
+        with pytest.raises(RemoteError, match=r"the sender 'worker[0-9]+' did not answer in time") as late:
+            workers[0].call("join", scheme, Small, 0, "policy")
+        assert late.value.kinds[0] == "SyncTimeout"
+        workers[1].resume()
+
+
+def test_a_trainer_that_is_stopped_for_a_while_lets_workers_in_afterwards(make_scheme: Any) -> None:
+    with crew(2) as workers:
+        scheme = workers[1].call("run", train)
+        workers[1].stop()
+        workers[0].call("run", have_no_patience_with_calls)
+        workers[0].start("join", scheme, Small, 0, "policy")
+        assert not workers[0].pipe.poll(1.0), "no call takes that long, but there is no deadline"
+        workers[1].resume()
+        workers[1].call("connect")
+        assert workers[0].result() == 0
+
+
+def have_no_patience_with_calls(host: Host) -> None:
+    rpc_worker._GOODBYE = 0.1

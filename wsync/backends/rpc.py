@@ -89,7 +89,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
 
     def _make_receiver_end(self, seed: RpcSeed) -> GroupReceiver:
         return GroupReceiver(
-            lambda worker, deadline: WorkerLine(seed.key, self.trainer, worker),
+            lambda worker, deadline: WorkerLine(seed.key, self.trainer, worker, deadline),
             seed.meeting.join,
             _Called(),
             retains=self.bind,
