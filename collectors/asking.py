@@ -47,7 +47,10 @@ class Asking(Protocol):
         ...
 
     def act(self, columns: Columns, t: int) -> tuple[Array, int]:
-        """Return actions on the current observation, and the version that chose them; write all but it to row ``t``."""
+        """Write actions on the current observation, and what else there is, to row ``t``; return them, and the version.
+
+        What a policy gives may be a view of its weights, or of the observation: it is read before the gate is left.
+        """
         ...
 
     def finish(self, columns: Columns, first: int) -> None:
@@ -101,30 +104,24 @@ class ByCalling:
         gate: Gate,
         keys: Collection[str] | None = None,
     ) -> None:
-        def act(observation: TensorDict) -> tuple[TensorDictBase, int]:
-            return policy(observation), version()
-
-        self._act, self._device = gate(act), device
+        self._device = device
         observation = torch.from_numpy(stepper.observation)
         self._observation = observation if batched else observation[0]
         self._input = TensorDict(
             {"observation": self._observation}, self._observation.shape[:1] if batched else (), device=device
         )
-        self.outputs, self._read = self._probe(policy, keys)
+        with without_trace(policy, device):
+            output = gate(lambda: policy(self._input.clone()))()
+        self.outputs, read = _outputs(output, keys)
 
-    def _probe(self, policy: Policy, keys: Collection[str] | None) -> tuple[Mapping[str, torch.Tensor], Read]:
-        with without_trace(policy, self._device):
-            output, _ = self._act(self._input.clone())
-        outputs: dict[str, torch.Tensor] = {
-            key: value
-            for key, value in output.items()
-            if isinstance(value, torch.Tensor) and key not in ("observation", "policy_version")
-            if keys is None or key in keys
-        }
-        if "action" not in outputs:
-            raise ValueError(f'the policy wrote {sorted(outputs)}, and no "action" among them')
-        read = torch.Tensor.numpy if all(_is_plain(value) for value in outputs.values()) else to_numpy
-        return {key: torch.from_numpy(to_numpy(value)) for key, value in outputs.items()}, read
+        def act(observation: TensorDict, columns: Columns, t: int) -> int:
+            output = policy(observation)
+            for key, rows in columns.others.items():
+                rows[t] = read(output.get(key))
+            columns.action[t] = read(output.get("action"))
+            return version()
+
+        self._act = gate(act)
 
     def begin(self, steps: int) -> None:
         """See Asking."""
@@ -133,11 +130,8 @@ class ByCalling:
         """See Asking."""
         if self._device.type != "cpu":  # there the environment has written into the policy's input already
             self._input.set("observation", self._observation.to(self._device))
-        output, version = self._act(self._input.clone(recurse=False))
-        for key, rows in columns.others.items():
-            rows[t] = self._read(output.get(key))
-        columns.action[t] = action = self._read(output.get("action"))
-        return action, version
+        version = self._act(self._input.clone(recurse=False), columns, t)
+        return columns.action[t], version
 
     def finish(self, columns: Columns, first: int) -> None:
         """See Asking."""
@@ -153,20 +147,25 @@ class InParts:
     def __init__(
         self, policy: SampledPolicy, stepper: Steps, batched: bool, device: torch.device, version: Callable[[], int]
     ) -> None:
-        def choose(observation: torch.Tensor, noise: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, int]:
-            parameters = policy.distribution_parameters(observation)
-            return parameters, policy.choose(parameters, noise), version()
-
         self._policy, self._device = policy, device
+        self._observation = torch.from_numpy(stepper.observation)  # with a leading dimension in any case
         # A model that is synchronised is gated where it is called, which its parts go around. Whether a scheme carries
         # this one does not matter: unlike any function, a network does not wait for another thread.
-        self._choose = wsync.gated(choose)
-        self._observation = torch.from_numpy(stepper.observation)  # with a leading dimension in any case
-        with without_trace(policy, device):
-            parameters, action, _ = self._choose(self._observation.clone().to(device), None)
+        with without_trace(policy, device), wsync.gate():
+            parameters = policy.distribution_parameters(self._observation.clone().to(device))
+            action = policy.choose(parameters, None)
             chosen = {"action": action, "action_log_prob": policy.log_prob(parameters, action)}
         self._like = parameters
-        self._read = torch.Tensor.numpy if _is_plain(action) else to_numpy
+        read = torch.Tensor.numpy if _is_plain(action) else to_numpy
+
+        def act(
+            observation: torch.Tensor, noise: torch.Tensor | None, parameters: torch.Tensor, columns: Columns, t: int
+        ) -> int:
+            parameters.copy_(policy.distribution_parameters(observation))
+            columns.action[t] = read(policy.choose(parameters, noise))
+            return version()
+
+        self._act = wsync.gated(act)
         outputs = {key: torch.from_numpy(to_numpy(value)) for key, value in chosen.items()}
         self.outputs = outputs if batched else {key: value[0] for key, value in outputs.items()}
 
@@ -186,16 +185,27 @@ class InParts:
 
     def act(self, columns: Columns, t: int) -> tuple[Array, int]:
         """See Asking."""
-        noise, row = next(self._rows)
-        parameters, chosen, version = self._choose(self._observation.to(self._device), noise)
-        row.copy_(parameters)
-        columns.action[t] = action = self._read(chosen)
-        return action, version
+        version = self._act(self._observation.to(self._device), *next(self._rows), columns, t)
+        return columns.action[t], version
 
     def finish(self, columns: Columns, first: int) -> None:
         """See Asking."""
         actions = torch.from_numpy(columns.action[first:]).to(self._device)
         columns.others["action_log_prob"][first:] = to_numpy(self._policy.log_prob(self._parameters, actions))
+
+
+def _outputs(output: TensorDictBase, keys: Collection[str] | None) -> tuple[Mapping[str, torch.Tensor], Read]:
+    """What is stored of what a policy has written, and how it is read."""
+    outputs: dict[str, torch.Tensor] = {
+        key: value
+        for key, value in output.items()
+        if isinstance(value, torch.Tensor) and key not in ("observation", "policy_version")
+        if keys is None or key in keys
+    }
+    if "action" not in outputs:
+        raise ValueError(f'the policy wrote {sorted(outputs)}, and no "action" among them')
+    read = torch.Tensor.numpy if all(_is_plain(value) for value in outputs.values()) else to_numpy
+    return {key: torch.from_numpy(to_numpy(value)) for key, value in outputs.items()}, read
 
 
 def _is_plain(value: torch.Tensor) -> bool:

@@ -62,9 +62,9 @@ class Rollout:
                 handed to it again: there is no recurrence. A ``SampledPolicy`` is asked for its parts, which takes a
                 third less time.
             device: where the policy's input has to be; its outputs come back to the CPU.
-            version: called right after each policy call, inside the gate; stored as ``policy_version``.
-            gate: makes of a function one that runs inside it; it gets the policy call, and nothing else. The parts of
-                a ``SampledPolicy`` are asked for inside wsync's own in any case.
+            version: called right after each step's policy call, inside the gate; stored as ``policy_version``.
+            gate: makes of a function one that runs inside it; it gets the policy call, and what reads its outputs. The
+                parts of a ``SampledPolicy`` are asked for inside wsync's own in any case.
             init_random_frames: so many frames begin with random actions (``policy_version`` -1; "action_log_prob"
                 is that of the uniform choice, NaN where the bounds are infinite; other policy outputs are 0).
             max_frames_per_traj: truncate episodes after so many steps.

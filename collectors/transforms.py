@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+import wsync
 from collectors.probing import without_trace
 from collectors.specs import to_numpy
 from collectors.step_wrappers import EncodedSteps, RewardedSteps
@@ -111,8 +112,11 @@ class ModuleTransform(Transform):
         return f"ModuleTransform({type(self.module).__name__})"
 
 
+@wsync.gated
 def call(module: nn.Module, inputs: Sequence[Array], device: torch.device | str = "cpu") -> Array:
     """Return what ``module`` gives for arrays, as float32 tensors of its own; without gradients.
+
+    What it gives may be a view of its weights: it is copied before the gate is left.
 
     Raises:
         TypeError: it gives no tensor.
@@ -121,7 +125,7 @@ def call(module: nn.Module, inputs: Sequence[Array], device: torch.device | str 
         output = module(*(torch.tensor(one, dtype=torch.float32, device=device) for one in inputs))
     if not isinstance(output, torch.Tensor):
         raise TypeError(f"{type(module).__name__} gave a {type(output).__name__}, not one tensor")
-    return to_numpy(output)
+    return to_numpy(output).copy()
 
 
 def call_without_trace(module: nn.Module, inputs: Sequence[Array], device: torch.device | str = "cpu") -> Array:

@@ -1,4 +1,4 @@
-"""A policy that is asked for its parts in worker processes, while updates come without a pause."""
+"""A policy in worker processes, asked for its parts or called, while updates come without a pause."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDictBase
 from torch import nn
 
 import wsync
@@ -63,28 +64,39 @@ class Telling(SampledPolicy):
         return (parameters + action).mean(-1) / 2
 
 
+class Showing(Telling):
+    """Is called, and shows weights: what it writes are views of them."""
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        first, last = self.layers[0], self.layers[-1]
+        tensordict.set("action", first[:SEEN].expand(*tensordict.batch_size, SEEN))
+        return tensordict.set("action_log_prob", last[-1].expand(tensordict.batch_size))
+
+
 def published() -> wsync.WeightSyncScheme:
     return wsync.SharedMemWeightSyncScheme(acknowledge="published")
 
 
-CASES: dict[str, tuple[Callable[..., Any], Callable[[], wsync.WeightSyncScheme]]] = {
-    "shared_mem": (MultiAsyncCollector, wsync.SharedMemWeightSyncScheme),
-    "published": (MultiAsyncCollector, published),
-    "published, in step": (MultiSyncCollector, published),
-    "multiprocess": (MultiAsyncCollector, wsync.MultiProcessWeightSyncScheme),
-    "tcp": (DistributedCollector, wsync.DistributedWeightSyncScheme),
+CASES: dict[str, tuple[Callable[..., Any], Callable[[], wsync.WeightSyncScheme], type[Telling]]] = {
+    "shared_mem": (MultiAsyncCollector, wsync.SharedMemWeightSyncScheme, Telling),
+    "published": (MultiAsyncCollector, published, Telling),
+    "published, in step": (MultiSyncCollector, published, Telling),
+    "published, views": (MultiAsyncCollector, published, Showing),
+    "multiprocess": (MultiAsyncCollector, wsync.MultiProcessWeightSyncScheme, Telling),
+    "multiprocess, views": (MultiAsyncCollector, wsync.MultiProcessWeightSyncScheme, Showing),
+    "tcp": (DistributedCollector, wsync.DistributedWeightSyncScheme, Telling),
 }
 
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("case", CASES)
 def test_every_step_is_of_the_version_that_it_is_said_to_be_of(case: str) -> None:
-    kind, make_scheme = CASES[case]
+    kind, make_scheme, make_policy = CASES[case]
     scheme, over, versions = make_scheme(), threading.Event(), set()
-    with kind([Floor] * 2, Telling(), frames_per_batch=200, weight_sync_schemes={"policy": scheme}) as collector:
+    with kind([Floor] * 2, make_policy(), frames_per_batch=200, weight_sync_schemes={"policy": scheme}) as collector:
 
         def learn() -> None:
-            learner = Telling()
+            learner = make_policy()
             while not over.is_set():
                 collector.update_policy_weights_(learner.become(scheme.version + 1))
 

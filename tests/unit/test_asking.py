@@ -113,17 +113,17 @@ def test_log_probs_are_those_of_the_weights_that_acted(env_id: str) -> None:
     """Weights may change within a batch; what a later version would have thought of an action is another matter."""
     env = GymEnv(env_id, 2, seed=0)
     policy = policy_for(env)
-    steps, kept = -1, []  # the first call is to learn what the policy writes
+    steps, kept = 0, []
 
     def version() -> int:
         nonlocal steps
         steps += 1
-        if steps and steps % 4 == 0:  # as an update between two steps does
+        if steps % 4 == 0:  # as an update between two steps does
             kept.append({key: value.clone() for key, value in policy.state_dict().items()})
             with torch.no_grad():
                 for parameter in policy.parameters():
                     parameter.add_(0.2 * torch.randn_like(parameter))
-        return max(steps - 1, 0) // 4
+        return (steps - 1) // 4
 
     batch = collected(Rollout(env, policy, version=version), 12)
     assert batch["policy_version"][0].tolist() == [0] * 4 + [1] * 4 + [2] * 4
@@ -145,6 +145,65 @@ def test_parameters_are_kept_though_the_environment_goes_on() -> None:
     policy = CategoricalPolicy(FirstTwo())
     batch = collected(Rollout(env, policy), 10)
     same(batch["action_log_prob"], log_probs(policy, batch))
+
+
+class Scores(nn.Module):
+    """The same for every observation, and a view of its weights: all are the number of its version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(2))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return self.weights.expand(*observation.shape[:-1], 2)
+
+
+class Told(CategoricalPolicy):
+    """Its log-probability is its score."""
+
+    def log_prob(self, parameters: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        return parameters[..., 0]
+
+
+class UpdatedAtOnce:
+    """A feed whose next version is there as soon as the gate is open."""
+
+    def __init__(self, weights: nn.Parameter) -> None:
+        self.weights = weights
+
+    def enter(self) -> bool:
+        return False
+
+    def leave(self) -> None:
+        with torch.no_grad():
+            self.weights += 1
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_outputs_that_are_views_of_weights_are_of_the_version_that_acted(called: bool) -> None:
+    scores = Scores()
+    policy = Told(scores)
+
+    def call(td: TensorDictBase) -> TensorDictBase:
+        return td.set("action", scores(td["observation"])).set("action_log_prob", scores.weights[0].expand(2))
+
+    feed = UpdatedAtOnce(scores.weights)
+    rollout = Rollout(
+        GymEnv("CartPole-v1", 2, seed=0),
+        call if called else policy,
+        gate=wsync.gated,
+        version=lambda: int(scores.weights[0]),
+    )
+    batch = rollout.buffer(5)
+    process_gate().attach(feed)
+    try:
+        rollout.collect(batch)
+    finally:
+        process_gate().detach(feed)
+    assert isinstance(rollout._asking, ByCalling if called else InParts)
+    assert batch["policy_version"].tolist() == [[0, 1, 2, 3, 4]] * 2
+    assert torch.equal(batch["action_log_prob"], batch["policy_version"].float())
+    assert not called or torch.equal(batch["action"][..., 0], batch["action_log_prob"])
 
 
 class Held(nn.Module):

@@ -166,11 +166,11 @@ def test_the_version_is_read_inside_the_gate_and_the_environment_stepped_outside
     env.stepper.step = lambda action: (log.append("step"), step(action))[1]  # type: ignore[method-assign]
     rollout = Rollout(env, policy, gate=gate_with(log), version=version)
     batch = rollout.buffer(3)
-    assert log == ["enter", "act", "version", "leave"]
+    assert log == ["enter", "act", "leave"]
     log.clear()
     rollout.collect(batch)
     assert log == ["enter", "act", "version", "leave", "step"] * 3
-    assert batch["policy_version"].tolist() == [[1, 2, 3]] * 2
+    assert batch["policy_version"].tolist() == [[0, 1, 2]] * 2
 
 
 def test_an_error_comes_out_as_it_is_and_leaves_the_gate() -> None:

@@ -21,6 +21,7 @@ from collectors.acting import Actor
 from collectors.envs import GymEnv
 from collectors.rollout import Rollout
 from collectors.transforms import Key, ModuleTransform
+from wsync.gate import guard, process_gate
 
 OBSERVATION: list[Key] = ["observation"]
 REWARD: list[Key] = [("next", "reward")]
@@ -318,6 +319,36 @@ def test_a_worker_finds_the_module_and_an_update_is_in_the_next_step() -> None:
         nn.init.constant_(ours.weight, 7.0)
         batches.update_policy_weights_(ours, model_id="env.transform[0].module")
         assert next(batches)["next", "observation"][0].tolist() == [[0, 3, 21], [100, 1, 707]]
+
+
+class Bias(nn.Module):
+    """A reward model that gives a view of its weights, which are others as soon as the gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return self.weight.expand(len(observation))
+
+    def enter(self) -> bool:
+        return False
+
+    def leave(self) -> None:
+        with torch.no_grad():
+            self.weight += 1
+
+
+def test_rewards_that_are_views_of_weights_are_those_of_the_call() -> None:
+    model = Bias()
+    env = GymEnv(Counter, 2, transforms=[ModuleTransform(model, OBSERVATION, REWARD)])
+    guard(model)  # as one that is synchronised
+    process_gate().attach(model)
+    try:
+        batch = env.rollout(4)
+    finally:
+        process_gate().detach(model)
+    assert batch["next", "reward"][..., 0].tolist() == [[0, 1, 2, 3]] * 2
 
 
 @pytest.mark.timeout(100)
