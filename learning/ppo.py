@@ -194,8 +194,11 @@ class PPO:
         grad_log_prob = (frames.advantage * ratio).masked_fill_(beyond, 0.0).mul_(-1.0 / len(ratio))
         error = value - frames.target
         if self.value_clip is not None:  # the larger of both squares counts; the clipped one has no gradient
-            near = frames.value + (value - frames.value).clamp(-self.value_clip, self.value_clip)
-            error = error.masked_fill((near - frames.target).abs() > error.abs(), 0.0)
+            moved = value - frames.value
+            near = frames.value + moved.clamp(-self.value_clip, self.value_clip)
+            # Inside the range both are the same, but for rounding, which must not decide.
+            beyond = (moved.abs() > self.value_clip) & ((near - frames.target).abs() > error.abs())
+            error = error.masked_fill(beyond, 0.0)
         return grad_log_prob, error * (self.value_coef / len(error))
 
     def state_dict(self) -> dict[str, Any]:

@@ -84,6 +84,19 @@ def test_a_gradient_step_is_that_of_the_textbook_loss(
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("order", [0.05, 0.5])
+def test_rounding_takes_no_gradient_from_a_value(order: float) -> None:
+    learner, n = learner_of(value_clip=0.2), 5_000
+    old, value, target, zeros = *(order * torch.randn(3, n)), torch.zeros(n)
+    frames = Frames(torch.zeros(n, 4), zeros.long(), zeros, zeros, target, old)
+    _, gradient = learner._loss_gradients(frames, zeros, value, 0.2)
+
+    value.requires_grad_()
+    near = old + (value - old).clamp(-0.2, 0.2)
+    loss = learner.value_coef * 0.5 * torch.max((value - target).square(), (near - target).square()).mean()
+    torch.testing.assert_close(gradient, *torch.autograd.grad(loss, value), rtol=1e-3, atol=1e-9)
+
+
 def test_flat_adam_is_clip_grad_norm_and_adam() -> None:
     torch.manual_seed(0)
     theirs = [nn.Parameter(torch.randn(*shape)) for shape in [(3, 4), (3,), (1,)]]
