@@ -67,7 +67,7 @@ class Together:
                 members.tell(worker, "collect", 0)
             while not shares.keys() >= set(asked).intersection(members.there):
                 heard = members.hear()
-                if heard is not None:
+                if heard is not None and heard[0] in asked:  # else it is of an earlier batch, and its worker is gone
                     worker, index = heard
                     shares[worker] = worker.batches[index]
         batches: Any = [shares[worker] for worker in asked if worker in shares]

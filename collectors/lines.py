@@ -12,7 +12,7 @@ import struct
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
@@ -130,15 +130,20 @@ def serve(line: Line) -> None:
     buffers, environments))``, the core's, or ``("error", traceback)`` and the end.
     """
     connection = line.connection
+    # What fails is told before schemes are closed, whose ends would say of it only that they have been.
+    with closing(connection), _telling_failures(connection), ExitStack() as opened, _telling_failures(connection):
+        _serve(line, opened)
+
+
+@contextmanager
+def _telling_failures(connection: Connection) -> Iterator[None]:
     try:
-        _serve(line)
+        yield
     except _HungUp:
         return
     except Exception:  # noqa: BLE001  whatever it is, the trainer raises it again with this traceback
         with suppress(ConnectionError):  # unless it has gone: another worker failed first
             connection.send(("error", traceback.format_exc()))
-    finally:
-        connection.close()
 
 
 class _HungUp(Exception):
@@ -153,24 +158,22 @@ def _with_trainer() -> Iterator[None]:
         raise _HungUp from error
 
 
-def _serve(line: Line) -> None:
+def _serve(line: Line, opened: ExitStack) -> None:
     with _with_trainer():
         _, (parts, options) = line.connection.recv()
     be_a_worker(options)
     core = Core(parts, options)
+    opened.callback(core.close)
     with _with_trainer():
         line.connection.send(("ready", (core.plan, options.buffers, core.num_envs)))
         buffers = line.offer(core.plan, options.buffers)
     core.fill(buffers)
-    try:
-        while True:
+    while True:
+        with _with_trainer():
+            words = line.connection.recv()
+        answer: tuple[str, Any] | None = core.obey(*words)
+        if answer is not None:
             with _with_trainer():
-                words = line.connection.recv()
-            answer: tuple[str, Any] | None = core.obey(*words)
-            if answer is not None:
-                with _with_trainer():
-                    line.connection.send(answer)
-                    if answer[0] == "batch":
-                        line.push(buffers[answer[1]])
-    finally:
-        core.close()
+                line.connection.send(answer)
+                if answer[0] == "batch":
+                    line.push(buffers[answer[1]])

@@ -61,7 +61,7 @@ class Members(Supervisor[W]):
             self._tell(worker, command, argument)
 
     def hear(self) -> tuple[W, int] | None:
-        """The next batch: whose, and in which buffer. None: something else has happened; look who is there.
+        """The next batch: whose (it may be gone by now), and in which buffer. None: something else has happened.
 
         Raises:
             WorkerDied, WorkerFailed, SyncTimeout: as ``muster``.
@@ -108,6 +108,8 @@ class Members(Supervisor[W]):
             send(weights, worker_ids)
         except (wsync.WorkerDied, wsync.SyncTimeout) as error:
             self._note(error)
+            with self._turns.visiting():
+                self._raise_own(error)
             raise
 
     def _known(self, worker_ids: int | Sequence[int] | None) -> Sequence[int]:
@@ -146,12 +148,27 @@ class Members(Supervisor[W]):
         if error.version is not None:
             self.failures.failed |= Counter(error.workers.keys() - error.refused)
 
+    def _raise_own(self, error: wsync.WorkerDied | wsync.SyncTimeout) -> None:
+        """Of those whom an update did not reach, somebody may have raised: that is the better cause."""
+        if self.over or self._turns.closed:
+            return  # another thread has raised it, or ended the workers
+        for index in error.workers:
+            place = self._places[index]
+            raised = None if place.worker is None else self._hear_out(place.worker)
+            if raised is not None:
+                self._fail(place, Cause.of(index, "error", raised))
+
     def _lose(self, addressed: Collection[int], error: wsync.WorkerDied | wsync.SyncTimeout) -> bool:
         """Give up those whom an update did not reach; whether there were any."""
         lost = [worker for worker in addressed if worker in error.workers and worker not in error.refused]
+        for place in [self._places[worker] for worker in lost]:
+            if place.worker is not None:
+                self._hear_out(place.worker)
+        self._attend()  # batches that they have finished are not lost; and what they say themselves is the better cause
         for worker in lost:
-            detail = error.workers[worker].strip()
-            self._fail(self._places[worker], Cause(type(error), f"worker {worker} lacks an update: {detail}", detail))
+            place, detail = self._places[worker], error.workers[worker].strip()
+            if place.gets_updates:
+                self._fail(place, Cause(type(error), f"worker {worker} lacks an update: {detail}", detail))
         if error.refused:
             refused = {worker: error.workers[worker] for worker in error.refused}
             raise wsync.WorkerFailed(str(error), refused, error.version, refused) from error

@@ -16,6 +16,7 @@ from collectors.pool import Event, Pool
 from collectors.recovery import Cause, FailurePolicy, Failures
 from collectors.turns import Turns
 
+_ENDS = ("error", "stalled", "died")
 _JOIN = 10.0  # seconds in which a successor that is ready has to have joined a scheme: the trainer waits for that
 _log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class Supervisor(Generic[W]):
         for place in self._places:
             if place.state is WorkerState.PAUSED and place.begins_at <= time.monotonic():
                 self._begin(place)
-        self._listen(0.0 if at_once else self._patience())
+        self._listen(0.0 if at_once or self._events else self._patience())
         self._attend()
         # That may have taken seconds, in which whoever seems to be late by now has answered.
         while (late := self._late()) and self._listen(0.0):
@@ -80,12 +81,18 @@ class Supervisor(Generic[W]):
         if self._stop_at is not None and time.monotonic() >= self._stop_at and not self._batches:
             raise wsync.SyncTimeout("asked to stop, and the batch under way is not complete")
 
-    def _listen(self, timeout: float | None) -> bool:
-        """Whether anybody says anything."""
+    def _listen(self, timeout: float | None) -> list[Event[W]]:
+        """What anybody says, which is to be attended to."""
         events = self.pool.listen([p.worker for p in self._places if p.worker is not None], self._turns.wake, timeout)
         self._turns.come()
         self._events.extend(events)
-        return bool(events)
+        return events
+
+    def _hear_out(self, worker: W) -> str | None:
+        """Listen to all that a worker has said so far, to be attended to later; its traceback, if it has raised."""
+        while any(one is worker and kind not in _ENDS for one, kind, _ in self._listen(0.0)):
+            pass
+        return next((answer for one, kind, answer in self._events if one is worker and kind == "error"), None)
 
     def _attend(self) -> None:
         while self._events:
@@ -140,7 +147,6 @@ class Supervisor(Generic[W]):
             self.pool.let_go(worker)  # first: one that is stopped may be in the midst of something
             for scheme in self.schemes.values():
                 scheme.dismiss(index)
-            self._batches = deque(batch for batch in self._batches if batch[0] is not worker)
         done = self._drop(place, cause) if self.failure_policy.on_failure == "drop" else self._pause(place, cause)
         _log.warning("%s: %s", cause.line, done)
         if cause.kind is wsync.WorkerFailed:
@@ -195,10 +201,9 @@ class Supervisor(Generic[W]):
             for scheme in self.schemes.values():
                 scheme.readmit(index, worker.sentinel, _JOIN)
         except (wsync.WeightSyncError, OSError) as error:
-            self._listen(0.0)  # what it says itself is the better cause
-            said = [answer for one, kind, answer in self._events if one is worker and kind == "error"]
+            raised = self._hear_out(worker)  # what it says itself is the better cause
             cause = Cause(wsync.WorkerDied, f"worker {index} could not join again: {error}", str(error))
-            self._fail(place, Cause.of(index, "error", said[0]) if said else cause)
+            self._fail(place, cause if raised is None else Cause.of(index, "error", raised))
             return
         place.gets_updates = True  # from here on it gets every update
 

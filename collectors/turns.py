@@ -25,9 +25,14 @@ class Turns:
         self._nobody = threading.Event()
         self._nobody.set()
 
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self.wake < 0
+
     def call(self) -> None:
         """Have whoever gathers not wait; harmless in a signal handler, and where nobody does."""
-        if self.wake >= 0:
+        if not self.closed:
             os.eventfd_write(self.wake, 1)
 
     def come(self) -> None:

@@ -140,6 +140,14 @@ def update(collector: Any, value: int) -> None:
     collector.update_policy_weights_()
 
 
+def next_without(gone: set[int], collector: Any) -> Any:
+    """The next batch in which none of these processes has acted; two that each had finished may come before it."""
+    for _ in range(2 * len(gone)):
+        if not told(batch := next(collector), "pid") & gone:
+            return batch
+    return next(collector)
+
+
 def until_there(collector: Any, workers: int, sync: bool, versions: dict[int, int] | None = None) -> Any:
     """Batches, until so many workers are there, and each has delivered: in one batch, or one after the other."""
     seen: set[int] = set()
@@ -179,8 +187,7 @@ def test_drop_goes_on_with_the_others_until_nobody_is_left(kind, events, caplog)
         next(collector)
         pid = kill(collector, 0)
         update(collector, 2)
-        batches = [next(collector) for _ in range(3)]
-        assert all(pid not in told(batch, "pid") for batch in batches)
+        batches = [next_without({pid}, collector), *(next(collector) for _ in range(2))]
         assert [batch.numel() for batch in batches] == [8 if kind == "sync" else 16] * 3
         assert told(batches[-1], "weight") == {2}
         assert collector.failures.as_dict() == {"failed": {"0": 1}, "dropped": {"0": 1}, "restarted": {}}
@@ -188,7 +195,7 @@ def test_drop_goes_on_with_the_others_until_nobody_is_left(kind, events, caplog)
             collector.update_policy_weights_(worker_ids=0)
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert "worker 0" in caplog.text and "dropped" in caplog.text
-        total = 16 + sum(batch.numel() for batch in batches)
+        total = collector.frames
         rest = list(collector)
         assert collector.frames == total + sum(batch.numel() for batch in rest) >= 400
         collector.total_frames = -1
@@ -240,6 +247,58 @@ def test_a_worker_that_fails_within_a_batch_comes_back(kind, what, events, caplo
         assert ("the cart fell off the table" in caplog.text) == (what == "raise")
 
 
+class Doomed(Still):
+    """Looks into the folder at its 25th step only."""
+
+    steps = 0
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        return super().step(action) if self.steps == 25 else (np.zeros(4, np.float32), 0.0, False, False, {})
+
+
+@pytest.mark.parametrize("failure", ["raise", "drop", "restart"])
+def test_an_update_that_comes_upon_a_worker_that_raised_tells_what_it_raised(failure, events, caplog):
+    (events / "raise").touch()
+    (quiet := events.with_name("quiet")).mkdir()
+    makers = [lambda: GymEnv(Doomed(events)), lambda: GymEnv(Still(quiet))]
+    with MultiAsyncCollector(makers, policy(), frames_per_batch=10, on_worker_failure=failure) as collector:
+        (victim, _) = collector.remote_workers
+        pid = victim.process.pid
+        while told(next(collector), "pid") != {pid}:
+            pass
+        assert wait([victim.sentinel], 10)  # it has finished another batch, and raised in the next one
+        if failure == "raise":
+            with pytest.raises(wsync.WorkerFailed, match="the cart fell off the table"):
+                update(collector, 2)
+            assert collector.closed
+        else:
+            update(collector, 2)
+            assert "the cart fell off the table" in caplog.text
+            assert [told(next(collector), "pid") for _ in range(4)].count({pid}) == 1
+        assert collector.failures.failed == {0: 1}
+
+
+class Stuck(Still):
+    """Raises, and then closing it takes for ever."""
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        try:
+            return super().step(action)
+        except ArithmeticError:
+            self.close = threading.Event().wait
+            raise
+
+
+@every_kind
+def test_what_a_worker_raised_is_told_before_anything_is_closed(kind, events, caplog):
+    (events / "raise").touch()
+    with collect(kind, events, "drop", maker=lambda: GymEnv(Stuck(events)), worker_timeout=20.0) as collector:
+        while not collector.failures:
+            next(collector)
+        assert "the cart fell off the table" in caplog.text
+
+
 @every_kind
 def test_a_successor_has_every_model_from_its_first_frame_on(kind, events):
     schemes = {name: wsync.SharedMemWeightSyncScheme() for name in ("policy", "module.critic")}
@@ -249,10 +308,10 @@ def test_a_successor_has_every_model_from_its_first_frame_on(kind, events):
             collector.policy.module.become(value)
             both = {"policy": collector.policy, "module.critic": nn.Linear(4, 1)}
             collector.update_policy_weights_(weights_dict=both)
-        kill(collector, 1)
+        known = {kill(collector, 1)}
         collector.policy.module.become(4)
         collector.update_policy_weights_(weights_dict=both)  # undone by the death, and done again with the other
-        known = {worker.process.pid for worker in collector.remote_workers}
+        known |= {worker.process.pid for worker in collector.remote_workers}
         while (batch := next(collector)) is not None and not told(batch, "pid") - known:
             assert collector.frames < 10**5
         theirs = batch["told"][batch["told"][..., 3] == max(told(batch, "pid") - known)]
@@ -363,10 +422,9 @@ def test_one_that_fails_too_often_is_an_error_with_the_last_cause(events):
 def test_with_everybody_gone_the_first_to_come_back_is_waited_for(kind, events):
     with collect(kind, events) as collector:
         next(collector)
-        for worker in (0, 1):
-            kill(collector, worker)
+        gone = {kill(collector, worker) for worker in (0, 1)}
         update(collector, 7)
-        assert told(next(collector), "weight") == {7}
+        assert told(next_without(gone, collector), "weight") == {7}
         until_there(collector, 2, kind == "sync")
         assert collector.failures.restarted == {0: 1, 1: 1}
 
