@@ -120,13 +120,14 @@ class RewardedSteps(StepsWrapper):
         super().__init__(inner)
         self._judge, self._name = judge, name
         self._actions = action_codec(self.driver.action_space)
-        self._remembers = "observation" in in_keys
-        self._acted_on = np.array(inner.observation)  # the inner array holds the successor when the reward is due
-        self._action: Array = np.zeros((self.num_envs, *self.action_spec.shape), np.float32)
+        # When the reward is due, the inner array holds the successor, and so does an action that is a view of it.
+        self._keeps_observation, self._keeps_action = "observation" in in_keys, "action" in in_keys
+        self._acted_on = np.array(inner.observation)
+        self._action = self._taken(np.zeros((self.num_envs, *self.action_spec.shape), np.float32))
         self.reward = np.zeros(self.num_envs, np.float32)
         readers: dict[Any, Callable[[], Array]] = {
             "observation": lambda: self._acted_on,
-            "action": self._canonical_action,
+            "action": lambda: self._action,
             ("next", "observation"): lambda: inner.observation,
             ("next", "reward"): lambda: inner.reward[:, None],
         }
@@ -135,15 +136,16 @@ class RewardedSteps(StepsWrapper):
 
     def step(self, action: Array) -> None:
         """See Steps."""
-        if self._remembers:
+        if self._keeps_observation:
             self._acted_on[...] = self.inner.observation
+        if self._keeps_action:
+            self._action = self._taken(action)
         self.inner.step(action)
-        self._action = action
         self.reward[:] = self._checked(self._judge(*(read() for read in self._readers)))
 
-    def _canonical_action(self) -> Array:
-        """The last action as the environment took it, float32 ``[E, *action_spec.shape]``; a choice as one-hot."""
-        taken = self._actions.from_env(self._actions.to_env(self._action, self.num_envs))
+    def _taken(self, action: Array) -> Array:
+        """An action as the environment takes it, float32 ``[E, *action_spec.shape]``; a choice as one-hot."""
+        taken = self._actions.from_env(self._actions.to_env(action, self.num_envs))
         n = self.action_spec.n
         return taken if n is None else np.eye(n, dtype=np.float32)[taken]
 

@@ -190,6 +190,17 @@ def test_a_continuous_action_reaches_the_reward_model_as_it_was_taken() -> None:
     assert torch.equal(judge.calls[-1][1], torch.tensor([[1.0, 0.5], [-1.0, -0.5]]))
 
 
+def test_an_action_that_is_a_view_of_the_observation_is_the_one_that_was_taken() -> None:
+    judge = Judge()
+    box = spaces.Box(-np.inf, np.inf, (1,), np.float32)
+    env = GymEnv(partial(Counter, box), 2, transforms=[ModuleTransform(judge, ALL, REWARD)])
+    batch = env.rollout(3, lambda td: td.set("action", td["observation"][:, 1:]))
+    env.stepper.step(env.stepper.observation[:, 1:])
+    taken = torch.stack([action for _, action, _, _ in judge.calls[1:]], 1)
+    assert torch.equal(taken[:, :3], batch["action"])
+    assert taken[..., 0].tolist() == [[0, 1, 2, 0]] * 2
+
+
 def test_scores_and_indices_are_the_same_choice_to_the_reward_model() -> None:
     judge = Judge()
     env = GymEnv(Counter, 2, transforms=[ModuleTransform(judge, ALL, REWARD)])
