@@ -67,7 +67,7 @@ class Rollout:
                 parts of a ``SampledPolicy`` are asked for inside wsync's own in any case.
             init_random_frames: so many frames begin with random actions (``policy_version`` -1; "action_log_prob"
                 is that of the uniform choice, NaN where the bounds are infinite; other policy outputs are 0).
-            max_frames_per_traj: truncate episodes after so many steps.
+            max_frames_per_traj: truncate episodes after so many steps, if ``env`` does not do so earlier.
 
         Raises:
             ValueError: for a limit that the environment cannot keep.
@@ -77,7 +77,8 @@ class Rollout:
         self.init_random_frames = init_random_frames
         self.frames = 0
         if max_frames_per_traj is not None:
-            self.stepper.max_frames_per_traj = max_frames_per_traj
+            own = self.stepper.max_frames_per_traj
+            self.stepper.max_frames_per_traj = max_frames_per_traj if own is None else min(own, max_frames_per_traj)
         self._batched = len(self.batch_size) > 0
         self._device = torch.device(device or "cpu")
         self._gate, self._version = gate, version

@@ -298,6 +298,12 @@ def test_batches_are_not_kept_alive() -> None:
     assert all(reference() is None for reference in gone)
 
 
+@pytest.mark.parametrize(("own", "given"), [(3, 8), (8, 3), (3, None), (None, 3)])
+def test_of_two_limits_the_smaller_one_counts(own: int | None, given: int | None) -> None:
+    rollout = Rollout(GymEnv("CartPole-v1", 2, max_frames_per_traj=own), max_frames_per_traj=given)
+    assert collected(rollout, 20)["next", "episode_length"].max() == 3
+
+
 def test_bad_input_is_said_clearly() -> None:
     env = GymEnv("CartPole-v1")
     with pytest.raises(ValueError, match=r"the policy wrote \['logits'\]"):
