@@ -171,8 +171,12 @@ if __name__ == "__main__":
     try:
         sys.argv[1:] = learning.config.stored_overrides(sys.argv[1:])
         main()
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if INTERRUPT is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # another Ctrl-C waits for no report
         learning.config.SweepReport.make_up()  # of the runs that came to an end before, or beside one that failed
+        if isinstance(error, KeyboardInterrupt):  # where no run was under way that could be asked to stop
+            sys.exit(128 + signal.SIGINT)
         if verbose or not isinstance(error, EXPECTED):
             raise
         sys.exit(complaint(error))

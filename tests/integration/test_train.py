@@ -178,6 +178,21 @@ def test_ctrl_c_during_the_imports_just_ends(tmp_path: Path) -> None:
     assert not left_of(process.pid)
 
 
+INTERRUPTING = """
+import os, signal
+os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_ctrl_c_before_a_run_has_begun_ends_a_sweep_with_a_report_of_the_others(tmp_path: Path) -> None:
+    (tmp_path / "interrupting.py").write_text(INTERRUPTING)
+    sweep = ["total_frames=512", "env.id=CartPole-v1,interrupting:CartPole-v1", f"hydra.sweep.dir={tmp_path}", "-m"]
+    done = run(tmp_path, *sweep, PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stderr) == (130, "")
+    assert [path.parent.name for path in tmp_path.glob("*/summary.json")] == ["0-shared_mem-s0"]
+    assert (tmp_path / "sweep.html").is_file()
+
+
 FAILING = """
 import gymnasium, os, signal
 from gymnasium.envs.classic_control import CartPoleEnv
