@@ -18,7 +18,7 @@ from learning.reporting.sweep_runs import FIGURES, Column, Run, columns, common,
 TABLE, PAGE, PICTURES = "sweep.csv", "sweep.html", ("sweep_returns.png", "sweep_latency.png")
 
 
-_SPARE = ("status", "return", "GiB/s", "staleness", "sync p99", "frames/s", "sync p95")  # where a terminal is narrow
+_SPARE = ("return", "GiB/s", "staleness", "sync p99", "frames/s", "sync p95", "status")  # where a terminal is narrow
 
 
 def _cells(run: Run, shown: Mapping[str, Column]) -> list[str]:
@@ -26,12 +26,12 @@ def _cells(run: Run, shown: Mapping[str, Column]) -> list[str]:
 
 
 def _medians(runs: Sequence[Run], shown: Mapping[str, Column]) -> list[str]:
-    """One row for runs that are alike: how many of them were solved, and the medians of the figures."""
+    """One row for runs that are alike: how many of them were solved, and the medians of those that were not cut off."""
     cells = dict(zip(shown, _cells(runs[0], shown), strict=True))
     solved = sum(run.summary["solved"] for run in runs)
     cells |= {"seed": "median", "status": "", "solved": f"{solved} of {len(runs)}"}
     for name, (figure, write) in FIGURES.items():
-        known = [value for run in runs if (value := figure(run)) is not None]
+        known = [value for run in runs if run.complete and (value := figure(run)) is not None]
         cells[name] = write(statistics.median(known) if known else None)
     return list(cells.values())
 
@@ -130,6 +130,7 @@ p {{ color: #52606d }}
 <div class="wide"><table><thead><tr>{head}</tr></thead><tbody>
 {body}</tbody></table></div>
 <p>Latency is from the call of <code>send</code> to the moment when its promise holds; seconds are counted from the
-first environment step. The same figures are in <code>sweep.csv</code> and in each run's <code>summary.json</code>.</p>
+first environment step. Medians, and the picture of latencies, are of the runs that were solved or finished. The same
+figures are in <code>sweep.csv</code> and in each run's <code>summary.json</code>.</p>
 {pictures}</body></html>
 """

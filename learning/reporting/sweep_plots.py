@@ -49,9 +49,9 @@ def returns(groups: Groups, path: Path) -> None:
 
 
 def latencies(groups: Groups, path: Path) -> None:
-    """Draw every update's latency into the PNG at `path`, with its median, quartiles, p5 and p95 for each group."""
+    """Draw every update's latency in the complete runs into the PNG at `path`; percentiles for each group."""
     figure, (ax,) = new_figure(9, 1, "What a weight sync cost", "every update; box: quartiles, whiskers: p5 and p95")
-    shown = [(name, [us for run in group for us in _latencies(run)]) for name, group in groups.items()]
+    shown = [(name, [us for run in group if run.complete for us in _latencies(run)]) for name, group in groups.items()]
     shown = [(name, values) for name, values in shown if values]
     generator = np.random.default_rng(0)
     colours = _colours(groups)
@@ -64,6 +64,8 @@ def latencies(groups: Groups, path: Path) -> None:
         )  # fmt: skip
         ax.annotate(f"p50 {microseconds(float(np.median(values)))}", (float(np.median(values)), y - 0.31), fontsize=9,
                     color=INK, ha="center")  # fmt: skip
+    if not shown:
+        ax.text(0.5, 0.5, "No run with updates was solved or finished.", transform=ax.transAxes, ha="center", color=INK)
     ax.set_yticks(range(len(shown)), [name.replace(" ", "\n") for name, _ in shown])
     ax.set_ylim(len(shown) - 0.4, -0.6)
     ax.set_xscale("log")

@@ -32,6 +32,11 @@ class Run:
         return self.sync["scheme"]
 
     @property
+    def complete(self) -> bool:
+        """Whether it reached its goal; the figures of one that was interrupted, or failed, are of what there was."""
+        return self.summary["status"] in ("solved", "finished")
+
+    @property
     def settings(self) -> dict[str, str]:
         """What its command line asked for, beside the backend and the seed, which have columns of their own."""
         asked = (override.partition("=") for override in self.summary.get("overrides", ()))

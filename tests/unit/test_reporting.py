@@ -16,7 +16,8 @@ from learning.reporting import Reporter
 from learning.reporting.console import ConsoleReporter, microseconds, size
 from learning.reporting.files import Pictures, RunFiles, read_rows, to_json
 from learning.reporting.sweep import report, table_rows
-from learning.reporting.sweep_runs import groups, read_runs
+from learning.reporting.sweep_plots import latencies
+from learning.reporting.sweep_runs import columns, groups, read_runs
 from learning.reporting.wandb_logger import WandbLogger, flat, logged_in
 from learning.summary import summarise
 from wsync import SyncMetrics, SyncReport
@@ -169,11 +170,11 @@ def test_the_dashboard_has_every_figure() -> None:
     assert {"frames", "frames_per_second", "episode_return_mean_100", "learning/loss_policy"} <= figures.keys()
 
 
-def swept(sweep: Path, *overrides: str, rows: list[Row]) -> None:
+def swept(sweep: Path, *overrides: str, rows: list[Row], status: str = "solved") -> None:
     """A run of a sweep."""
     folder = sweep / f"{len(list(sweep.iterdir()))}-run"
     folder.mkdir()
-    end = summary() | {"overrides": list(overrides), "num_workers": int(overrides[0][-1])}
+    end = summary(status=status) | {"overrides": list(overrides), "num_workers": int(overrides[0][-1])}
     told(RunFiles(), folder, rows, end | {"seed": int(overrides[1][-1])})
 
 
@@ -190,6 +191,27 @@ def test_a_sweep_is_compared_among_runs_that_are_alike_but_for_the_seed(tmp_path
     page, table = (tmp_path / "sweep.html").read_text(), (tmp_path / "sweep.csv").read_text()
     assert "<h1>CartPole-v1: 4 runs</h1>" in page and "<th>num_workers</th>" in page
     assert table.startswith("run,backend,num_workers,seed,")
+
+
+def test_medians_are_of_runs_that_were_not_cut_off(tmp_path: Path) -> None:
+    for workers, seed, status, figure in (
+        (2, 0, "solved", 40), (2, 1, "finished", 60), (2, 2, "interrupted", 90), (2, 3, "failed", 90),
+        (8, 0, "interrupted", 90), (8, 1, "failed", 90),
+    ):  # fmt: skip
+        swept(tmp_path, f"num_workers={workers}", f"seed={seed}", rows=[row(figure)], status=status)
+    runs = read_runs(tmp_path)
+    at = list(columns(runs)).index("s to solved")  # a tenth of the figure
+    assert [cells[at] for cells, is_median in table_rows(runs) if is_median] == ["5.0", "–"]
+    latencies({"all": runs}, tmp_path / "all.png")
+    latencies({"all": [run for run in runs if run.complete]}, tmp_path / "complete.png")
+    assert (tmp_path / "all.png").read_bytes() == (tmp_path / "complete.png").read_bytes()
+
+
+def test_a_narrow_table_says_to_the_last_how_each_run_ended(tmp_path: Path) -> None:
+    swept(tmp_path, "num_workers=2", "seed=0", rows=[row(1)], status="interrupted")
+    out = io.StringIO()
+    report(tmp_path, Console(file=out, width=70, force_terminal=True))
+    assert "interrupted" in out.getvalue() and "frames/s" not in out.getvalue()
 
 
 def test_settings_that_all_runs_share_stand_in_the_title_alone(tmp_path: Path) -> None:
