@@ -53,13 +53,14 @@ from learning.checkpoint import CheckpointError
 from learning.complaints import one_line
 from learning.config import ConfigError, TrainConfig, WandbConfig
 from learning.loop import Goal, Training
+from learning.ppo import Diverged
 from learning.reporting.console import ConsoleReporter
 from learning.reporting.files import Pictures, RunFiles
 from learning.seeding import seed_from
 from learning.stop import StopRequest
 from wsync import WeightSyncError
 
-EXPECTED = (ConfigError, CheckpointError, HydraException, OmegaConfBaseException, WeightSyncError)
+EXPECTED = (ConfigError, CheckpointError, Diverged, HydraException, OmegaConfBaseException, WeightSyncError)
 
 for package in (wsync.config, collectors.config, learning.config):
     package.register_configs()

@@ -174,7 +174,15 @@ class Training:
     def _summary(self, status: str, failures: Failures) -> dict[str, Any]:
         first = self.progress.first_update_at
         return {
-            **summarise(status, self.progress, self.goal.solved_at, self.scheme.metrics, failures, self.chaos),
+            **summarise(
+                status,
+                self.progress,
+                self.goal.solved_at,
+                self.scheme.metrics,
+                self.scheme.version,
+                failures,
+                self.chaos,
+            ),
             "seconds_to_first_update": None if first is None else first - self.started,
             **self.facts,
         }

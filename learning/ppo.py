@@ -123,8 +123,12 @@ class PPO:
                 break
         self.frames += batch.numel()
         stats = dict(zip(STATS, torch.stack(passes).mean(0).tolist(), strict=True)) | summary
-        if not all(map(math.isfinite, stats.values())):
-            raise Diverged(f"PPO diverged after {self.frames} frames: {stats}")
+        lost = [f"{name} is {value}" for name, value in stats.items() if not math.isfinite(value)]
+        if lost:
+            raise Diverged(
+                f"PPO diverged after {self.frames} frames: {', '.join(lost)}; go on from an earlier checkpoint, if there "
+                f"is one, or begin again, with a learning rate (algorithm.lr) below {lr:g}"
+            )
         return stats | {"epochs": float(len(passes)), "lr": lr, "clip": clip}
 
     def _scheduled(self, first: float, final: float) -> float:

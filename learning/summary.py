@@ -24,6 +24,7 @@ def summarise(
     progress: Progress,
     solved_at: float | None,
     metrics: SyncMetrics,
+    version: int,
     failures: Failures | None = None,
     chaos: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
@@ -34,13 +35,14 @@ def summarise(
         progress: the counters.
         solved_at: mean return that counts as solved; None: nothing does.
         metrics: what the updates cost.
+        version: the newest that the workers were sent, the first weights included; 0 if nothing ever was.
         failures: of workers; None where there are no workers.
         chaos: how many workers each fault has hit that was made on purpose.
     """
     sync = metrics.summary()
     sync.setdefault("latency_us", dict.fromkeys(("p50", "p95", "p99", "max")))
     sync.setdefault("phases_us", {})
-    told = [verdict(status, progress, solved_at, updates=metrics.updates)]
+    told = [verdict(status, progress, solved_at, version)]
     told += [f"{failures}."] if failures else []
     told += [f"Made on purpose: {_listed(chaos)}."] if chaos and any(chaos.values()) else []
     return {
@@ -53,7 +55,7 @@ def summarise(
         "episodes": progress.episodes,
         "episode_return_mean_100": progress.return_mean,
         "solved_at": solved_at,
-        "weight_sync": {**sync, "staleness_mean": progress.staleness_mean},
+        "weight_sync": {**sync, "version": version, "staleness_mean": progress.staleness_mean},
         "worker_failures": failures.as_dict() if failures else {},
         "chaos": dict(chaos or {}),
     }
@@ -63,8 +65,8 @@ def _listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} × {what}" for what, count in counts.items())
 
 
-def verdict(status: str, progress: Progress, solved_at: float | None, updates: int) -> str:
-    """Say how the run ended, in a sentence; in two if nothing ever reached the workers."""
+def verdict(status: str, progress: Progress, solved_at: float | None, version: int) -> str:
+    """Say how the run ended, in a sentence; in two if it was a control: nothing (`version` 0) ever reached the workers."""
     mean, count, solved = progress.return_mean, len(progress.window), progress.solved(solved_at)
     how = {"solved": "Solved", "finished": "Finished"}.get(status, status.capitalize())
     if solved_at is not None and status != "solved":
@@ -72,15 +74,13 @@ def verdict(status: str, progress: Progress, solved_at: float | None, updates: i
     text = f"{how} after {progress.frames:,} frames in {progress.seconds:.1f} s: "
     text += "no episode ended" if mean is None else f"mean return {mean:.1f} over the last {count} episodes"
     text += "" if solved_at is None else f" (solved at {solved_at:g})"
-    return f"{text}. {_control(progress, solved, updates)}".rstrip()
+    return f"{text}." if version or progress.acted_on is None else f"{text}. {_control(progress, solved)}"
 
 
-def _control(progress: Progress, solved: bool, updates: int) -> str:
-    """Say so if the workers acted with one version to the end, as with ``weight_sync=none``: the run is a control."""
+def _control(progress: Progress, solved: bool) -> str:
+    """Say what it means that workers, who had nothing but what they began with (``weight_sync=none``), came to this."""
     mean, first = progress.return_mean, progress.first_mean
-    if updates or progress.acted_on is None or progress.acted_on[0] != progress.acted_on[1]:
-        return ""
-    text = f"Nothing reached the workers: all their frames were acted with version {progress.acted_on[0]}"
+    text = "Nothing reached the workers: all their frames were acted with version 0"
     if solved:
         return f"{text}. And yet it was solved: the task needs no learning, or storage is shared by accident."
     if mean is None or first is None or progress.episodes < 2 * WINDOW:

@@ -219,6 +219,15 @@ def test_a_worker_that_fails_ends_the_run_with_its_name_and_a_checkpoint(tmp_pat
     assert (tmp_path / "checkpoint.pt").exists()
 
 
+def test_networks_that_diverge_are_told_of_in_one_line_and_are_no_control(tmp_path: Path) -> None:
+    done = run(tmp_path, "algorithm.lr=1e6")
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1 and "algorithm.lr" in done.stderr, done.stderr
+    assert "Nothing reached the workers" not in done.stdout
+    told = summary(tmp_path)
+    assert (told["status"], told["weight_sync"]["updates"], told["weight_sync"]["version"]) == ("failed", 0, 1)
+
+
 def test_a_bad_command_line_is_answered_in_one_line(tmp_path: Path) -> None:
     done = run(tmp_path, "num_worker=3")
     assert done.returncode in (1, 2)

@@ -86,7 +86,7 @@ def test_the_control_says_that_nothing_arrived() -> None:
     progress = Progress()
     for _ in range(3):
         progress.collected(batch(torch.full((WINDOW,), 20.0), 0), 0)
-    summary = summarise("finished", progress, 475.0, SyncMetrics("none"))
+    summary = summarise("finished", progress, 475.0, SyncMetrics("none"), version=0)
     assert "Finished, not solved, after 300 frames" in summary["verdict"]
     assert "Nothing reached the workers: all their frames were acted with version 0" in summary["verdict"]
     assert "it did not learn: mean return 20.0 at the start, 20.0 at the end" in summary["verdict"]
@@ -96,5 +96,5 @@ def test_the_control_says_that_nothing_arrived() -> None:
 def test_a_control_that_is_solved_is_suspicious() -> None:
     progress = Progress()
     progress.collected(batch(torch.full((WINDOW,), 500.0), 0), 0)
-    assert "storage is shared by accident" in verdict("solved", progress, 475.0, updates=0)
-    assert "Nothing reached" not in verdict("solved", progress, 475.0, updates=1)
+    assert "storage is shared by accident" in verdict("solved", progress, 475.0, version=0)
+    assert "Nothing reached" not in verdict("solved", progress, 475.0, version=1)
