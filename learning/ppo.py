@@ -126,8 +126,8 @@ class PPO:
         lost = [f"{name} is {value}" for name, value in stats.items() if not math.isfinite(value)]
         if lost:
             raise Diverged(
-                f"PPO diverged after {self.frames} frames: {', '.join(lost)}; go on from an earlier checkpoint, if there "
-                f"is one, or begin again, with a learning rate (algorithm.lr) below {lr:g}"
+                f"PPO diverged after {self.frames} frames: {', '.join(lost)}; go on from an earlier checkpoint, if "
+                f"there is one, or begin again, with a learning rate (algorithm.lr) below {lr:g}"
             )
         return stats | {"epochs": float(len(passes)), "lr": lr, "clip": clip}
 

@@ -66,7 +66,7 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 
 def verdict(status: str, progress: Progress, solved_at: float | None, version: int) -> str:
-    """Say how the run ended, in a sentence; in two if it was a control: nothing (`version` 0) ever reached the workers."""
+    """Say how the run ended, in a sentence; in two if it was a control: nothing (`version` 0) reached the workers."""
     mean, count, solved = progress.return_mean, len(progress.window), progress.solved(solved_at)
     how = {"solved": "Solved", "finished": "Finished"}.get(status, status.capitalize())
     if solved_at is not None and status != "solved":
