@@ -179,11 +179,12 @@ class PPO:
         """Do one gradient step; returns log-probabilities, entropies and values before it, and the gradient's norm."""
         log_prob, entropy = self.policy.log_prob_and_entropy(frames.observation, frames.action)
         value = self.critic(frames.observation)
-        outputs, grads = [log_prob, value], list(self._loss_gradients(frames, log_prob.detach(), value.detach(), clip))
+        by_log_prob, by_value = self._loss_gradients(frames, log_prob.detach(), value.detach(), clip)
+        # A number with these gradients: for gradients that it is given, autograd imports sympy, most of a second.
+        linear = log_prob @ by_log_prob + value @ by_value
         if self.entropy_coef:
-            outputs.append(entropy)
-            grads.append(torch.full_like(entropy, -self.entropy_coef / len(entropy)))
-        grad_norm = self.optimizer.step(torch.autograd.grad(outputs, self.parameters, grads), lr)
+            linear = linear - self.entropy_coef * entropy.mean()
+        grad_norm = self.optimizer.step(torch.autograd.grad(linear, self.parameters), lr)
         return log_prob.detach(), entropy.detach(), value.detach(), grad_norm
 
     def _loss_gradients(self, frames: Frames, log_prob: Tensor, value: Tensor, clip: float) -> tuple[Tensor, Tensor]:

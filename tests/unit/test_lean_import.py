@@ -48,3 +48,24 @@ def test_the_compiler_is_not_imported_and_is_told_all_when_it_is() -> None:
     compiler, marked, *usual = looked("import tensordict")
     assert (compiler, marked) == (True, True)
     assert ours == usual and all(usual[:2]) and usual[2] is False
+
+
+LEARN = """
+import json, sys
+from collectors import Collector, GymEnv
+from learning import PPO, make_critic, make_policy
+
+env = GymEnv("CartPole-v1", num_envs=4)
+policy = make_policy(4, env.action_spec)
+learner = PPO(policy, make_critic(4), entropy_coef=0.01)
+with Collector(lambda: env, policy, frames_per_batch=64) as collector:
+    batch = next(iter(collector))
+    before = set(sys.modules)
+    learner.update(batch)
+    print(json.dumps(sorted(sys.modules.keys() - before)))
+"""
+
+
+def test_learning_imports_nothing_while_the_clock_runs() -> None:
+    done = subprocess.run([sys.executable, "-c", LEARN], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
