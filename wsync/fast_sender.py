@@ -69,4 +69,6 @@ class FastSender:
             self._answers.hear_of_failures(workers, version)
         else:
             self._answers.expect(workers, version, deadline_in(left))
-        return partial.report._replace(seconds=time.perf_counter() - began)
+        report, seconds = partial.report, time.perf_counter() - began
+        acknowledge = report.phases["acknowledge"] + seconds - report.seconds
+        return report._replace(seconds=seconds, phases={**report.phases, "acknowledge": acknowledge})

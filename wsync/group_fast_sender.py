@@ -56,7 +56,6 @@ class GroupFastSender:
         self, found: native.Tree | list[Tensor], version: int, timeout: float | None, began: float
     ) -> SyncReport | tuple[Any, ...] | None:
         """Deliver an update, and wait for all answers: see ``fast_path.FastUpdate``."""
-        started = time.perf_counter()
         tensors = found if isinstance(found, list) else found.tensors()
         buffer = self._turns[1]
         if tensors is None or any([lane.under_way for lane in self._lanes]):
@@ -76,12 +75,12 @@ class GroupFastSender:
             acknowledge=True,
             deadline=None,
             started=began,
-            extract=extracted - started,
+            extract=extracted - began,
             wait=0.0,
             pack=packed - extracted,
             transfer=sent - packed,
         )
-        report = cost.report(self._nbytes, acks, sent, time.perf_counter())
+        report = cost.report(self._nbytes, acks, time.perf_counter())
         if len(acks) == len(self._lanes) and not any([ack.died or ack.error for ack in acks]):
             return report
         for ack in acks:

@@ -28,19 +28,26 @@ class InFlight:
     pack: float
     transfer: float = 0.0
 
-    def report(self, nbytes: int, acks: Sequence[Ack], awaited: float, finished: float) -> SyncReport:
-        """What it has cost in all.
+    @property
+    def packed(self) -> float:
+        """The clock's reading when the weights lay ready."""
+        return self.started + self.extract + self.wait + self.pack
+
+    def report(self, nbytes: int, acks: Sequence[Ack], finished: float) -> SyncReport:
+        """What it has cost in all. The phases add up to it.
 
         Args:
             nbytes: of one copy of the weights.
             acks: the answers, if there were to be any.
-            awaited: the clock's reading when they began to be waited for.
-            finished: its reading when they were there.
+            finished: the clock's reading when they were there.
         """
-        wait = apply = 0.0
-        if acks:
-            slowest = max(acks, key=lambda ack: ack.wait + ack.apply)
-            wait, apply = slowest.wait, slowest.apply
+        slowest = max(acks, key=lambda ack: ack.wait + ack.apply, default=Ack(-1, self.version))
+        left = finished - self.packed
+        # What a worker does while others are still being told (or before, of an update that this one supersedes) would
+        # be counted twice.
+        apply = min(slowest.apply, left)
+        wait = min(slowest.wait, left - apply)
+        transfer = min(self.transfer, left - apply - wait)
         return SyncReport(
             version=self.version,
             bytes=nbytes,
@@ -48,10 +55,10 @@ class InFlight:
             phases={
                 "extract": self.extract,
                 "pack": self.pack,
-                "transfer": self.transfer,
+                "transfer": transfer,
                 "wait": self.wait + wait,
                 "apply": apply,
-                "acknowledge": max(0.0, finished - awaited - wait - apply),
+                "acknowledge": left - apply - wait - transfer,
             },
             workers=dict.fromkeys(self.workers, self.version),
         )

@@ -182,11 +182,10 @@ class Sender:
             # nobody can be bound to memory that it does not know of yet.
             unsure = not self._unmapped.isdisjoint(workers) or any([extra for _, _, extra in packed])
             posted.acknowledge = acknowledge = acknowledge or unsure
-            before = time.perf_counter()
             for part, buffer, extra in packed:
                 self._end.publish(buffer, posted.version, extra, part.workers, acknowledge)
         self._members.note(posted.version, posted.blobs)
-        posted.transfer = time.perf_counter() - before
+        posted.transfer = time.perf_counter() - posted.packed
         return posted
 
     @contextmanager
@@ -203,14 +202,13 @@ class Sender:
 
     def _settle(self, posted: InFlight) -> SyncReport:
         """Wait for the answers, if they are wanted; report, or raise."""
-        before = time.perf_counter()
         acks: Sequence[Ack] = ()
         if posted.acknowledge:
             acks = self._answers.expect(posted.workers, posted.version, posted.deadline)
             self._unmapped.difference_update(posted.workers)
         else:
             self._answers.hear_of_failures(posted.workers, posted.version)
-        report = posted.report(self.layout.nbytes if self.layout else 0, acks, before, time.perf_counter())
+        report = posted.report(self.layout.nbytes if self.layout else 0, acks, time.perf_counter())
         self._record(report)
         return report
 
@@ -241,6 +239,7 @@ class Sender:
             posted.deadline = deadline_in(self._answers.timeout)
             self._end.decide(posted.version, transaction)
             self._members.note(posted.version, posted.blobs)
+            posted.transfer = time.perf_counter() - posted.packed
 
     def settle(self, posted: InFlight) -> SyncReport:
         """Wait until a decided update is installed."""

@@ -58,8 +58,8 @@ class SyncReport(NamedTuple):
         version: the update.
         bytes: of one copy of the weights, as it is carried: flat, with its padding.
         seconds: from the call to the moment when the promise of ``send`` held.
-        phases: seconds spent in each of ``extract``, ``pack``, ``transfer``, ``wait``, ``apply`` and ``acknowledge``;
-            the worker's two (wait, apply) are those of the slowest worker.
+        phases: seconds spent in each of ``extract``, ``pack``, ``transfer``, ``wait``, ``apply`` and ``acknowledge``,
+            ``seconds`` in all; the worker's two (wait, apply) are those of the slowest worker.
         workers: ``{worker_idx: version}`` as acknowledged (or as published, where nobody acknowledges).
     """
 

@@ -110,6 +110,20 @@ def plus_worker(worker: int, weights: Any) -> Any:
     return {name: value + worker for name, value in weights.items()}
 
 
+def test_phases_add_up_to_the_latency(make_scheme: Any) -> None:
+    schemes = {"policy": make_scheme(), "critic": make_scheme()}
+    with crew(2) as workers, schemes["policy"] as scheme, schemes["critic"] as critic:
+        for name, one in schemes.items():
+            one.init_on_sender(name, model=Small(), num_workers=2)
+            assert workers.follow(one, Small, name) == [1, 1]
+        scheme.send_async()
+        reports = [scheme.send(), scheme.send(), scheme.send(Small()), scheme.send(worker_ids=1)]
+        scheme.send_async()
+        reports += [scheme.wait_async(), *wsync.synchronize({scheme: None, critic: None}).values()]
+    for report in reports:
+        assert sum(report.phases.values()) == pytest.approx(report.seconds, rel=0.0, abs=1e-9), report
+
+
 def test_device_map_fn(make_scheme: Any) -> None:
     model = fill(Small(), 10)
     with crew(2) as workers, make_scheme(strategy="state_dict") as scheme:

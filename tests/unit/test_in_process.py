@@ -73,6 +73,16 @@ def test_what_one_model_refuses_no_model_has() -> None:
         assert torch.equal(first.weight, given["first"].weight) and torch.equal(second.weight, given["second"].weight)
 
 
+def test_phases_add_up_to_the_latency() -> None:
+    given = nn.Linear(200, 200)
+    with in_process(first=nn.Linear(200, 200), second=nn.Linear(200, 200)) as schemes:
+        reports = [schemes["first"].send(given), schemes["first"].send(given)]
+        reports += wsync.synchronize(dict.fromkeys(schemes.values(), given)).values()
+    for report in reports:
+        assert report is not None and report.phases["apply"] > 0
+        assert sum(report.phases.values()) == pytest.approx(report.seconds, rel=0.0, abs=1e-9), report
+
+
 def test_no_forward_sees_one_model_new_and_the_other_old() -> None:
     acting, ended = Pair(), threading.Event()
 

@@ -138,17 +138,25 @@ typedef struct {
     Answers answers;
 } Update;
 
-/* A SyncReport: types.py. */
+static double least(double a, double b)
+{
+    return a < b ? a : b;
+}
+
+/* A SyncReport: types.py. Its phases add up, as in InFlight.report. */
 static PyObject *report_of(Board *self, const Update *update, double began, double finished)
 {
-    const Answers *answers = &update->answers;
+    double left = finished - update->packed;
+    double apply = least(update->answers.apply, left);
+    double wait = least(update->answers.wait, left - apply);
+    double transfer = least(update->published - update->packed, left - apply - wait);
     const double seconds[PHASES] = {
-        [EXTRACT] = update->extracted - update->waited,
+        [EXTRACT] = update->started - began + update->extracted - update->waited,
         [PACK] = update->packed - update->extracted,
-        [TRANSFER] = update->published - update->packed,
-        [WAIT] = update->waited - update->started + answers->wait,
-        [APPLY] = answers->apply,
-        [ACKNOWLEDGE] = finished - update->published - answers->wait - answers->apply,
+        [TRANSFER] = transfer,
+        [WAIT] = update->waited - update->started + wait,
+        [APPLY] = apply,
+        [ACKNOWLEDGE] = left - apply - wait - transfer,
     };
     PyObject *phases = PyDict_New(), *workers = PyDict_New(), *version = PyLong_FromLongLong(update->version);
     int failed = !phases || !workers || !version;
