@@ -165,8 +165,20 @@ def check(collector: str, scheme: str, num_workers: int) -> None:
         raise ConfigError(f"{name} cannot carry {scheme_name}, only {', '.join(sorted(carried))}")
 
 
+_TAKEN = {
+    "env": "say env.id=…",
+    "num_envs": "say num_envs=…",
+    "seed": "say seed=…",
+    "max_frames_per_traj": "say env.max_episode_steps=…",
+    "transforms": "they are given to GymEnv in Python",
+}
+"""What ``GymEnv`` would take for itself of an environment's keyword arguments."""
+
+
 def sample(env: EnvConfig) -> GymEnv:
     """Make one environment, to look at its specs; raise ConfigError if there is no such environment."""
+    for name in env.kwargs.keys() & _TAKEN.keys():
+        raise ConfigError(f"env.kwargs.{name} would not reach gymnasium.make: {_TAKEN[name]}")
     try:
         return GymEnv(env.id, **env.kwargs)
     except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:

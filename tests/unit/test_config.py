@@ -206,6 +206,15 @@ def test_an_environment_that_there_is_not_is_refused() -> None:
         collectors.config.sample(EnvConfig("CartPole-v1", kwargs={"gravitas": 1}))
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("env", "env.id"), ("num_envs", "num_envs"), ("seed", "seed"), ("max_frames_per_traj", "env.max_episode_steps")],
+)
+def test_what_the_environment_would_not_be_given_is_refused(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"env\.kwargs\.{name} would not .*: say {meant}="):
+        collectors.config.sample(config(f"+env.kwargs.{name}=3").env)
+
+
 def test_the_threshold_is_the_configs_else_gymnasiums() -> None:
     solved_at = collectors.config.solved_at
     assert solved_at(config().env) == 475
