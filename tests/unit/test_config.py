@@ -215,13 +215,15 @@ def test_what_the_environment_would_not_be_given_is_refused(name: str, meant: st
         collectors.config.sample(config(f"+env.kwargs.{name}=3").env)
 
 
-def test_the_threshold_is_the_configs_else_gymnasiums() -> None:
+def test_the_threshold_is_the_configs_else_that_of_the_id() -> None:
     solved_at = collectors.config.solved_at
     assert solved_at(config().env) == 475
     assert solved_at(config("env=acrobot").env) == -100
     assert solved_at(config("env=pendulum").env) == -200
-    assert solved_at(config("env.id=Pendulum-v1").env) is None
-    assert solved_at(config("env.solved_at=30").env) == 30
+    assert solved_at(config("env.id=Pendulum-v1").env) == -200
+    assert solved_at(config("env=pendulum", "env.id=MountainCar-v0").env) == -110
+    assert solved_at(config("env.id=GymV21Environment-v0").env) is None
+    assert solved_at(config("env.id=MountainCar-v0", "env.solved_at=30").env) == 30
 
 
 def test_registering_again_is_harmless_and_another_of_the_same_name_is_refused() -> None:
