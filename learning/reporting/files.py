@@ -101,5 +101,5 @@ class Pictures(Reporter):
             return
         from learning.reporting import plots  # matplotlib takes most of a second to import
 
-        plots.learning_curve(rows, self._summary, self._folder / "learning_curve.png")
-        plots.sync_latency(rows, self._summary, self._folder / "sync_latency.png")
+        plots.learning_curve(rows, self._summary).savefig(self._folder / "learning_curve.png")
+        plots.sync_latency(rows, self._summary).savefig(self._folder / "sync_latency.png")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +20,10 @@ Rows = Sequence[dict[str, Any]]
 
 
 def new_figure(
-    width: float, columns: int, title: str, subtitle: str, ratios: Sequence[float] = (1,)
+    width: float, columns: int, title: str, subtitle: str, ratios: Sequence[float] = (1,), height: float = 4.6
 ) -> tuple[Figure, list[Axes]]:
-    """An empty picture in the style of all of them, `width` inches wide."""
-    figure = Figure(figsize=(width, 4.6), dpi=150, layout="constrained")
+    """An empty picture in the style of all of them, `width` by `height` inches."""
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, columns, width_ratios=ratios, squeeze=False)[0]
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
@@ -38,8 +37,13 @@ def new_figure(
     return figure, list(axes)
 
 
-def learning_curve(rows: Rows, summary: dict[str, Any], path: Path) -> None:
-    """Draw returns over frames into the PNG at `path`; `rows` are those of ``metrics.jsonl``."""
+def say_instead(ax: Axes, text: str) -> None:
+    """Say why there is nothing to see."""
+    ax.text(0.5, 0.6, text, transform=ax.transAxes, ha="center", fontsize=12, color=INK)
+
+
+def learning_curve(rows: Rows, summary: dict[str, Any]) -> Figure:
+    """Draw returns over frames; `rows` are those of ``metrics.jsonl``."""
     subtitle = (
         f"{summary['weight_sync']['scheme']}, seed {summary.get('seed', '–')}: {summary['frames']:,} frames in "
         f"{summary['seconds']:.1f} s ({number(summary['frames_per_second'], 0)} frames/s)"
@@ -65,15 +69,18 @@ def learning_curve(rows: Rows, summary: dict[str, Any], path: Path) -> None:
         )  # fmt: skip
     ax.set_xlabel("frames (environment steps)", color=INK)
     ax.set_ylabel("return of an episode", color=INK)
-    ax.set_xlim(left=0)
+    ax.set_xlim(left=0, right=None if returns else rows[-1]["frames"])
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     if returns:
         ax.legend(loc="lower right", frameon=False, fontsize=9, markerscale=3)
-    figure.savefig(path)
+    else:
+        say_instead(ax, "No episode has ended.")
+        ax.set_yticks([])  # of a scale that nothing has set
+    return figure
 
 
-def sync_latency(rows: Rows, summary: dict[str, Any], path: Path) -> None:
-    """Draw every update's latency, and the median of its phases, into the PNG at `path`."""
+def sync_latency(rows: Rows, summary: dict[str, Any]) -> Figure:
+    """Draw every update's latency, and the median of its phases."""
     sync = summary["weight_sync"]
     updates = [row["weight_sync"]["latency_us"] for row in rows if row["weight_sync"]]
     workers = summary.get("num_workers", "?")
@@ -86,7 +93,7 @@ def sync_latency(rows: Rows, summary: dict[str, Any], path: Path) -> None:
         for ax in (left, right):
             ax.set_axis_off()
         left.text(0, 0.5, "No update was sent to any worker.", fontsize=12, color=INK)
-    figure.savefig(path)
+    return figure
 
 
 def _latencies(ax: Axes, latencies: Sequence[float]) -> None:

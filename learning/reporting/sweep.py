@@ -59,8 +59,8 @@ def report(folder: Path, console: Console | None = None) -> None:
         writer.writerows([run.folder.name, *(figure(run) for figure, _ in shown.values())] for run in runs)
     from learning.reporting import sweep_plots  # matplotlib takes most of a second to import
 
-    sweep_plots.returns(groups(runs), folder / PICTURES[0])
-    sweep_plots.latencies(groups(runs), folder / PICTURES[1])
+    for name, draw in zip(PICTURES, (sweep_plots.returns, sweep_plots.latencies), strict=True):
+        draw(groups(runs)).savefig(folder / name)
     (folder / PAGE).write_text(_page(folder, runs), encoding="utf-8")
     _show(runs, folder, console or Console(highlight=False))
 

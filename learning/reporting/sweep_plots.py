@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from learning.reporting.console import microseconds
-from learning.reporting.plots import INK, ORANGE, new_figure
+from learning.reporting.plots import INK, ORANGE, new_figure, say_instead
 from learning.reporting.sweep_runs import common
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from learning.reporting.sweep_runs import Run
 
 Groups = Mapping[str, Sequence["Run"]]
 COLOURS = ("#2563eb", "#d97706", "#059669", "#db2777", "#7c3aed", "#64748b", "#0891b2", "#b91c1c")
+_LETTERS = 100  # on a line of the picture
 
 
-def returns(groups: Groups, path: Path) -> None:
-    """Draw each run's mean return over wall-clock seconds into the PNG at `path`, a colour for each group of runs."""
+def returns(groups: Groups) -> Figure:
+    """Draw each run's mean return over wall-clock seconds, a colour for each group of runs."""
     runs = [run for group in groups.values() for run in group]
     env, solved_at = common(runs, "env"), common(runs, "solved_at")
     title = "Return over wall-clock time" + ("" if env is None else f", {env}")
-    figure, (ax,) = new_figure(9, 1, title, "a line for each run")
+    abreast = max(1, _LETTERS // (max(map(len, groups)) + 8))  # names of groups, with a piece of line before each
+    lines = -(-len(groups) // abreast)
+    figure, (ax,) = new_figure(9, 1, title, "a line for each run", height=4.6 + 0.2 * lines)
     colours = _colours(groups)
     for name, group in groups.items():
         for i, run in enumerate(group):
@@ -43,13 +47,17 @@ def returns(groups: Groups, path: Path) -> None:
                 va="bottom", color=ORANGE, fontsize=9)  # fmt: skip
     ax.set_xlabel("seconds from the first environment step", color=INK)
     ax.set_ylabel("mean return of the last 100 episodes", color=INK)
-    ax.set_xlim(left=0)
-    ax.legend(loc="lower right", frameon=False, fontsize=9)
-    figure.savefig(path)
+    if ax.get_legend_handles_labels()[1]:
+        ax.set_xlim(left=0)
+        figure.legend(loc="outside lower left", ncols=abreast, frameon=False, fontsize=9)
+    else:
+        say_instead(ax, "No episode has ended.")
+        ax.set(xticks=[], yticks=[])
+    return figure
 
 
-def latencies(groups: Groups, path: Path) -> None:
-    """Draw every update's latency in the complete runs into the PNG at `path`; percentiles for each group."""
+def latencies(groups: Groups) -> Figure:
+    """Draw every update's latency in the complete runs, with median, quartiles, p5 and p95 for each group."""
     figure, (ax,) = new_figure(9, 1, "What a weight sync cost", "every update; box: quartiles, whiskers: p5 and p95")
     shown = [(name, [us for run in group if run.complete for us in _latencies(run)]) for name, group in groups.items()]
     shown = [(name, values) for name, values in shown if values]
@@ -65,7 +73,7 @@ def latencies(groups: Groups, path: Path) -> None:
         ax.annotate(f"p50 {microseconds(float(np.median(values)))}", (float(np.median(values)), y - 0.31), fontsize=9,
                     color=INK, ha="center")  # fmt: skip
     if not shown:
-        ax.text(0.5, 0.5, "No run with updates was solved or finished.", transform=ax.transAxes, ha="center", color=INK)
+        say_instead(ax, "No run with updates was solved or finished.")
     ax.set_yticks(range(len(shown)), [name.replace(" ", "\n") for name, _ in shown])
     ax.set_ylim(len(shown) - 0.4, -0.6)
     ax.set_xscale("log")
@@ -73,7 +81,7 @@ def latencies(groups: Groups, path: Path) -> None:
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: microseconds(x)))
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.set_xlabel("latency of one update (log scale)", color=INK)
-    figure.savefig(path)
+    return figure
 
 
 def _latencies(run: Run) -> list[float]:

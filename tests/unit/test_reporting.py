@@ -16,7 +16,8 @@ from learning.reporting import Reporter
 from learning.reporting.console import ConsoleReporter, microseconds, size
 from learning.reporting.files import Pictures, RunFiles, read_rows, to_json
 from learning.reporting.sweep import report, table_rows
-from learning.reporting.sweep_plots import latencies
+from learning.reporting.plots import learning_curve
+from learning.reporting.sweep_plots import latencies, returns
 from learning.reporting.sweep_runs import columns, groups, read_runs
 from learning.reporting.wandb_logger import WandbLogger, flat, logged_in
 from learning.summary import summarise
@@ -121,6 +122,29 @@ def test_the_pictures_are_drawn(tmp_path: Path, sync: bool) -> None:
             assert len(set(image.convert("L").tobytes())) > 10  # something is on it
 
 
+def test_a_picture_says_that_no_episode_has_ended(tmp_path: Path) -> None:
+    first = replace(row(1), episode_returns=[], episode_return_mean_100=None)
+    swept(tmp_path, "num_workers=2", "seed=0", rows=[first])
+    (run,) = read_runs(tmp_path)
+    for figure in (learning_curve(run.rows, run.summary), returns(groups([run]))):
+        (ax,) = figure.axes
+        assert "No episode has ended." in [text.get_text() for text in ax.texts]
+        assert not len(ax.get_yticks())
+    (ax,) = learning_curve(run.rows, run.summary).axes
+    assert ax.get_xlim() == (0, 1024)
+
+
+def test_the_names_of_many_groups_cover_no_curve(tmp_path: Path) -> None:
+    for workers in range(10):
+        swept(tmp_path, f"num_workers={workers}", "seed=0", "algorithm.minibatch_size=512", rows=[row(1), row(2)])
+    figure = returns(groups(read_runs(tmp_path)))
+    figure.savefig(tmp_path / "returns.png")
+    (legend,), (ax,) = figure.legends, figure.axes
+    assert len(legend.get_texts()) == 10
+    assert not legend.get_window_extent().overlaps(ax.get_window_extent())
+    assert figure.bbox.containsx(legend.get_window_extent().x1) and ax.get_window_extent().height > 400
+
+
 def test_a_run_that_ended_before_its_first_row_has_no_pictures(tmp_path: Path) -> None:
     told(RunFiles(), tmp_path, [], summary())
     told(Pictures(), tmp_path, [], summary())
@@ -202,8 +226,8 @@ def test_medians_are_of_runs_that_were_not_cut_off(tmp_path: Path) -> None:
     runs = read_runs(tmp_path)
     at = list(columns(runs)).index("s to solved")  # a tenth of the figure
     assert [cells[at] for cells, is_median in table_rows(runs) if is_median] == ["5.0", "–"]
-    latencies({"all": runs}, tmp_path / "all.png")
-    latencies({"all": [run for run in runs if run.complete]}, tmp_path / "complete.png")
+    latencies({"all": runs}).savefig(tmp_path / "all.png")
+    latencies({"all": [run for run in runs if run.complete]}).savefig(tmp_path / "complete.png")
     assert (tmp_path / "all.png").read_bytes() == (tmp_path / "complete.png").read_bytes()
 
 
