@@ -15,8 +15,8 @@ from learning.progress import Progress, Row, SyncRow
 from learning.reporting import Reporter
 from learning.reporting.console import ConsoleReporter, microseconds, size
 from learning.reporting.files import Pictures, RunFiles, read_rows, to_json
-from learning.reporting.sweep import report, table_rows
 from learning.reporting.plots import learning_curve
+from learning.reporting.sweep import report, table_rows
 from learning.reporting.sweep_plots import latencies, returns
 from learning.reporting.sweep_runs import columns, groups, read_runs
 from learning.reporting.wandb_logger import WandbLogger, flat, logged_in
