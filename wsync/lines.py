@@ -243,8 +243,8 @@ class Lines:
 def _why(line: Line, message: Message | None) -> str:
     """For what reason a line has ended."""
     if message is None:
-        return f"it ({line.peer}) died"
-    return "it has shut down its end" if message.kind is Kind.BYE else f"it ({line.peer}) said {message.kind.name}"
+        return f"{line.peer} died"
+    return f"{line.peer} " + ("has shut down its end" if message.kind is Kind.BYE else f"said {message.kind.name}")
 
 
 def names(workers: Collection[int]) -> str:

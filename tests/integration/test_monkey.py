@@ -74,7 +74,7 @@ def test_a_run_survives_kills_and_counts_them(tmp_path: Path, scheme: str) -> No
 def test_a_run_that_does_not_bear_it_ends_with_an_error_that_names_the_worker(tmp_path: Path) -> None:
     done = train(tmp_path, "chaos=kill", "chaos.rate=120", "chaos.limit=1", "total_frames=1000000")
     assert done.returncode == 1
-    waited_for, updated = r"worker [01] \(process \d+\) died with exit code -9", r"worker [01]: it \(process \d+\) died"
+    waited_for, updated = r"worker [01] \(process \d+\) died with exit code -9", r"worker [01]: process \d+ died"
     assert re.search(f"{waited_for}|{updated}", done.stderr), done.stderr
     assert "Traceback" not in done.stderr
     told = summary(tmp_path)
