@@ -82,7 +82,7 @@ class TrainConfig:
         num_envs: environments in each of them, stepped together.
         frames_per_batch: over all workers and environments (of one worker, if they do not wait for each other); the
             weights are sent once per batch.
-        total_frames: the run ends then at the latest.
+        total_frames: the run ends with the batch that reaches them, at the latest.
         stop_when_solved: end as soon as the mean of the last 100 returns reaches ``env.solved_at``.
         seed: of everything; a resumed run goes on with other random numbers, made from it and the frames so far.
         timeout: seconds that connecting and sending weights may take; None: for ever.

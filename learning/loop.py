@@ -39,7 +39,7 @@ class Goal:
     """When a run ends by itself.
 
     Attributes:
-        total_frames: at the latest after so many.
+        total_frames: at the latest with the batch that reaches so many.
         solved_at: mean return of the last 100 episodes at which the environment counts as solved; None: never.
         stop_when_solved: end there, rather than at `total_frames`.
     """

@@ -65,8 +65,14 @@ def _listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} × {what}" for what, count in counts.items())
 
 
+_WAYS_ON = {"solved": "stop_when_solved=false", "finished": "More total_frames="}
+"""How a run that has come to such an end, and is resumed, has something to do."""
+
+
 def verdict(status: str, progress: Progress, solved_at: float | None, version: int) -> str:
     """Say how the run ended, in a sentence; in two if it was a control: nothing (`version` 0) reached the workers."""
+    if status in _WAYS_ON and progress.frames == progress.frames_before:
+        return f"Nothing was left to do: {status} after {progress.frames:,} frames. {_WAYS_ON[status]} goes on."
     mean, count, solved = progress.return_mean, len(progress.window), progress.solved(solved_at)
     how = {"solved": "Solved", "finished": "Finished"}.get(status, status.capitalize())
     if solved_at is not None and status != "solved":

@@ -61,6 +61,7 @@ class ConsoleReporter(Reporter):
         self.console = console or Console(highlight=False)
         self.interval, self._shown_at = interval, -interval
         self._latest: Row | None = None
+        self._printed: Row | None = None
         self._folder = Path()
         self._live: Live | None = None
 
@@ -94,6 +95,7 @@ class ConsoleReporter(Reporter):
             self._print_line(row)
 
     def _print_line(self, row: Row) -> None:
+        self._printed = row
         self.console.print(
             f"frames {row.frames:,}/{self.total_frames:,} | "
             + " | ".join(f"{name} {text}" for name, text in figures(row).items()),
@@ -104,7 +106,7 @@ class ConsoleReporter(Reporter):
         """Show the table, the verdict, and where the files are."""
         if self._live is not None:
             self._live.stop()
-        elif self._latest is not None:
+        elif self._latest is not None and self._latest is not self._printed:
             self._print_line(self._latest)
         self.console.print(summary_table(summary))
         style = "bold green" if summary["solved"] else "bold red" if summary["status"] == "failed" else "bold yellow"

@@ -79,13 +79,17 @@ def _show(runs: Sequence[Run], folder: Path, console: Console) -> None:
     console.print(f"report: {folder / PAGE}", soft_wrap=True)
 
 
+def _counted(runs: Sequence[Run]) -> str:
+    return "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+
+
 def _wanted(table: Table, console: Console) -> int:
     """The width that the table would take."""
     return console.measure(table, options=console.options.update(max_width=1000)).maximum
 
 
 def _table(runs: Sequence[Run], names: Sequence[str]) -> Table:
-    table = Table(box=SIMPLE_HEAD, title=f"{len(runs)} runs", title_justify="left")
+    table = Table(box=SIMPLE_HEAD, title=_counted(runs), title_justify="left")
     chosen = [list(columns(runs)).index(name) for name in names]
     for name in names:
         table.add_column(name, justify="left" if name in ("backend", "status") else "right", no_wrap=True)
@@ -106,7 +110,7 @@ def _page(folder: Path, runs: Sequence[Run]) -> str:
         f'<img alt="{name}" src="data:image/png;base64,{base64.b64encode((folder / name).read_bytes()).decode()}">\n'
         for name in PICTURES
     )
-    title, workers = f"{common(runs, 'env') or 'Sweep'}: {len(runs)} runs", common(runs, "num_workers")
+    title, workers = f"{common(runs, 'env') or 'Sweep'}: {_counted(runs)}", common(runs, "num_workers")
     title += "" if workers is None else f", {workers} workers each"
     return _PAGE.format(title=html.escape(title), head=head, body=body, pictures=pictures)
 

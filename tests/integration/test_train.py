@@ -116,6 +116,7 @@ def test_a_run_goes_on_where_another_ended(runs: dict[str, tuple[Path, str]], tm
     assert done.returncode == 0, done.stderr
     finished, second = sorted(path.parent for path in tmp_path.glob("*/summary.json"))
     assert (summary(finished)["frames"], rows(finished)) == (1024, rows(first))
+    assert summary(finished)["verdict"].startswith("Nothing was left to do: ") and "total_frames=" in done.stdout
     told, after, history = summary(first), summary(second), rows(second)
     assert (after["frames"], after["seed"]) == (1536, 3)
     assert after["resumed_from"]["frames"] == told["frames"]
@@ -264,7 +265,7 @@ def test_a_sweep_in_which_a_checkpoint_is_refused_ends_with_a_report_of_the_othe
     assert complaint.startswith("train.py: ") and "does not fit this run" in complaint
     with open(tmp_path / "sweep.csv", encoding="utf-8", newline="") as file:
         assert [row["run"] for row in csv.DictReader(file)] == ["1-none-s3"]
-    assert "1 runs" in done.stdout and (tmp_path / "sweep.html").is_file()
+    assert "1 run " in done.stdout and (tmp_path / "sweep.html").is_file()
 
 
 def test_a_report_of_nothing_says_so(tmp_path: Path) -> None:

@@ -93,6 +93,15 @@ def test_the_control_says_that_nothing_arrived() -> None:
     assert summary["weight_sync"]["latency_us"] == {"p50": None, "p95": None, "p99": None, "max": None}
 
 
+def test_a_resumed_run_that_has_nothing_left_to_do_says_what_to_ask_for() -> None:
+    before, progress = Progress(), Progress()
+    before.collected(batch(torch.full((WINDOW,), 500.0)), 1)
+    progress.load_state_dict(before.state_dict())
+    said = verdict("finished", progress, 475.0, version=1)
+    assert said == "Nothing was left to do: finished after 100 frames. More total_frames= goes on."
+    assert "stop_when_solved=false goes on" in verdict("solved", progress, 475.0, version=1)
+
+
 def test_a_control_that_is_solved_is_suspicious() -> None:
     progress = Progress()
     progress.collected(batch(torch.full((WINDOW,), 500.0), 0), 0)

@@ -92,6 +92,7 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     told(reporter, tmp_path, [row(1), row(2)], summary())
     lines = out.getvalue().splitlines()
     assert "frames 1,024/4,096 | frames/s 10,240 | return 20.0 | sync p50 100 µs | version 1 | staleness 0.5" in lines
+    assert len([line for line in lines if line.startswith("frames ")]) == 2
     assert "\x1b" not in out.getvalue()
     for part in ("latency p95", "acknowledge", "p50 / plain copy", "Solved after 1,024 frames", str(tmp_path)):
         assert part in out.getvalue()
