@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
 from collectors.distributed import torchrun
-from collectors.distributed.doors import Door, Hello
+from collectors.distributed.doors import Door, Visitor
 from collectors.distributed.tcp_worker import join, own_key
 from collectors.hold import Hold
 from collectors.line_pool import LinePool, LineWorker
@@ -83,7 +83,7 @@ class TcpPool(LinePool[LineWorker]):
         super().__init__()
         self._count = count
         self._processes: dict[int, BaseProcess] = {}
-        self._met: dict[bytes, dict[str, tuple[Connection, Hello]]] = {}
+        self._met: dict[bytes, dict[str, Visitor]] = {}
         torchruns = launcher == "join" and torchrun.under_torchrun()
         authkey = secrets.token_bytes(32) if launcher == "local" or torchruns else own_key(os.environ)
         if torchruns and torchrun.world_size() != count + 1:
@@ -114,25 +114,23 @@ class TcpPool(LinePool[LineWorker]):
         joined: dict[int, TcpWorker] = {}
         while len(joined) < self._count:
             starting = {process.sentinel: i for i, process in self._processes.items() if i not in joined}
-            ready = wait([door.fileno(), *starting], max(0.0, deadline - time.monotonic()))
-            if not ready:
+            left = deadline - time.monotonic()
+            ready = wait([*door.signs, *starting], max(0.0, left))
+            if not ready or left <= 0:  # strangers may be at the door all the time
                 missing = sorted(set(range(self._count)) - joined.keys())
                 raise SyncTimeout(
                     f"worker(s) {', '.join(map(str, missing))} did not join within {timeout:g} s",
                     {i: "never joined" for i in missing},
                 )
-            if door.fileno() in ready:
-                self._meet(door, joined)
-            else:
-                dead = starting[next(fd for fd in ready if isinstance(fd, int))]
-                raise WorkerDied(f"worker {dead} {end_of(self._processes[dead])}, before it had joined", {dead: "died"})
+            for visitor in door.admit():
+                self._meet(visitor, joined)
             self.workers = [joined[i] for i in sorted(joined)]
+            for i in [starting[fd] for fd in ready if isinstance(fd, int) and fd in starting]:
+                if i not in joined:
+                    raise WorkerDied(f"worker {i} {end_of(self._processes[i])}, before it had joined", {i: "died"})
 
-    def _meet(self, door: Door, joined: dict[int, TcpWorker]) -> None:
+    def _meet(self, visitor: Visitor, joined: dict[int, TcpWorker]) -> None:
         """Let one visitor in; a worker has joined with its second connection."""
-        visitor = door.admit()
-        if visitor is None:
-            return
         hello = visitor[1]
         both = self._met.setdefault(hello.pair, {})
         both[hello.purpose] = visitor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import time
 from collections.abc import Mapping
 
 from collectors.distributed import torchrun
@@ -70,8 +71,9 @@ def _address(text: str) -> Address:
 def join(address: Address, authkey: bytes, worker_idx: int, timeout: float) -> None:
     """Join the trainer at ``address``, and serve it until it hangs up."""
     pair, name = secrets.token_bytes(16), f"(process {os.getpid()} on {socket.gethostname()})"
-    life = knock(address, authkey, Hello("life", pair, worker_idx, name), timeout)
-    line = knock(address, authkey, Hello("line", pair, worker_idx, name), timeout)
+    deadline = time.monotonic() + timeout
+    life = knock(address, authkey, Hello("life", pair, worker_idx, name), deadline)
+    line = knock(address, authkey, Hello("line", pair, worker_idx, name), deadline)
     try:
         verdict, reason = line.recv()
     except (EOFError, OSError) as error:

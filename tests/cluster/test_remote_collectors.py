@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import cloudpickle
@@ -388,13 +389,15 @@ class Starter(logging.Handler):
     def __init__(self):
         super().__init__(logging.INFO)
         self.workers: list[subprocess.Popen] = []
+        self.strangers: list[socket.socket] = []
         self.refusals = ThreadPoolExecutor(1)
 
     def emit(self, record):
         address = record.getMessage().split()[2]
         host, port = address.split(":")
         with socket.create_connection((host, int(port))):
-            pass  # a stranger, who says nothing
+            pass  # a stranger, who leaves
+        self.strangers = [socket.create_connection((host, int(port))) for _ in range(6)]  # who stay, and say nothing
         self.refused = self.refusals.submit(join, (host, int(port)), b"guessed", -1, 5.0)
         env = environment(WSYNC_TRAINER=address)
         self.workers = [subprocess.Popen(self.COMMAND, env=env) for _ in range(2)]
@@ -408,6 +411,8 @@ class Starter(logging.Handler):
         for worker in self.workers:
             worker.kill()
             worker.wait()
+        for stranger in self.strangers:
+            stranger.close()
         self.refusals.shutdown()
 
 
@@ -433,6 +438,33 @@ def test_who_does_not_join_is_named(monkeypatch):
         collect_with("tcp", launcher="join", timeout=0.2)
     with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1:0"):
         collect_with("tcp", host="192.0.2.1")
+
+
+class Dripper(logging.Handler):
+    """A stranger who says half a word, and never ends."""
+
+    def emit(self, record):
+        host, port = record.getMessage().split()[2].split(":")
+        self.stranger = socket.create_connection((host, int(port)))
+        self.stranger.sendall(b"\0\0\0\xff")  # so many bytes are to follow
+        threading.Thread(target=self.drip, daemon=True).start()
+
+    def drip(self):
+        pause = threading.Event()
+        with suppress(OSError), self.stranger:  # until it is hung up on
+            while not pause.wait(0.3):
+                self.stranger.sendall(b"x")
+
+
+def test_a_stranger_does_not_put_the_deadline_off(caplog, monkeypatch):
+    monkeypatch.setenv("WSYNC_AUTHKEY", "a secret of ours")
+    dripper, log = Dripper(logging.INFO), logging.getLogger("collectors")
+    log.addHandler(dripper)
+    try:
+        with caplog.at_level("INFO", "collectors"), pytest.raises(wsync.SyncTimeout, match="did not join within 1 s"):
+            collect_with("tcp", launcher="join", timeout=1)
+    finally:
+        log.removeHandler(dripper)
 
 
 def test_torchrun_makes_a_trainer_and_its_workers(tmp_path):
