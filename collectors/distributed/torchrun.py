@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 from torch.distributed import (
+    DistNetworkError,
     DistStoreError,
     PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
     Store,  # pyright: ignore[reportPrivateImportUsage]
@@ -15,7 +16,7 @@ from torch.distributed import (
 )
 
 from collectors.distributed.doors import Address
-from wsync import SyncTimeout
+from wsync import NotConnected, SyncTimeout
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _KEY = "trainer"
@@ -44,13 +45,14 @@ def trainers_host() -> str:
 
 def _store(timeout: float) -> Store:
     hosts = rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=hosts,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-    )
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = TCPStore(host, port, is_master=hosts, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+    except DistNetworkError as error:
+        raise NotConnected(
+            f"rank {rank()}: the store at {host} port {port} (MASTER_ADDR, MASTER_PORT) cannot be "
+            f"{'opened' if hosts else 'reached: has rank 0 been started?'} ({error})"
+        ) from error
     # A run that torchrun has started again must not find the trainer of the one before.
     return PrefixStore(f"wsync-collector/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
@@ -66,6 +68,7 @@ def look_up(timeout: float) -> tuple[Address, bytes]:
     """Wait until the trainer has said where it is; its address and key.
 
     Raises:
+        NotConnected: there is no store in which it could.
         SyncTimeout: it did not, in ``timeout`` seconds.
     """
     store = _store(timeout)

@@ -37,6 +37,7 @@ from collectors.distributed import (
     RayCollector,
     RPCCollector,
     RPCWeightUpdater,
+    torchrun,
 )
 from collectors.distributed.tcp_worker import join
 
@@ -478,6 +479,16 @@ def test_torchrun_makes_a_trainer_and_its_workers(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["versions [1]", "versions [2]"]
+
+
+def test_a_rank_0_that_is_not_there_is_an_error_that_says_where(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as nobodys:
+        port = nobodys.getsockname()[1]
+    said = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(wsync.NotConnected, match=rf"rank 1: the store at 127\.0\.0\.1 port {port}"):
+        torchrun.look_up(0.5)
 
 
 # --- RPC ---
