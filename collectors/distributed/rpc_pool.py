@@ -5,10 +5,10 @@ from __future__ import annotations
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed import rpc
 from torch.futures import Future
@@ -20,6 +20,8 @@ from collectors.hold import Hold
 from collectors.pool import GRACE
 from collectors.processes import end, end_of, kill, pipe, start
 from wsync import SyncTimeout, WorkerDied
+
+_TOO_LATE = "RPCErr:1:"  # how torch begins the message of a call that has timed out
 
 
 class RpcWorker(CalledWorker):
@@ -61,6 +63,14 @@ class RpcWorker(CalledWorker):
             ).add_done_callback(on_done)
         except RuntimeError as error:
             answered(Answer("died", self.last_words(_first_line(error))))
+
+
+def _raise_for(failed: Mapping[int, RuntimeError], names: Sequence[str], timeout: float) -> NoReturn:
+    late = f"did not answer within {timeout:g} s"
+    causes = {i: late if _TOO_LATE in str(error) else _first_line(error) for i, error in failed.items()}
+    lines = [f"worker {i} ('{names[i]}' of the RPC group): {cause}" for i, cause in causes.items()]
+    kind = SyncTimeout if all(cause is late for cause in causes.values()) else WorkerDied
+    raise kind("\n".join(lines), causes) from next(iter(failed.values()))
 
 
 def _first_line(error: Exception) -> str:
@@ -125,8 +135,8 @@ class RpcPool(CallPool[RpcWorker]):
         timeout: seconds in which they have to be there.
 
     Raises:
-        WorkerDied: one that was started here ended before it had joined.
-        SyncTimeout: the group was not complete in time.
+        WorkerDied: one ended before it had joined, or cannot be reached.
+        SyncTimeout: the group was not complete in time, or a member did not answer.
         RuntimeError: there is a group already, and no names; or names, and no group.
         ValueError: another number of names.
     """
@@ -155,9 +165,22 @@ class RpcPool(CallPool[RpcWorker]):
             raise RuntimeError("workers=[…] are names in an RPC group: call torch.distributed.rpc.init_rpc() first")
         if len(names) != count:
             raise ValueError(f"{len(names)} names of workers for {count} environment functions")
-        for i, name in enumerate(names):
-            rpc.rpc_sync(name, rpc_worker.enlist, args=(self._token,), timeout=timeout)
-            self.workers.append(UsersRpcWorker(i, name, self._token))
+        calls: dict[int, Future[None]] = {}
+        failed: dict[int, RuntimeError] = {}
+        try:
+            for i, name in enumerate(names):  # one deadline for all
+                calls[i] = rpc.rpc_async(name, rpc_worker.enlist, args=(self._token,), timeout=timeout)
+            for i, call in calls.items():
+                try:
+                    call.wait()
+                    self.workers.append(UsersRpcWorker(i, names[i], self._token))
+                except RuntimeError as error:
+                    failed[i] = error
+        finally:
+            for i in calls.keys() - {worker.worker_idx for worker in self.workers}:
+                rpc.rpc_async(names[i], rpc_worker.disband, args=(self._token,))  # it may have heard, or hear it later
+        if failed:
+            _raise_for(failed, names, timeout)
 
     def _start(self, count: int, host: str, timeout: float) -> None:
         self._store, address = host_store(host)

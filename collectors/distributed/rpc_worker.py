@@ -18,6 +18,8 @@ from collectors.distributed.rpc_group import join_group, leave_group
 from collectors.worker import WorkerOptions, be_a_worker
 
 _servants: dict[str, Servant] = {}  # by the collector that each serves
+_disbanded: set[str] = set()  # collectors that have given up, whose call to enlist may come yet
+_enlisting = threading.Lock()  # calls come on several threads
 
 
 class Servant:
@@ -75,8 +77,20 @@ class Servant:
 
 def enlist(token: str) -> None:
     """Called by a trainer in a process of the user's own: a thread of it becomes a worker."""
-    servant = _servants[token] = Servant(alone=False)
+    with _enlisting:
+        if token in _disbanded:
+            return
+        servant = _servants[token] = Servant(alone=False)
     threading.Thread(target=servant.serve, name="collector-worker", daemon=True).start()
+
+
+def disband(token: str) -> None:
+    """Called by a trainer that has given up before it has told this worker anything, and whether or not it enlisted."""
+    with _enlisting:
+        _disbanded.add(token)
+        servant = _servants.pop(token, None)
+    if servant is not None:
+        servant.take(0, "end", None)
 
 
 @rpc.functions.async_execution

@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from stopping import stop
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -529,6 +530,12 @@ def test_workers_of_a_group_that_there_is_already(tmp_path, monkeypatch):
         with pytest.raises(RuntimeError, match="nobody"):
             collect_with("rpc", workers_of=["mine1", "nobody"])
         assert rpc.rpc_sync("mine1", still_at_work) == 0, "a graceful rpc.shutdown() would wait for it for ever"
+        stop(others[1].pid)
+        with pytest.raises(wsync.SyncTimeout, match=r"^worker 1 \('mine2' of the RPC group\): did not answer") as late:
+            collect_with("rpc", workers_of=["mine1", "mine2"], timeout=0.5)
+        assert set(late.value.workers) == {1}
+        os.kill(others[1].pid, signal.SIGCONT)
+        assert [rpc.rpc_sync(name, still_at_work) for name in ("mine1", "mine2")] == [0, 0]
         for _ in range(2):
             with collect_with("rpc", workers_of=["mine1", "mine2"], env=Pids) as collector:
                 assert pids_of(next(collector)) == {other.pid for other in others}
@@ -541,6 +548,8 @@ def test_workers_of_a_group_that_there_is_already(tmp_path, monkeypatch):
             with pytest.raises(wsync.WorkerDied, match=r"worker 1 \('mine2'"):
                 while True:
                     next(collector)
+        with pytest.raises(wsync.WorkerDied, match=r"^worker 1 \('mine2' of the RPC group\)"):
+            collect_with("rpc", workers_of=["mine1", "mine2"])
     finally:
         for other in others:
             other.kill()
