@@ -23,19 +23,19 @@ from wsync.types import ANY_VERSION, Ack, Update
 from wsync.words import TRANSACTION, Kind, Line, Message, unpacked
 
 
-class Attach(Protocol):
-    """How a backend has its receivers told."""
+class WorkersLine(Line, Protocol):
+    """A worker's end of a line, which tells a receiver when there is something to read."""
 
-    def attach(self, line: Line, receiver: LineHandler) -> None:
-        """Call ``receiver.on_readable()`` when ``line`` has something to receive."""
+    def attach(self, receiver: LineHandler) -> None:
+        """Call ``receiver.on_readable()`` when there is something to ``receive``."""
         ...
 
-    def detach(self, line: Line, receiver: LineHandler) -> None:
+    def detach(self, receiver: LineHandler) -> None:
         """No more; return when no such call is under way, unless this is one."""
         ...
 
-    def alive(self, line: Line) -> bool:
-        """Whether the other end of ``line`` is there, where nobody would tell that it is not."""
+    def alive(self) -> bool:
+        """Whether the other end is there, where nobody would tell that it is not."""
         ...
 
 
@@ -45,7 +45,6 @@ class GroupReceiver:
     Args:
         dial: makes the line to the sender.
         form_pair: makes the line of tensors.
-        telling: who calls when the line has something.
         retains: whether the model stays bound to the buffer that it was given.
         device: where weights arrive.
         timeout: seconds that a transfer which was announced may take; None for no limit.
@@ -54,9 +53,8 @@ class GroupReceiver:
 
     def __init__(
         self,
-        dial: Callable[[int, float | None], Line],
+        dial: Callable[[int, float | None], WorkersLine],
         form_pair: FormPair,
-        telling: Attach,
         *,
         retains: bool,
         device: torch.device,
@@ -65,13 +63,12 @@ class GroupReceiver:
     ) -> None:
         self._dial = dial
         self._form_pair = form_pair
-        self._telling = telling
         self._retains = retains
         self.landing = Landing(device, timeout, ahead=ahead)
         self.worker = -1
         self.pending: Update | None = None  # it has arrived, and is not installed
-        self._knocked: Line | None = None  # and was not let in yet
-        self._line: Line | None = None
+        self._knocked: WorkersLine | None = None  # and was not let in yet
+        self._line: WorkersLine | None = None
         self._fast: GroupFastReceiver | None = None
         self._armed: native.Tree | None = None  # how the fast path finds the model's tensors
         self._bound = -1  # the buffer that the model is bound to
@@ -138,7 +135,7 @@ class GroupReceiver:
             raise NotConnected(f"worker {worker_idx} was not let in: the sender went away")
         return message
 
-    def _connection(self) -> Line:
+    def _connection(self) -> WorkersLine:
         if self._line is None:
             raise NotConnected("this worker is not connected: call connect(worker_idx=…) first")
         return self._line
@@ -157,17 +154,17 @@ class GroupReceiver:
         self._fast.arm(binding.installer() if at_hand else None)
 
     def attach(self, receiver: LineHandler) -> None:
-        """As the backend does it."""
-        self._telling.attach(self._connection(), receiver)
+        """As the line does it."""
+        self._connection().attach(receiver)
 
     def detach(self, receiver: LineHandler) -> None:
-        """As the backend does it."""
+        """As the line does it."""
         if self._line is not None:
-            self._telling.detach(self._line, receiver)
+            self._line.detach(receiver)
 
     def alive(self) -> bool:
-        """As the backend finds out."""
-        return self._line is None or self._telling.alive(self._line)
+        """As the line finds out."""
+        return self._line is None or self._line.alive()
 
     def events(self) -> Sequence[Event]:
         """What one message says; of an announced version, when it is here."""

@@ -24,6 +24,7 @@ from wsync.deadlines import remaining
 from wsync.errors import NotConnected
 from wsync.identity import PeerProcess, identity
 from wsync.lobby import TOKEN, Lobby, Visitor, greeting, missing
+from wsync.receiver_thread import LineHandler, receiver_thread
 from wsync.sockets import end, require_opener
 from wsync.words import HEADER_SIZE, PROTOCOL, Kind, Line, Message, length_in, unpack
 
@@ -158,6 +159,18 @@ class NetLine:
                 raise ConnectionError("the other end is gone")
             count -= len(parts[-1])
         return b"".join(parts)
+
+    def attach(self, receiver: LineHandler) -> None:
+        """Have the process's thread call ``receiver``, also when the other end dies."""
+        receiver_thread().listen(self, receiver)
+
+    def detach(self, receiver: LineHandler) -> None:
+        """No more; return when no such call is under way, unless this is one."""
+        receiver_thread().unregister(receiver)
+
+    def alive(self) -> bool:
+        """The thread is told of a death."""
+        return True
 
     def close(self) -> None:
         """Close the line; harmless when repeated."""

@@ -20,9 +20,7 @@ from wsync.errors import NotConnected
 from wsync.group import BACKENDS, Meeting, MeetingPlace, Pair
 from wsync.group_receiver import GroupReceiver
 from wsync.group_sender import GroupSender
-from wsync.network import NetEndpoint, NetListener, dial
-from wsync.receiver_thread import LineHandler, receiver_thread
-from wsync.words import Line
+from wsync.network import NetEndpoint, NetLine, NetListener, dial
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +110,6 @@ def network_receiver(
     return GroupReceiver(
         route.dial,
         route.pair,
-        _Threaded(),
         retains=retains,
         device=device_of(backend),
         timeout=timeout,
@@ -128,7 +125,7 @@ class _Route:
         self._group = group
         self._seed: Seed | None = None
 
-    def dial(self, worker: int, deadline: float | None) -> Line:
+    def dial(self, worker: int, deadline: float | None) -> NetLine:
         self._seed = self._find(worker, deadline)
         return dial(self._seed.endpoint, worker, deadline)
 
@@ -139,16 +136,3 @@ class _Route:
         if self._group is None:
             raise NotConnected(f"worker {worker}: the sender was given a process group; give this end the same one")
         return partial(Pair, self._group, self._seed.rank, self._seed.tag)
-
-
-class _Threaded:
-    """Receivers are told by the process's thread (an ``Attach``)."""
-
-    def attach(self, line: Line, receiver: LineHandler) -> None:
-        receiver_thread().listen(line, receiver)
-
-    def detach(self, line: Line, receiver: LineHandler) -> None:
-        receiver_thread().unregister(receiver)
-
-    def alive(self, line: Line) -> bool:
-        return True  # the thread is told of a death

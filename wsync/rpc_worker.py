@@ -111,7 +111,7 @@ class WorkerLine:
         for reply in replies:
             self._tell(reply)
 
-    def detach(self) -> None:
+    def detach(self, receiver: LineHandler) -> None:
         """Serve no more; return when no call is being served, unless it is by this one."""
         with self._order:
             self._handler = None

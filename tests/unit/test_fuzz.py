@@ -36,7 +36,6 @@ from wsync.network import NetLine, NetListener, dial
 from wsync.network_ends import Seed
 from wsync.packing import Buffer, Packer
 from wsync.plan import Plan
-from wsync.receiver_thread import LineHandler
 from wsync.rendezvous import Listener, LocalLine, knock
 from wsync.snapshot import Snapshot
 from wsync.types import Ack
@@ -401,22 +400,13 @@ def knock_and_welcome(end: LocalReceiver | GroupReceiver, door: Listener | NetLi
     return line
 
 
-class Nobody:
-    """Tells no receiver."""
-
-    def attach(self, line: Line, receiver: LineHandler) -> None: ...
-
-    def detach(self, line: Line, receiver: LineHandler) -> None: ...
-
-
 @quick
 @given(st.sampled_from([kind for kind in Kind if kind not in (Kind.NEWS, Kind.STAGE)]), st.binary(max_size=40))
 def test_what_a_worker_is_told_over_a_network(kind: Kind, payload: bytes) -> None:
     with closing(NetListener("127.0.0.1")) as door:
         end = GroupReceiver(
             lambda worker, deadline: dial(door.endpoint, worker, deadline),
-            lambda worker, generation, deadline: Pair(None, 0),
-            Nobody(),
+            lambda worker, generation, deadline: lambda: Pair(None, 0),
             retains=True,
             device=torch.device("cpu"),
             timeout=5.0,

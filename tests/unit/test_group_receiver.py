@@ -6,7 +6,7 @@ import os
 import pickle
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -52,15 +52,18 @@ class Interrupted(nn.Module):
 
 
 class ByHand:
-    """The test tells the receiver of what its line has (an ``Attach``), in the thread in which signals strike."""
+    """The test tells the receiver of what its line has, in the thread in which signals strike."""
 
-    def attach(self, line: Line, receiver: LineHandler) -> None:
-        self.line, self.receiver = line, receiver
+    def takes_over(self, dial: Callable[..., Any]) -> Callable[..., Any]:
+        def dialled(worker: int, deadline: float | None) -> Any:
+            self.line = dial(worker, deadline)
+            self.line.attach, self.line.detach = self.attach, lambda receiver: None
+            return self.line
 
-    def detach(self, line: Line, receiver: LineHandler) -> None: ...
+        return dialled
 
-    def alive(self, line: Line) -> bool:
-        return True
+    def attach(self, receiver: LineHandler) -> None:
+        self.receiver = receiver
 
     def tell(self) -> bool:
         assert wait_readable(self.line.signs, deadline_in(10.0))
@@ -75,7 +78,7 @@ def connected(model: nn.Module, acting: nn.Module) -> Iterator[tuple[Any, ByHand
         scheme.init_on_sender("policy", model=model, num_workers=1)
         worker = pickle.loads(pickle.dumps(scheme))
         worker.init_on_receiver("policy", model=acting, worker_idx=0)
-        worker.receiver._end._telling = hand
+        worker.receiver._end._dial = hand.takes_over(worker.receiver._end._dial)
         connecting = trainer.submit(scheme.connect)
         worker.connect()
         connecting.result()

@@ -11,12 +11,10 @@ from wsync.group_receiver import GroupReceiver
 from wsync.group_sender import GroupSender
 from wsync.network_ends import device_of
 from wsync.ports import SenderPort
-from wsync.receiver_thread import LineHandler
 from wsync.rpc_calls import own_name
 from wsync.rpc_trainer import RpcDoor
 from wsync.rpc_worker import WorkerLine
 from wsync.scheme import WeightSyncScheme
-from wsync.words import Line
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,25 +89,8 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         return GroupReceiver(
             lambda worker, deadline: WorkerLine(seed.key, self.trainer, worker, deadline),
             seed.meeting.join,
-            _Called(),
             retains=self.bind,
             device=device_of(self.backend),
             timeout=self.timeout,
             ahead=self.backend == "gloo",
         )
-
-
-class _Called:
-    """Receivers are told by calls (an ``Attach``)."""
-
-    def attach(self, line: Line, receiver: LineHandler) -> None:
-        assert isinstance(line, WorkerLine)
-        line.attach(receiver)
-
-    def detach(self, line: Line, receiver: LineHandler) -> None:
-        assert isinstance(line, WorkerLine)
-        line.detach()
-
-    def alive(self, line: Line) -> bool:
-        assert isinstance(line, WorkerLine)
-        return line.alive()
