@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -14,6 +16,7 @@ def without_trace(function: object, device: torch.device | str = "cpu") -> Itera
     """What is drawn meanwhile is drawn again afterwards, and ``function``, if it is a module, updates no statistics."""
     drawing = torch.device(device)
     training = [part for part in function.modules() if part.training] if isinstance(function, nn.Module) else []
+    numpys, pythons = np.random.get_state(), random.getstate()
     with torch.random.fork_rng([drawing] if drawing.type == "cuda" else []):
         try:
             for part in training:
@@ -22,3 +25,5 @@ def without_trace(function: object, device: torch.device | str = "cpu") -> Itera
         finally:
             for part in training:
                 part.training = True
+            np.random.set_state(numpys)
+            random.setstate(pythons)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -296,6 +298,19 @@ def test_batches_are_not_kept_alive() -> None:
     rollout = Rollout(env, Categorical(env))
     gone = [weakref.ref(rollout.collect(rollout.buffer(2))["observation"]) for _ in range(3)]
     assert all(reference() is None for reference in gone)
+
+
+@pytest.mark.parametrize("draw", [torch.rand, np.random.rand, lambda n: [random.random() for _ in range(n)]])
+def test_the_same_seed_gives_the_same_batch_whatever_a_policy_draws_from(draw: Callable[[int], Any]) -> None:
+    def policy(td: TensorDictBase) -> TensorDictBase:
+        return td.set("action", (torch.as_tensor(draw(2)) < 0.5).long())
+
+    rollout = Rollout(GymEnv("CartPole-v1", 2), policy)
+    batches = []
+    for _ in range(2):  # the first of them probes the policy after it is seeded
+        rollout.seed(0)
+        batches.append(collected(rollout, 20))
+    assert bool((batches[0] == batches[1]).all())
 
 
 @pytest.mark.parametrize(("own", "given"), [(3, 8), (8, 3), (3, None), (None, 3)])
