@@ -12,14 +12,14 @@ from typing import Any, Protocol
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
-from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
+from collectors.native_cartpole import MaskResetCartPole, is_native, native_settings, takes
+
 Array = np.ndarray
 Step = tuple[Array, Any, Any, Any]
-_NATIVE_CARTPOLE = "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"
 
 
 class Driver(Protocol):
@@ -138,48 +138,6 @@ class SameStepDriver(VectorDriver):
         return self._started
 
 
-class Choices(spaces.MultiDiscrete):
-    """One choice among n, counted from 0, per environment. Gymnasium's own check takes a fifth of a CartPole step."""
-
-    def __init__(self, n: int, num_envs: int) -> None:
-        """Among ``n``, each."""
-        super().__init__(np.full(num_envs, n, dtype=np.int64))
-        self._n = n
-
-    def contains(self, x: Any) -> bool:
-        """Whether ``x`` is an int64 array of such choices."""
-        known = isinstance(x, np.ndarray) and x.dtype == np.int64 and x.shape == self.shape
-        return bool(x.view(np.uint64).max() < self._n) if known else super().contains(x)  # a negative one is huge
-
-
-class MaskResetCartPole(CartPoleVectorEnv):
-    """Gymnasium's native vector CartPole, with the reset of ended rows in the caller's hands and no reset steps."""
-
-    metadata = CartPoleVectorEnv.metadata | {"autoreset_mode": AutoresetMode.DISABLED}
-
-    def __init__(self, num_envs: int, **settings: Any) -> None:
-        """See ``CartPoleVectorEnv``."""
-        super().__init__(num_envs, **settings)
-        self.action_space = Choices(2, num_envs)
-
-    def step(self, action: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
-        """Step all rows; see ``VectorEnv.step``."""
-        result = super().step(action)
-        # What the base class would read to reset these rows, on top of their next step.
-        self.prev_done = np.zeros(self.num_envs, dtype=np.bool_)
-        return result
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
-        """Reset all rows, or those of ``options["reset_mask"]``, bool ``[num_envs]``."""
-        mask = None if options is None else options.get("reset_mask")
-        if mask is None or self.state is None:
-            return super().reset(seed=seed, options=options)
-        rows = np.flatnonzero(mask)
-        self.state[:, rows] = self.np_random.uniform(low=self.low, high=self.high, size=(4, rows.size))
-        self.steps[rows] = 0
-        return self.state.T.astype(np.float32), {}
-
-
 EnvSource = str | EnvSpec | gym.Env | VectorEnv | Callable[[], gym.Env | VectorEnv]
 
 
@@ -214,21 +172,21 @@ def _from_id(env_id: str | EnvSpec, num_envs: int, mode: str | None, kwargs: dic
     spec = gym.spec(env_id) if isinstance(env_id, str) else env_id
     if num_envs == 1 and mode is None:
         return ScalarDriver(gym.make(env_id, **kwargs))
-    native = spec.vector_entry_point == _NATIVE_CARTPOLE and not spec.additional_wrappers
+    native = is_native(spec)
     if mode == "vector_entry_point" and not native:
         raise ValueError(f"{spec.id} has no native vector environment whose rows can be reset when they end")
     if native and mode in (None, "vector_entry_point"):
-        limit = {"max_episode_steps": spec.max_episode_steps} if spec.max_episode_steps else {}
-        settings: dict[str, Any] = limit | spec.kwargs | kwargs
-        return VectorDriver(MaskResetCartPole(num_envs, **settings))
+        settings = native_settings(spec, kwargs)
+        if mode is not None or takes(settings):  # else a scalar one may know them, or says that it does not
+            return VectorDriver(MaskResetCartPole(num_envs, **settings))
     if spec.entry_point is None:
         raise ValueError(
             f"{spec.id} exists only as a vector environment that resets in the step after an episode's end, "
             "which gives frames that no policy acted in; GymEnv needs a scalar version of it"
         )
-    settings = {"copy": False, "autoreset_mode": AutoresetMode.DISABLED}  # GymEnv copies before the next step
+    vector_kwargs = {"copy": False, "autoreset_mode": AutoresetMode.DISABLED}  # GymEnv copies before the next step
     return VectorDriver(
-        gym.make_vec(env_id, num_envs, vectorization_mode=mode or "sync", vector_kwargs=settings, **kwargs)
+        gym.make_vec(env_id, num_envs, vectorization_mode=mode or "sync", vector_kwargs=vector_kwargs, **kwargs)
     )
 
 

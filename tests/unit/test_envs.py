@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from collectors.envs import GymEnv
-from collectors.vector import Choices
+from collectors.native_cartpole import Choices
 
 SCALAR_IDS = ["CartPole-v1", "Acrobot-v1", "Pendulum-v1", "MountainCarContinuous-v0", "FrozenLake-v1"]
 
@@ -106,6 +106,33 @@ def test_rows_are_those_of_scalar_environments(
         torch.testing.assert_close(row["next", "reward"][:, 0], expected["reward"].float(), rtol=0, atol=0)
         assert torch.equal(row["next", "terminated"][:, 0], expected["terminated"])
         assert torch.equal(row["next", "truncated"][:, 0], expected["truncated"])
+
+
+@pytest.mark.parametrize("num_envs", [1, 2])
+@pytest.mark.parametrize(
+    ("make_kwargs", "limit"),
+    [
+        ({}, 500),
+        ({"max_episode_steps": 7}, 7),
+        ({"max_episode_steps": None, "disable_env_checker": True}, 500),
+        ({"max_episode_steps": -1, "sutton_barto_reward": True}, None),
+    ],
+)
+def test_what_gymnasium_makes_of_one_cartpole_is_made_of_many(
+    make_kwargs: dict[str, Any], limit: int | None, num_envs: int
+) -> None:
+    env = GymEnv("CartPole-v1", num_envs, seed=0, **make_kwargs)
+    assert num_envs == 1 or isinstance(env.stepper.driver.env, CartPoleVectorEnv)  # type: ignore[attr-defined]
+    balance = torch.tensor([0.1, 0.3, 1.0, 1.0])  # of position, angle and their speeds: the pole never falls
+    batch = env.rollout(600, lambda td: td.set("action", (td["observation"] @ balance > 0).long()))
+    assert batch["next", "episode_length"].max() == (limit or 600)
+    assert batch["next", "truncated"].any() == (limit is not None)
+
+
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_what_cartpole_does_not_take_is_refused_in_the_same_words(num_envs: int) -> None:
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'gravitas'.*CartPole-v1"):
+        GymEnv("CartPole-v1", num_envs, gravitas=9.8)
 
 
 @settings(max_examples=15, deadline=None)
