@@ -37,7 +37,8 @@ def gae(
         Advantages, ``[*B, T]``. Adding ``value`` gives the lambda returns, the critic's targets.
 
     """
-    delta = torch.addcmul(reward - value, next_value, terminated.logical_not(), value=gamma)
+    future = next_value.masked_fill(terminated, 0.0)  # a product would leave what is not a number
+    delta = torch.add(reward - value, future, alpha=gamma)
     decay = done.logical_not().to(reward.dtype) * (gamma * lmbda)
     advantage = torch.zeros_like(delta[..., 0])
     backwards = []

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -74,6 +77,14 @@ def test_lambda_one_is_the_discounted_return_with_the_right_bootstrap() -> None:
     for name, (terminated, done, expected) in cases.items():
         advantage = gae(reward, value, next_value, terminated, done, gamma=0.5, lmbda=1.0)
         assert advantage[0].item() == expected, name
+
+
+@pytest.mark.parametrize("unknown", [math.nan, math.inf, -math.inf])
+def test_where_an_episode_has_no_future_its_value_does_not_matter(unknown: float) -> None:
+    reward, value, next_value, terminated, done = experience(4, 10, seed=0)
+    expected = gae(reward, value, next_value, terminated, done, gamma=0.9, lmbda=0.9)
+    next_value[terminated] = unknown
+    assert torch.equal(gae(reward, value, next_value, terminated, done, gamma=0.9, lmbda=0.9), expected)
 
 
 def test_a_slice_is_as_good_as_a_copy() -> None:
