@@ -100,6 +100,10 @@ class BaseCollector(Updating):
             raise LookupError(f"no '{model_id}' here: this collector was given no policy")
         return find_in(SimpleNamespace(policy=self.policy), self.policy, model_id)
 
+    def cascade_weights(self, model_id: str) -> None:
+        """Pass on to whoever acts an update that this collector's own model has just been given by a scheme above."""
+        self.update_policy_weights_(model_id=model_id)
+
     @abstractmethod
     def set_seed(self, seed: int) -> int:
         """Make what follows reproducible: environment ``i`` of all gets ``seed + i``. Returns the next free seed."""

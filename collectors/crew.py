@@ -188,10 +188,6 @@ class CrewCollector(BaseCollector):
         """The workers that there are, by index."""
         return sorted(self._members.pool.workers, key=lambda worker: worker.worker_idx)
 
-    def cascade_weights(self, model_id: str) -> None:
-        """Pass on an update that this collector's own model has just been given by a scheme above."""
-        self.update_policy_weights_(model_id=model_id)
-
     def set_seed(self, seed: int) -> int:
         """Worker ``w``'s environment ``i`` gets ``seed + w * num_envs + i``.
 

@@ -97,9 +97,19 @@ class Collector(BaseCollector):
     def _source(self, model_id: str) -> nn.Module | None:
         """The trainer's model; None if only the acting side has it."""
         try:
-            return self.get_model(model_id)
+            return super().get_model(model_id)
         except LookupError:
             return None
+
+    def get_model(self, model_id: str) -> nn.Module:
+        """See BaseCollector; or one that only the acting side has: it is in this process."""
+        model = self._source(model_id)
+        return self._actor.get_model(model_id) if model is None else model
+
+    def cascade_weights(self, model_id: str) -> None:
+        """See BaseCollector; a model that only the acting side has acts already."""
+        if self._source(model_id) is not None:
+            super().cascade_weights(model_id)
 
     def _gather(self) -> TensorDictBase:
         rollout = self._actor.rollout

@@ -272,9 +272,13 @@ def test_older_names_and_the_choosing_class():
         multi(MultiCollector)
 
 
-def middle(scheme, line):
-    """A worker of the trainer's that has workers of its own."""
-    with multi() as inner:
+def single(**options):
+    return Collector(cartpole(), policy(), frames_per_batch=16, **options)
+
+
+def middle(make, scheme, line):
+    """A worker of the trainer's that has a collector of its own."""
+    with make() as inner:
         scheme.init_on_receiver("policy", context=inner, worker_idx=0)
         scheme.connect()
         line.send(chosen(next(inner)))
@@ -283,12 +287,13 @@ def middle(scheme, line):
         scheme.shutdown()
 
 
-def test_an_update_cascades_to_the_workers_of_a_worker():
+@pytest.mark.parametrize("make", [multi, single])
+def test_an_update_cascades_to_whoever_acts_for_a_worker(make):
     context = multiprocessing.get_context("forkserver")
     mine, theirs = context.Pipe()
     with wsync.SharedMemWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", model=policy(-1.0), num_workers=1)
-        process = context.Process(target=middle, args=(scheme, theirs))
+        process = context.Process(target=middle, args=(make, scheme, theirs))
         process.start()
         scheme.connect()
         assert mine.recv() == 0.0, "the first weights went down to the bottom"
@@ -353,6 +358,31 @@ def test_a_model_of_a_gymnasium_environment_is_updated_by_its_path(cls):
         next(collector)
         collector.update_policy_weights_(weights=ours, model_id=name)
         assert next(collector)["next", "reward"].unique().tolist() == [7.0]
+
+
+def judged_by_the_trainer(scheme, line):
+    """A worker of the trainer's, whose collector has a model in its environment."""
+    maker = gymnasium.wrappers.TimeLimit
+    with Collector(lambda: GymEnv(maker(Judged(), 9)), policy(), frames_per_batch=16) as inner:
+        scheme.init_on_receiver("env.value_net", context=inner, worker_idx=0)
+        scheme.connect()
+        line.send(next(inner)["next", "reward"].unique().tolist())
+        scheme.shutdown()
+
+
+def test_a_model_in_the_environment_of_a_workers_collector_is_updated_by_its_path():
+    context = multiprocessing.get_context("forkserver")
+    mine, theirs = context.Pipe()
+    ours = nn.Linear(1, 1)
+    nn.init.constant_(ours.weight, 7.0)
+    with wsync.SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender("env.value_net", model=ours, num_workers=1)
+        process = context.Process(target=judged_by_the_trainer, args=(scheme, theirs))
+        process.start()
+        scheme.connect()
+        assert mine.recv() == [7.0]
+        process.join(20)
+        assert process.exitcode == 0
 
 
 def test_a_path_that_leads_nowhere_in_an_environment_says_how_far_it_leads():
