@@ -137,7 +137,7 @@ class GymEnv:
 
         Raises:
             KeyError: without an "action".
-            ValueError: for actions of a wrong shape.
+            ValueError: for actions of a wrong shape, or that there are not (an index out of range, scores of NaN).
         """
         stepper = self.stepper
         if not stepper.is_reset:

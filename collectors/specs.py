@@ -111,17 +111,40 @@ class DiscreteActions:
         self.uniform_log_prob = -math.log(self.n)
 
     def to_env(self, action: Array, num_envs: int) -> Array:
-        """Return the environment's own numbers, int64 ``[E]``; raise ValueError for any other shape."""
+        """Return the environment's own numbers, int64 ``[E]``.
+
+        Raises:
+            ValueError: another shape, an index that there is not, or scores of which none is the greatest (NaN).
+        """
         if action.size == num_envs * self.n and action.shape[-1:] == (self.n,):
-            index = action.reshape(num_envs, self.n).argmax(-1)
+            index = self._greatest(action.reshape(num_envs, self.n))
         elif action.size == num_envs:
-            index = action.reshape(num_envs)
+            index = self._known(action.reshape(num_envs))
         else:
             raise ValueError(
                 f"an action for {num_envs} environment(s) with {self.n} choices is an index [{num_envs}] or "
                 f"scores [{num_envs}, {self.n}], not {list(action.shape)}"
             )
         return index.astype(np.int64, copy=False) + self.start
+
+    def _known(self, index: Array) -> Array:
+        if index.size == 1:  # the common cases first: they are looked at in every step
+            if index.item() in range(self.n):
+                return index
+        elif index.dtype == np.int64 and index.view(np.uint64).max() < self.n:  # a negative one is huge
+            return index
+        known = np.isin(index, np.arange(self.n))
+        if not known.all():
+            row = int(known.argmin())
+            raise ValueError(f"the action for environment {row} is {index[row]}, and an index is 0 to {self.n - 1}")
+        return index
+
+    def _greatest(self, scores: Array) -> Array:
+        if scores.dtype.kind == "f" and (unknown := np.isnan(scores)).any():
+            row = int(unknown.any(-1).argmax())
+            told = scores[row].tolist()
+            raise ValueError(f"the scores of actions 0 to {self.n - 1} for environment {row} are {told}")
+        return scores.argmax(-1)
 
     def from_env(self, action: Array) -> Array:
         """Return indices, counted from 0."""

@@ -133,7 +133,7 @@ class Stepper:
         """Apply ``action`` (any form that a policy may give); see the class for what can be read then.
 
         Raises:
-            ValueError: for actions of a wrong shape.
+            ValueError: for actions of a wrong shape, or that there are not (an index out of range, scores of NaN).
         """
         successor, self.reward[:], self.terminated[:], self.truncated[:] = self.driver.step(
             self._actions.to_env(action, self.num_envs)

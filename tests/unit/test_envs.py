@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from collectors.envs import GymEnv
-from collectors.native_cartpole import Choices
 
 SCALAR_IDS = ["CartPole-v1", "Acrobot-v1", "Pendulum-v1", "MountainCarContinuous-v0", "FrozenLake-v1"]
 
@@ -348,17 +347,37 @@ def test_a_wrong_action_is_an_error() -> None:
         env.step(env.reset())
 
 
-@given(
-    num_envs=st.integers(1, 4),
-    actions=st.lists(st.integers(-2, 4), min_size=1, max_size=5),
-    dtype=st.sampled_from(["int64", "int32", "float32", "uint64", "bool"]),
-    stride=st.sampled_from([1, 2]),
-)
-def test_choices_are_checked_as_gymnasium_checks_them(
-    num_envs: int, actions: list[int], dtype: str, stride: int
-) -> None:
-    given_ = np.array(actions).astype(dtype)[::stride]
-    ours, theirs = Choices(2, num_envs), gym.spaces.MultiDiscrete(np.full(num_envs, 2))
-    assert ours.contains(given_) == theirs.contains(given_)
-    assert ours.contains(actions) == theirs.contains(actions)
-    assert ours == theirs
+WRONG = {
+    "too great": ([0, 2], "environment 1 is 2, and an index is 0 to 1"),
+    "negative": ([-1, 0], "environment 0 is -1, and an index is 0 to 1"),
+    "negative, in few bits": (np.array([0, -1], np.int8), "environment 1 is -1, and an index is 0 to 1"),
+    "half": ([1.0, 0.5], "environment 1 is 0.5, and an index is 0 to 1"),
+    "unknown": ([torch.nan, 0.0], "environment 0 is nan, and an index is 0 to 1"),
+    "unknown scores": ([[0.0, 1.0], [torch.nan] * 2], r"actions 0 to 1 for environment 1 are \[nan, nan\]"),
+    "one unknown score": ([[0.0, torch.nan], [0.0, 1.0]], r"actions 0 to 1 for environment 0 are \[0.0, nan\]"),
+}
+
+
+@pytest.mark.parametrize("mode", [None, "sync"])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_choice_that_there_is_not_is_an_error_which_names_it(name: str, mode: str | None) -> None:
+    action, message = WRONG[name]
+    env = GymEnv("CartPole-v1", 2, vectorization_mode=mode)
+    with pytest.raises(ValueError, match=message):
+        env.step(TensorDict({"action": torch.as_tensor(action)}, [2]))
+
+
+@pytest.mark.parametrize("action", [2, -1, 0.5, torch.nan])
+def test_a_choice_that_one_environment_does_not_have_is_an_error(action: float) -> None:
+    with pytest.raises(ValueError, match=f"environment 0 is {action}, and an index is 0 to 1"):
+        GymEnv("CartPole-v1").step(TensorDict({"action": torch.tensor(action)}))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.float32, torch.bool])
+def test_an_index_of_any_type_is_taken(dtype: torch.dtype) -> None:
+    indices = torch.tensor([[0, 1], [1, 0]])
+    one, other = (
+        [GymEnv("CartPole-v1", 2, seed=0).step(TensorDict({"action": action}, [2]))["next"] for action in actions]
+        for actions in (indices, indices.to(dtype))
+    )
+    assert all(bool((mine == yours).all()) for mine, yours in zip(one, other, strict=True))
