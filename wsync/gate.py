@@ -6,7 +6,8 @@ its first layer to its last. The receiver thread installs by passing through the
 (it does not merely try it), so nothing that it was told of can be stranded when the last forward leaves.
 
 What goes around the gate: ``model.forward(...)`` called directly, a submodule called on its own, plain reads of
-parameters, and of an output that is a view of one. Hold the gate yourself for those, and around forward *and* backward in a worker that trains::
+parameters, and of an output that is a view of one. Hold the gate yourself for those, and around forward *and* backward
+in a worker that trains::
 
     with wsync.gate():
         loss = model(x).sum()

@@ -25,7 +25,7 @@ from wsync.errors import NotConnected
 from wsync.identity import PeerProcess, identity
 from wsync.lobby import TOKEN, Lobby, Visitor, greeting, missing
 from wsync.receiver_thread import LineHandler, receiver_thread
-from wsync.sockets import end, require_opener
+from wsync.sockets import Outbox, end, require_opener
 from wsync.words import HEADER_SIZE, PROTOCOL, Kind, Line, Message, length_in, unpack
 
 _FRAME_TIMEOUT = 5.0  # seconds in which a begun message has to go on
@@ -70,6 +70,7 @@ class NetLine:
         self._expected = expected
         self._peer = PeerProcess()
         self._rest = b""  # that came with the last message: less than one
+        self._outbox = Outbox(self._send)
         host, port, *_ = sock.getpeername()
         self._where = f"{host} port {port}"
         sock.settimeout(_FRAME_TIMEOUT)
@@ -97,17 +98,17 @@ class NetLine:
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Send one message, whole.
+        """Send one message, whole; a long one later (``Outbox``).
 
         Raises:
             ConnectionError: the other end is gone, or has stopped reading long ago; or this is a forked child.
         """
         require_opener(self._opener)
         data, self._proof = self._proof + message.pack(), b""
+        self._outbox.put(data, long=len(data) > _STEP)
+
+    def _send(self, data: bytes) -> None:
         try:
-            if len(data) <= _STEP:
-                self._socket.sendall(data)
-                return
             for begin in range(0, len(data), _STEP):  # the socket's timeout is for all that is sent at once
                 self._socket.sendall(memoryview(data)[begin : begin + _STEP])
         except OSError as error:
@@ -177,6 +178,8 @@ class NetLine:
         if self._socket.fileno() >= 0:
             end(self._socket, self._opener)
             self._peer.close()
+            if os.getpid() == self._opener:  # a forked child has no thread
+                self._outbox.close()
 
 
 class NetListener:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 
 
@@ -27,3 +30,52 @@ def require_opener(opener: int) -> None:
     """
     if os.getpid() != opener:
         raise ConnectionError("this line is the parent's of this process")
+
+
+class Outbox:
+    """Sends what it is given in order: at once, but a long message, and what comes behind it, by a thread.
+
+    For who should read it may be stopped, and whoever sends has others to send to.
+
+    Args:
+        send: returns when it is sent; raises ConnectionError if it cannot be, any more.
+    """
+
+    def __init__(self, send: Callable[[bytes], None]) -> None:
+        self._send = send
+        self._lock = threading.Lock()
+        self._waiting: deque[bytes] = deque()
+        self._thread: threading.Thread | None = None
+
+    def put(self, data: bytes, *, long: bool) -> None:
+        """Send ``data``.
+
+        Raises:
+            ConnectionError: it could not be sent. Of what the thread cannot send, whoever reads the line hears.
+        """
+        with self._lock:
+            if self._thread is None and long:
+                self._thread = threading.Thread(target=self._run, name="wsync-words", daemon=True)
+                self._thread.start()
+            if self._thread is not None:
+                self._waiting.append(data)
+                return
+        self._send(data)
+
+    def _run(self) -> None:
+        with suppress(ConnectionError):
+            while (data := self._next()) is not None:
+                self._send(data)
+
+    def _next(self) -> bytes | None:
+        with self._lock:
+            if not self._waiting:
+                self._thread = None
+                return None
+            return self._waiting.popleft()
+
+    def close(self) -> None:
+        """Wait for the thread, when the socket has been shut down."""
+        thread = self._thread
+        if thread is not None:
+            thread.join()

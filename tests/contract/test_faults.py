@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from contract_models import Apart, Hard, Joined, Small, Tail, fill
+from contract_models import Apart, Hard, Joined, Small, Tail, digest, fill
 from crew import (
     CascadingHost,
     Host,
@@ -275,6 +275,27 @@ def test_no_answer_is_forgotten(make_scheme: Any) -> None:
             scheme.wait_async()
         report = scheme.wait_async()
         assert report is not None and dict(report.workers) == {1: 5}
+
+
+@pytest.mark.parametrize("make_scheme", ["distributed", "shared_mem"], indirect=True)
+def test_words_that_a_stopped_worker_does_not_read_keep_nobody_waiting(make_scheme: Any) -> None:
+    model = Tail()
+    with crew(2) as workers, make_scheme(timeout=3.0) as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        workers.follow(scheme, Tail)
+        workers[0].stop()
+        try:
+            model.note = bytes(16 << 20)  # more than the line takes at once
+            with pytest.raises(wsync.SyncTimeout) as late:
+                scheme.send(fill(model, 2))
+            assert set(late.value.workers) == {0}
+            assert workers[1].call("forward")[0] == 2
+        finally:
+            workers[0].resume()
+        model.note = "little"
+        scheme.timeout = 30.0
+        scheme.send(fill(model, 3))
+        assert workers.all("digest") == [digest(model)] * 2
 
 
 @pytest.mark.above_the_ends
