@@ -46,14 +46,17 @@ class Outbox:
         self._lock = threading.Lock()
         self._waiting: deque[bytes] = deque()
         self._thread: threading.Thread | None = None
+        self._error: ConnectionError | None = None
 
     def put(self, data: bytes, *, long: bool) -> None:
         """Send ``data``.
 
         Raises:
-            ConnectionError: it could not be sent. Of what the thread cannot send, whoever reads the line hears.
+            ConnectionError: it could not be sent, or something before it. Whoever reads the line hears of that, too.
         """
         with self._lock:
+            if self._error is not None:
+                raise self._error
             if self._thread is None and long:
                 self._thread = threading.Thread(target=self._run, name="wsync-words", daemon=True)
                 self._thread.start()
@@ -63,9 +66,11 @@ class Outbox:
         self._send(data)
 
     def _run(self) -> None:
-        with suppress(ConnectionError):
+        try:
             while (data := self._next()) is not None:
                 self._send(data)
+        except ConnectionError as error:
+            self._error = error
 
     def _next(self) -> bytes | None:
         with self._lock:
