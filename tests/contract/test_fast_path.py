@@ -186,7 +186,7 @@ def test_what_was_sent_is_not_kept_alive(backend: str) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("backend", [*LOCAL, "distributed", "rpc"])
-def test_usual_updates_go_the_short_way(backend: str) -> None:
+def test_usual_updates_take_the_fast_path(backend: str) -> None:
     if not native.available:
         pytest.skip("the compiled fast path was not built here")
     model = scramble(Plain(), 0)

@@ -148,12 +148,13 @@ ODD: dict[str, Callable[[], Tensor]] = {
     "nowhere": lambda: torch.ones(2, 3, device="meta"),
     "sparse": lambda: torch.ones(2, 3).to_sparse(),
     "complex": lambda: torch.ones(2, 3, dtype=torch.complex64),
+    "zeros that take no memory": lambda: torch._efficientzerotensor((2, 3)),
 }
 
 
 @needs_it
 @pytest.mark.parametrize("odd", list(ODD))
-def test_what_does_not_fit_is_left_to_the_long_way(odd: str) -> None:
+def test_what_does_not_fit_is_left_to_the_slow_path(odd: str) -> None:
     fits = torch.ones(2, 3)
     room, views = room_for(fits, fits.clone())
     assert room.fill([fits, ODD[odd]()]) is False
@@ -163,7 +164,7 @@ def test_what_does_not_fit_is_left_to_the_long_way(odd: str) -> None:
 
 
 @needs_it
-def test_what_was_tied_and_is_no_more_is_left_to_the_long_way() -> None:
+def test_what_was_tied_and_is_no_more_is_left_to_the_slow_path() -> None:
     tied = torch.ones(2, 3)
     room, (one, other) = room_for(tied, tied)
     assert one.data_ptr() == other.data_ptr()
@@ -249,7 +250,7 @@ word = st.integers(-1, 4)
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), word, word, st.integers(0, 3)), min_size=2, max_size=2),
     st.booleans(),
 )
-def test_the_short_way_takes_the_slot_that_the_long_way_would(
+def test_the_fast_path_takes_the_slot_that_the_slow_path_would(
     workers: list[tuple[int, int, int, int, int]], retains: bool
 ) -> None:
     tensor = torch.rand(3)

@@ -182,8 +182,8 @@ static PyObject *Installer_install(Installer *self, PyObject *views)
 }
 
 PyDoc_STRVAR(Installer_install_doc,
-             "Binding.install; False if the model is not what it was, or refuses, or a tensor is not just bytes: then the long\n"
-             "way has to do it, or say why not.");
+             "Binding.install; False if the model is not what it was, or refuses, or a tensor is not just bytes: then the slow\n"
+             "path has to do it, or say why not.");
 static PyMethodDef Installer_methods[] = {
     {"install", (PyCFunction)Installer_install, METH_O, Installer_install_doc},
     {NULL},
