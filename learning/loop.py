@@ -133,7 +133,7 @@ class Training:
     def _loop(self, collector: Collector, stop: StopRequest) -> str:
         progress, scheme, saved_at = self.progress, self.scheme, time.monotonic()
         batches = iter(collector)
-        progress.begin()
+        progress.begin(scheme.version)
         while (status := self.goal.reached(progress)) is None:
             if stop.requested:
                 return "interrupted"
@@ -174,15 +174,7 @@ class Training:
     def _summary(self, status: str, failures: Failures) -> dict[str, Any]:
         first = self.progress.first_update_at
         return {
-            **summarise(
-                status,
-                self.progress,
-                self.goal.solved_at,
-                self.scheme.metrics,
-                self.scheme.version,
-                failures,
-                self.chaos,
-            ),
+            **summarise(status, self.progress, self.goal.solved_at, self.scheme.metrics, failures, self.chaos),
             "seconds_to_first_update": None if first is None else first - self.started,
             **self.facts,
         }

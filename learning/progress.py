@@ -101,9 +101,9 @@ class Progress:
     _reported: SyncReport | None = None
     _recent_us: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
-    def begin(self) -> None:
-        """Start the clock: the first environment step follows."""
-        self._began = time.perf_counter()
+    def begin(self, version: int = 0) -> None:
+        """Start the clock: the first environment step follows, with `version` of the weights."""
+        self._began, self.version = time.perf_counter(), version
 
     @property
     def seconds(self) -> float:

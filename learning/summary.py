@@ -24,7 +24,6 @@ def summarise(
     progress: Progress,
     solved_at: float | None,
     metrics: SyncMetrics,
-    version: int,
     failures: Failures | None = None,
     chaos: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
@@ -35,14 +34,13 @@ def summarise(
         progress: the counters.
         solved_at: mean return that counts as solved; None: nothing does.
         metrics: what the updates cost.
-        version: the newest that the workers were sent, the first weights included; 0 if nothing ever was.
         failures: of workers; None where there are no workers.
         chaos: how many workers each fault has hit that was made on purpose.
     """
     sync = metrics.summary()
     sync.setdefault("latency_us", dict.fromkeys(("p50", "p95", "p99", "max")))
     sync.setdefault("phases_us", {})
-    told = [verdict(status, progress, solved_at, version)]
+    told = [verdict(status, progress, solved_at)]
     told += [f"{failures}."] if failures else []
     told += [f"Made on purpose: {_listed(chaos)}."] if chaos and any(chaos.values()) else []
     return {
@@ -55,7 +53,7 @@ def summarise(
         "episodes": progress.episodes,
         "episode_return_mean_100": progress.return_mean,
         "solved_at": solved_at,
-        "weight_sync": {**sync, "version": version, "staleness_mean": progress.staleness_mean},
+        "weight_sync": {**sync, "version": progress.version, "staleness_mean": progress.staleness_mean},
         "worker_failures": failures.as_dict() if failures else {},
         "chaos": dict(chaos or {}),
     }
@@ -69,8 +67,8 @@ _WAYS_ON = {"solved": "stop_when_solved=false", "finished": "More total_frames="
 """How a run that has come to such an end, and is resumed, has something to do."""
 
 
-def verdict(status: str, progress: Progress, solved_at: float | None, version: int) -> str:
-    """Say how the run ended, in a sentence; in two if it was a control: nothing (`version` 0) reached the workers."""
+def verdict(status: str, progress: Progress, solved_at: float | None) -> str:
+    """Say how the run ended, in a sentence; in two if it was a control: nothing (version 0) reached the workers."""
     if status in _WAYS_ON and progress.frames == progress.frames_before:
         return f"Nothing was left to do: {status} after {progress.frames:,} frames. {_WAYS_ON[status]} goes on."
     mean, count, solved = progress.return_mean, len(progress.window), progress.solved(solved_at)
@@ -80,7 +78,7 @@ def verdict(status: str, progress: Progress, solved_at: float | None, version: i
     text = f"{how} after {progress.frames:,} frames in {progress.seconds:.1f} s: "
     text += "no episode ended" if mean is None else f"mean return {mean:.1f} over the last {count} episodes"
     text += "" if solved_at is None else f" (solved at {solved_at:g})"
-    return f"{text}." if version or progress.acted_on is None else f"{text}. {_control(progress, solved)}"
+    return f"{text}." if progress.version or progress.acted_on is None else f"{text}. {_control(progress, solved)}"
 
 
 def _control(progress: Progress, solved: bool) -> str:

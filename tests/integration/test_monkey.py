@@ -79,6 +79,7 @@ def test_a_run_that_does_not_bear_it_ends_with_an_error_that_names_the_worker(tm
     assert "Traceback" not in done.stderr
     told = summary(tmp_path)
     assert (told["status"], told["chaos"]) == ("failed", {"kill": 1})
+    assert told["weight_sync"]["version"] >= 1 and "Nothing reached the workers" not in told["verdict"]
     assert sum(told["worker_failures"]["failed"].values()) == 1
 
 

@@ -86,7 +86,7 @@ def test_the_control_says_that_nothing_arrived() -> None:
     progress = Progress()
     for _ in range(3):
         progress.collected(batch(torch.full((WINDOW,), 20.0), 0), 0)
-    summary = summarise("finished", progress, 475.0, SyncMetrics("none"), version=0)
+    summary = summarise("finished", progress, 475.0, SyncMetrics("none"))
     assert "Finished, not solved, after 300 frames" in summary["verdict"]
     assert "Nothing reached the workers: all their frames were acted with version 0" in summary["verdict"]
     assert "it did not learn: mean return 20.0 at the start, 20.0 at the end" in summary["verdict"]
@@ -97,13 +97,14 @@ def test_a_resumed_run_that_has_nothing_left_to_do_says_what_to_ask_for() -> Non
     before, progress = Progress(), Progress()
     before.collected(batch(torch.full((WINDOW,), 500.0)), 1)
     progress.load_state_dict(before.state_dict())
-    said = verdict("finished", progress, 475.0, version=1)
+    said = verdict("finished", progress, 475.0)
     assert said == "Nothing was left to do: finished after 100 frames. More total_frames= goes on."
-    assert "stop_when_solved=false goes on" in verdict("solved", progress, 475.0, version=1)
+    assert "stop_when_solved=false goes on" in verdict("solved", progress, 475.0)
 
 
 def test_a_control_that_is_solved_is_suspicious() -> None:
     progress = Progress()
     progress.collected(batch(torch.full((WINDOW,), 500.0), 0), 0)
-    assert "storage is shared by accident" in verdict("solved", progress, 475.0, version=0)
-    assert "Nothing reached" not in verdict("solved", progress, 475.0, version=1)
+    assert "storage is shared by accident" in verdict("solved", progress, 475.0)
+    progress.begin(1)
+    assert "Nothing reached" not in verdict("solved", progress, 475.0)

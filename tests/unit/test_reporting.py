@@ -36,7 +36,7 @@ def summary(sync: bool = True, status: str = "solved") -> dict:
     if sync:
         metrics.record(SyncReport(1, 18432, 1e-4, {name: us / 1e6 for name, us in PHASES.items()}, {}))
     progress = Progress(frames=1024, episodes=3)
-    return summarise(status, progress, 475.0, metrics, version=1) | {"env": "CartPole-v1", "seed": 0, "num_workers": 2}
+    return summarise(status, progress, 475.0, metrics) | {"env": "CartPole-v1", "seed": 0, "num_workers": 2}
 
 
 def told(reporter: Reporter, folder: Path, rows: list[Row], end: dict) -> None:
