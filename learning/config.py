@@ -13,6 +13,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from collectors.config import ConfigError, MultiAsyncConfig, MultiSyncConfig, RemoteConfig
 from collectors.specs import Spec
+from learning.limits import refuse_out_of_range
 from learning.networks import ACTIVATIONS
 from learning.reporting.sweep import report
 from wsync.config import store_once
@@ -150,21 +151,7 @@ def check(config: TrainConfig) -> None:
     Raises:
         ConfigError: for the first thing found.
     """
-    positive = {
-        name: getattr(config, name) for name in ("num_workers", "num_envs", "total_frames", "threads", "timeout")
-    }
-    positive |= {f"algorithm.{name}": getattr(config.algorithm, name) for name in ("epochs", "minibatch_size", "lr")}
-    positive |= {f"policy.hidden[{i}]": width for i, width in enumerate(config.policy.hidden)}
-    positive |= {"policy.initial_std": config.policy.initial_std}
-    positive |= {"env.max_episode_steps": config.env.max_episode_steps}
-    for name, value in positive.items():
-        if value is not None and value <= 0:
-            raise ConfigError(f"{name} has to be more than 0, not {value}")
-    if config.seed < 0:
-        raise ConfigError(f"seed has to be at least 0, not {config.seed}")
-    for name in ("gamma", "gae_lambda"):
-        if not 0 <= (value := getattr(config.algorithm, name)) <= 1:
-            raise ConfigError(f"algorithm.{name} has to be between 0 and 1, not {value}")
+    refuse_out_of_range(config)
     if isinstance(config.collector, MultiSyncConfig | RemoteConfig):
         how, time = config.collector.cat_results, 0 if config.num_envs == 1 else 1
         if how in (time, -1):

@@ -21,6 +21,7 @@ from collectors.specs import Spec
 from learning import PPO, make_policy
 from learning.complaints import one_line
 from learning.config import TrainConfig
+from learning.limits import LIMITS
 from learning.reporting.wandb_logger import WandbLogger
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -150,7 +151,25 @@ def test_a_slip_is_answered_in_one_line(override: str, said: str) -> None:
         (["policy.activation=cubic"], "it is one of tanh, "),
         (["policy.initial_std=0"], "policy.initial_std has to be more than 0"),
         (["env.max_episode_steps=0"], "env.max_episode_steps has to be more than 0"),
-        (["seed=-1"], "seed has to be at least 0, not -1"),
+        (["seed=-1"], "seed has to be between 0 and .*, not -1"),
+        (["seed=99999999999999999999"], "seed has to be between 0 and "),
+        (["threads=100000"], "threads has to be between 1 and 1024, not 100000"),
+        (["timeout=nan"], "timeout has to be more than 0, not nan"),
+        (["checkpoint_every=nan"], "checkpoint_every has to be at least 0, not nan"),
+        (["algorithm.max_grad_norm=-1"], "algorithm.max_grad_norm has to be more than 0, not -1"),
+        (["algorithm.value_coef=-1"], "algorithm.value_coef has to be at least 0"),
+        (["algorithm.lr=inf"], "algorithm.lr has to be more than 0, and finite, not inf"),
+        (["algorithm.lr_final=-1"], "algorithm.lr_final has to be at least 0"),
+        (["algorithm.clip=-1"], "algorithm.clip has to be more than 0"),
+        (["algorithm.entropy_coef=nan"], "algorithm.entropy_coef has to be finite, not nan"),
+        (["algorithm.adam_eps=0"], "algorithm.adam_eps has to be more than 0"),
+        (["algorithm.epochs_final=0"], "algorithm.epochs_final has to be more than 0, not 0"),
+        (["env.solved_at=nan"], "env.solved_at has to be finite"),
+        (["collector.init_random_frames=-5"], "collector.init_random_frames has to be at least 0"),
+        (["collector.restart_window=nan"], "collector.restart_window has to be more than 0"),
+        (["weight_sync=distributed", "collector.timeout=nan"], "collector.timeout has to be more than 0"),
+        (["weight_sync=distributed", "collector.port=-1"], "collector.port has to be between 0 and 65535"),
+        (["chaos=kill", "chaos.rate=nan"], "chaos.rate has to be more than 0"),
         (["collector.cat_results=1"], "cat_results=1 joins the workers' batches along time, .*: say stack, or 0"),
         (["collector.cat_results=-1"], "along time"),
         (["collector.cat_results=0", "num_envs=1"], "along time"),
@@ -187,6 +206,11 @@ def test_an_action_that_no_policy_gives_is_refused(shape: tuple[int, ...]) -> No
         learning.config.check_action("Mine-v0", Spec(torch.Size(shape), torch.float32, *bounds))
     with pytest.raises(ValueError, match="a choice or a vector"):
         make_policy(4, Spec(torch.Size(shape), torch.float32, *bounds))
+
+
+def test_the_numbers_that_have_a_limit_are_settings_and_infinity_is_possible_where_it_is_a_limit_itself() -> None:
+    assert {name for name in LIMITS if name not in learning.config.settings()} == set()
+    learning.config.check(config("timeout=inf", "algorithm.max_grad_norm=inf", "algorithm.lr_final=0"))
 
 
 def test_an_impossible_pair_is_refused() -> None:
