@@ -28,6 +28,7 @@ if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
 if signal.getsignal(signal.SIGINT) is not INTERRUPT:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import logging
 import sys
 from contextlib import ExitStack, closing
 from functools import partial
@@ -61,6 +62,8 @@ from learning.stop import StopRequest
 from wsync import WeightSyncError
 
 EXPECTED = (ConfigError, CheckpointError, Diverged, HydraException, OmegaConfBaseException, WeightSyncError)
+
+log = logging.getLogger(__name__)
 
 for package in (wsync.config, collectors.config, learning.config):
     package.register_configs()
@@ -142,10 +145,13 @@ def main(composed: DictConfig) -> None:
             cfg.logger.group = cfg.logger.group or "-".join(Path(run.sweep.dir).parts[-2:])
         OmegaConf.save(OmegaConf.structured(cfg), folder / "config.yaml")
         status = train(cfg, folder, started)
-    except EXPECTED as error:
-        if sweep:  # Hydra goes on with the other jobs, and raises at the end
-            raise
-        raise SystemExit(complaint(error)) from error
+    except Exception as error:
+        expected = isinstance(error, EXPECTED)
+        if sweep:  # Hydra goes on with the other jobs, and raises the first error at the end: no other one is told
+            log.error("%s: %s", folder.name, reason(error) if expected else error, exc_info=not expected)
+        elif expected:
+            raise SystemExit(complaint(error)) from error
+        raise
     if status:
         raise SystemExit(status)
 
@@ -158,9 +164,14 @@ def leave_at_once(status: int) -> NoReturn:
 
 
 def complaint(error: BaseException) -> str:
+    """Say in one line who complains, and of what."""
+    return f"train.py: {reason(error)}"
+
+
+def reason(error: BaseException) -> str:
     """Say in one line what is wrong, or what went wrong."""
     hydras = isinstance(error, HydraException | OmegaConfBaseException)
-    return f"train.py: {one_line(error, learning.config.settings()) if hydras else error}"
+    return one_line(error, learning.config.settings()) if hydras else str(error)
 
 
 if __name__ == "__main__":

@@ -260,12 +260,23 @@ def test_a_sweep_in_which_a_checkpoint_is_refused_ends_with_a_report_of_the_othe
     other_model = [f"resume={runs['none'][0]}", "policy.hidden=[32],[64,64]", "total_frames=1280"]
     done = run(tmp_path, *other_model, f"hydra.sweep.dir={tmp_path}", "-m")
     assert done.returncode == 1
-    which, complaint = done.stderr.splitlines()
+    at_once, which, complaint = done.stderr.splitlines()
+    assert at_once.startswith("ERROR: 0-none-s3: ") and "does not fit this run" in at_once
     assert "policy.hidden=[32]" in which
     assert complaint.startswith("train.py: ") and "does not fit this run" in complaint
     with open(tmp_path / "sweep.csv", encoding="utf-8", newline="") as file:
         assert [row["run"] for row in csv.DictReader(file)] == ["1-none-s3"]
     assert "1 run " in done.stdout and (tmp_path / "sweep.html").is_file()
+
+
+def test_a_sweep_tells_of_each_run_that_failed_why_on_the_terminal_and_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    sweep = ["env.id=CartPol-v1,failing:Failing-v0", f"hydra.sweep.dir={tmp_path}", "-m"]
+    done = run(tmp_path, *sweep, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    for folder, reason in (("0-shared_mem-s0", "env.id=CartPol-v1"), ("1-shared_mem-s0", "ArithmeticError: the pole")):
+        assert f"ERROR: {folder}: " in done.stderr
+        assert reason in done.stderr and reason in (tmp_path / folder / "train.log").read_text()
 
 
 def test_a_report_of_nothing_says_so(tmp_path: Path) -> None:
