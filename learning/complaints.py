@@ -15,7 +15,7 @@ def one_line(error: BaseException, settings: Iterable[str] = ()) -> str:
         name = found[1]
         if "not in struct" in cause:  # a free dictionary: any name is as good as another
             return f"{name}: {reason}; say +{name}=… to add it"
-        return f"no setting is called '{name}'{_meant(name, settings)}"
+        return unknown(name, settings)
     if found := re.match(r"Error merging override (.+)", text):
         return f"{found[1]}: {reason}"
     if found := re.search(r"Could not find '(.+)/(.+?)'", text):
@@ -26,6 +26,11 @@ def one_line(error: BaseException, settings: Iterable[str] = ()) -> str:
     lines = [line.strip() for line in f"{text}\n{reason}".splitlines()]
     said = "; ".join(line for line in lines if line and not line.startswith(("See http", "full_key", "object_type")))
     return f"this override cannot be read: {said}" if "override_grammar" in text else said
+
+
+def unknown(name: str, settings: Iterable[str]) -> str:
+    """Say that no setting is called `name`, and which of the `settings` may have been meant."""
+    return f"no setting is called '{name}'{_meant(name, settings)}"
 
 
 def _meant(name: str, known: Iterable[str]) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from collectors.config import ConfigError, MultiAsyncConfig, MultiSyncConfig, RemoteConfig
 from collectors.specs import Spec
+from learning.complaints import unknown
 from learning.limits import refuse_out_of_range
 from learning.networks import ACTIVATIONS
 from learning.reporting.sweep import report
@@ -151,6 +152,8 @@ def check(config: TrainConfig) -> None:
     Raises:
         ConfigError: for the first thing found.
     """
+    for name in _added(config):  # with a +, which Hydra allows; nobody would read it
+        raise ConfigError(unknown(name, settings()))
     refuse_out_of_range(config)
     if isinstance(config.collector, MultiSyncConfig | RemoteConfig):
         how, time = config.collector.cat_results, 0 if config.num_envs == 1 else 1
@@ -168,6 +171,15 @@ def check(config: TrainConfig) -> None:
         )
     if config.policy.activation not in ACTIVATIONS:
         raise ConfigError(f"policy.activation={config.policy.activation}: it is one of {', '.join(ACTIVATIONS)}")
+
+
+def _added(config: Any, prefix: str = "") -> Iterator[str]:
+    known = {field.name for field in fields(config)}
+    for name, value in vars(config).items():
+        if name not in known:
+            yield f"{prefix}{name}"
+        elif is_dataclass(value):
+            yield from _added(value, f"{prefix}{name}.")
 
 
 def _is_asynchronous(collector: Any) -> bool:

@@ -139,6 +139,9 @@ def test_a_slip_is_answered_in_one_line(override: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
+        (["+num_worker=3"], "no setting is called 'num_worker'; did you mean 'num_workers'?"),
+        (["++algorithm.lrr=3"], "no setting is called 'algorithm.lrr'; did you mean 'algorithm.lr'?"),
+        (["+env.kwarg={x: 3}"], "no setting is called 'env.kwarg'; did you mean 'env.kwargs'?"),
         (["num_workers=0"], "num_workers has to be more than 0, not 0"),
         (["num_envs=-1"], "num_envs has to be more than 0"),
         (["total_frames=0"], "total_frames has to be more than 0"),
