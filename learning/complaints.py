@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
+Settings = Mapping[str, Sequence[str]]
+"""The names of all, and the options of its group that have each."""
 
-def one_line(error: BaseException, settings: Iterable[str] = ()) -> str:
-    """Say what `error`, of Hydra or OmegaConf, is about; `settings` are the names to suggest from after a typo."""
+
+def one_line(error: BaseException, settings: Settings) -> str:
+    """Say what `error`, of Hydra or OmegaConf, is about; `settings` are those to suggest from after a typo."""
     text, cause = str(error), str(error.__cause__ or "")
     reason = cause.partition("\n")[0]
     if found := re.match(r"Could not override '(.+?)'", text):
@@ -28,8 +31,11 @@ def one_line(error: BaseException, settings: Iterable[str] = ()) -> str:
     return f"this override cannot be read: {said}" if "override_grammar" in text else said
 
 
-def unknown(name: str, settings: Iterable[str]) -> str:
-    """Say that no setting is called `name`, and which of the `settings` may have been meant."""
+def unknown(name: str, settings: Settings) -> str:
+    """Say that no setting is called `name`, and which of the `settings` may have been meant, or where there is one."""
+    if options := settings.get(name):
+        group = name.partition(".")[0]
+        return f"'{name}' is no setting of the {group} that was chosen, only of {group}={', '.join(sorted(options))}"
     return f"no setting is called '{name}'{_meant(name, settings)}"
 
 

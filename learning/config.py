@@ -137,12 +137,18 @@ class SweepReport(Callback):
                 report(folder)
 
 
-def settings() -> list[str]:
-    """Return the names of all settings that an override may name, such as ``num_workers`` and ``algorithm.lr``."""
-    names = [field.name for field in fields(TrainConfig)]
+def settings() -> dict[str, list[str]]:
+    """Return all settings that an override may name, and which options have them: ``{"policy.hidden": ["mlp"], …}``.
+
+    One at top level belongs to no option.
+    """
+    names: dict[str, list[str]] = {field.name: [] for field in fields(TrainConfig)}
     for group, options in ConfigStore.instance().repo.items():
         if group in names and isinstance(options, dict):
-            names += [f"{group}.{name}" for option in options.values() for name in option.node if name != "_target_"]
+            for option, stored in options.items():
+                for name in set(stored.node) - {"_target_"}:
+                    base = option.removeprefix("base_").removesuffix(".yaml")
+                    names.setdefault(f"{group}.{name}", []).append(base)
     return names
 
 
@@ -220,8 +226,12 @@ def stored_overrides(argv: Sequence[str]) -> list[str]:
     So that groups which the earlier run chose are chosen again; what `argv` says itself wins.
 
     Raises:
-        ConfigError: if that folder is not a run's.
+        ConfigError: if that folder is not a run's, or a group is to be null, which Hydra would not say.
     """
+    groups = {field.name for field in fields(TrainConfig) if field.type == "Any"} | {"experiment"}
+    for argument in argv:
+        if argument in {f"{group}=null" for group in groups}:
+            raise ConfigError(f"{argument}: say one of the options that --help lists; none, where there is one, is off")
     given = {_name(argument): i for i, argument in enumerate(argv) if "=" in argument}
     folder = argv[given["resume"]].partition("=")[2].strip("'\"") if "resume" in given else ""
     if folder in ("", "null"):

@@ -117,6 +117,7 @@ def test_a_scheme_config_is_accepted_by_its_class() -> None:
         ("weight_snyc=none", "did you mean 'weight_sync'?"),
         ("collector.num_envs=2", "did you mean 'num_envs'?"),
         ("lr=0.1", "did you mean 'algorithm.lr'?"),
+        ("weight_sync.host=node", "only of weight_sync=distributed, ray, ray_module_transform, rpc"),
         ("collector.convert=2", "no setting is called 'collector.convert'"),
         ("num_workers=many", "num_workers=many: Value 'many' of type 'str' could not be converted to Integer"),
         ("num_workers=1.5", "num_workers=1.5: Value '1.5' of type 'float' could not be converted to Integer"),
@@ -299,6 +300,12 @@ def test_a_resumed_run_has_its_old_config_and_overrides_win(tmp_path: Path) -> N
     other = resumed("weight_sync=shared_mem", f"resume={tmp_path}", "algorithm.lr=0.1", "timeout=4")
     assert (other.seed, other.algorithm.lr, other.algorithm.gamma) == (5, 0.1, 0.5)
     assert (other.weight_sync._target_, other.weight_sync.timeout) == ("wsync.SharedMemWeightSyncScheme", 4)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_group_that_is_to_be_null_is_named(group: str) -> None:
+    with pytest.raises(ConfigError, match=f"{group}=null: say one of the options that --help lists"):
+        learning.config.stored_overrides(["seed=1", f"{group}=null"])
 
 
 def test_resuming_from_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
