@@ -18,7 +18,7 @@ KL = STATS.index("kl")
 
 
 class Diverged(FloatingPointError):
-    """A learner's figures are no longer finite: its networks are lost."""
+    """A learner's figures are no longer finite, by themselves or for what it was given: its networks are lost."""
 
 
 class Frames(NamedTuple):
@@ -125,10 +125,13 @@ class PPO:
         stats = dict(zip(STATS, torch.stack(passes).mean(0).tolist(), strict=True)) | summary
         lost = [f"{name} is {value}" for name, value in stats.items() if not math.isfinite(value)]
         if lost:
-            raise Diverged(
-                f"PPO diverged after {self.frames} frames: {', '.join(lost)}; go on from an earlier checkpoint, if "
-                f"there is one, or begin again, with a learning rate (algorithm.lr) below {lr:g}"
+            advice = (
+                "go on from an earlier checkpoint, if there is one, or begin again, with a learning rate "
+                f"(algorithm.lr) below {lr:g}"
             )
+            if given := _not_finite(batch):
+                advice = f"it was given {' and '.join(given)} that are not finite: look to the environment"
+            raise Diverged(f"PPO diverged after {self.frames} frames: {', '.join(lost)}; {advice}")
         return stats | {"epochs": float(len(passes)), "lr": lr, "clip": clip}
 
     def _scheduled(self, first: float, final: float) -> float:
@@ -221,3 +224,11 @@ class PPO:
         self.critic.load_state_dict(state["critic"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.frames = state["frames"]
+
+
+def _not_finite(batch: TensorDictBase) -> list[str]:
+    """What of `batch` no learner could have learnt from; a successor counts where the episode goes on."""
+    step = batch.get("next")
+    successors = step.get("observation")[~step.get("terminated").squeeze(-1)]
+    parts = {"observations": (batch.get("observation"), successors), "rewards": (step.get("reward"),)}
+    return [name for name, tensors in parts.items() if not all(x.isfinite().all() for x in tensors)]

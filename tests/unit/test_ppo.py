@@ -14,7 +14,7 @@ from collectors.specs import Spec
 from learning import PPO, make_critic, make_policy
 from learning.adam import FlatAdam
 from learning.networks import CategoricalPolicy, Critic
-from learning.ppo import Frames
+from learning.ppo import Diverged, Frames
 
 CHOICE = Spec(torch.Size([3]), torch.int64, n=3)
 TORQUES = Spec(torch.Size([2]), torch.float32, torch.tensor([-2.0, 0.0]), torch.tensor([2.0, 10.0]))
@@ -193,4 +193,27 @@ def test_refuses_what_cannot_be() -> None:
     batch = batch_of(learner, 4, 4)
     batch["next", "reward"][0, 0] = torch.nan
     with pytest.raises(FloatingPointError, match="diverged"):
+        learner.update(batch)
+
+
+@pytest.mark.parametrize(
+    ("key", "what"),
+    [(("next", "reward"), "rewards"), ("observation", "observations"), (("next", "observation"), "observations")],
+)
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_what_the_environment_gave_is_blamed_before_the_learning_rate(key: Any, what: str, number: float) -> None:
+    learner = learner_of()
+    batch = batch_of(learner, 2, 8)
+    batch["next", "terminated"][0, 3] = batch["next", "done"][0, 3] = False
+    batch[key][0, 3] = number
+    with pytest.raises(Diverged, match=f"given {what} that are not finite: look to the environment") as told:
+        learner.update(batch)
+    assert "learning rate" not in str(told.value)
+
+
+def test_a_learner_that_diverged_by_itself_is_told_to_take_smaller_steps() -> None:
+    learner = learner_of(lr=1e30)
+    batch = batch_of(learner, 2, 8)
+    batch["next", "observation"][0, 3] = float("nan")  # of an episode that has terminated: it does not matter
+    with pytest.raises(Diverged, match=r"with a learning rate .* below 1e"):
         learner.update(batch)
