@@ -4,6 +4,9 @@ POSIX robust, process-shared, error-checking mutexes, by way of ``ctypes``: an u
 atomic instruction and no system call (about a quarter of a microsecond from Python). Robust: if a worker is killed
 while it holds the mutex, the next one to lock it is told so and owns it. Error-checking: unlocking what one does not
 own is refused without harm, so ``finally: unlock()`` is right even if a signal came before the lock was taken.
+
+A signal strikes where a function of Python's begins, too: what gives the mutex back is none. It would have been left
+before it had done anything, and the mutex would stay locked for as long as this process lives.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import errno
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 
 from wsync.errors import SyncTimeout
 
@@ -61,13 +65,17 @@ class Mutex:
     Args:
         address: where it lies in this process.
         keep: what keeps that memory mapped.
+
+    Attributes:
+        unlock: gives the mutex back; nothing happens if this thread does not hold it.
     """
 
-    __slots__ = ("_address", "_keep")
+    __slots__ = ("_address", "_keep", "unlock")
 
     def __init__(self, address: int, keep: object) -> None:
         self._address = address
         self._keep = keep
+        self.unlock: Callable[[], object] = partial(_unlock, address)
 
     def lock(self, timeout: float | None = None) -> None:
         """Take the mutex; at once if its owner died.
@@ -86,7 +94,3 @@ class Mutex:
             raise SyncTimeout(f"the process at the other end has held its switch for {timeout} s: is it stopped?")
         elif code:
             raise OSError(code, f"cannot lock a shared mutex: {os.strerror(code)}")
-
-    def unlock(self) -> None:
-        """Give the mutex back; nothing happens if this thread does not hold it."""
-        _unlock(self._address)

@@ -8,10 +8,14 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
+from striking import struck_at
 
 from wsync import SyncTimeout, mutex
 from wsync.arena import Arena
@@ -44,6 +48,36 @@ def test_mutex_of_a_dead_owner_is_free() -> None:
         lock.unlock()
     os.close(told)
     os.close(tell)
+
+
+@pytest.mark.parametrize("step", ["publish", "await_free", "enter", "leave", "call", "vacate"])
+def test_a_signal_that_strikes_leaves_no_switch_locked(step: str) -> None:
+    arena = Arena(Layout.of(Snapshot({"a": torch.zeros(4)})), 1)
+    switch = arena.switches[0]
+    steps: dict[str, Callable[[], object]] = {
+        "publish": partial(switch.publish, 1, 0, False, 1.0),
+        "await_free": partial(switch.await_free, 1.0),
+        "enter": partial(switch.enter, 0, -1, False),
+        "leave": switch.leave,
+        "call": partial(switch.call, True),
+        "vacate": partial(switch.vacate, 1.0),
+    }
+
+    def publish_elsewhere() -> None:
+        switch.publish(1, 0, False, 0.0)
+        published.append(point)
+
+    published = list[int]()
+    for point in count(1):
+        finished = struck_at(point, steps[step])
+        other = threading.Thread(target=publish_elsewhere)
+        other.start()
+        other.join()
+        assert published[-1:] == [point], f"struck at point {point}, it is still locked"
+        if finished:
+            break
+    assert len(published) > 2
+    arena.close()
 
 
 class Watched:
