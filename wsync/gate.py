@@ -65,6 +65,7 @@ class Turnstile:
                 self.enter(depth)
                 return function(*args, **kwargs)
             finally:
+                self.depth = depth  # not in a function of Python's: at its beginning a signal may strike
                 self.leave(depth)
 
     def go_through(self) -> None:
@@ -80,8 +81,7 @@ class Turnstile:
                 pass
 
     def leave(self, depth: int) -> None:
-        """Go back to ``depth``."""
-        self.depth = depth
+        """Tell the feeds, if ``depth`` is outside."""
         if depth == 0:
             for feed in self.feeds:
                 feed.leave()
@@ -105,6 +105,7 @@ class Gate:
                 turnstile.enter(depth)
                 yield
             finally:
+                turnstile.depth = depth  # see Turnstile.call
                 turnstile.leave(depth)
 
     def call_before(self, deadline: float | None, function: Callable[..., Any], *args: Any) -> Any | None:

@@ -19,7 +19,7 @@ from wsync.types import PHASES, SyncReport
 if TYPE_CHECKING:
     from wsync._native import Board, Installer, Room, Seat, Spot, Tree, Turnstile, Watch
 
-_REVISION = 8  # of csrc/module.c
+_REVISION = 9  # of csrc/module.c
 _PLAIN_TYPES = (nn.Parameter, Tensor)  # a subclass may keep its numbers elsewhere
 
 

@@ -8,10 +8,14 @@ import pickle
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
+from itertools import count
 
 import pytest
 import torch
+from striking import struck_at
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -101,6 +105,25 @@ def test_open_again_whatever_a_feed_raised(where: str, error: BaseException) -> 
         assert (gate.turnstile.depth, gate.held_here) == (0, False)
     asked = (news.entered, news.left)
     assert asked == ((0, 2) if where == "enter" else (2, 0))
+
+
+def hold_briefly(gate: Gate) -> None:
+    with gate.hold():
+        pass
+
+
+@pytest.mark.parametrize("passing", [lambda gate: gate.call(bool), hold_briefly])
+def test_open_again_wherever_a_signal_strikes(passing: Callable[[Gate], object]) -> None:
+    gate, seen = Gate(), []
+    gate.attach(News())
+    for point in count(1):
+        finished = struck_at(point, partial(passing, gate))
+        other = threading.Thread(target=lambda: gate.call(lambda: seen.append(gate.turnstile.depth)), daemon=True)
+        other.start()
+        other.join(20.0)
+        assert seen == [1] * point and gate.turnstile.depth == 0, f"struck at point {point}"
+        if finished:
+            break
 
 
 def test_a_feed_that_decides_for_others_has_all_asked_again() -> None:

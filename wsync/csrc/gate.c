@@ -184,7 +184,7 @@ static int Turnstile_set_feeds(Turnstile *self, PyObject *feeds, void *Py_UNUSED
 
 static PyMemberDef Turnstile_members[] = {
     {"lock", T_OBJECT_EX, offsetof(Turnstile, lock), READONLY, NULL},
-    {"depth", T_INT, offsetof(Turnstile, depth), READONLY, NULL},
+    {"depth", T_INT, offsetof(Turnstile, depth), 0, NULL},
     {NULL},
 };
 static PyGetSetDef Turnstile_attributes[] = {

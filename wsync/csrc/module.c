@@ -20,7 +20,7 @@
 
 #include "native.h"
 
-#define REVISION 8 /* of what Python calls here: native.py names the one that it knows */
+#define REVISION 9 /* of what Python calls here: native.py names the one that it knows */
 
 const DLPackExchange *dlpack;
 PyTypeObject *Room_type, *Tree_type, *Turnstile_type, *Installer_type, *Watch_type;
