@@ -22,7 +22,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from torch import nn
@@ -114,18 +114,16 @@ class Gate:
         try:
             return self.call(function, *args) if lock.acquire(timeout=-1 if left is None else left) else None
         finally:
-            with suppress(RuntimeError):  # it was not acquired; or it was, and a signal has struck before anything else
+            try:  # noqa: SIM105  a signal may strike where suppress() begins
                 lock.release()
+            except RuntimeError:  # it was not acquired; or it was, and a signal has struck before anything else
+                pass
 
     @property
     def held_here(self) -> bool:
         """Whether the calling thread is inside."""
-        if not self.turnstile.lock.acquire(blocking=False):
-            return False
-        try:
-            return self.turnstile.depth > 0  # nobody else's: the lock is this thread's
-        finally:
-            self.turnstile.lock.release()
+        turnstile = self.turnstile
+        return turnstile.lock._is_owned() and turnstile.depth > 0  # nobody else's: the lock is this thread's
 
     def attach(self, feed: Feed) -> None:
         """Ask ``feed`` for news from now on."""

@@ -7,6 +7,7 @@ import gc
 import pickle
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -112,7 +113,17 @@ def hold_briefly(gate: Gate) -> None:
         pass
 
 
-@pytest.mark.parametrize("passing", [lambda gate: gate.call(bool), hold_briefly])
+@pytest.mark.parametrize(
+    "passing",
+    [
+        lambda gate: gate.call(bool),
+        hold_briefly,
+        lambda gate: gate.call_before(None, bool),
+        lambda gate: gate.call_before(time.perf_counter() + 20.0, bool),
+        lambda gate: gate.held_here,
+    ],
+    ids=["call", "hold", "call_before", "call_before a deadline", "held_here"],
+)
 def test_open_again_wherever_a_signal_strikes(passing: Callable[[Gate], object]) -> None:
     gate, seen = Gate(), []
     gate.attach(News())
