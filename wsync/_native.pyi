@@ -74,7 +74,7 @@ class Seat:
     def arm(
         self,
         installer: Installer,
-        views: list[Sequence[Tensor]],
+        rooms: list[Room | None],
         staged: dict[int, Any],
         fd: int,
         worker: int,

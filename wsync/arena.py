@@ -65,8 +65,7 @@ class Arena:
         self._base = -(-(workers * BLOCK + 2 * _SLOTS * 8) // _PAGE) * _PAGE
         self._mapping = threading.Lock()  # an acting thread and the one that listens may want a slot at once
         self._buffers: list[Buffer] = []
-        self._rooms: list[native.Room | None] = []
-        self.all_views: list[Sequence[Tensor]] = []  # of the slots that this end has mapped
+        self.rooms: list[native.Room | None] = []  # of the slots that this end has mapped
         self.fds = fds or self._create()
         control = mmap.mmap(self.fds[0], self._base)
         self._words = memoryview(control).cast("q")
@@ -105,22 +104,31 @@ class Arena:
         return slot
 
     def buffer(self, slot: int) -> Buffer:
-        """A slot, to be packed into or read from; mapped when first asked for, by whichever thread."""
-        if slot >= len(self._buffers):
+        """A slot, to be packed into or read from; mapped when first asked for, by whichever thread.
+
+        And once more where it was moved: a worker may have shared its model, which was bound to it, with a process of
+        its own. What it shared stays as it was.
+        """
+        if slot >= len(self._buffers) or self._buffers[slot].moved:
             with self._mapping:
                 while slot >= len(self._buffers):
-                    self._map(len(self._buffers))
+                    self._keep(len(self._buffers))
+                if self._buffers[slot].moved:
+                    self._keep(slot)
         return self._buffers[slot]
 
-    def _map(self, slot: int) -> None:
+    def _keep(self, slot: int) -> None:
+        buffer = self.mapped(slot)
+        self.rooms[slot : slot + 1] = [buffer.room]  # not appended: a signal may have struck between the two
+        self._buffers[slot : slot + 1] = [buffer]
+
+    def mapped(self, slot: int) -> Buffer:
+        """A slot, in tensors that nobody else has."""
         offset, flags = self._base + slot * self._span, mmap.MAP_SHARED | mmap.MAP_POPULATE
         memory = mmap.mmap(self.fds[0], self._span, flags=flags, offset=offset)
         with torch.inference_mode(False):
             flat = torch.frombuffer(memory, dtype=torch.uint8)[: self._layout.nbytes]
-            buffer = Buffer.over(self._layout, flat, slot, shared=True)
-        self._rooms[slot:] = [buffer.room]  # not appended: a signal may have struck between the three
-        self.all_views[slot:] = [buffer.views]
-        self._buffers.append(buffer)
+            return Buffer.over(self._layout, flat, slot, shared=True)
 
     def views(self, slot: int) -> Sequence[Tensor]:
         """The tensors of a slot, in the layout's order."""
@@ -157,7 +165,7 @@ class Arena:
             watch = None if acknowledge else native.watch(descriptors)
         except OSError:  # no descriptor is left for it, or somebody has gone: the slow path needs none, and says who
             return None
-        return partial(self._board.update, self._rooms, descriptors, retains, watch)
+        return partial(self._board.update, self.rooms, descriptors, retains, watch)
 
     def write_extra(self, slot: int, blob: bytes) -> None:
         """Store a slot's extra state.

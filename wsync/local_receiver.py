@@ -106,7 +106,7 @@ class LocalReceiver:
         if installer is None or self._checksum or self._seat.hold:
             return
         line = self._connection().fileno()
-        self._seat.arm(installer, self._arena.all_views, staged, line, self._worker, self._retains)
+        self._seat.arm(installer, self._arena.rooms, staged, line, self._worker, self._retains)
 
     def attach(self, receiver: LineHandler) -> None:
         """Have the process's thread listen."""

@@ -139,9 +139,12 @@ class LocalSender:
             )
 
     def published_views(self) -> list[Sequence[Tensor]]:
-        """The slots that workers are pointed to, each once, as tensors in the layout's order."""
+        """The slots that workers are pointed to, each once, as tensors in the layout's order.
+
+        They are the caller's own, who may share them with another process: that moves them.
+        """
         published = [switch.published() for switch in self.arena.switches]
-        return [self.arena.views(slot) for slot in sorted({slot for version, slot in published if version})]
+        return [self.arena.mapped(slot).views for slot in sorted({slot for version, slot in published if version})]
 
     # --- updates ---
 

@@ -22,18 +22,25 @@ class Buffer:
         slot: what the end knows it by.
         room: fills the views with plain bytes, if there is a fast path: to ask PyTorch for a copy of a small tensor
             costs more than the copy, and of a large one fetches what it overwrites.
+        address: where ``flat`` lay when this was made.
     """
 
     flat: Tensor
     views: Sequence[Tensor]
     slot: int = -1
     room: native.Room | None = None
+    address: int = 0
+
+    @property
+    def moved(self) -> bool:
+        """Whether its tensors lie elsewhere by now: PyTorch moves what it is to share with another process."""
+        return self.flat.data_ptr() != self.address
 
     @classmethod
     def over(cls, layout: Layout, flat: Tensor, slot: int = -1, *, shared: bool = False) -> Buffer:
         """The flat buffer ``uint8[nbytes]`` as room for weights of ``layout``; ``shared`` with other processes."""
         views = layout.views(flat)
-        return cls(flat, views, slot, native.room(views, shared=shared))
+        return cls(flat, views, slot, native.room(views, shared=shared), flat.data_ptr())
 
 
 class Packer:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from wsync.events import SlowPath
 
 if TYPE_CHECKING:
-    from wsync._native import Installer
+    from wsync._native import Installer, Room
 
 
 class Seat:
@@ -55,7 +52,7 @@ class Seat:
     def arm(
         self,
         installer: Installer,
-        views: list[Sequence[Tensor]],
+        rooms: list[Room | None],
         staged: dict[int, Any],
         fd: int,
         worker: int,

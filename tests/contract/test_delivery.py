@@ -359,6 +359,34 @@ def test_a_worker_s_forked_child_has_the_weights_of_then(acknowledge: Any) -> No
         assert workers[0].call("run", ask_child) == [1.0] * 4
 
 
+def share_model(host: Host) -> None:
+    """As ``torch.multiprocessing`` does with what is handed to a process: the storage moves."""
+    host.models["policy"].share_memory()
+
+
+def test_a_worker_that_shares_its_model_is_updated_as_before(make_scheme: Any) -> None:
+    model = fill(Small(), 1)
+    with crew(1) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=1)
+        workers.follow(scheme, Small)
+        for value in range(2, 10):
+            workers[0].call("run", share_model)
+            scheme.send(fill(model, value))
+            assert workers[0].call("forward")[0] == value
+
+
+def test_a_trainer_that_shares_what_is_published_is_heard_as_before() -> None:
+    model = fill(Small(), 1)
+    with crew(1) as workers, wsync.SharedMemWeightSyncScheme(timeout=30.0) as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=1)
+        workers.follow(scheme, Small)
+        for value in range(2, 8):
+            (published,) = scheme.shared_transport.unique_weights  # pyright: ignore[reportOptionalMemberAccess]
+            assert published.share_memory_()["weight"][0] == value - 1
+            scheme.send(fill(model, value))
+            assert workers[0].call("forward")[0] == value
+
+
 def test_pickle_holds_no_weights(make_scheme: Any) -> None:
     with make_scheme() as scheme:
         model = big()

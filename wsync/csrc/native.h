@@ -90,6 +90,9 @@ int Room_look(Room *room, PyObject *tensors);
 /* Copy what that has found: see copy_spans. */
 int Room_copy(Room *room);
 
+/* Whether its views lie where they did when it was made: PyTorch moves a storage that it is to share with another process. */
+int Room_stays(Room *room);
+
 /* Keep no tensor alive, to know it again: those of a module are kept by the module, others may be copies. */
 void Room_forget(Room *room);
 

@@ -169,6 +169,21 @@ int Room_copy(Room *self)
     return failed;
 }
 
+int Room_stays(Room *self)
+{
+    for (Py_ssize_t i = 0; i < self->count; i++) {
+        DLTensor now;
+        if (!self->places[i].nbytes)
+            continue;
+        if (dlpack->view(PyTuple_GET_ITEM(self->views, i), &now)) {
+            PyErr_Clear();
+            return 0;
+        }
+        return start_of(&now) == start_of(&self->places[i].view); /* they are of one storage */
+    }
+    return 1;
+}
+
 static PyObject *Room_fill(Room *self, PyObject *tensors)
 {
     int fits = Room_look(self, tensors);

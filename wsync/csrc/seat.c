@@ -11,7 +11,7 @@ typedef struct {
     Py_ssize_t at;      /* where its block begins, in words */
     PyObject *receiver; /* the slow path */
     PyObject *turnstile;
-    PyObject *installer, *views, *staged; /* if it is armed: views of each slot; what waits for a decision */
+    PyObject *installer, *rooms, *staged; /* if it is armed: a room of each slot; what waits for a decision */
     int fd, worker, retains;
 } Seat;
 
@@ -20,7 +20,7 @@ static int Seat_traverse(Seat *self, visitproc visit, void *arg)
     Py_VISIT(self->receiver);
     Py_VISIT(self->turnstile);
     Py_VISIT(self->installer);
-    Py_VISIT(self->views);
+    Py_VISIT(self->rooms);
     Py_VISIT(self->staged);
     Py_VISIT(Py_TYPE(self));
     return 0;
@@ -29,7 +29,7 @@ static int Seat_traverse(Seat *self, visitproc visit, void *arg)
 static void disarm(Seat *self)
 {
     Py_CLEAR(self->installer);
-    Py_CLEAR(self->views);
+    Py_CLEAR(self->rooms);
     Py_CLEAR(self->staged);
 }
 
@@ -102,13 +102,13 @@ static PyObject *Seat_quit(Seat *self, PyObject *Py_UNUSED(ignored))
 
 static PyObject *Seat_arm(Seat *self, PyObject *args)
 {
-    PyObject *installer, *views, *staged;
+    PyObject *installer, *rooms, *staged;
     int fd, worker, retains;
-    if (!PyArg_ParseTuple(args, "O!O!O!iip:arm", Installer_type, &installer, &PyList_Type, &views, &PyDict_Type, &staged,
+    if (!PyArg_ParseTuple(args, "O!O!O!iip:arm", Installer_type, &installer, &PyList_Type, &rooms, &PyDict_Type, &staged,
                           &fd, &worker, &retains))
         return NULL;
     Py_XSETREF(self->installer, Py_NewRef(installer));
-    Py_XSETREF(self->views, Py_NewRef(views));
+    Py_XSETREF(self->rooms, Py_NewRef(rooms));
     Py_XSETREF(self->staged, Py_NewRef(staged));
     self->fd = fd, self->worker = worker, self->retains = retains;
     Py_RETURN_NONE;
@@ -157,6 +157,13 @@ static void answer(Seat *self, const Message *message)
     Py_END_ALLOW_THREADS
 }
 
+/* Of a slot; NULL where the slow path has to map it, for the first time or once more. */
+static PyObject *views_of(Seat *self, Py_ssize_t slot)
+{
+    Room *room = slot < PyList_GET_SIZE(self->rooms) ? (Room *)PyList_GET_ITEM(self->rooms, slot) : NULL;
+    return room && Py_TYPE(room) == Room_type && Room_stays(room) ? room->views : NULL;
+}
+
 /* What the slow path does when it installs. Returns 1; 0, with nothing done that it does not do again; -1 with an error. */
 static int go_to(Seat *self, double started)
 {
@@ -170,7 +177,8 @@ static int go_to(Seat *self, double started)
     /* First, and not once the words say that another slot is in use: nothing would keep the one that the model is on
      * from being written, if the model then refused. The slots are all alike. */
     Installer *installer = (Installer *)self->installer;
-    int fits = PyList_GET_SIZE(self->views) ? Installer_fits(installer, PyList_GET_ITEM(self->views, 0)) : 0;
+    PyObject *views = views_of(self, 0);
+    int fits = views ? Installer_fits(installer, views) : 0;
     if (fits <= 0)
         return fits;
     Block *block = own_block(self);
@@ -178,7 +186,7 @@ static int go_to(Seat *self, double started)
         return 0;
     int64_t value = block->switched;
     Py_ssize_t slot = (Py_ssize_t)(value >> 1 & 0x7FFF);
-    PyObject *views = slot < PyList_GET_SIZE(self->views) ? PyList_GET_ITEM(self->views, slot) : NULL;
+    views = views_of(self, slot);
     if (views) {
         __atomic_store_n(&block->used, slot, __ATOMIC_SEQ_CST); /* in this order: see Switch.enter */
         __atomic_store_n(&block->taken, value >> 16, __ATOMIC_SEQ_CST);
@@ -286,7 +294,7 @@ PyDoc_STRVAR(Seat_follow_doc,
 PyDoc_STRVAR(Seat_take_doc, "take(words, at): the worker's block begins there.");
 PyDoc_STRVAR(Seat_quit_doc, "Let everything go; enter(), leave() and on_readable() do nothing from then on.");
 PyDoc_STRVAR(Seat_arm_doc,
-             "arm(installer, views, staged, fd, worker, retains): how to take an update.");
+             "arm(installer, rooms, staged, fd, worker, retains): how to take an update.");
 PyDoc_STRVAR(Seat_disarm_doc, "Take the slow path with the next update.");
 PyDoc_STRVAR(Seat_enter_doc, "Feed.enter (gate.py).");
 PyDoc_STRVAR(Seat_leave_doc, "Feed.leave (gate.py).");
