@@ -31,6 +31,7 @@ import mmap
 import os
 import threading
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NoReturn
 
@@ -123,12 +124,19 @@ class Arena:
         self._buffers[slot : slot + 1] = [buffer]
 
     def mapped(self, slot: int) -> Buffer:
-        """A slot, in tensors that nobody else has."""
+        """A slot, in tensors that nobody else has.
+
+        Made by a thread of its own: PyTorch's modes are a thread's, and a forward that comes upon a new slot may be
+        inside ``torch.func.grad``, or be fed with fake tensors.
+        """
+        with ThreadPoolExecutor(1, "wsync-mapping") as thread:
+            return thread.submit(self._map, slot).result()
+
+    def _map(self, slot: int) -> Buffer:
         offset, flags = self._base + slot * self._span, mmap.MAP_SHARED | mmap.MAP_POPULATE
         memory = mmap.mmap(self.fds[0], self._span, flags=flags, offset=offset)
-        with torch.inference_mode(False):
-            flat = torch.frombuffer(memory, dtype=torch.uint8)[: self._layout.nbytes]
-            return Buffer.over(self._layout, flat, slot, shared=True)
+        flat = torch.frombuffer(memory, dtype=torch.uint8)[: self._layout.nbytes]
+        return Buffer.over(self._layout, flat, slot, shared=True)
 
     def views(self, slot: int) -> Sequence[Tensor]:
         """The tensors of a slot, in the layout's order."""

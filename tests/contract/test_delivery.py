@@ -375,6 +375,21 @@ def test_a_worker_that_shares_its_model_is_updated_as_before(make_scheme: Any) -
             assert workers[0].call("forward")[0] == value
 
 
+def slope(host: Host) -> float:
+    """What a forward inside a transform of ``torch.func`` makes of the model."""
+    return torch.func.grad(lambda x: (host.models["policy"]() * x).sum())(torch.ones(4))[0].item()
+
+
+def test_a_forward_inside_a_transform_takes_an_update_as_any_other(make_scheme: Any) -> None:
+    model = fill(Small(), 1)
+    with crew(1) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=1)
+        workers.follow(scheme, Small)
+        for value in range(2, 8):
+            scheme.send(fill(model, value))
+            assert workers[0].call("run", slope) == value
+
+
 def test_a_trainer_that_shares_what_is_published_is_heard_as_before() -> None:
     model = fill(Small(), 1)
     with crew(1) as workers, wsync.SharedMemWeightSyncScheme(timeout=30.0) as scheme:
