@@ -28,6 +28,22 @@ def load_extra(blob: bytes) -> dict[str, Any]:
     return pickle.loads(blob) if blob else {}
 
 
+def unshare(model: nn.Module) -> None:
+    """Give a model memory of its own, where another process has it as well.
+
+    ``torch.multiprocessing`` hands a model to a process so: what one trains, or is sent, all the others would have.
+    """
+    copies: dict[int, torch.UntypedStorage] = {}
+    for tensor in ModuleIndex(model).tensors().values():
+        if tensor.layout is not torch.strided or not tensor.is_cpu or not tensor.is_shared():
+            continue
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in copies:  # several may lie in one
+            copies[storage.data_ptr()] = storage.clone()
+        own, copy = torch.empty(0, dtype=tensor.dtype), copies[storage.data_ptr()]
+        tensor.data = own.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
 class Binding:
     """The plan by which one model takes on weights of one layout.
 

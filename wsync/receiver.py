@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from wsync import staged
-from wsync.binding import Binding, load_extra
+from wsync.binding import Binding, load_extra, unshare
 from wsync.deadlines import deadline_in, remaining
 from wsync.ends import ReceiverEnd
 from wsync.errors import NotConnected, WeightSyncError
@@ -121,6 +121,7 @@ class Receiver:
             layout = self._end.layout
             if layout is None:
                 raise NotConnected("weights were announced before their layout")
+            unshare(self.model)
             self._binding = Binding(self.model, layout, bind=self._bind)
             if self._binding.may_refuse:
                 self._end.may_refuse()

@@ -129,7 +129,7 @@ class SchemeSetup(SchemeView, ABC):
         Args:
             model_id: the model's name, and its path in ``context``.
             context: what has the model; if it has workers of its own it is told of every update, to pass it on.
-            model: the model itself.
+            model: the model itself. It gets memory of its own, if it shares it with another process.
             worker_idx: this worker's index; else ``connect`` is given it.
 
         Raises:

@@ -71,6 +71,21 @@ class Small(nn.Module):
         return self.weight
 
 
+class Noted(Small):
+    """A weight and a buffer, all of one value."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.register_buffer("note", torch.zeros(4))
+        self.note: Tensor
+        self.fill(value)
+
+    @torch.no_grad()
+    def fill(self, value: float) -> None:
+        for tensor in self.state_dict().values():
+            tensor.fill_(value)
+
+
 class Apart(Small):
     """Two weights, of which its output is one."""
 

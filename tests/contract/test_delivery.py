@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from contract_models import Apart, Hard, Other, Small, big, digest, double, fill, longer, scramble, strides, ties
+from contract_models import Apart, Hard, Noted, Other, Small, big, digest, double, fill, longer, scramble, strides, ties
 from crew import Host, RemoteError, crew, establish
 from tensordict import TensorDict
 from torch import nn
@@ -357,6 +357,42 @@ def test_a_worker_s_forked_child_has_the_weights_of_then(acknowledge: Any) -> No
             scheme.send(fill(model, value))
             assert workers[0].call("forward")[0] == value
         assert workers[0].call("run", ask_child) == [1.0] * 4
+
+
+def follow(pipe: Any, scheme: wsync.WeightSyncScheme, worker: int, model: nn.Module) -> None:
+    """A worker whose model was handed over by ``torch.multiprocessing``, which shares it."""
+    with scheme:
+        scheme.init_on_receiver("policy", model=model, worker_idx=worker)
+        scheme.connect()
+        while pipe.recv() == "look":
+            with wsync.gate():
+                pipe.send([tensor[0].item() for tensor in model.state_dict().values()])
+
+
+@pytest.mark.parametrize("backend", ["shared_mem", "multiprocess"])
+def test_a_model_that_torch_has_handed_over_is_the_workers_own(backend: str) -> None:
+    model, context = Noted(1), torch.multiprocessing.get_context("forkserver")
+    pipes = [context.Pipe() for _ in range(2)]
+    with wsync.WeightSyncScheme.from_backend(backend, timeout=30.0) as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        workers = [context.Process(target=follow, args=(pipes[i][1], scheme, i, model)) for i in range(2)]
+        for worker in workers:
+            worker.start()
+        scheme.connect()
+
+        def seen(word: str = "look") -> list[list[float]]:
+            for pipe, _ in pipes:
+                pipe.send(word)
+            return [pipe.recv() for pipe, _ in pipes] if word == "look" else []
+
+        model.fill(2)
+        assert seen() == [[1, 1], [1, 1]], "what was not sent"
+        scheme.send({0: Noted(3), 1: Noted(4)})
+        assert seen() == [[3, 3], [4, 4]]
+        assert model.weight[0] == model.note[0] == 2, "what others were sent"
+        seen("bye")
+        for worker in workers:
+            worker.join()
 
 
 def share_model(host: Host) -> None:
