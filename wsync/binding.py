@@ -44,6 +44,10 @@ def unshare(model: nn.Module) -> None:
         tensor.data = own.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
+def _is_stand_in(tensor: Tensor | None) -> bool:
+    return tensor is not None and not isinstance(tensor, nn.Parameter)
+
+
 class Binding:
     """The plan by which one model takes on weights of one layout.
 
@@ -69,6 +73,12 @@ class Binding:
     def _resolve(self) -> None:
         index, layout = ModuleIndex(self._model), self._layout
         own = index.tensors()
+        for name, (where, key) in index.parameters.items():
+            if _is_stand_in(where[key]):
+                raise LayoutMismatch(
+                    f"'{name}' of the worker's model is a plain tensor in a parameter's place: hold wsync.gate() "
+                    "around functional_call()"
+                )
         self._check(own, index)
         # A tensor under several names is installed once, from its first name; `_agree` lists the other names, which
         # must carry the same values where the sender did not tie them.
@@ -151,7 +161,7 @@ class Binding:
             self._set_extra(before)
 
     def _check_current(self, views: Sequence[Tensor]) -> None:
-        if not (self._is_current() and self._is_alike(views)):
+        if not (self._is_current() or self._is_lent()) or not self._is_alike(views):
             self._resolve()
         for first, other in self._agree:
             if not same_bits(views[first], views[other]):
@@ -161,6 +171,16 @@ class Binding:
     def _is_current(self) -> bool:
         now = [where.get(key) for where, key in self._places]
         return self._index.describes(self._model) and all(map(is_, now, self._tensors))
+
+    def _is_lent(self) -> bool:
+        """Whether plain tensors take the place of parameters for a while, as ``torch.func.functional_call`` has it.
+
+        They are somebody's own. The parameters will come back, and are given the weights meanwhile.
+        """
+        return self._index.describes(self._model) and any(
+            isinstance(tensor, nn.Parameter) and _is_stand_in(where[key])
+            for tensor, (where, key) in zip(self._tensors, self._places, strict=True)
+        )
 
     def _is_alike(self, views: Sequence[Tensor]) -> bool:
         """Whether it can take ``views`` and stay what it is: ``.half()`` or ``.to(device)`` may have come between."""

@@ -426,6 +426,24 @@ def test_a_forward_inside_a_transform_takes_an_update_as_any_other(make_scheme: 
             assert workers[0].call("run", slope) == value
 
 
+def lend(host: Host, value: float) -> tuple[float, float]:
+    """What the model says with other weights, and what these are afterwards."""
+    lent = {"weight": torch.full((4,), value)}
+    said = torch.func.functional_call(host.models["policy"], lent, ())[0].item()
+    return said, lent["weight"][0].item()
+
+
+def test_an_update_leaves_tensors_alone_that_a_model_was_lent(make_scheme: Any) -> None:
+    model = fill(Small(), 1)
+    with crew(1) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=1)
+        workers.follow(scheme, Small)
+        for value in range(2, 6):
+            scheme.send(fill(model, value))
+            assert workers[0].call("run", lend, 9.0) == (9, 9)
+            assert workers[0].call("forward")[0] == value
+
+
 def test_a_trainer_that_shares_what_is_published_is_heard_as_before() -> None:
     model = fill(Small(), 1)
     with crew(1) as workers, wsync.SharedMemWeightSyncScheme(timeout=30.0) as scheme:
