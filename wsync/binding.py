@@ -124,6 +124,11 @@ class Binding:
     def _check(self, own: Mapping[str, Tensor], index: ModuleIndex) -> None:
         names = set(self._layout.names)
         problems = [f"the model has no '{name}'" for name in self._layout.names if name not in own]
+        problems += [
+            f"'{name}' has no memory (it is on the meta device): call to_empty() first"
+            for name in self._layout.names
+            if name in own and own[name].is_meta
+        ]
         problems += [f"missing '{name}'" for name in own if name not in names and name not in index.optional]
         if self._layout.extra is not None and self._layout.extra != index.extra.keys():
             odd = sorted(self._layout.extra ^ index.extra.keys())

@@ -45,7 +45,7 @@ class Layout:
         """The plan of ``weights``.
 
         Raises:
-            LayoutMismatch: there is nothing in them, or a tensor is sparse or quantised.
+            LayoutMismatch: there is nothing in them, or a tensor is sparse, quantised or without values.
         """
         names = sorted(weights.tensors, key=lambda name: str(weights.tensors[name].dtype))
         if not names:
@@ -58,6 +58,8 @@ class Layout:
         for index, tensor in enumerate(tensors):
             if tensor.layout is not torch.strided or tensor.is_quantized:
                 raise LayoutMismatch(f"'{names[index]}' is not a plain strided tensor ({tensor.layout})")
+            if tensor.is_meta:
+                raise LayoutMismatch(f"'{names[index]}' has no values: it is on the meta device")
             leader = leaders.setdefault(_identity(tensor, index), index)
             if leader != index:
                 ties.append((index, leader))

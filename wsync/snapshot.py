@@ -10,6 +10,7 @@ from typing import Any
 
 from tensordict import TensorDictBase, is_leaf_nontensor
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from wsync import native
@@ -35,8 +36,8 @@ class Snapshot:
 
 def unwrap(module: nn.Module) -> nn.Module:
     """The module inside ``torch.compile``'s wrapper, whose own names carry a prefix."""
-    inner = module._modules.get("_orig_mod")
-    return inner if inner is not None and type(module).__name__ == "OptimizedModule" else module
+    inner = module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
+    return module if inner is None else inner
 
 
 class ModuleIndex:
@@ -62,6 +63,12 @@ class ModuleIndex:
         self._sizes = [len(table) for table in self._tables]
 
     def _walk(self, module: nn.Module, prefix: str, optional: set[str]) -> None:
+        if isinstance(module, ScriptModule):
+            name = prefix.rstrip(".") or type(module).__name__
+            raise LayoutMismatch(
+                f"'{name}' is a TorchScript module: synchronise the module that it was made from, "
+                "whose tensors it shares, and call it inside wsync.gate(); or send its state_dict()"
+            )
         for kind, found in ((module._parameters, self.parameters), (module._buffers, self.buffers)):
             self._tables.append(kind)
             for key, tensor in kind.items():
@@ -76,12 +83,26 @@ class ModuleIndex:
         optional.update(prefix + key for key in module._non_persistent_buffers_set)
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             self.extra[prefix + EXTRA] = module
+        self._require_all(module, prefix)
         self._tables.append(module._modules)
         for key, child in module._modules.items():
             if child is not None:
                 self._links.append((module._modules, key))
                 self._children.append(child)
                 self._walk(child, f"{prefix}{key}.", optional)
+
+    def _require_all(self, module: nn.Module, prefix: str) -> None:
+        """See that a module keeps nothing where nobody looks, and saves it by a method of its own."""
+        if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
+            return
+        kept: dict[str, Any] = {}
+        module._save_to_state_dict(kept, prefix, keep_vars=True)
+        odd = sorted(kept.keys() - self.parameters.keys() - self.buffers.keys() - self.extra.keys())
+        if odd:
+            raise LayoutMismatch(
+                f"{type(module).__name__} has weights that are neither parameters nor buffers (is it quantised?), and "
+                f"cannot be carried: {describe(odd)}; synchronise the modules beside it"
+            )
 
     def describes(self, module: nn.Module) -> bool:
         """Whether this is the index of ``module``, as it is now."""

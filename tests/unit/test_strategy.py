@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from wsync import LayoutMismatch, SharedMemWeightSyncScheme, WeightStrategy
+from wsync import LayoutMismatch, SharedMemWeightSyncScheme, SyncTimeout, WeightStrategy
 
 
 @pytest.mark.parametrize("inplace", [True, False])
@@ -49,3 +49,45 @@ def test_an_expanded_buffer_is_filled() -> None:
     WeightStrategy().apply_weights(model, other)
     assert model.state_dict()["first"].tolist() == [1, 1]
     assert model.state_dict()["mask"].tolist() == [1, 2, 3]
+
+
+class Packed(nn.Module):
+    """Keeps its weights where quantised modules do: in an object that only its own methods know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = [torch.zeros(2)]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "packed"] = self.packed[0]
+
+
+def meta() -> nn.Module:
+    return nn.Linear(2, 2, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: nn.Sequential(nn.Linear(2, 2), Packed()), "neither parameters nor buffers.*'?1.packed"),
+        (lambda: torch.jit.script(nn.Linear(2, 2)), "TorchScript"),
+        (lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))), "'0' is a TorchScript"),
+        (meta, "meta"),
+    ],
+)
+def test_what_cannot_be_carried_is_refused_at_either_end(make: Any, problem: str) -> None:
+    plain = nn.Sequential(nn.Linear(2, 2)) if isinstance(make(), nn.Sequential) else nn.Linear(2, 2)
+    for source, model in ((make(), plain), (plain, make())):
+        with pytest.raises(LayoutMismatch, match=problem), SharedMemWeightSyncScheme() as scheme:
+            scheme.init_in_process("policy", model, source)
+
+
+def test_weights_without_values_define_nothing() -> None:
+    source, model = nn.Sequential(meta(), meta()), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with SharedMemWeightSyncScheme(timeout=1.0) as scheme:
+        scheme.init_on_sender("policy", model=source)
+        with pytest.raises(LayoutMismatch, match="meta"):
+            scheme.connect()
+        with pytest.raises(SyncTimeout):
+            scheme.connect(weights=model)  # nobody comes; but these it can plan
+        assert scheme.sender.layout is not None and not scheme.sender.layout.ties
