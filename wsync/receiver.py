@@ -87,7 +87,8 @@ class Receiver:
         Raises:
             NotConnected: no sender, or it refused this worker.
             SyncTimeout: it did not answer within ``timeout`` seconds.
-            LayoutMismatch: its weights do not fit the model; the sender gets the same error.
+            LayoutMismatch: its weights do not fit the model.
+            Exception: whatever else the model raised when it was gated. The sender gets the same error in either case.
         """
         self.worker_idx = worker_idx
         self._closed = False
@@ -95,11 +96,11 @@ class Receiver:
         try:
             if self._end.layout is not None:
                 self._bind_model()
-        except WeightSyncError:
+            self._guard()
+        except Exception:
             self._end.answer(Ack(worker_idx, ANY_VERSION, traceback.format_exc()))
             self._end.close()
             raise
-        self._guard()
         gate = process_gate()
         self._feed = self._end.feed(self)
         gate.attach(self._feed)
@@ -113,8 +114,8 @@ class Receiver:
             raise WeightSyncError(f"worker {worker_idx} could not install its first weights:\n{error}")
 
     def _guard(self) -> None:
-        process_gate().call(following.add, self)
         guard(self.model)
+        process_gate().call(following.add, self)
 
     def _bind_model(self) -> Binding:
         if self._binding is None:

@@ -125,6 +125,19 @@ class Stuck(Small):
         return super().forward()
 
 
+class Frozen(Small):
+    """Lets nobody set anything, so that it cannot be gated either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "frozen" and "frozen" in vars(self):
+            raise ArithmeticError(f"{name} is frozen")
+        super().__setattr__(name, value)
+
+
 class Other(nn.Module):
     """Not a ``Small``: another name."""
 

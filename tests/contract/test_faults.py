@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from contract_models import Apart, Hard, Joined, Small, Tail, digest, fill
+from contract_models import Apart, Frozen, Hard, Joined, Small, Tail, digest, fill
 from crew import (
     CascadingHost,
     Host,
@@ -133,6 +133,17 @@ def test_first_weights_that_are_refused(make_scheme: Any) -> None:
 
 
 @pytest.mark.above_the_ends
+@pytest.mark.parametrize("backend", ["shared_mem", "multiprocess", "distributed"])
+def test_whatever_keeps_a_model_from_following_is_told_to_the_trainer(backend: str) -> None:
+    with crew(1) as workers, wsync.WeightSyncScheme.from_backend(backend, timeout=10.0) as scheme:
+        scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
+        workers[0].start("join", scheme, Frozen, 0, "policy")
+        with pytest.raises(wsync.WorkerFailed, match="__class__ is frozen"):
+            establish(scheme)
+        with pytest.raises(RemoteError, match="ArithmeticError"):
+            workers[0].result()
+
+
 def test_index_out_of_range_or_taken(make_scheme: Any) -> None:
     with crew(3) as workers, make_scheme() as scheme:
         scheme.init_on_sender("policy", model=Small(), num_workers=2)
