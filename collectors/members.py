@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import wsync
@@ -114,11 +114,11 @@ class Members(Supervisor[W]):
 
     def _known(self, worker_ids: int | Sequence[int] | None) -> Sequence[int]:
         """These workers; nobody, if one of them is none: that is for ``send`` to refuse."""
-        everyone = range(len(self._places))
+        count = len(self._places)
         if worker_ids is None:
-            return everyone
-        wanted = worker_ids if isinstance(worker_ids, Iterable) else [worker_ids]
-        return wanted if all(worker in everyone for worker in wanted) else ()
+            return range(count)
+        wanted = wsync.worker_list(worker_ids)
+        return wanted if all(wsync.is_worker(worker, count) for worker in wanted) else ()
 
     def _deliver(self, send: Send, weights: Any, wanted: Collection[int], *, everybody: bool) -> bool:
         """Whether somebody was given it."""

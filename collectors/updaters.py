@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 from torch import nn
@@ -124,8 +124,7 @@ class WeightUpdaterBase:
         if source is None:
             raise ValueError(f"{type(self).__name__} has no weights to push, and was given none")
         weights = self._maybe_map_weights(_TENSORDICT.extract_weights(source))
-        ids: Any = self.all_worker_ids() if worker_ids is None else worker_ids
-        workers = list(ids) if isinstance(ids, Iterable) else [ids]
+        workers = wsync.worker_list(self.all_worker_ids() if worker_ids is None else worker_ids)
         if worker_ids is not None and not workers:
             raise ValueError("worker_ids is empty: name at least one worker, or None for all")
         self._outbox = {}
@@ -166,10 +165,12 @@ class WeightUpdaterBase:
 
     def _deliver(self, outbox: Mapping[int, Any], *, wait: bool = True) -> None:
         collector = self._registered()
-        everyone = outbox.keys() == set(range(collector.num_workers))  # whoever is away is to have it, too
+        count = collector.num_workers
+        everyone = len(outbox) == count and all(wsync.is_worker(worker, count) for worker in outbox)
         first = next(iter(outbox.values()))
         alike = all(weights is first for weights in outbox.values())
-        collector.send_weights(first if alike else dict(outbox), None if everyone else list(outbox), wait=wait)
+        workers = None if everyone else list(outbox)  # whoever is away is to have what is for everyone, too
+        collector.send_weights(first if alike else dict(outbox), workers, wait=wait)
 
     def _registered(self) -> UpdatedCollector:
         collector = self.collector

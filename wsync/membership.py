@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
 
 from wsync.errors import NotConnected, WorkerDied
 
@@ -51,10 +56,11 @@ class Membership:
             if not self.present:
                 raise NotConnected("every worker has died or left: there is nobody to send to")
             return self.present, self.absent
-        wanted = list(dict.fromkeys(worker_ids)) if isinstance(worker_ids, Iterable) else [worker_ids]
-        unknown = [worker for worker in wanted if worker not in range(self.num_workers)]
+        named = worker_list(worker_ids)
+        unknown = [worker for worker in named if not is_worker(worker, self.num_workers)]
         if unknown:
             raise ValueError(f"unknown worker_ids {unknown}: there are workers 0 to {self.num_workers - 1}")
+        wanted = list(dict.fromkeys(named))
         gone = {worker: "has died or left before" for worker in wanted if worker in self.absent}
         if gone:
             raise WorkerDied(f"worker(s) {sorted(gone)} have died or left; the others are {list(self.present)}", gone)
@@ -68,3 +74,24 @@ class Membership:
             self.due.update(dict.fromkeys(workers, version))
             if blob or self.extra:
                 self.extra.update(dict.fromkeys(workers, blob))
+
+
+def worker_list(worker_ids: object) -> list[Any]:
+    """What ``worker_ids`` names, one or several: integers of any type (torch's, too) as plain ones, all else as it is.
+
+    Equal tensors are different keys of a dictionary: an answer of worker 1 would never be that of ``tensor(1)``.
+    """
+    ids = worker_ids.tolist() if isinstance(worker_ids, np.ndarray | torch.Tensor) else worker_ids
+    return [_plain(one) for one in (ids if isinstance(ids, Iterable) else [ids])]
+
+
+def is_worker(worker: object, num_workers: int) -> bool:
+    """Whether that is the index of one of so many; a truth value is none: it may be of a mask."""
+    return type(worker) is int and 0 <= worker < num_workers
+
+
+def _plain(one: Any) -> Any:
+    try:
+        return one if isinstance(one, bool) else operator.index(one)
+    except TypeError:
+        return one

@@ -81,15 +81,18 @@ def test_worker_ids(make_scheme: Any) -> None:
         scheme.send(fill(model, 3), worker_ids=[0, 2])
         assert [seen[0] for seen in workers.all("forward")] == [3, 2, 3]
         assert workers.all("version") == [3, 2, 3]
-        for wrong in (3, -1, [0, 7]):
+        scheme.send(fill(model, 4), worker_ids=torch.tensor([2, 1]))
+        assert [seen[0] for seen in workers.all("forward")] == [3, 4, 4]
+        for wrong in (3, -1, [0, 7], 1.0, [0, 1.0], [[0]], [True, False], torch.tensor([True, False, True])):
             with pytest.raises(ValueError, match=r"unknown worker_ids .*0 to 2"):
                 scheme.send(worker_ids=wrong)
         with pytest.raises(ValueError, match="empty"):
             scheme.send(worker_ids=[])
-        report = scheme.send(fill(model, 4))
-        assert report is not None and dict(report.workers) == {0: 4, 1: 4, 2: 4}
+        assert workers.all("version") == [3, 4, 4]
+        report = scheme.send(fill(model, 5))
+        assert report is not None and dict(report.workers) == {0: 5, 1: 5, 2: 5}
         assert report.bytes >= 16 and report.seconds > 0
-        assert [seen[0] for seen in workers.all("forward")] == [4, 4, 4]
+        assert [seen[0] for seen in workers.all("forward")] == [5, 5, 5]
 
 
 def test_weights_per_worker(make_scheme: Any) -> None:

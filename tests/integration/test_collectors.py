@@ -18,7 +18,14 @@ from torch import nn
 
 import collectors
 import wsync
-from collectors import Collector, GymEnv, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from collectors import (
+    Collector,
+    GymEnv,
+    MultiAsyncCollector,
+    MultiCollector,
+    MultiSyncCollector,
+    WeightUpdaterBase,
+)
 from collectors.distributed import DistributedCollector
 from collectors.lines import SharedMemoryLine, serve
 from collectors.processes import _without_main as hide_main
@@ -86,6 +93,19 @@ def test_every_calling_convention_reaches_every_worker(scheme):
             after = next(collector)
             assert chosen(after) == float(number % 2 == 1)
             assert after["policy_version"].unique().tolist() == [number]
+
+
+@pytest.mark.filterwarnings("ignore:.*of the older API:DeprecationWarning")
+@pytest.mark.parametrize("updater", [None, WeightUpdaterBase])
+@pytest.mark.parametrize("on_worker_failure", ["raise", "drop"])
+def test_worker_ids_may_be_integers_of_any_type(updater, on_worker_failure):
+    with multi(cat_results="stack", weight_updater=updater, on_worker_failure=on_worker_failure) as collector:
+        for worker_ids in (np.array([1]), np.array(1), torch.tensor([1]), torch.tensor(1), [torch.tensor(1)]):
+            collector.update_policy_weights_(policy(-1.0), worker_ids=worker_ids)
+        assert next(collector)["policy_version"][:, 0, 0].tolist() == [1, 6]
+        with pytest.raises(ValueError, match="unknown worker_ids"):
+            collector.update_policy_weights_(policy(-1.0), worker_ids=[0, 1.0])
+        assert next(collector)["policy_version"][:, 0, 0].tolist() == [1, 6] and not collector.failures
 
 
 def test_worker_ids_update_some_workers_only():
