@@ -121,7 +121,8 @@ class Rollout:
     def collect(self, batch: TensorDictBase) -> TensorDictBase:
         """Fill ``batch``, made by ``buffer`` (or a slice of such ones), and return it.
 
-        What the environment or the policy raises comes out as it is; the batch is then undefined.
+        What the environment or the policy raises comes out as it is, and the batch is then undefined. If it was raised
+        within a step of the environment (or a reset), so are the episodes: the next batch begins new ones.
         """
         asking, stepper = self._ask(), self.stepper
         columns = Columns(batch, asking.outputs, self._batched)

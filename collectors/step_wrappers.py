@@ -78,13 +78,22 @@ class EncodedSteps(StepsWrapper):
         self.observation_spec = Spec(torch.Size(self._row or (1,)), torch.float32)
         self.observation = np.zeros((self.num_envs, *self.observation_spec.shape), np.float32)
         self._checked(first, self.num_envs)
+        self._is_encoded = False
         if inner.is_reset:
             self._encode_all()
+            self._is_encoded = True
+
+    @property
+    def is_reset(self) -> bool:
+        """See Steps."""
+        return self._is_encoded and self.inner.is_reset
 
     def reset(self, seed: int | None = None) -> None:
         """See Steps."""
+        self._is_encoded = False
         self.inner.reset(seed)
         self._encode_all()
+        self._is_encoded = True
 
     def step(self, action: Array) -> None:
         """See Steps."""
@@ -93,10 +102,12 @@ class EncodedSteps(StepsWrapper):
 
     def reset_ended(self) -> None:
         """See Steps."""
+        self._is_encoded = False
         self.inner.reset_ended()
         ended = int(np.count_nonzero(self.done))
         if ended:
             self.observation[self.done] = self._checked(self._encode(self.inner.observation[self.done]), ended)
+        self._is_encoded = True
 
     def _encode_all(self) -> None:
         self.observation[...] = self._checked(self._encode(self.inner.observation), self.num_envs)

@@ -31,7 +31,7 @@ class Steps(Protocol):
 
     @property
     def is_reset(self) -> bool:
-        """Whether it can be stepped as it is."""
+        """Whether it can be stepped as it is; not between the halves of a step, nor after one of them has raised."""
         ...
 
     @property
@@ -69,6 +69,9 @@ class Stepper:
     All arrays are written in place. After ``step``: ``observation`` ``[E, *obs]`` is the true successor, ``reward``,
     ``terminated``, ``truncated``, ``done``, ``episode_return``, ``episode_length`` (each ``[E]``) belong to this step,
     the last two including it. After ``reset_ended``: ``observation`` is what to act on next.
+
+    Where either half raises, or is interrupted, nobody knows how the episodes stand: ``is_reset`` is false from then
+    on, and they have to begin anew.
     """
 
     def __init__(self, driver: Driver, seed: int | None = None) -> None:
@@ -120,10 +123,11 @@ class Stepper:
         """Begin new episodes in all environments; row i of a vector environment is seeded as Gymnasium does."""
         if seed is not None:
             self.seed(seed)
+        self.is_reset = False
         self._observations.write(self.driver.reset(self._seed), self.observation)
-        self._seed, self.is_reset = None, True
         self.episode_return[:] = 0
         self.episode_length[:] = 0
+        self._seed, self.is_reset = None, True
 
     def sample(self) -> Array:
         """Return random actions as a policy would give them: indices ``[E]``, or float32 ``[E, *shape]``."""
@@ -135,9 +139,9 @@ class Stepper:
         Raises:
             ValueError: for actions of a wrong shape, or that there are not (an index out of range, scores of NaN).
         """
-        successor, self.reward[:], self.terminated[:], self.truncated[:] = self.driver.step(
-            self._actions.to_env(action, self.num_envs)
-        )
+        taken = self._actions.to_env(action, self.num_envs)
+        self.is_reset = False  # again after the other half
+        successor, self.reward[:], self.terminated[:], self.truncated[:] = self.driver.step(taken)
         self._observations.write(successor, self.observation)
         self.episode_return += self.reward
         self.episode_length += 1
@@ -147,10 +151,10 @@ class Stepper:
 
     def reset_ended(self) -> None:
         """Begin new episodes where ``done``; the other rows go on."""
-        if not np.count_nonzero(self.done):  # a fifth of the time of any()
-            return
-        rows = np.flatnonzero(self.done)
-        self._observations.write(self.driver.reset_rows(self.done), self._started)
-        self.observation[rows] = self._started[rows]
-        self.episode_return[rows] = 0
-        self.episode_length[rows] = 0
+        if np.count_nonzero(self.done):  # a fifth of the time of any()
+            rows = np.flatnonzero(self.done)
+            self._observations.write(self.driver.reset_rows(self.done), self._started)
+            self.observation[rows] = self._started[rows]
+            self.episode_return[rows] = 0
+            self.episode_length[rows] = 0
+        self.is_reset = True

@@ -6,8 +6,10 @@ import math
 import random
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch import nn
 
 from collectors.envs import GymEnv
 from collectors.rollout import NO_VERSION, Rollout
+from collectors.transforms import ModuleTransform
 from learning import CategoricalPolicy
 
 
@@ -191,6 +194,74 @@ def test_an_error_comes_out_as_it_is_and_leaves_the_gate() -> None:
     with pytest.raises(KeyboardInterrupt):
         rollout.collect(batch)
     assert log[-1] == "leave"
+
+
+class Interrupted:
+    """Raises where it is called for the n-th time from now on."""
+
+    left = 0
+
+    def __call__(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
+class ThreeSteps(gymnasium.Env):
+    """Episodes of three steps; an observation says how many were made."""
+
+    observation_space = gymnasium.spaces.Box(0, 3, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, calls: dict[str, Interrupted]) -> None:
+        self.calls, self.made = calls, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        self.calls["reset"]()
+        self.made = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.made += 1
+        self.calls["step"]()
+        return np.full(1, self.made, np.float32), 1.0, self.made == 3, False, {}
+
+
+class Watched(nn.Module):
+    """The number that it is given."""
+
+    def __init__(self, calls: Interrupted) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def forward(self, number: torch.Tensor) -> torch.Tensor:
+        self.calls()
+        return number
+
+
+@pytest.mark.parametrize("num_envs", [1, 2])
+@pytest.mark.parametrize("where", ["reset", "step", "encoder", "reward", "policy"])
+def test_a_batch_after_an_interrupted_one_is_whole(where: str, num_envs: int) -> None:
+    for nth in range(1, 9):
+        calls = {name: Interrupted() for name in ("reset", "step", "encoder", "reward", "policy")}
+        encoder = ModuleTransform(Watched(calls["encoder"]), ["observation"], ["observation"])
+        judge = ModuleTransform(Watched(calls["reward"]), [("next", "reward")], [("next", "reward")])
+        env = GymEnv(partial(ThreeSteps, calls), num_envs, transforms=[encoder, judge])
+
+        def policy(td: TensorDictBase, asked: Interrupted = calls["policy"]) -> TensorDictBase:
+            asked()
+            return td.set("action", torch.zeros(td.batch_size, dtype=torch.int64))
+
+        rollout = Rollout(env, policy)
+        collected(rollout, 2)
+        calls[where].left = nth
+        with pytest.raises(KeyboardInterrupt):
+            collected(rollout, 25)
+        batch = collected(rollout, 10)
+        made, number = batch["observation"], batch["next", "observation"]
+        assert torch.equal(number, made + 1) and torch.equal(batch["next", "episode_length"].float(), number)
+        assert torch.equal(batch["next", "episode_return"], number) and torch.equal(batch["next", "done"], number == 3)
+        assert torch.equal(made[..., 1:, :], (number % 3)[..., :-1, :])
 
 
 def rewrite(td: TensorDictBase, action: torch.Tensor) -> TensorDictBase:
