@@ -87,8 +87,8 @@ class AtRandom:
 class ByCalling:
     """Any function of a TensorDict; whatever it writes is stored, as it wrote it; or ``keys`` of that.
 
-    Each call gets a TensorDict of its own, in which there is an "observation" and nothing else: what the policy wrote
-    is of another step, and maybe of another episode.
+    Each call gets a TensorDict of its own, in which there is an "observation" of its own and nothing else: what the
+    policy wrote is of another step, and maybe of another episode.
 
     Raises:
         ValueError: the policy writes no "action".
@@ -128,8 +128,8 @@ class ByCalling:
 
     def act(self, columns: Columns, t: int) -> tuple[Array, int]:
         """See Asking."""
-        if self._device.type != "cpu":  # there the environment has written into the policy's input already
-            self._input.set("observation", self._observation.to(self._device))
+        # Its own: it may keep some (a stack of frames, say), and the environment writes into this memory again.
+        self._input.set("observation", self._observation.to(self._device, copy=True))
         version = self._act(self._input.clone(recurse=False), columns, t)
         return columns.action[t], version
 

@@ -40,7 +40,10 @@ class SampledPolicy(TensorDictModuleBase, ABC):
 
     @abstractmethod
     def distribution_parameters(self, observation: Tensor) -> Tensor:
-        """Return all that the distribution at `observation` ``[*B, *obs]`` depends on, ``[*B, P]``."""
+        """Return all that the distribution at `observation` ``[*B, *obs]`` depends on, ``[*B, P]``.
+
+        A collector's environment writes into the memory of `observation` again: copy what is to be kept.
+        """
 
     @abstractmethod
     def noise(self, parameters: Tensor, *steps: int) -> Tensor:

@@ -86,7 +86,7 @@ class Stepper:
         self._actions = action_codec(driver.action_space)
         self.observation_spec, self.action_spec = self._observations.spec, self._actions.spec
         self.uniform_log_prob = self._actions.uniform_log_prob
-        # The policy's input is a view of this memory: the environment writes straight into it.
+        # The input of a SampledPolicy is a view of this memory: the environment writes straight into it.
         shape = (self.num_envs, *self.observation_spec.shape)
         self.observation = np.zeros(shape, _NUMPY[self.observation_spec.dtype])
         self._started = np.zeros_like(self.observation)

@@ -316,6 +316,18 @@ def test_what_a_policy_wrote_is_not_handed_to_it_again(num_envs: int) -> None:
     assert bool((batch["count"] == 1).all())
 
 
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_an_observation_that_a_policy_keeps_stays_what_it_was(num_envs: int) -> None:
+    kept: list[torch.Tensor] = []
+
+    def remembering(td: TensorDictBase) -> TensorDictBase:
+        kept.append(td["observation"])
+        return td.set("action", torch.zeros(td.batch_size, dtype=torch.int64))
+
+    batch = collected(Rollout(GymEnv("CartPole-v1", num_envs), remembering), 12)
+    assert torch.equal(torch.stack(kept[-12:], dim=-2), batch["observation"])
+
+
 @pytest.mark.parametrize("in_parts", [True, False])
 def test_learning_what_a_policy_writes_leaves_its_statistics_alone(in_parts: bool) -> None:
     network = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
