@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -49,7 +50,7 @@ class BaseCollector(Updating):
             if not isinstance(scheme, wsync.WeightSyncScheme):
                 what = scheme if isinstance(scheme, type | str) else type(scheme)
                 raise TypeError(f"the scheme for '{model_id}' is a WeightSyncScheme, not {what!r}")
-        if weight_sync_schemes is None and isinstance(policy, nn.Module):
+        if weight_sync_schemes is None and isinstance(policy, nn.Module) and _has_weights(policy):
             weight_sync_schemes = {"policy": self._default_scheme()}
         self.policy = policy
         self.frames_per_batch = frames_per_batch
@@ -133,3 +134,8 @@ class BaseCollector(Updating):
     def __exit__(self, *_: object) -> None:
         """Shut down."""
         self.shutdown()
+
+
+def _has_weights(policy: nn.Module) -> bool:
+    """Whether there is something to carry; a rule wrapped in a module (``TensorDictModule(rule, …)``) has nothing."""
+    return next(chain(policy.parameters(), policy.buffers()), None) is not None

@@ -60,7 +60,8 @@ class CrewCollector(BaseCollector):
         device: where the policies act; one, or one per worker.
         storing_device: where batches are put.
         weight_sync_schemes: ``{model_id: scheme}``; by default one for ``policy``, which suits the workers, if that is
-            a module (where there is only a ``policy_factory``, there is none, and nothing reaches the workers).
+            a module with weights (where there is only a ``policy_factory``, there is none, and nothing reaches the
+            workers).
         weight_updater: of the older API, deprecated; or a function that makes one.
         max_frames_per_traj: episodes are truncated after so many steps.
         init_random_frames: so many frames, over all workers, begin with random actions.

@@ -33,8 +33,8 @@ class Collector(BaseCollector):
         total_frames: the end; -1 for none.
         device: where the policy acts.
         storing_device: where batches are put.
-        weight_sync_schemes: ``{model_id: scheme}``; by default one for ``policy``, if that is a module (where there is
-            only a ``policy_factory``, there is none, and its weights stay as they are).
+        weight_sync_schemes: ``{model_id: scheme}``; by default one for ``policy``, if that is a module with weights
+            (where there is only a ``policy_factory``, there is none, and its weights stay as they are).
         weight_updater: of the older API, deprecated; or a function that makes one.
         max_frames_per_traj: episodes are truncated after so many steps.
         init_random_frames: so many frames begin with random actions.

@@ -189,6 +189,16 @@ def test_buffers_that_have_to_be_registered_are(cls):
         collector.update_policy_weights_()
 
 
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
+def test_a_module_without_weights_is_a_policy_like_any_other(cls):
+    rule = TensorDictModule(lambda seen: (seen[..., 2] > 0).long(), in_keys=["observation"], out_keys=["action"])
+    with cls(cartpole(), rule, frames_per_batch=8) as collector:
+        batch = next(collector)
+        assert (batch["action"] == (batch["observation"][..., 2] > 0)).all()
+        with pytest.raises(KeyError, match="no weight sync scheme for model 'policy'"):
+            collector.update_policy_weights_()
+
+
 def test_no_scheme_means_no_update_ever():
     trained = policy()
     with multi(scheme="none", trained=trained) as collector:
