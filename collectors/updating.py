@@ -6,6 +6,7 @@ from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tensordict import TensorDictBase
 from torch import nn
 
 import wsync
@@ -23,10 +24,12 @@ class Updating(ABC):
     Attributes:
         weight_sync_schemes: ``{model_id: scheme}``.
         weight_updater: of the older API; decides who gets which of the policy's weights, if there is one.
+        closed: whether it was shut down.
     """
 
     weight_sync_schemes: dict[str, wsync.WeightSyncScheme]
     weight_updater: WeightUpdaterBase | None
+    closed: bool
 
     def update_policy_weights_(
         self,
@@ -51,9 +54,12 @@ class Updating(ABC):
 
         Raises:
             ValueError: arguments that contradict one another, or an unknown worker.
+            TypeError: weights, or a ``weights_dict``, that are none.
             KeyError: a model without a scheme; names those that have one.
+            wsync.NotConnected: the collector has been shut down.
             wsync.WeightSyncError: as ``WeightSyncScheme.send``.
         """
+        self._require_open()
         source = policy_or_weights
         if policy is not None or weights is not None:
             source = _the_one({"the positional argument": policy_or_weights, "policy": policy, "weights": weights})
@@ -84,16 +90,24 @@ class Updating(ABC):
 
         Raises:
             KeyError: a model without a scheme; names those that have one.
+            wsync.NotConnected: the collector has been shut down.
             wsync.WeightSyncError: as ``WeightSyncScheme.send``.
         """
+        self._require_open()
         scheme = self._scheme(model_id)
         self._deliver(scheme.send if wait else scheme.send_async, weights, worker_ids)
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise wsync.NotConnected("this collector has been shut down: there is nobody to update")
 
     def _deliver(self, send: Send, weights: Any, worker_ids: int | Sequence[int] | None) -> None:
         """Call ``send(weights, worker_ids)``; again, for those who are left, where a worker may fail."""
         send(weights, worker_ids)
 
     def _update_together(self, weights_dict: Mapping[str, Any], worker_ids: int | Sequence[int] | None) -> None:
+        if not isinstance(weights_dict, Mapping) or isinstance(weights_dict, TensorDictBase):
+            raise TypeError(f"weights_dict is {{model_id: weights}}, not a {type(weights_dict).__name__}")
         if not weights_dict:
             raise ValueError("weights_dict is empty")
         if self.weight_updater is not None and self.default_model_id in weights_dict:

@@ -135,6 +135,19 @@ def test_weights_dict_is_all_or_nothing(scheme):
         assert chosen(next(collector)) == 1.0
 
 
+@pytest.mark.filterwarnings("ignore:.*of the older API:DeprecationWarning")
+@pytest.mark.parametrize("updater", [None, WeightUpdaterBase])
+def test_an_update_that_cannot_be_is_said_in_the_collectors_words(updater):
+    with Collector(cartpole(), policy(), frames_per_batch=4, weight_updater=updater) as collector:
+        for wrong in ([policy(-1.0)], TensorDict(policy=flipped(None)), policy(-1.0)):
+            with pytest.raises(TypeError, match=f"{{model_id: weights}}, not a {type(wrong).__name__}"):
+                collector.update_policy_weights_(weights_dict=wrong)
+        assert chosen(next(collector)) == 1.0
+    for update in (collector.update_policy_weights_, collector.send_weights):
+        with pytest.raises(wsync.NotConnected, match="this collector has been shut down"):
+            update(policy(-1.0))
+
+
 @pytest.mark.parametrize("name", ["shared_mem", "multiprocess", "none"])
 def test_one_process_takes_every_scheme(name):
     trained = policy()
