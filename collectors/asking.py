@@ -91,7 +91,8 @@ class ByCalling:
     policy wrote is of another step, and maybe of another episode.
 
     Raises:
-        ValueError: the policy writes no "action".
+        TypeError: the policy gives no TensorDict.
+        ValueError: it writes no "action".
     """
 
     def __init__(
@@ -196,6 +197,8 @@ class InParts:
 
 def _outputs(output: TensorDictBase, keys: Collection[str] | None) -> tuple[Mapping[str, torch.Tensor], Read]:
     """What is stored of what a policy has written, and how it is read."""
+    if not isinstance(output, TensorDictBase | Mapping):
+        raise TypeError(f"the policy gave a {type(output).__name__}, not the TensorDict that it has written into")
     outputs: dict[str, torch.Tensor] = {
         key: value
         for key, value in output.items()

@@ -406,6 +406,8 @@ def test_bad_input_is_said_clearly() -> None:
     env = GymEnv("CartPole-v1")
     with pytest.raises(ValueError, match=r"the policy wrote \['logits'\]"):
         Rollout(env, lambda td: td.set("logits", torch.zeros(2))).buffer(2)
+    with pytest.raises(TypeError, match="the policy gave a NoneType, not the TensorDict"):
+        Rollout(env, lambda td: None).buffer(2)
     with pytest.raises(ValueError, match="at least one step"):
         Rollout(env).buffer(0)
     with pytest.raises(ValueError, match="max_frames_per_traj"):
