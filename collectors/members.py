@@ -15,6 +15,7 @@ from collectors.updating import Send
 from collectors.worker import WorkerOptions
 
 _STOP = 2.0  # seconds in which a batch under way has to be complete once somebody has asked to stop
+_LAST_WORDS = 2.0  # seconds in which a worker that has hung up on a scheme has to say why: a call is answered later
 
 
 class Members(Supervisor[W]):
@@ -154,7 +155,7 @@ class Members(Supervisor[W]):
             return  # another thread has raised it, or ended the workers
         for index in error.workers:
             place = self._places[index]
-            raised = None if place.worker is None else self._hear_out(place.worker)
+            raised = None if place.worker is None else self._hear_out(place.worker, _patience_after(error))
             if raised is not None:
                 self._fail(place, Cause.of(index, "error", raised))
 
@@ -163,7 +164,7 @@ class Members(Supervisor[W]):
         lost = [worker for worker in addressed if worker in error.workers and worker not in error.refused]
         for place in [self._places[worker] for worker in lost]:
             if place.worker is not None:
-                self._hear_out(place.worker)
+                self._hear_out(place.worker, _patience_after(error))
         self._attend()  # batches that they have finished are not lost; and what they say themselves is the better cause
         for worker in lost:
             place, detail = self._places[worker], error.workers[worker].strip()
@@ -193,6 +194,11 @@ class Members(Supervisor[W]):
                 place.worker = None
         self.pool.close()
         self._turns.close()
+
+
+def _patience_after(error: wsync.WeightSyncError) -> float:
+    """Seconds to wait for the word of a worker that an update did not reach; one that is late says nothing."""
+    return _LAST_WORDS if isinstance(error, wsync.WorkerDied) else 0.0
 
 
 def _share(weights: Any, workers: Collection[int]) -> Any:

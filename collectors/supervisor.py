@@ -8,6 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import wait
 from typing import Any, Generic
 
 import wsync
@@ -88,10 +89,18 @@ class Supervisor(Generic[W]):
         self._events.extend(events)
         return events
 
-    def _hear_out(self, worker: W) -> str | None:
-        """Listen to all that a worker has said so far, to be attended to later; its traceback, if it has raised."""
-        while any(one is worker and kind not in _ENDS for one, kind, _ in self._listen(0.0)):
-            pass
+    def _hear_out(self, worker: W, patience: float = 0.0) -> str | None:
+        """Listen to what a worker has said, to be attended to later; its traceback, if it has raised.
+
+        Args:
+            worker: still there, as far as is known.
+            patience: seconds in which one that has not ended may yet say how it will.
+        """
+        deadline = time.monotonic() + patience
+        while not any(one is worker and kind in _ENDS for one, kind, _ in self._events):
+            left = 0.0 if wait([worker.sentinel], 0.0) else max(0.0, deadline - time.monotonic())
+            if not self._listen(left) and not left:
+                break
         return next((answer for one, kind, answer in self._events if one is worker and kind == "error"), None)
 
     def _attend(self) -> None:

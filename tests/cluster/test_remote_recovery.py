@@ -6,7 +6,9 @@ import logging
 import os
 import signal
 import sys
+import time
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -19,6 +21,7 @@ from stopping import stop
 from tensordict import TensorDictBase
 from torch import nn
 
+import wsync
 from collectors.distributed import DistributedCollector, RayCollector, RPCCollector
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker has this file in its path
@@ -77,6 +80,51 @@ def pids(batch: TensorDictBase) -> list[int]:
 def update(collector: Any, value: int) -> None:
     collector.policy.become(value)
     collector.update_policy_weights_()
+
+
+class Failing(Pids):
+    """In a folder called bad it raises in its second batch; its end takes a moment, and a fifo says when it begins."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.steps = 0
+        self.raised = False
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        if self.steps == 15 and self.folder.name == "bad":
+            self.raised = True
+            raise ArithmeticError("the cart fell off the table")
+        return super().step(action)
+
+    def close(self) -> None:
+        if self.raised:
+            self.raised = False
+            (self.folder / "fifo").write_text("schemes are closed by now")
+            time.sleep(0.3)
+        super().close()
+
+
+@pytest.mark.parametrize("failure", ["raise", "drop"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_update_that_comes_upon_a_worker_that_raised_tells_what_it_raised(family, failure, tmp_path, caplog):
+    """A call is answered when the worker has closed all that it had; the update has come upon that before."""
+    for name in ("bad", "good"):
+        (tmp_path / name).mkdir()
+        os.mkfifo(tmp_path / name / "fifo")
+    makers = [lambda: Failing(tmp_path / "bad"), lambda: Failing(tmp_path / "good")]
+    options: Any = {"frames_per_batch": 10, "sync": False, "on_worker_failure": failure}
+    with FAMILIES[family](makers, Telling(), **options) as collector:
+        next(collector)  # has both at work
+        assert (tmp_path / "bad" / "fifo").read_text()
+        if failure == "raise":
+            with pytest.raises(wsync.WorkerFailed, match="the cart fell off the table"):
+                update(collector, 2)
+            assert collector.closed
+        else:
+            update(collector, 2)
+            assert "the cart fell off the table" in caplog.text
+        assert collector.failures.failed == {0: 1}
 
 
 def until_both(collector: Any, gone: int) -> list[int]:
