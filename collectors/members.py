@@ -100,7 +100,7 @@ class Members(Supervisor[W]):
             WorkerFailed: a model refused the weights.
             Exception: whatever ``send`` raises, but for deaths and timeouts that the failure policy takes care of.
         """
-        if self.failure_policy.on_failure != "raise" and (wanted := self._known(worker_ids)):
+        if self.failure_policy.on_failure != "raise" and (wanted := self._named(worker_ids)):
             with self._turns.visiting():
                 while not self._deliver(send, weights, wanted, everybody=worker_ids is None):
                     pass
@@ -113,13 +113,9 @@ class Members(Supervisor[W]):
                 self._raise_own(error)
             raise
 
-    def _known(self, worker_ids: int | Sequence[int] | None) -> Sequence[int]:
-        """These workers; nobody, if one of them is none: that is for ``send`` to refuse."""
-        count = len(self._places)
-        if worker_ids is None:
-            return range(count)
-        wanted = wsync.worker_list(worker_ids)
-        return wanted if all(wsync.is_worker(worker, count) for worker in wanted) else ()
+    def _named(self, worker_ids: int | Sequence[int] | None) -> Sequence[int]:
+        everyone = range(len(self._places))
+        return everyone if worker_ids is None else wsync.worker_list(worker_ids, len(everyone))
 
     def _deliver(self, send: Send, weights: Any, wanted: Collection[int], *, everybody: bool) -> bool:
         """Whether somebody was given it."""

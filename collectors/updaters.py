@@ -165,12 +165,12 @@ class WeightUpdaterBase:
 
     def _deliver(self, outbox: Mapping[int, Any], *, wait: bool = True) -> None:
         collector = self._registered()
-        count = collector.num_workers
-        everyone = len(outbox) == count and all(wsync.is_worker(worker, count) for worker in outbox)
+        workers = wsync.worker_list(outbox, collector.num_workers)
+        everyone = len(workers) == collector.num_workers  # whoever is away is to have it, too
         first = next(iter(outbox.values()))
         alike = all(weights is first for weights in outbox.values())
-        workers = None if everyone else list(outbox)  # whoever is away is to have what is for everyone, too
-        collector.send_weights(first if alike else dict(outbox), workers, wait=wait)
+        weights = first if alike else dict(zip(workers, outbox.values(), strict=True))
+        collector.send_weights(weights, None if everyone else workers, wait=wait)
 
     def _registered(self) -> UpdatedCollector:
         collector = self.collector

@@ -12,7 +12,7 @@ from wsync.backends.shared_mem import SharedMemTransport, SharedMemWeightSyncSch
 from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, WeightSyncError, WorkerDied, WorkerFailed
 from wsync.gate import gate, gated
 from wsync.legacy import WeightReceiver, WeightSender
-from wsync.membership import is_worker, worker_list
+from wsync.membership import worker_list
 from wsync.metrics import SyncMetrics
 from wsync.paths import find_model
 from wsync.scheme import WeightSyncScheme
@@ -56,7 +56,6 @@ __all__ = [
     "find_model",
     "gate",
     "gated",
-    "is_worker",
     "synchronize",
     "worker_list",
 ]

@@ -56,11 +56,7 @@ class Membership:
             if not self.present:
                 raise NotConnected("every worker has died or left: there is nobody to send to")
             return self.present, self.absent
-        named = worker_list(worker_ids)
-        unknown = [worker for worker in named if not is_worker(worker, self.num_workers)]
-        if unknown:
-            raise ValueError(f"unknown worker_ids {unknown}: there are workers 0 to {self.num_workers - 1}")
-        wanted = list(dict.fromkeys(named))
+        wanted = worker_list(worker_ids, self.num_workers)
         gone = {worker: "has died or left before" for worker in wanted if worker in self.absent}
         if gone:
             raise WorkerDied(f"worker(s) {sorted(gone)} have died or left; the others are {list(self.present)}", gone)
@@ -76,21 +72,23 @@ class Membership:
                 self.extra.update(dict.fromkeys(workers, blob))
 
 
-def worker_list(worker_ids: object) -> list[Any]:
-    """What ``worker_ids`` names, one or several: integers of any type (torch's, too) as plain ones, all else as it is.
+def worker_list(worker_ids: object, num_workers: int | None = None) -> list[Any]:
+    """The workers that ``worker_ids`` names, one or several, each once; integers of any type (torch's) as plain ones.
 
-    Equal tensors are different keys of a dictionary: an answer of worker 1 would never be that of ``tensor(1)``.
+    Raises:
+        ValueError: one is not of so many workers. A truth value is none: it may be of a mask.
     """
     ids = worker_ids.tolist() if isinstance(worker_ids, np.ndarray | torch.Tensor) else worker_ids
-    return [_plain(one) for one in (ids if isinstance(ids, Iterable) else [ids])]
-
-
-def is_worker(worker: object, num_workers: int) -> bool:
-    """Whether that is the index of one of so many; a truth value is none: it may be of a mask."""
-    return type(worker) is int and 0 <= worker < num_workers
+    named = [_plain(one) for one in (ids if isinstance(ids, Iterable) else [ids])]
+    if num_workers is not None:
+        unknown = [one for one in named if type(one) is not int or one not in range(num_workers)]
+        if unknown:
+            raise ValueError(f"unknown worker_ids {unknown}: there are workers 0 to {num_workers - 1}")
+    return list(dict.fromkeys(named))
 
 
 def _plain(one: Any) -> Any:
+    """An integer as a plain one: equal tensors are different keys of a dictionary; all else as it is."""
     try:
         return one if isinstance(one, bool) else operator.index(one)
     except TypeError:

@@ -144,6 +144,7 @@ def test_whatever_keeps_a_model_from_following_is_told_to_the_trainer(backend: s
             workers[0].result()
 
 
+@pytest.mark.above_the_ends
 def test_index_out_of_range_or_taken(make_scheme: Any) -> None:
     with crew(3) as workers, make_scheme() as scheme:
         scheme.init_on_sender("policy", model=Small(), num_workers=2)
