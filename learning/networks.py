@@ -106,10 +106,10 @@ class GaussianPolicy(Policy):
     half_range: Tensor
 
     def __init__(self, network: nn.Module, low: Tensor, high: Tensor, initial_std: float = 1.0) -> None:
-        """Make a policy over the box from `low` to `high`, ``[dim]`` each; infinite bounds count as no scale."""
+        """Make a policy over the box from `low` to `high`, ``[dim]`` each; an infinite or empty range is no scale."""
         super().__init__(network)
-        bounded = low.isfinite() & high.isfinite()
-        self.register_buffer("center", torch.where(bounded, (low + high) / 2, 0.0))
+        bounded = (high - low).isfinite() & (low < high)  # a spread of 0, where both are equal, has no density
+        self.register_buffer("center", torch.where(bounded, low / 2 + high / 2, 0.0))
         self.register_buffer("half_range", torch.where(bounded, (high - low) / 2, 1.0))
         self.log_std = nn.Parameter(torch.full_like(self.center, math.log(initial_std)))
 

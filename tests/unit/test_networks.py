@@ -124,6 +124,14 @@ def test_kinds_bounds_and_bad_arguments() -> None:
         make_critic(4, activation="thanh")
 
 
+def test_a_range_without_a_width_or_beyond_float32_has_a_density_all_the_same() -> None:
+    top = torch.finfo(torch.float32).max
+    low, high = torch.tensor([-1.0, 0.5, -top]), torch.tensor([1.0, 0.5, top])
+    policy = make_policy(4, Spec(torch.Size([3]), torch.float32, low, high), (8,))
+    td = policy(TensorDict({"observation": torch.randn(5, 4)}, [5]))
+    assert td["action"].isfinite().all() and td["action_log_prob"].isfinite().all()
+
+
 def test_critic_shapes_and_orthogonal_layers() -> None:
     critic = make_critic(4, (32, 32))
     assert critic(torch.randn(2, 3, 4)).shape == (2, 3)
