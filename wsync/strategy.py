@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from wsync.binding import Binding
@@ -79,7 +79,7 @@ class WeightStrategy:
             return
         own = snapshot(destination)
         tensors = Layout.of(own).order(Snapshot(given.tensors))
-        if inplace:
+        if inplace and not _is_stacked(destination):
             with torch.no_grad():
                 copy_all([own.tensors[name] for name in Layout.of(own).names], tensors)
             return
@@ -87,9 +87,18 @@ class WeightStrategy:
         if isinstance(destination, TensorDictBase):
             flat = set(destination.keys())
             for name, tensor in replaced.items():
-                destination.set(tuple(name.split(".")) if "." in name and name not in flat else name, tensor)
+                path = tuple(name.split(".")) if "." in name and name not in flat else name
+                destination.set(path, tensor, inplace=inplace)
         elif isinstance(destination, Mapping):
             _replace(destination, replaced, "")
+
+
+def _is_stacked(destination: object) -> bool:
+    """Whether some of its tensors are made of others when they are read: what is copied into them, nobody sees."""
+    return isinstance(destination, TensorDictBase) and any(
+        isinstance(part, LazyStackedTensorDict)
+        for part in (destination, *destination.values(include_nested=True, leaves_only=False))
+    )
 
 
 def _replace(destination: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import LazyStackedTensorDict, TensorDict
 from torch import nn
 
 from wsync import LayoutMismatch, SharedMemWeightSyncScheme, SyncTimeout, WeightStrategy
@@ -49,6 +50,16 @@ def test_an_expanded_buffer_is_filled() -> None:
     WeightStrategy().apply_weights(model, other)
     assert model.state_dict()["first"].tolist() == [1, 1]
     assert model.state_dict()["mask"].tolist() == [1, 2, 3]
+
+
+def test_a_lazy_stack_is_filled_where_its_parts_are() -> None:
+    parts = [TensorDict({"weight": torch.zeros(2)}), TensorDict({"weight": torch.zeros(2)})]
+    memory = [part["weight"] for part in parts]
+    stack = LazyStackedTensorDict(*parts)
+    for destination, name in ((stack, "weight"), (TensorDict({"layer": stack}), "layer.weight")):
+        value = torch.rand(2, 2)
+        WeightStrategy().apply_weights(destination, {name: value})
+        assert torch.equal(torch.stack(memory), value)
 
 
 class Packed(nn.Module):
