@@ -26,4 +26,4 @@ def struck_at(point: int, function: Callable[[], object]) -> bool:
         return False
     finally:
         sys.setprofile(None)
-    return True
+    return passed < point

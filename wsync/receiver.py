@@ -66,7 +66,8 @@ class Receiver:
         self._orphaned = False
         self.told_at = 0.0
         self._error = ""
-        self._changed = threading.Condition()
+        self._guarded = threading.RLock()  # entered by itself: a signal that strikes as a Condition is would keep it
+        self._changed = threading.Condition(self._guarded)
         self.waiting = 0  # in ``receive``
 
     def knock(self, worker_idx: int, timeout: float | None) -> Sequence[int]:
@@ -159,7 +160,7 @@ class Receiver:
             self._end.arm(self._binding)
         self.told_at = 0.0
         if not self._error:
-            with self._changed:
+            with self._guarded:
                 self.version = update.version
                 self._changed.notify_all()
             if self._cascade is not None:
@@ -179,7 +180,7 @@ class Receiver:
         """Do what was said; False when there will be nothing more."""
         for event in events:
             if isinstance(event, Closed):
-                with self._changed:
+                with self._guarded:
                     self._closed = True
                     self._changed.notify_all()
                 return False
@@ -246,7 +247,7 @@ class Receiver:
             taken = process_gate().call_before(deadline, self._take, take or self.weights)
         finally:
             self._await_more(-1)
-        with self._changed:
+        with self._guarded:
             if taken is None and self._closed and self.version <= self._seen:
                 raise NotConnected("the sender (or this end) has shut down, or died: there will be no more weights")
         return taken
@@ -261,12 +262,12 @@ class Receiver:
         """Wait for a newer version, the sender's end, or the deadline."""
         while True:
             left = remaining(deadline)
-            with self._changed:
+            with self._guarded:
                 pause = _LOOK if left is None else min(left, _LOOK)
                 if self._changed.wait_for(lambda: self.version > self._seen or self._closed, pause) or left == 0.0:
                     return
             if not self._end.alive():
-                with self._changed:
+                with self._guarded:
                     self._closed = True
 
     def own_memory(self) -> None:
@@ -276,7 +277,8 @@ class Receiver:
 
     def orphan(self) -> None:
         """Hear no more, and say no more: this is a forked child of the worker."""
-        self._changed = threading.Condition()  # a thread that is not here may hold the other one
+        self._guarded = threading.RLock()  # a thread that is not here may hold the other one
+        self._changed = threading.Condition(self._guarded)
         self._closed = self._orphaned = True
 
     def quiet(self) -> None:
@@ -286,14 +288,14 @@ class Receiver:
 
     def _await_more(self, receivers: int) -> None:
         """So many more wait in ``receive``: while anybody does, or this worker is not quiet, it must be woken."""
-        with self._changed:
+        with self._guarded:
             self.waiting += receivers
             if not self._closed:
                 self._end.call(self.waiting > 0 or not self._quiet)
 
     def close(self) -> None:
         """Give the model its own memory and class back, and hang up; who waits in ``receive`` is let go."""
-        with self._changed:
+        with self._guarded:
             self._closed = True
             self._changed.notify_all()
         self._end.detach(self._feed)

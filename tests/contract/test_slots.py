@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 
 import pytest
 import torch
 from contract_models import Apart, Small, fill
 from crew import Host, ProcessRemote, crew
+from striking import struck_at
 from torch import nn
 
 import wsync
@@ -169,3 +171,30 @@ def test_who_is_stopped_in_the_midst_can_be_dismissed(monkeypatch: pytest.Monkey
         workers[0].kill()
         dismissal.join()
         assert in_time
+
+
+def receive_struck(host: Host) -> int:
+    """At how many points a signal can strike ``receive``, if after each another thread can receive."""
+    receive = host.schemes["policy"].receive
+
+    def receive_here() -> None:
+        with suppress(RuntimeError):  # what threading.Condition makes of a signal as it lets its lock go
+            receive(0.0)
+
+    for point in count(1):
+        finished = struck_at(point, receive_here)
+        other = threading.Thread(target=receive, args=(0.0,), daemon=True)
+        other.start()
+        other.join(20.0)
+        assert not other.is_alive(), f"struck at point {point}"
+        if finished:
+            return point
+
+
+def test_a_signal_that_strikes_in_receive_leaves_nothing_locked() -> None:
+    with crew(1) as workers, wsync.SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
+        workers.follow(scheme, Small)
+        assert workers[0].call("run", receive_struck) > 20
+        scheme.send(fill(Small(), 2))
+        assert workers[0].call("forward")[0] == 2
