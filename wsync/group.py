@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed
@@ -36,6 +37,10 @@ _LATER = 1.0  # seconds that a half waits beyond the deadline: whoever waits for
 
 # Stores and groups that a fork has copied: their threads are the parent's, so they can neither be used nor taken down.
 _inherited: list[Any] = []
+
+
+# By groups of users': what was sent there, and had not been taken yet when the line was closed.
+_untaken: WeakKeyDictionary[Any, list[Work]] = WeakKeyDictionary()
 
 
 class Work(Protocol):
@@ -69,11 +74,30 @@ class Pair:
         """Begin to receive into ``flat``."""
         return self._group.recv([flat], self._other, self._tag)
 
-    def close(self) -> None:
-        """Let go of the group; whatever is under way in a group of our own ends with it, but not in a forked child."""
+    def close(self, under_way: Work | None = None) -> bool:
+        """Let go of the group; what is ``under_way`` in a group of our own ends with it, but not in a forked child.
+
+        Returns:
+            Whether the other end can take what is ``under_way`` later.
+        """
         if os.getpid() != self._pid:
             _inherited.append(self._group)
         self._group = None
+        return False
+
+
+class UsersPair(Pair):
+    """One end of a line of tensors in a group of the user's, which goes on without it."""
+
+    def close(self, under_way: Work | None = None) -> bool:
+        """Let go of the group; what is ``under_way`` is kept as long as there is the group.
+
+        The other end has been told of it, and where one waits in vain for a message, gloo closes the whole group.
+        """
+        if under_way is not None:
+            _untaken.setdefault(self._group, []).append(under_way)
+        super().close()
+        return under_way is not None
 
 
 def patience(timeout: float | None) -> timedelta:

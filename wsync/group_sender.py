@@ -122,10 +122,11 @@ class GroupSender:
     def left(self, worker: int) -> None:
         """End what was under way."""
         lane = self._lanes[worker]
-        lane.clear()
         if lane.pair is not None:
-            lane.pair.close()
+            if lane.pair.close(lane.work) and lane.under_way is not None:
+                self._flats.given_away.add(lane.under_way.slot)
             lane.pair = None
+        lane.clear()
 
     def answered(self, worker: int, message: Message) -> None:
         """It has what was under way, or does not want it: the next, please."""

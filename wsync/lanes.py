@@ -76,16 +76,20 @@ class Flats:
 
     Args:
         device: where they lie.
+
+    Attributes:
+        given_away: from which somebody may take weights later, who is no worker any more: never written again.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: list[Buffer] = []
         self.reserved: set[int] = set()
+        self.given_away: set[int] = set()
 
     def reserve(self, layout: Layout, taken: Iterable[Parcel]) -> Buffer:
         """One in which no parcel lies, and which is not reserved."""
-        used = self.reserved | {parcel.slot for parcel in taken}
+        used = self.reserved | self.given_away | {parcel.slot for parcel in taken}
         slot = next((slot for slot in range(len(self._buffers)) if slot not in used), len(self._buffers))
         if slot == len(self._buffers):
             flat = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self._device)
@@ -96,11 +100,12 @@ class Flats:
     def turns(self, layout: Layout, latest: Collection[Parcel]) -> tuple[Buffer, Buffer] | None:
         """The buffer in which every worker's newest version lies, and a free one, to be filled in turn by plain bytes.
 
-        None if workers have different versions, or that cannot be done: on a GPU, of complex numbers.
+        None if workers have different versions, or that cannot be done: on a GPU, of complex numbers, of what is given
+        away.
         """
         slots = {parcel.slot for parcel in latest}
         newest = self._buffers[slots.pop()] if len(slots) == 1 and not self.reserved else None
-        if newest is None or newest.room is None:
+        if newest is None or newest.room is None or newest.slot in self.given_away:
             return None
         free = self.reserve(layout, latest)
         self.reserved.clear()

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from wsync.errors import NotConnected
-from wsync.group import BACKENDS, Meeting, MeetingPlace, Pair
+from wsync.group import BACKENDS, Meeting, MeetingPlace, Pair, UsersPair
 from wsync.group_receiver import GroupReceiver
 from wsync.group_sender import GroupSender
 from wsync.network import NetEndpoint, NetLine, NetListener, dial
@@ -88,7 +88,7 @@ def network_sender(
         seed = Seed(door.endpoint, None, group.rank(), zlib.crc32(door.endpoint.token) >> 1)
 
         def pair(worker: int, generation: int, deadline: float | None) -> Callable[[], Pair]:
-            return lambda: Pair(group, worker + (worker >= seed.rank), seed.tag)
+            return lambda: UsersPair(group, worker + (worker >= seed.rank), seed.tag)
 
         return GroupSender(num_workers, door, pair, lambda: None, device_of(backend), checksum=checksum), seed
     place = MeetingPlace(host, backend)
@@ -135,4 +135,4 @@ class _Route:
             return self._seed.meeting.join(worker, generation, deadline)
         if self._group is None:
             raise NotConnected(f"worker {worker}: the sender was given a process group; give this end the same one")
-        return partial(Pair, self._group, self._seed.rank, self._seed.tag)
+        return partial(UsersPair, self._group, self._seed.rank, self._seed.tag)
