@@ -114,19 +114,18 @@ class CallPool(Pool[C]):
                 heard.append((worker, answer.kind, answer.value))
         return heard
 
-    def _end_work(self) -> list[C]:
-        """Tell all workers to end their work, and wait until they have, or died, or do not in time; those that have."""
-        ended: dict[C, Answer] = {}
+    def _end_work(self) -> None:
+        """Tell all workers to end their work, and wait until they have, or died, or do not in time."""
+        ended: list[Answer] = []
         some = WakeEvent()
 
-        def on_end(worker: C, answer: Answer) -> None:
-            ended[worker] = answer
+        def on_end(answer: Answer) -> None:
+            ended.append(answer)
             some.set()
 
         for worker in self.workers:
-            worker.call("end", None, lambda answer, worker=worker: on_end(worker, answer))
+            worker.call("end", None, on_end)
         deadline = time.monotonic() + GRACE
         while len(ended) < len(self.workers) and wait([some.fileno()], max(0.0, deadline - time.monotonic())):
             some.clear()
         some.close()
-        return [worker for worker, answer in list(ended.items()) if answer.kind == "ended"]

@@ -205,19 +205,18 @@ class RpcPool(CallPool[RpcWorker]):
         self._joined = True
 
     def let_go(self, worker: RpcWorker) -> None:
-        """See Pool. Somebody else's process is left alone."""
+        """See Pool. Somebody else's process goes on, and the worker in it ends when it hears of that."""
         self.workers.remove(worker)
-        worker.close()
         if isinstance(worker, OwnRpcWorker):
             kill(worker.process)
+        else:  # or its thread, and the call that watches over it, would keep a graceful rpc.shutdown() waiting for ever
+            worker.call("end", None, lambda answer: None)
+        worker.close()
 
     def close(self) -> None:
         """See Pool."""
         if self._joined or not isinstance(next(iter(self.workers), None), OwnRpcWorker):
-            ended = self._end_work()
-            for worker in ended:
-                if isinstance(worker, UsersRpcWorker):
-                    rpc.rpc_async(worker.name, rpc_worker.dismiss, args=(self._token,))
+            self._end_work()
         if self._joined:
             leave_group()  # the trainer first: who is left alone complains
             self._joined = False

@@ -81,7 +81,15 @@ def enlist(token: str) -> None:
         if token in _disbanded:
             return
         servant = _servants[token] = Servant(alone=False)
-    threading.Thread(target=servant.serve, name="collector-worker", daemon=True).start()
+    threading.Thread(target=_serve, args=(token, servant), name="collector-worker", daemon=True).start()
+
+
+def _serve(token: str, servant: Servant) -> None:
+    try:
+        servant.serve()
+    finally:
+        with _enlisting:
+            _servants.pop(token, None)
 
 
 def disband(token: str) -> None:
@@ -103,11 +111,6 @@ def command(token: str, number: int, what: str, argument: Any) -> Future[Answer]
 def life(token: str) -> Future[None]:
     """Called by a trainer: returns when the worker ends."""
     return _servants[token].life
-
-
-def dismiss(token: str) -> None:
-    """Called by a trainer that has heard of the end."""
-    _servants.pop(token, None)
 
 
 def main(line: Connection, worker_idx: int, size: int, address: Address, token: str, timeout: float) -> None:

@@ -16,6 +16,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import cloudpickle
@@ -541,6 +542,12 @@ def test_workers_of_a_group_that_there_is_already(tmp_path, monkeypatch):
                 assert pids_of(next(collector)) == {other.pid for other in others}
                 collector.update_policy_weights_()
                 assert next(collector)["policy_version"].unique().tolist() == [2]
+        breaking = [Pids, partial(Pids, 10)]
+        names = ["mine1", "mine2"]
+        with RPCCollector(breaking, policy(), frames_per_batch=8, workers=names, on_worker_failure="drop") as collector:
+            while not collector.failures:
+                next(collector)
+            assert rpc.rpc_sync("mine2", still_at_work) == 0, "it is dropped, and keeps no rpc.shutdown() waiting"
         assert all(other.is_alive() for other in others), "they are not ours to end"
         with collect_with("rpc", workers_of=["mine1", "mine2"], sync=False) as collector:
             next(collector)
