@@ -71,8 +71,12 @@ class CalledWorker(Worker):
     def call(self, command: str, argument: Any, answered: Callable[[Answer], None]) -> None:
         """Have the worker obey, after what it was told before; ``answered`` is called later, in some thread.
 
-        A worker that has ended answers ``died``.
+        A worker that has ended answers ``died``, and the error that the call has raised.
         """
+
+    def last_words(self, error: str) -> str:
+        """What there is to say of its end, when a call has raised ``error``, in an error that begins with its name."""
+        return error
 
 
 C = TypeVar("C", bound=CalledWorker)
@@ -111,7 +115,8 @@ class CallPool(Pool[C]):
             elif answer.payload is not None:
                 np.copyto(worker.buffers[answer.value].numpy(), np.asarray(answer.payload))
             if answer.kind:
-                heard.append((worker, answer.kind, answer.value))
+                died = answer.kind == "died"
+                heard.append((worker, answer.kind, worker.last_words(answer.value) if died else answer.value))
         return heard
 
     def _end_work(self) -> None:

@@ -40,9 +40,6 @@ class RpcWorker(CalledWorker):
         self._number = 0
 
     @abstractmethod
-    def last_words(self, error: str) -> str:
-        """What there is to say of its end, in an error that begins with its name."""
-
     def close(self) -> None:
         """Let go of what this end has of it."""
 
@@ -53,7 +50,7 @@ class RpcWorker(CalledWorker):
             try:
                 answer = future.value()
             except Exception as error:  # noqa: BLE001  what the call raised is an answer: this is the way to it
-                answer = Answer("died", self.last_words(_first_line(error)))
+                answer = Answer("died", _first_line(error))
             answered(answer)
 
         number, self._number = self._number, self._number + 1
@@ -62,7 +59,7 @@ class RpcWorker(CalledWorker):
                 self.name, rpc_worker.command, args=(self._token, number, command, argument), timeout=0
             ).add_done_callback(on_done)
         except RuntimeError as error:
-            answered(Answer("died", self.last_words(_first_line(error))))
+            answered(Answer("died", _first_line(error)))
 
 
 def _raise_for(failed: Mapping[int, RuntimeError], names: Sequence[str], timeout: float) -> NoReturn:
@@ -92,7 +89,7 @@ class OwnRpcWorker(RpcWorker):
         return self.process.sentinel
 
     def last_words(self, error: str) -> str:
-        """See RpcWorker."""
+        """See CalledWorker."""
         if wait([self.process.sentinel], GRACE):
             return end_of(self.process)
         return f"(process {self.process.pid}) cannot be reached any more: {error}"
@@ -117,7 +114,7 @@ class UsersRpcWorker(RpcWorker):
         return self._end.fileno()
 
     def last_words(self, error: str) -> str:
-        """See RpcWorker."""
+        """See CalledWorker."""
         return f"('{self.name}' of the RPC group) cannot be reached any more: {error}"
 
     def close(self) -> None:
