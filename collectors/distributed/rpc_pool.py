@@ -135,7 +135,7 @@ class RpcPool(CallPool[RpcWorker]):
         WorkerDied: one ended before it had joined, or cannot be reached.
         SyncTimeout: the group was not complete in time, or a member did not answer.
         RuntimeError: there is a group already, and no names; or names, and no group.
-        ValueError: another number of names.
+        ValueError: another number of names, or one twice.
     """
 
     def __init__(self, count: int, *, names: Sequence[str] | None, host: str, timeout: float) -> None:
@@ -162,6 +162,8 @@ class RpcPool(CallPool[RpcWorker]):
             raise RuntimeError("workers=[…] are names in an RPC group: call torch.distributed.rpc.init_rpc() first")
         if len(names) != count:
             raise ValueError(f"{len(names)} names of workers for {count} environment functions")
+        if len(set(names)) < count:
+            raise ValueError(f"a process can be one worker, and names has one twice: {', '.join(names)}")
         calls: dict[int, Future[None]] = {}
         failed: dict[int, RuntimeError] = {}
         try:

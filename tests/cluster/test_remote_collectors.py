@@ -530,6 +530,8 @@ def test_workers_of_a_group_that_there_is_already(tmp_path, monkeypatch):
             collect_with("rpc")
         with pytest.raises(RuntimeError, match="nobody"):
             collect_with("rpc", workers_of=["mine1", "nobody"])
+        with pytest.raises(ValueError, match="one twice: mine1, mine1"):
+            collect_with("rpc", workers_of=["mine1", "mine1"])
         assert rpc.rpc_sync("mine1", still_at_work) == 0, "a graceful rpc.shutdown() would wait for it for ever"
         stop(others[1].pid)
         with pytest.raises(wsync.SyncTimeout, match=r"^worker 1 \('mine2' of the RPC group\): did not answer") as late:
