@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -69,6 +69,10 @@ class Seed:
         return seed
 
 
+FindSenders = Callable[[int, float | None], Iterable[Seed]]
+"""``(worker, deadline) -> seeds``: the worker joins the first of these senders that is there."""
+
+
 def device_of(backend: str) -> torch.device:
     """Where ``backend`` has weights packed and received."""
     return torch.device("cuda" if backend == "nccl" else "cpu")
@@ -98,14 +102,14 @@ def network_sender(
 
 
 def network_receiver(
-    find: Callable[[int, float | None], Seed],
+    find: FindSenders,
     *,
     backend: str,
     retains: bool,
     timeout: float | None,
     group: ProcessGroup | None = None,
 ) -> GroupReceiver:
-    """A worker's end; ``find(worker, deadline)`` says where the sender is, when it connects."""
+    """A worker's end; ``find(worker, deadline)`` says where the sender may be, when it connects."""
     route = _Route(find, group)
     return GroupReceiver(
         route.dial,
@@ -120,14 +124,20 @@ def network_receiver(
 class _Route:
     """A worker's way to the sender, looked for when it connects."""
 
-    def __init__(self, find: Callable[[int, float | None], Seed], group: ProcessGroup | None) -> None:
+    def __init__(self, find: FindSenders, group: ProcessGroup | None) -> None:
         self._find = find
         self._group = group
         self._seed: Seed | None = None
 
     def dial(self, worker: int, deadline: float | None) -> NetLine:
-        self._seed = self._find(worker, deadline)
-        return dial(self._seed.endpoint, worker, deadline)
+        gone: NotConnected | None = None
+        for seed in self._find(worker, deadline):
+            self._seed = seed
+            try:
+                return dial(seed.endpoint, worker, deadline)
+            except NotConnected as error:
+                gone = error
+        raise gone or NotConnected(f"worker {worker}: nobody says where a sender is")
 
     def pair(self, worker: int, generation: int, deadline: float | None) -> Callable[[], Pair]:
         assert self._seed is not None, "dial() comes first"

@@ -140,7 +140,7 @@ def test_a_trainer_that_dies_in_the_first_transfer_leaves_nothing_of_it_for_the_
     with played() as (door, place), ThreadPoolExecutor(1) as trainer:
         meeting: Meeting = place.meeting
         end = network_receiver(
-            lambda worker, deadline: Seed(door.endpoint, meeting), backend="gloo", retains=True, timeout=10.0
+            lambda worker, deadline: [Seed(door.endpoint, meeting)], backend="gloo", retains=True, timeout=10.0
         )
         dying = trainer.submit(let_in, door, place, Plan(layout, False, 1, 1), None)
         with pytest.raises(wsync.NotConnected, match="process group"):
@@ -160,7 +160,7 @@ def welcomed(meeting: Meeting, timeout: float) -> Iterator[tuple[Future[None], L
     before = len(os.listdir("/proc/self/fd"))
     door, layout = NetListener("127.0.0.1"), Layout.of(Snapshot({"weight": torch.zeros(4)}))
     end = network_receiver(
-        lambda worker, deadline: Seed(door.endpoint, meeting), backend="gloo", retains=True, timeout=10.0
+        lambda worker, deadline: [Seed(door.endpoint, meeting)], backend="gloo", retains=True, timeout=10.0
     )
     with ThreadPoolExecutor(1) as worker:
         connecting = worker.submit(end.connect, 0, deadline_in(timeout))

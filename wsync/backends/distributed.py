@@ -6,7 +6,8 @@ The rendezvous is over a ``TCPStore``, whose address travels in the pickled sche
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import count
 from typing import Any
 
 from torch import distributed as dist
@@ -23,10 +24,10 @@ from wsync.group_receiver import GroupReceiver
 from wsync.group_sender import GroupSender
 from wsync.network_ends import Seed, network_receiver, network_sender
 from wsync.ports import SenderPort
-from wsync.roles import Trainer
+from wsync.roles import Trainer, Worker
 from wsync.scheme import WeightSyncScheme
 
-_inits: Counter[str] = Counter()  # how often a model of that name was initialised here: both ends count alike
+_met: set[tuple[bytes, int]] = set()  # senders that were found in a store, by token, and as which worker
 
 
 class DistributedTransport(SenderPort):
@@ -49,7 +50,9 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         checksum: whether each update carries a checksum, which a worker verifies before it stages or applies it.
         group: a process group of the user's, in which the sender and all workers are, to carry the weights: worker 0 is
             its first rank that is not the sender's, and so on. Otherwise each worker has a group of its own.
-        store: where processes meet that have not been given a pickled scheme.
+        store: where processes meet that have not been given a pickled scheme. A worker meets the first sender of its
+            model there that is still open, and that it has not met before: a second scheme of the same name in all
+            processes meets the second of the others, and a worker's process that is started anew the newest.
     """
 
     name = "distributed"
@@ -75,52 +78,44 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         self._group = group
         self._store = store
         self._dialled: Store | None = None  # that of torchrun's agent
-        self._key = ""
-
-    def init_on_sender(self, model_id: str = "policy", context: Any = None, **given: Any) -> None:
-        """Set up the trainer's end: see ``WeightSyncScheme.init_on_sender``."""
-        super().init_on_sender(model_id, context, **given)
-        self._key = _next_key(model_id)
-
-    def init_on_receiver(self, model_id: str = "policy", context: Any = None, **given: Any) -> None:
-        """Set up a worker's end: see ``WeightSyncScheme.init_on_receiver``."""
-        super().init_on_receiver(model_id, context, **given)
-        if self._seed is None:
-            self._key = _next_key(model_id)  # not before: an init that failed is none
+        self._announced = False
+        self._found: Seed | None = None  # of the sender that this worker has met in a store
 
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
         """The rendezvous: see ``WeightSyncScheme.connect``."""
-        if isinstance(self._role, Trainer) and self._can_meet():
-            self._meeting_store(deadline_in(self.timeout)).set(self._key, self._seed.dump())
+        role = self._role
+        if isinstance(role, Trainer) and not self._announced and self._can_meet():
+            _announce(self._meeting_store(deadline_in(self.timeout)), role.model_id, self._seed.dump())
+            self._announced = True
         super().connect(worker_idx=worker_idx, weights=weights)
+        if isinstance(role, Worker) and self._found is not None:
+            _met.add((self._found.endpoint.token, role.receiver.worker_idx))  # not before: it may try once more
 
     def shutdown(self) -> None:
         """Let everything go: see ``WeightSyncScheme.shutdown``."""
         super().shutdown()
-        self._dialled = None
+        self._dialled = self._found = None
+        self._announced = False
 
     def _make_sender_end(self, num_workers: int) -> tuple[GroupSender, Seed]:
         return network_sender(num_workers, self.host, self.backend, self._group, checksum=self.checksum)
 
     def _make_receiver_end(self, seed: Seed | None) -> GroupReceiver:
-        find = self._find_sender if seed is None else lambda worker, deadline: seed
+        find = self._find_senders if seed is None else lambda worker, deadline: [seed]
         return network_receiver(find, backend=self.backend, retains=self.bind, timeout=self.timeout, group=self._group)
 
     def _can_meet(self) -> bool:
         return self._store is not None or dist.is_initialized() or "TORCHELASTIC_RUN_ID" in os.environ
 
-    def _find_sender(self, worker: int, deadline: float | None) -> Seed:
-        store = self._meeting_store(deadline)
-        try:
-            store.wait([self._key], time_until(deadline))
-        except RuntimeError as error:
-            raise SyncTimeout(f"worker {worker}: no sender has announced itself as '{self._key}' in time") from error
-        try:
-            return Seed.load(store.get(self._key).decode(errors="replace"))
-        except ValueError as error:
-            raise NotConnected(
-                f"worker {worker}: what the store has under '{self._key}' is no sender's: {error}"
-            ) from error
+    def _find_senders(self, worker: int, deadline: float | None) -> Iterable[Seed]:
+        """Those whom ``worker`` may mean, in the order in which they announced themselves; waits for the next one."""
+        if self._found is not None:
+            yield self._found
+        store, model_id = self._meeting_store(deadline), self._worker("connect").model_id
+        for seed in _announced(store, model_id, worker, deadline):
+            if (seed.endpoint.token, worker) not in _met:
+                self._found = seed
+                yield seed
 
     def _meeting_store(self, deadline: float | None) -> Store:
         """Where processes meet that share no pickled scheme."""
@@ -134,12 +129,45 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
     def __getstate__(self) -> dict[str, Any]:
         """Options and the way to the sender; a group and a store are things of this process."""
-        return {**super().__getstate__(), "_group": None, "_store": None, "_dialled": None}
+        return {
+            **super().__getstate__(),
+            "_group": None,
+            "_store": None,
+            "_dialled": None,
+            "_announced": False,
+            "_found": None,
+        }
 
 
-def _next_key(model_id: str) -> str:
-    _inits[model_id] += 1
-    return f"wsync/{model_id}/{_inits[model_id]}"
+def _key(model_id: str, number: int) -> str:
+    return f"wsync/{model_id}/{number}"
+
+
+def _announce(store: Store, model_id: str, where: str) -> None:
+    """Say where the next sender of ``model_id`` is."""
+    for number in count(1):
+        if store.compare_set(_key(model_id, number), "", where).decode(errors="replace") == where:
+            return
+
+
+def _announced(store: Store, model_id: str, worker: int, deadline: float | None) -> Iterator[Seed]:
+    """Where all senders of ``model_id`` are or were; waits for the next one.
+
+    Raises:
+        SyncTimeout: none comes until ``deadline``.
+        NotConnected: somebody else has written into the store.
+    """
+    for number in count(1):
+        key = _key(model_id, number)
+        try:
+            store.wait([key], time_until(deadline))
+        except RuntimeError as error:
+            former = f" ({number - 1} before it have gone, or were met)" if number > 1 else ""
+            raise SyncTimeout(f"worker {worker}: no sender has announced itself as '{key}' in time{former}") from error
+        try:
+            yield Seed.load(store.get(key).decode(errors="replace"))
+        except ValueError as error:
+            raise NotConnected(f"worker {worker}: what the store has under '{key}' is no sender's: {error}") from error
 
 
 def _agents_store(deadline: float | None) -> Store:

@@ -159,7 +159,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
     def _make_receiver_end(self, seed: Seed) -> GroupReceiver:
         return network_receiver(
-            lambda worker, deadline: seed, backend=self.backend, retains=self.bind, timeout=self.timeout
+            lambda worker, deadline: [seed], backend=self.backend, retains=self.bind, timeout=self.timeout
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,0 +1,85 @@
+"""Processes that share nothing but a store meet in it: who means whom."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.distributed import (
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
+
+import wsync
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def follow(port: int, prefix: str, line: Any) -> None:
+    """Follow one sender after the other, as often as it is told to, and say what each has brought."""
+    store = PrefixStore(prefix, TCPStore("127.0.0.1", port, is_master=False))
+    for timeout in iter(line.recv, None):
+        with wsync.DistributedWeightSyncScheme(store=store, timeout=timeout) as scheme:
+            model = nn.Linear(1, 1)
+            scheme.init_on_receiver("policy", model=model, worker_idx=0)
+            try:
+                scheme.connect()
+                line.send(float(model.bias))
+            except wsync.WeightSyncError as error:
+                line.send(str(error))
+
+
+@contextmanager
+def worker(store: TCPStore, prefix: str = "") -> Iterator[Any]:
+    context = multiprocessing.get_context("forkserver")
+    line, theirs = context.Pipe()
+    process = context.Process(target=follow, args=(store.port, prefix, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield line
+    finally:
+        process.kill()
+        process.join()
+
+
+@contextmanager
+def sender(store: Any, value: float) -> Iterator[None]:
+    """The sender of ``value``, which has met its worker."""
+    with wsync.DistributedWeightSyncScheme(store=store, timeout=30.0) as scheme:
+        model = nn.Linear(1, 1)
+        nn.init.constant_(model.bias, value)
+        scheme.init_on_sender("policy", model=model, num_workers=1)
+        scheme.connect()
+        yield
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_workers_of_two_stores_meet_each_its_own_sender(store: TCPStore) -> None:
+    with worker(store, "a") as first, worker(store, "b") as second:
+        for line in (first, second):
+            line.send(30.0)
+        with sender(PrefixStore("a", store), 1.0), sender(PrefixStore("b", store), 2.0):
+            assert [first.recv(), second.recv()] == [1.0, 2.0]
+
+
+def test_a_worker_meets_the_next_sender_and_one_that_is_started_anew_the_one_that_there_is(store: TCPStore) -> None:
+    with worker(store) as line:
+        for value in (1.0, 2.0):
+            line.send(30.0)
+            with sender(PrefixStore("", store), value):
+                assert line.recv() == value
+    with worker(store) as line:
+        line.send(30.0)
+        with sender(PrefixStore("", store), 3.0):
+            assert line.recv() == 3.0
+        line.send(0.5)
+        assert "no sender has announced itself" in line.recv()
