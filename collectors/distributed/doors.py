@@ -59,8 +59,9 @@ class Door:
     """
 
     def __init__(self, host: str, port: int, authkey: bytes) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._socket = socket.create_server((host, port), backlog=128)
+            self._socket = socket.create_server((host, port), family=family, backlog=128)
         except OSError as error:
             raise OSError(error.errno, f"cannot listen on {host}:{port} ({error.strerror or error})") from error
         self._socket.setblocking(False)

@@ -42,6 +42,7 @@ from collectors.distributed import (
     torchrun,
 )
 from collectors.distributed.tcp_worker import join
+from wsync.network import listen_on
 
 ROOT = Path(__file__).parents[2]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker has this file in its path
@@ -417,6 +418,18 @@ class Starter(logging.Handler):
         for stranger in self.strangers:
             stranger.close()
         self.refusals.shutdown()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.7", "::1"])
+def test_other_addresses(host):
+    try:
+        listen_on(host).close()
+    except wsync.NotConnected as error:
+        pytest.skip(f"this machine has no {host}: {error}")
+    with collect_with("tcp", host=host) as collector:
+        next(collector)
+        collector.update_policy_weights_(policy(-1.0))
+        assert chosen(next(collector)) == 0.0
 
 
 def test_workers_that_others_start_join(caplog, monkeypatch):
