@@ -11,7 +11,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from torch import nn
 
-from collectors.distributed.ray_cluster import Cluster
+from collectors.distributed.ray_cluster import Cluster, connection
 from collectors.transforms import Key, Transform, call, call_without_trace
 from collectors.vector import Array
 from wsync import NotConnected, SyncTimeout, WorkerDied, WorkerFailed
@@ -83,6 +83,7 @@ class RayModuleTransform(Transform):
         options = {"num_cpus": 0, **actor_options, "name": self._name, "namespace": _NAMESPACE}
         actor: Any = ray.remote(ModuleHost).options(**options).remote(make_module)
         self._actor: ActorHandle | None = actor
+        self._connection = connection()  # in which the handle is good
         try:
             self._answer(actor.ready.remote(), "start")
         except BaseException:
@@ -115,13 +116,13 @@ class RayModuleTransform(Transform):
         return self._answer(self._connected().probe.remote(*inputs), "call the module")
 
     def shutdown(self) -> None:
-        """End the actor, for everybody. Harmless when repeated, or after ``ray.shutdown``.
+        """End the actor, for everybody. Harmless when repeated, or after ``ray.shutdown``, which has ended it.
 
         Raises:
             wsync.SyncTimeout: it has not ended within ``timeout`` seconds.
         """
         actor, self._actor, self._closed = self._actor, None, True
-        if actor is None or not ray.is_initialized():
+        if actor is None or self._connection != connection():
             return
         ray.kill(actor)
         try:
@@ -144,7 +145,7 @@ class RayModuleTransform(Transform):
     def _connected(self) -> ActorHandle:
         if self._closed:
             raise NotConnected(f"{self} was shut down")
-        if self._actor is None:
+        if self._actor is None or self._connection != connection():
             try:
                 Cluster(self._address)  # joined until this process ends, or calls ray.shutdown()
             except ConnectionError as error:
@@ -153,11 +154,12 @@ class RayModuleTransform(Transform):
                 self._actor = ray.get_actor(self._name, namespace=_NAMESPACE)
             except ValueError as error:
                 raise WorkerDied(f"{self} is dead: the Ray cluster at {self._address} has no such actor") from error
+            self._connection = connection()
         return self._actor
 
     def __getstate__(self) -> dict[str, Any]:
         """The way to the actor."""
-        return {**self.__dict__, "_actor": None}
+        return {**self.__dict__, "_actor": None, "_connection": None}
 
     def __str__(self) -> str:
         return f"RayModuleTransform (actor {self._name})"

@@ -26,6 +26,14 @@ def starts_one(address: str | None) -> bool:
     return not ray.is_initialized() and (address or os.environ.get("RAY_ADDRESS") or "local") == "local"
 
 
+def connection() -> tuple[str, str] | None:
+    """Which connection to Ray this process has; None: it has none. The handle of an actor is good in one only."""
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_job_id()
+
+
 class Cluster:
     """A connection to Ray, which this process needs only one of.
 
@@ -39,11 +47,13 @@ class Cluster:
 
     def __init__(self, address: str | None) -> None:
         self._started = False
+        self._connection: tuple[str, str] | None = None
         self._janitor: subprocess.Popen[bytes] | None = None
         if ray.is_initialized():
             here = ray.get_runtime_context().gcs_address
             if address not in (None, "auto", "local", here):
                 raise ConnectionError(f"this process is connected to the Ray cluster at {here}, not at {address}")
+            self._connection = connection()
             return
         address = address or os.environ.get("RAY_ADDRESS") or "local"
         self._started = True
@@ -66,12 +76,28 @@ class Cluster:
         except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
             self.close()
             raise ConnectionError(f"no Ray cluster can be reached at {address} ({error})") from error
+        self._connection = connection()
+
+    @property
+    def connected(self) -> bool:
+        """Whether this process still has the connection: nobody has called ``ray.shutdown``."""
+        return self._connection is not None and self._connection == connection()
+
+    def require(self) -> None:
+        """Before a call through Ray, which would start another cluster where there is no connection.
+
+        Raises:
+            ConnectionError: it has ended.
+        """
+        if not self.connected:
+            raise ConnectionError("ray.shutdown() has ended this process's connection to the Ray cluster")
 
     def close(self) -> None:
         """Disconnect, and stop what was started, if this was the one who did."""
         if self._started:
             self._started = False
-            ray.shutdown()
+            if self.connected or self._connection is None:
+                ray.shutdown()
         if self._janitor is not None:
             self._janitor.communicate()  # hangs up, and waits
             self._janitor = None

@@ -58,11 +58,13 @@ class RayWorker(CalledWorker):
     Args:
         worker_idx: its index.
         actor: owned by this end.
+        cluster: where it lives.
     """
 
-    def __init__(self, worker_idx: int, actor: ActorHandle) -> None:
+    def __init__(self, worker_idx: int, actor: ActorHandle, cluster: Cluster) -> None:
         super().__init__(worker_idx)
         self.actor = actor
+        self._cluster = cluster
         self._end = WakeEvent()
         life: Any = actor.life
         self._watch(life.options(concurrency_group="life").remote(), lambda _: self._end.set())
@@ -75,8 +77,9 @@ class RayWorker(CalledWorker):
     def call(self, command: str, argument: Any, answered: Callable[[Answer], None]) -> None:
         """See CalledWorker."""
         try:
+            self._cluster.require()
             self._watch(self.actor.obey.remote(command, argument), answered)
-        except RayError as error:
+        except (RayError, ConnectionError) as error:
             answered(self._died(error))
 
     def _watch(self, reference: Any, answered: Callable[[Answer], None]) -> None:
@@ -94,8 +97,9 @@ class RayWorker(CalledWorker):
         return self.actor.hello.remote()
 
     def kill(self) -> None:
-        """End the process."""
-        ray.kill(self.actor, no_restart=True)
+        """End the process; it has ended with this process's connection to its cluster."""
+        if self._cluster.connected:
+            ray.kill(self.actor, no_restart=True)
 
     def close(self) -> None:
         """Let go of what this end has of it."""
@@ -155,7 +159,8 @@ class RayPool(CallPool[RayWorker]):
 
     def begin(self, worker_idx: int) -> RayWorker:
         """See Pool. It has no deadline for its place in the cluster but that for its first answer."""
-        worker = RayWorker(worker_idx, self._kind.remote(sys.path))
+        self._cluster.require()
+        worker = RayWorker(worker_idx, self._kind.remote(sys.path), self._cluster)
         self.workers.append(worker)
         return worker
 
@@ -167,7 +172,7 @@ class RayPool(CallPool[RayWorker]):
 
     def close(self) -> None:
         """See Pool."""
-        if ray.is_initialized():
+        if self._cluster.connected:
             if self._here:
                 self._end_work()
             for worker in self.workers:

@@ -8,20 +8,19 @@ not declared ends the actor's process).
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import ray
 from ray.actor import ActorHandle
 
-from wsync.errors import NotConnected, WeightSyncError, WorkerFailed
+from wsync.errors import NotConnected, WeightSyncError
 from wsync.group_receiver import GroupReceiver
 from wsync.group_sender import GroupSender
 from wsync.network_ends import Seed, network_receiver, network_sender
 from wsync.ports import SenderPort
+from wsync.ray_actors import Actors, Calls
 from wsync.roles import Trainer, the_one_count
 from wsync.scheme import WeightSyncScheme
 
@@ -79,7 +78,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         self.backend = backend
         self.host = host
         self.checksum = checksum
-        self._actors: Sequence[ActorHandle] = ()
+        self._actors = Actors()
 
     def init_on_sender(
         self,
@@ -109,10 +108,16 @@ class RayWeightSyncScheme(WeightSyncScheme):
         if actors is not None:
             given["num_workers"] = the_one_count({"num_workers": given.get("num_workers"), "actors": len(actors)})
         super().init_on_sender(model_id, context, **given)
-        self._actors = list(actors or ())
+        self._actors = Actors(actors or ())
 
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
-        """The rendezvous: see ``WeightSyncScheme.connect``. Has the actors join that the sender was given."""
+        """The rendezvous: see ``WeightSyncScheme.connect``. Has the actors join that the sender was given.
+
+        Raises:
+            NotConnected: as there; or ``ray.shutdown`` was called since.
+            WorkerFailed: an actor could not join; with its own error.
+            Exception: else as there.
+        """
         if not self._actors or not isinstance(self._role, Trainer):
             super().connect(worker_idx=worker_idx, weights=weights)
             return
@@ -136,7 +141,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
     @contextmanager
     def _joining(self, workers: Sequence[int]) -> Iterator[Mapping[int, int]]:
         """Have actors join; descriptors that are readable if they fail, whose errors are raised in place of others."""
-        calls = _Calls({i: _call(self._actors[i], _join, self, self.model_id, i) for i in workers})
+        calls = Calls({i: self._actors.call(i, _join, self, self.model_id, i) for i in workers})
         try:
             yield calls.sentinels
         except WeightSyncError as error:
@@ -146,11 +151,11 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
     def shutdown(self) -> None:
         """Let everything go, in the actors that the sender had join as well."""
-        actors, self._actors = self._actors, ()
+        actors, self._actors = self._actors, Actors()
         name = _name(self) if actors else ""
         super().shutdown()
-        if actors and ray.is_initialized():
-            left = [_call(actor, _leave, name) for actor in actors]
+        if actors.reachable:
+            left = [actors.call(worker, _leave, name) for worker in range(len(actors))]
             ray.wait(left, num_returns=len(left), timeout=_GRACE)  # one that is dead has left
 
     def _make_sender_end(self, num_workers: int) -> tuple[GroupSender, Seed]:
@@ -164,7 +169,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
     def __getstate__(self) -> dict[str, Any]:
         """Options and the way to the sender."""
-        return {**super().__getstate__(), "_actors": ()}
+        return {**super().__getstate__(), "_actors": Actors()}
 
 
 class RayModuleTransformScheme(RayWeightSyncScheme):
@@ -187,11 +192,6 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         super().init_on_sender(model_id, context, **given)
 
 
-def _call(actor: ActorHandle, function: Callable[..., None], *args: Any) -> ray.ObjectRef:
-    """Have ``actor`` run ``function(itself, *args)``."""
-    return actor.__ray_call__.remote(function, *args)
-
-
 def _join(instance: Any, scheme: RayWeightSyncScheme, model_id: str, worker_idx: int) -> None:
     """In an actor: follow the sender."""
     scheme.init_on_receiver(model_id, context=instance, worker_idx=worker_idx)
@@ -208,35 +208,3 @@ def _leave(instance: Any, name: str) -> None:
 
 def _name(scheme: RayWeightSyncScheme) -> str:
     return scheme._seed.endpoint.token.hex()
-
-
-class _Calls:
-    """Calls to actors that are under way; a failure wakes whoever waits for the actor."""
-
-    def __init__(self, refs: Mapping[int, ray.ObjectRef]) -> None:
-        self._lock = threading.Lock()
-        self.sentinels = {worker: os.eventfd(0, os.EFD_CLOEXEC) for worker in refs}
-        self._errors: dict[int, BaseException] = {}
-        for worker, ref in refs.items():
-            ref.future().add_done_callback(lambda future, worker=worker: self._done(worker, future.exception()))
-
-    def _done(self, worker: int, error: BaseException | None) -> None:
-        with self._lock:
-            if error is not None and worker in self.sentinels:
-                self._errors[worker] = error
-                os.eventfd_write(self.sentinels[worker], 1)
-
-    def explain(self, error: WeightSyncError) -> WeightSyncError:
-        """The actors' own errors, where there are any."""
-        errors = {worker: str(cause) for worker, cause in self._errors.items()}
-        if not errors:
-            return error
-        lines = "\n".join(f"worker {worker}: {cause}" for worker, cause in sorted(errors.items()))
-        return WorkerFailed(f"{len(errors)} actor(s) could not join:\n{lines}", errors)
-
-    def close(self) -> None:
-        """Let the descriptors go."""
-        with self._lock:
-            descriptors, self.sentinels = self.sentinels, {}
-        for descriptor in descriptors.values():
-            os.close(descriptor)

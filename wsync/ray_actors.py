@@ -1,0 +1,83 @@
+"""Ray actors that a sender drives: calls to them, and the connection to Ray in which they can be called."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from wsync.errors import NotConnected, WeightSyncError, WorkerFailed
+
+
+class Actors:
+    """Actors, by worker index. Ray takes their handles in the connection only in which they were given."""
+
+    def __init__(self, handles: Sequence[ActorHandle] = ()) -> None:
+        self._handles = list(handles)
+        self._connection = _connection() if handles else None
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self._handles)
+
+    @property
+    def reachable(self) -> bool:
+        """Whether there are any, and this process is connected to Ray as it was when they were given."""
+        return self._connection is not None and self._connection == _connection()
+
+    def call(self, worker: int, function: Callable[..., None], *args: Any) -> ray.ObjectRef:
+        """Have an actor run ``function(itself, *args)``.
+
+        Raises:
+            NotConnected: Ray was shut down meanwhile. (A call would start another Ray.)
+        """
+        if not self.reachable:
+            raise NotConnected(
+                f"ray.shutdown() was called, and has ended the connection to the {len(self)} actor(s) of this scheme: "
+                "give new actors to a new scheme"
+            )
+        return self._handles[worker].__ray_call__.remote(function, *args)
+
+
+def _connection() -> tuple[str, str] | None:
+    """Which connection to Ray this process has; None: it has none."""
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_job_id()
+
+
+class Calls:
+    """Calls to actors that are under way; a failure wakes whoever waits for the actor."""
+
+    def __init__(self, refs: Mapping[int, ray.ObjectRef]) -> None:
+        self._lock = threading.Lock()
+        self.sentinels = {worker: os.eventfd(0, os.EFD_CLOEXEC) for worker in refs}
+        self._errors: dict[int, BaseException] = {}
+        for worker, ref in refs.items():
+            ref.future().add_done_callback(lambda future, worker=worker: self._done(worker, future.exception()))
+
+    def _done(self, worker: int, error: BaseException | None) -> None:
+        with self._lock:
+            if error is not None and worker in self.sentinels:
+                self._errors[worker] = error
+                os.eventfd_write(self.sentinels[worker], 1)
+
+    def explain(self, error: WeightSyncError) -> WeightSyncError:
+        """The actors' own errors, where there are any."""
+        errors = {worker: str(cause) for worker, cause in self._errors.items()}
+        if not errors:
+            return error
+        lines = "\n".join(f"worker {worker}: {cause}" for worker, cause in sorted(errors.items()))
+        return WorkerFailed(f"{len(errors)} actor(s) could not join:\n{lines}", errors)
+
+    def close(self) -> None:
+        """Let the descriptors go."""
+        with self._lock:
+            descriptors, self.sentinels = self.sentinels, {}
+        for descriptor in descriptors.values():
+            os.close(descriptor)
