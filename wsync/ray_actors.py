@@ -29,8 +29,14 @@ class Actors:
         """Whether there are any, and this process is connected to Ray as it was when they were given."""
         return self._connection is not None and self._connection == _connection()
 
-    def call(self, worker: int, function: Callable[..., None], *args: Any) -> ray.ObjectRef:
+    def call(self, worker: int, function: Callable[..., None], *args: Any, retries: int = 0) -> ray.ObjectRef:
         """Have an actor run ``function(itself, *args)``.
+
+        Args:
+            worker: its index.
+            function: may be run again where the actor dies in it, if there are ``retries``.
+            args: for ``function``.
+            retries: without them, Ray refuses a call while it starts the actor anew (``max_restarts``).
 
         Raises:
             NotConnected: Ray was shut down meanwhile. (A call would start another Ray.)
@@ -40,7 +46,7 @@ class Actors:
                 f"ray.shutdown() was called, and has ended the connection to the {len(self)} actor(s) of this scheme: "
                 "give new actors to a new scheme"
             )
-        return self._handles[worker].__ray_call__.remote(function, *args)
+        return self._handles[worker].__ray_call__.options(max_task_retries=retries).remote(function, *args)
 
 
 def _connection() -> tuple[str, str] | None:

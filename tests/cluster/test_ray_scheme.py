@@ -43,8 +43,7 @@ def actors(count: int, *, restarts: int = 0, **given: Any) -> list[Any]:
         def where(self) -> tuple[str, int, bool]:
             return ray.get_runtime_context().get_node_id(), os.getpid(), type(self.nets["policy"]) is nn.Linear
 
-    options = {"num_cpus": 1, "max_restarts": restarts, "max_task_retries": restarts}
-    return [ray.remote(Worker).options(**options).remote(**given) for _ in range(count)]
+    return [ray.remote(Worker).options(num_cpus=1, max_restarts=restarts).remote(**given) for _ in range(count)]
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from wsync.ray_actors import Actors, Calls
 from wsync.roles import Trainer, the_one_count
 from wsync.scheme import WeightSyncScheme
 
+_RETRIES = 3  # of having an actor join, while Ray starts it anew: as many as Ray grants a task
 _GRACE = 5.0  # seconds in which an actor has to let go of a scheme; a busy one does it later
 _joined: dict[str, WeightSyncScheme] = {}  # in an actor: what the sender had it join
 
@@ -141,7 +142,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
     @contextmanager
     def _joining(self, workers: Sequence[int]) -> Iterator[Mapping[int, int]]:
         """Have actors join; descriptors that are readable if they fail, whose errors are raised in place of others."""
-        calls = Calls({i: self._actors.call(i, _join, self, self.model_id, i) for i in workers})
+        calls = Calls({i: self._actors.call(i, _join, self, self.model_id, i, retries=_RETRIES) for i in workers})
         try:
             yield calls.sentinels
         except WeightSyncError as error:
