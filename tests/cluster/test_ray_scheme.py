@@ -40,6 +40,12 @@ def actors(count: int, *, restarts: int = 0, **given: Any) -> list[Any]:
         def act(self) -> list[float]:
             return self.nets["policy"](torch.zeros(3)).tolist()
 
+        def replace(self) -> None:
+            self.nets = {"before": self.nets["policy"], "policy": nn.Linear(3, 2)}
+
+        def ordinary(self) -> list[bool]:
+            return [type(net) is nn.Linear for net in self.nets.values()]
+
         def where(self) -> tuple[str, int, bool]:
             return ray.get_runtime_context().get_node_id(), os.getpid(), type(self.nets["policy"]) is nn.Linear
 
@@ -112,6 +118,22 @@ def test_an_actor_that_ray_has_started_anew(cluster: Cluster) -> None:
         assert ray.get([actor.act.remote() for actor in made]) == [[6, 6]] * 2
     for actor in made:
         ray.kill(actor)
+
+
+def test_an_actor_that_has_another_model_by_now_joins_with_that_one(cluster: Cluster) -> None:
+    (actor,) = made = actors(1)
+    model = nn.Linear(3, 2)
+    with wsync.RayWeightSyncScheme(timeout=30.0) as scheme:
+        scheme.init_on_sender("nets['policy']", model=model, actors=made)
+        scheme.connect()
+        ray.get(actor.replace.remote())
+        scheme.readmit(0)
+        assert ray.get(actor.ordinary.remote()) == [True, False], "the one before follows nobody"
+        nn.init.constant_(model.bias, 5)
+        scheme.send()
+        assert ray.get(actor.act.remote()) == [5, 5]
+    assert ray.get(actor.ordinary.remote()) == [True, True]
+    ray.kill(actor)
 
 
 def test_actors_that_cannot_join(cluster: Cluster) -> None:

@@ -26,7 +26,7 @@ from wsync.scheme import WeightSyncScheme
 
 _RETRIES = 3  # of having an actor join, while Ray starts it anew: as many as Ray grants a task
 _GRACE = 5.0  # seconds in which an actor has to let go of a scheme; a busy one does it later
-_joined: dict[str, WeightSyncScheme] = {}  # in an actor: what the sender had it join
+_joined: dict[tuple[str, int], WeightSyncScheme] = {}  # in an actor: what a sender had it join, and as which worker
 
 
 @runtime_checkable
@@ -128,7 +128,8 @@ class RayWeightSyncScheme(WeightSyncScheme):
     def readmit(self, worker_idx: int, sentinel: int | None = None, timeout: float | None = None) -> None:
         """Meet a worker in the place of one that has died: see ``WeightSyncScheme.readmit``.
 
-        An actor that the sender was given, and that Ray has started anew (``max_restarts``), is had join.
+        An actor that the sender was given, and that Ray has started anew (``max_restarts``), is had join. So is one
+        that lives: it follows with the model that it has at the path by now, and lets go of what was there before.
 
         Raises:
             WorkerFailed: it could not; with its own error.
@@ -136,13 +137,13 @@ class RayWeightSyncScheme(WeightSyncScheme):
         if not self._actors:
             super().readmit(worker_idx, sentinel, timeout)
             return
-        with self._joining([worker_idx]) as sentinels:  # an actor's end is one of the failures that they tell
+        with self._joining([worker_idx], anew=True) as sentinels:  # an actor's end is a failure that they tell
             super().readmit(worker_idx, sentinels[worker_idx], timeout)
 
     @contextmanager
-    def _joining(self, workers: Sequence[int]) -> Iterator[Mapping[int, int]]:
+    def _joining(self, workers: Sequence[int], *, anew: bool = False) -> Iterator[Mapping[int, int]]:
         """Have actors join; descriptors that are readable if they fail, whose errors are raised in place of others."""
-        calls = Calls({i: self._actors.call(i, _join, self, self.model_id, i, retries=_RETRIES) for i in workers})
+        calls = Calls({i: self._actors.call(i, _join, self, self.model_id, i, anew, retries=_RETRIES) for i in workers})
         try:
             yield calls.sentinels
         except WeightSyncError as error:
@@ -156,7 +157,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         name = _name(self) if actors else ""
         super().shutdown()
         if actors.reachable:
-            left = [actors.call(worker, _leave, name) for worker in range(len(actors))]
+            left = [actors.call(worker, _leave, name, worker) for worker in range(len(actors))]
             ray.wait(left, num_returns=len(left), timeout=_GRACE)  # one that is dead has left
 
     def _make_sender_end(self, num_workers: int) -> tuple[GroupSender, Seed]:
@@ -193,16 +194,19 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         super().init_on_sender(model_id, context, **given)
 
 
-def _join(instance: Any, scheme: RayWeightSyncScheme, model_id: str, worker_idx: int) -> None:
-    """In an actor: follow the sender."""
+def _join(instance: Any, scheme: RayWeightSyncScheme, model_id: str, worker_idx: int, anew: bool) -> None:
+    """In an actor: follow the sender. ``anew``: it has dismissed this worker, which may not know of it."""
+    name = _name(scheme)
+    if anew:
+        _leave(instance, name, worker_idx)
     scheme.init_on_receiver(model_id, context=instance, worker_idx=worker_idx)
     scheme.connect()
-    _joined[_name(scheme)] = scheme
+    _joined[name, worker_idx] = scheme
 
 
-def _leave(instance: Any, name: str) -> None:
-    """In an actor: follow it no more; the model keeps its weights."""
-    scheme = _joined.pop(name, None)
+def _leave(instance: Any, name: str, worker_idx: int) -> None:
+    """In an actor: follow the sender no more; the model keeps its weights."""
+    scheme = _joined.pop((name, worker_idx), None)
     if scheme is not None:
         scheme.shutdown()
 
