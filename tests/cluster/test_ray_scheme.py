@@ -120,6 +120,19 @@ def test_an_actor_that_ray_has_started_anew(cluster: Cluster) -> None:
         ray.kill(actor)
 
 
+def test_a_second_connect_leaves_those_alone_who_are_there(cluster: Cluster) -> None:
+    made = actors(2)
+    model = nn.Linear(3, 2)
+    with wsync.RayWeightSyncScheme(timeout=None) as scheme:
+        scheme.init_on_sender("nets['policy']", model=model, actors=made)
+        scheme.connect()
+        nn.init.constant_(model.bias, 5)
+        scheme.connect()
+        assert ray.get([actor.act.remote() for actor in made], timeout=20) == [[5, 5]] * 2
+    for actor in made:
+        ray.kill(actor)
+
+
 def test_an_actor_that_has_another_model_by_now_joins_with_that_one(cluster: Cluster) -> None:
     (actor,) = made = actors(1)
     model = nn.Linear(3, 2)

@@ -112,7 +112,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         self._actors = Actors(actors or ())
 
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
-        """The rendezvous: see ``WeightSyncScheme.connect``. Has the actors join that the sender was given.
+        """The rendezvous: see ``WeightSyncScheme.connect``. Has those actors join that are not there yet.
 
         Raises:
             NotConnected: as there; or ``ray.shutdown`` was called since.
@@ -122,7 +122,8 @@ class RayWeightSyncScheme(WeightSyncScheme):
         if not self._actors or not isinstance(self._role, Trainer):
             super().connect(worker_idx=worker_idx, weights=weights)
             return
-        with self._joining(range(len(self._actors))) as sentinels:
+        self._role.end.listen()  # whoever has gone by now is to join again
+        with self._joining([i for i in range(len(self._actors)) if i not in self._role.end.workers]) as sentinels:
             self._role.sender.connect(weights, sentinels)
 
     def readmit(self, worker_idx: int, sentinel: int | None = None, timeout: float | None = None) -> None:
