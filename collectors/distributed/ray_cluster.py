@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import ray
@@ -70,12 +70,14 @@ class Cluster:
         self._init(address, logging_level=logging.WARNING)
 
     def _init(self, address: str, **options: Any) -> None:
-        try:
-            with _signals_kept():
-                ray.init(address, **options)
-        except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
-            self.close()
-            raise ConnectionError(f"no Ray cluster can be reached at {address} ({error})") from error
+        with ExitStack() as failing:
+            failing.callback(self.close)  # after Ctrl-C, too
+            try:
+                with _signals_kept():
+                    ray.init(address, **options)
+            except Exception as error:  # Ray raises this very class where a node does not start in time
+                raise ConnectionError(f"no Ray cluster can be reached at {address} ({error})") from error
+            failing.pop_all()
         self._connection = connection()
 
     @property

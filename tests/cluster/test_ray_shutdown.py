@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import nn
 import wsync
 from collectors import GymEnv, RayModuleTransform
 from collectors.distributed import RayCollector
+from collectors.distributed.ray_cluster import Cluster
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -26,6 +29,16 @@ def actor() -> Any:
             self.policy = nn.Linear(1, 1)
 
     return ray.remote(Worker).options(num_cpus=0).remote()
+
+
+def test_a_ray_that_does_not_start_is_a_connection_error_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("RAY_RUNTIME_ENV_HOOK", "no_such_module.hook")  # Ray fails at it with any class of error
+    with pytest.raises(ConnectionError, match=r"no Ray cluster can be reached at local .*no_such_module"):
+        Cluster("local")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_ray_shutdown_has_ended_says_so_and_lets_the_next_ray_be() -> None:
