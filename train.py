@@ -22,7 +22,7 @@ if __name__ == "__main__" and INTERRUPT is signal.default_int_handler:
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     from multiprocessing import forkserver
 
-    forkserver.set_forkserver_preload(["collectors.worker", "learning"])
+    forkserver.set_forkserver_preload(["collectors.workers.worker", "learning"])
     forkserver.ensure_running()
 
 if signal.getsignal(signal.SIGINT) is not INTERRUPT:

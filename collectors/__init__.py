@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 
 import wsync  # isort: skip  # noqa: F401  before tensordict: see wsync/lean_import.py
 from collectors.base import BaseCollector
+from collectors.environments.transforms import ModuleTransform
 from collectors.envs import GymEnv
 from collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from collectors.ready_updaters import MultiProcessedWeightUpdater, RayWeightUpdater, VanillaWeightUpdater
-from collectors.sampled import SampledPolicy
+from collectors.rollouts.sampled import SampledPolicy
 from collectors.single import Collector
-from collectors.transforms import ModuleTransform
 from collectors.updaters import WeightUpdaterBase
 
 if TYPE_CHECKING:

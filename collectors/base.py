@@ -13,9 +13,9 @@ from tensordict import TensorDictBase
 from torch import nn
 
 import wsync
-from collectors.acting import find_in
-from collectors.recovery import Failures
+from collectors.rollouts.acting import find_in
 from collectors.updating import UpdaterOrFactory, Updating, appoint
+from collectors.workers.recovery import Failures
 
 
 class BaseCollector(Updating):

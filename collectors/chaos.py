@@ -13,7 +13,7 @@ from typing import Self
 
 from collectors.base import BaseCollector
 from collectors.crew import CrewCollector
-from collectors.hold import Hold
+from collectors.workers.hold import Hold
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _log = logging.getLogger(__name__)

@@ -14,14 +14,14 @@ from tensordict import TensorDictBase
 
 import wsync
 from collectors.base import BaseCollector
-from collectors.gathering import FirstCome, Gathering, Together
 from collectors.making import EnvMaker
-from collectors.members import Members
 from collectors.pickling import pickled
-from collectors.pool import Pool, Worker
-from collectors.recovery import FailurePolicy, OnFailure
 from collectors.updating import Send, UpdaterOrFactory
-from collectors.worker import Parts, WorkerOptions
+from collectors.workers.gathering import FirstCome, Gathering, Together
+from collectors.workers.members import Members
+from collectors.workers.pool import Pool, Worker
+from collectors.workers.recovery import FailurePolicy, OnFailure
+from collectors.workers.worker import Parts, WorkerOptions
 
 
 class CrewOptions(TypedDict, total=False):

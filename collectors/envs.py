@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from collectors.rollout import Policy, Rollout
-from collectors.specs import Spec, to_numpy
-from collectors.stepper import Stepper, Steps
-from collectors.transforms import Transform
-from collectors.vector import EnvSource, ScalarDriver, make_driver
+from collectors.environments.specs import Spec, to_numpy
+from collectors.environments.stepper import Stepper, Steps
+from collectors.environments.transforms import Transform
+from collectors.environments.vector import EnvSource, ScalarDriver, make_driver
+from collectors.rollouts.rollout import Policy, Rollout
 
 
 class GymEnv:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Unpack
 
 from collectors.crew import CrewCollector, CrewOptions
 from collectors.making import EnvMaker
-from collectors.processes import ProcessPool
+from collectors.workers.processes import ProcessPool
 
 
 class MultiCollector(CrewCollector):

@@ -12,8 +12,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from torch import nn
 
 from collectors.distributed.ray_cluster import Cluster, connection
-from collectors.transforms import Key, Transform, call, call_without_trace
-from collectors.vector import Array
+from collectors.environments.transforms import Key, Transform, call, call_without_trace
+from collectors.environments.vector import Array
 from wsync import NotConnected, SyncTimeout, WorkerDied, WorkerFailed
 
 _NAMESPACE = "wsync"

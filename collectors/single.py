@@ -10,11 +10,11 @@ from tensordict import TensorDictBase
 from torch import nn
 
 import wsync
-from collectors.acting import Actor, policy_scheme
 from collectors.base import BaseCollector
 from collectors.envs import GymEnv
 from collectors.making import EnvMaker, make_env
 from collectors.pickling import copy_of
+from collectors.rollouts.acting import Actor, policy_scheme
 from collectors.updating import UpdaterOrFactory
 
 

@@ -12,7 +12,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from collectors.config import ConfigError, MultiAsyncConfig, MultiSyncConfig, RemoteConfig
-from collectors.specs import Spec
+from collectors.environments.specs import Spec
 from learning.complaints import unknown
 from learning.limits import refuse_out_of_range
 from learning.networks import ACTIVATIONS

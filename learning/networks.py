@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, distributions, nn
 
-from collectors.sampled import SampledPolicy
+from collectors.rollouts.sampled import SampledPolicy
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)

@@ -29,7 +29,7 @@ from tensordict.nn import TensorDictModuleBase
 
 import wsync
 from collectors import GymEnv, MultiSyncCollector
-from collectors.rollout import Rollout
+from collectors.rollouts.rollout import Rollout
 from learning.networks import Policy, make_policy
 
 ENV = "CartPole-v1"

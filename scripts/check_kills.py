@@ -36,7 +36,7 @@ from torch import nn
 
 import collectors.distributed
 from collectors import MultiAsyncCollector, MultiSyncCollector
-from collectors.processes import ProcessWorker
+from collectors.workers.processes import ProcessWorker
 from wsync import WeightSyncScheme
 
 REMOTE = {"distributed": "DistributedCollector", "ray": "RayCollector"}

@@ -191,7 +191,7 @@ def standalone(
 ) -> Tally:
     """Workers of our own, who do nothing but forward."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["collectors.worker"])  # the same as the collectors': there is one server
+    context.set_forkserver_preload(["collectors.workers.worker"])  # the same as the collectors': there is one server
     model = Revealing(mib)
     most = -(-forwards // workers) * (-1 if bypass else 1)
     with _floor() as (path, note), make() as scheme:

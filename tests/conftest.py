@@ -12,7 +12,7 @@ from xdist.scheduler import LoadScopeScheduling
 settings.register_profile("long", max_examples=3_000, deadline=None)  # pytest --hypothesis-profile=long
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and theirs, ignore it
-forkserver.set_forkserver_preload(["collectors.worker"])  # there is one server: whoever needs it first, all gain
+forkserver.set_forkserver_preload(["collectors.workers.worker"])  # there is one server: all gain
 
 
 @pytest.hookimpl(optionalhook=True)

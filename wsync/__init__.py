@@ -10,16 +10,16 @@ from wsync.backends.none import NoWeightSyncScheme
 from wsync.backends.rpc import RPCTransport, RPCWeightSyncScheme
 from wsync.backends.shared_mem import SharedMemTransport, SharedMemWeightSyncScheme
 from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, WeightSyncError, WorkerDied, WorkerFailed
-from wsync.gate import gate, gated
 from wsync.legacy import WeightReceiver, WeightSender
-from wsync.membership import worker_list
 from wsync.metrics import SyncMetrics
 from wsync.paths import find_model
+from wsync.receiving.gate import gate, gated
 from wsync.scheme import WeightSyncScheme
-from wsync.strategy import WeightStrategy
+from wsync.sending.membership import worker_list
 from wsync.transaction import synchronize
 from wsync.transport import TransportBackend
 from wsync.types import CascadingContext, CollectorContext, RemoteWorker, SyncReport
+from wsync.weights.strategy import WeightStrategy
 
 if TYPE_CHECKING:
     from wsync.backends.ray import RayModuleTransformScheme, RayTransport, RayWeightSyncScheme

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from wsync.binding import Binding
-from wsync.events import Event, Follower, SlowPath
-from wsync.fast_path import FastEnd
-from wsync.layout import Layout
-from wsync.packing import Buffer
-from wsync.receiver_thread import LineHandler
+from wsync.receiving.events import Event, Follower, SlowPath
+from wsync.receiving.receiver_thread import LineHandler
+from wsync.sending.fast_path import FastEnd
 from wsync.types import Ack, Update
+from wsync.weights.binding import Binding
+from wsync.weights.layout import Layout
+from wsync.weights.packing import Buffer
 
 
 class SenderEnd(Protocol):

@@ -6,15 +6,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from wsync import staged
-from wsync.binding import Binding
-from wsync.events import Event, Follower, SlowPath, Stage
-from wsync.fast_path import FastEnd
-from wsync.gate import process_gate
-from wsync.layout import Layout
-from wsync.packing import Buffer
-from wsync.receiver_thread import LineHandler
+from wsync.receiving import staged
+from wsync.receiving.events import Event, Follower, SlowPath, Stage
+from wsync.receiving.gate import process_gate
+from wsync.receiving.receiver_thread import LineHandler
+from wsync.sending.fast_path import FastEnd
 from wsync.types import Ack, Update
+from wsync.weights.binding import Binding
+from wsync.weights.layout import Layout
+from wsync.weights.packing import Buffer
 
 
 class InProcessLine:

@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 
 from wsync.deadlines import deadline_in, remaining
-from wsync.joining import Joining
 from wsync.lifecycle import Lifecycle
+from wsync.receiving.joining import Joining
 from wsync.roles import Trainer, Worker, find_or_none
 from wsync.types import ModelHolder, NumberedContext, SyncReport
 

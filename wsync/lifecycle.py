@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from wsync.errors import NotConnected
-from wsync.gate import process_gate
 from wsync.paths import find_model
+from wsync.receiving.gate import process_gate
 from wsync.roles import Trainer, Worker
+from wsync.sending.source import is_per_worker
 from wsync.setup import SchemeSetup
-from wsync.source import is_per_worker
-from wsync.strategy import WeightStrategy
 from wsync.types import SyncReport
+from wsync.weights.strategy import WeightStrategy
 
 
 class Lifecycle(SchemeSetup):

@@ -11,12 +11,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from wsync.invitation import await_invitation, invite
+from wsync.local.invitation import await_invitation, invite
 from wsync.ports import SendOnly
 from wsync.roles import Worker, the_one_count
 from wsync.scheme import WeightSyncScheme
-from wsync.strategy import Format
 from wsync.transport import TransportBackend
+from wsync.weights.strategy import Format
 
 
 @runtime_checkable

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from wsync.gate import process_gate
-from wsync.receiver import Receiver
-from wsync.sender import Sender
-from wsync.strategy import WeightStrategy
+from wsync.receiving.gate import process_gate
+from wsync.receiving.receiver import Receiver
+from wsync.sending.sender import Sender
+from wsync.weights.strategy import WeightStrategy
 
 
 class SendOnly:

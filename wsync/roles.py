@@ -11,17 +11,17 @@ from torch import nn
 
 from wsync.ends import SenderEnd
 from wsync.errors import NotConnected
-from wsync.gate import process_gate
-from wsync.joining import Joining
 from wsync.paths import find_model
 from wsync.ports import ReceiverPort, SenderPort
-from wsync.receiver import Receiver
-from wsync.sender import Sender
-from wsync.snapshot import snapshot
-from wsync.source import is_per_worker
-from wsync.strategy import WeightStrategy
+from wsync.receiving.gate import process_gate
+from wsync.receiving.joining import Joining
+from wsync.receiving.receiver import Receiver
+from wsync.sending.sender import Sender
+from wsync.sending.source import is_per_worker
 from wsync.transport import TransportBackend
 from wsync.types import RemoteWorker
+from wsync.weights.snapshot import snapshot
+from wsync.weights.strategy import WeightStrategy
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,12 @@ from wsync.ends import ReceiverEnd, SenderEnd
 from wsync.in_process import InProcessLine
 from wsync.metrics import SyncMetrics
 from wsync.paths import find_model
-from wsync.receiver import Receiver
+from wsync.receiving.receiver import Receiver
 from wsync.roles import SchemeView, Trainer, Worker, agreed_count, find_or_none
-from wsync.sender import Sender
-from wsync.source import DeviceMap, Source
-from wsync.strategy import Format, WeightStrategy
+from wsync.sending.sender import Sender
+from wsync.sending.source import DeviceMap, Source
 from wsync.types import CascadingContext, CollectorContext
+from wsync.weights.strategy import Format, WeightStrategy
 
 
 class SchemeSetup(SchemeView, ABC):

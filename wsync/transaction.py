@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from wsync.errors import WorkerError
-from wsync.in_flight import InFlight
 from wsync.scheme import WeightSyncScheme
-from wsync.sender import Sender
+from wsync.sending.in_flight import InFlight
+from wsync.sending.sender import Sender
 from wsync.types import SyncReport
 
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from wsync.strategy import WeightStrategy
+from wsync.weights.strategy import WeightStrategy
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from collectors.distributed.calls import Answer
-from collectors.worker import Core, WorkerOptions
+from collectors.workers.worker import Core, WorkerOptions
 
 _NOTHING = Answer()
 

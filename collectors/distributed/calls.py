@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from collectors.pool import GRACE, Event, Pool, Worker
+from collectors.workers.pool import GRACE, Event, Pool, Worker
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 from collectors.distributed.called import CalledCore
 from collectors.distributed.calls import Answer, CalledWorker, CallPool, WakeEvent
 from collectors.distributed.ray_cluster import Cluster
-from collectors.pool import GRACE
+from collectors.workers.pool import GRACE
 from wsync import SyncTimeout
 
 

@@ -16,9 +16,9 @@ from torch.futures import Future
 from collectors.distributed import rpc_worker
 from collectors.distributed.calls import Answer, CalledWorker, CallPool, WakeEvent
 from collectors.distributed.rpc_group import host_store, is_member, join_or_end, leave_group
-from collectors.hold import Hold
-from collectors.pool import GRACE
-from collectors.processes import end, end_of, kill, pipe, start
+from collectors.workers.hold import Hold
+from collectors.workers.pool import GRACE
+from collectors.workers.processes import end, end_of, kill, pipe, start
 from wsync import SyncTimeout, WorkerDied
 
 _TOO_LATE = "RPCErr:1:"  # how torch begins the message of a call that has timed out

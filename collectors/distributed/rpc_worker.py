@@ -15,7 +15,7 @@ from collectors.distributed.called import CalledCore
 from collectors.distributed.calls import Answer
 from collectors.distributed.doors import Address
 from collectors.distributed.rpc_group import join_group, leave_group
-from collectors.worker import WorkerOptions, be_a_worker
+from collectors.workers.worker import WorkerOptions, be_a_worker
 
 _servants: dict[str, Servant] = {}  # by the collector that each serves
 _disbanded: set[str] = set()  # collectors that have given up, whose call to enlist may come yet

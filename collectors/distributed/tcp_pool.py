@@ -15,11 +15,11 @@ from typing import Any, Literal
 from collectors.distributed import torchrun
 from collectors.distributed.doors import Door, Visitor
 from collectors.distributed.tcp_worker import join, own_key
-from collectors.hold import Hold
-from collectors.line_pool import LinePool, LineWorker
-from collectors.lines import StreamLine, serve
-from collectors.pool import GRACE
-from collectors.processes import ProcessWorker, end, end_of, kill, start, start_worker
+from collectors.workers.hold import Hold
+from collectors.workers.line_pool import LinePool, LineWorker
+from collectors.workers.lines import StreamLine, serve
+from collectors.workers.pool import GRACE
+from collectors.workers.processes import ProcessWorker, end, end_of, kill, start, start_worker
 from wsync import SyncTimeout, WorkerDied
 
 Launcher = Literal["local", "join"]

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from collectors.distributed import torchrun
 from collectors.distributed.doors import Address, Hello, knock
-from collectors.lines import StreamLine, serve
-from collectors.worker import end_with, leave_signals_to_the_trainer
+from collectors.workers.lines import StreamLine, serve
+from collectors.workers.worker import end_with, leave_signals_to_the_trainer
 from wsync import NotConnected
 
 TRAINER, AUTHKEY = "WSYNC_TRAINER", "WSYNC_AUTHKEY"

@@ -114,7 +114,7 @@ class SideProcess:
 
 def warm_up() -> None:
     """Start the server that sides are forked from, while this process imports what it needs."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["collectors", "collectors.worker"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["collectors", "collectors.workers.worker"])
     forkserver.ensure_running()
 
 

@@ -17,7 +17,7 @@ from bench.cases import BenchError, Case
 from bench.hands import Follow, follow_pickled, meet
 from bench.models import Revealing
 from collectors.distributed.doors import Address
-from collectors.processes import pipe, start
+from collectors.workers.processes import pipe, start
 
 _GRACE = 5.0  # seconds in which a worker that was hung up on has to end
 

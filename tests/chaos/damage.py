@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from stage import VICTIM, Stage
 
-from wsync.arena import Arena
-from wsync.group_sender import GroupSender
-from wsync.local_sender import LocalSender
+from wsync.local.arena import Arena
+from wsync.local.sender import LocalSender
+from wsync.network.sender import GroupSender
 
 
 class _Switch:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import wsync
 from collectors import GymEnv, MultiSyncCollector, RayModuleTransform
-from collectors.transforms import Key
+from collectors.environments.transforms import Key
 
 pytestmark = [
     pytest.mark.timeout(120),

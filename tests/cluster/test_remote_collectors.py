@@ -42,7 +42,7 @@ from collectors.distributed import (
     torchrun,
 )
 from collectors.distributed.tcp_worker import join
-from wsync.network import listen_on
+from wsync.network.tcp import listen_on
 
 ROOT = Path(__file__).parents[2]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker has this file in its path

@@ -204,7 +204,7 @@ class Crew:
             return
         context = multiprocessing.get_context(method)
         if method == "forkserver":
-            context.set_forkserver_preload(["collectors.worker"])  # as the collectors do: there is one server
+            context.set_forkserver_preload(["collectors.workers.worker"])  # as the collectors do: there is one server
         if kind == "rpc":
             from rpc_crew import invitations
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import wsync
-from wsync.words import Door, Kind, Line, Message
+from wsync.wire.words import Door, Kind, Line, Message
 
 Judge = Callable[[Message], int]
 """How many times a message is handed on; below 0: it is held back until ``Relay.release``."""

@@ -11,8 +11,10 @@ from crew import crew
 from torch import Tensor
 
 import wsync
-from wsync import arena, group_fast_sender, lanes
-from wsync.checksum import checksum_of, seal
+from wsync.local import arena
+from wsync.network import fast_sender as group_fast_sender
+from wsync.network import lanes
+from wsync.wire.checksum import checksum_of, seal
 
 pytestmark = pytest.mark.timeout(60)
 CORRUPT = r"arrived corrupt \(checksum [0-9a-f]{16}, not [0-9a-f]{16}\): nothing was applied"

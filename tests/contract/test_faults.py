@@ -26,7 +26,7 @@ from crew import (
 )
 
 import wsync
-from wsync import staged
+from wsync.receiving import staged
 
 
 @pytest.mark.above_the_ends  # tests/chaos kills actors in the same way

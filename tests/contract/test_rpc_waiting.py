@@ -10,8 +10,8 @@ from contract_models import Small
 from crew import Host, RemoteError, crew
 
 import wsync
-from wsync import rpc_worker
 from wsync.deadlines import deadline_in, wait_readable
+from wsync.network import rpc_worker
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.parametrize("make_scheme", ["rpc"], indirect=True)]
 

@@ -16,7 +16,7 @@ from striking import struck_at
 from torch import nn
 
 import wsync
-from wsync import local_sender
+from wsync.local import sender as local_sender
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -12,7 +12,7 @@ from contract_models import Small, fill
 from crew import crew, establish
 
 import wsync
-from wsync.words import PROTOCOL, Kind, Message
+from wsync.wire.words import PROTOCOL, Kind, Message
 
 
 def visit(endpoint: Any) -> socket.socket:

@@ -27,11 +27,11 @@ from collectors import (
     WeightUpdaterBase,
 )
 from collectors.distributed import DistributedCollector
-from collectors.lines import SharedMemoryLine, serve
-from collectors.processes import _without_main as hide_main
-from collectors.processes import end, start
-from collectors.worker import WorkerOptions
-from wsync.gate import process_gate
+from collectors.workers.lines import SharedMemoryLine, serve
+from collectors.workers.processes import _without_main as hide_main
+from collectors.workers.processes import end, start
+from collectors.workers.worker import WorkerOptions
+from wsync.receiving.gate import process_gate
 
 SCHEMES = ["shared_mem", "multiprocess"]
 

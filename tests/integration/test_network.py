@@ -25,11 +25,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import wsync
-from wsync import lobby
-from wsync.credentials import CLAIM, PROOF, holds, new_claim, proof_for
 from wsync.deadlines import deadline_in, wait_readable
-from wsync.network import NetLine, NetListener, listen_on
-from wsync.words import HEADER_SIZE, PROTOCOL, Kind, Message
+from wsync.network.credentials import CLAIM, PROOF, holds, new_claim, proof_for
+from wsync.network.tcp import NetLine, NetListener, listen_on
+from wsync.wire import lobby
+from wsync.wire.words import HEADER_SIZE, PROTOCOL, Kind, Message
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(90)
@@ -291,7 +291,7 @@ def test_messages_that_come_at_once_are_told_one_by_one(payloads: list[bytes], p
 
 def test_a_long_message_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The patience is for a stretch of a message, not for all of it: a slow network is not a silent one."""
-    monkeypatch.setattr("wsync.network._FRAME_TIMEOUT", 2.0)  # the pauses below are 2.5 s in all
+    monkeypatch.setattr("wsync.network.tcp._FRAME_TIMEOUT", 2.0)  # the pauses below are 2.5 s in all
     with listen_on("127.0.0.1") as door:
         near = NetLine(socket.create_connection(door.getsockname()))
         far, _ = door.accept()
@@ -311,7 +311,7 @@ def test_a_long_message_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_half_a_message_ends_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said next would be taken for the rest of it."""
-    monkeypatch.setattr("wsync.network._FRAME_TIMEOUT", 0.5)
+    monkeypatch.setattr("wsync.network.tcp._FRAME_TIMEOUT", 0.5)
     with listen_on("127.0.0.1") as door:
         near = NetLine(socket.create_connection(door.getsockname()))
         far = NetLine(door.accept()[0])

@@ -471,7 +471,7 @@ def test_interrupt_ends_a_wait_for_workers_that_do_not_come_back(events):
 
 @every_kind
 def test_who_was_interrupted_and_got_the_batch_may_go_on(kind, events, monkeypatch):
-    monkeypatch.setattr("collectors.members._STOP", 0.5)
+    monkeypatch.setattr("collectors.workers.members._STOP", 0.5)
     with collect(kind, events) as collector:
         collector.interrupt()
         next(collector)

@@ -16,11 +16,11 @@ from torch import nn
 
 import wsync
 from collectors import Collector
-from collectors.asking import ByCalling, InParts
 from collectors.envs import GymEnv
-from collectors.rollout import NO_VERSION, Rollout
+from collectors.rollouts.asking import ByCalling, InParts
+from collectors.rollouts.rollout import NO_VERSION, Rollout
 from learning import CategoricalPolicy, Policy, make_policy
-from wsync.gate import process_gate
+from wsync.receiving.gate import process_gate
 
 ENVS = ["CartPole-v1", "Acrobot-v1", "Pendulum-v1"]
 

@@ -12,7 +12,7 @@ import pytest
 
 from collectors import Collector, GymEnv
 from collectors.chaos import Monkey, schedule
-from collectors.hold import Hold
+from collectors.workers.hold import Hold
 
 
 def test_the_same_seed_is_the_same_schedule_and_another_is_another() -> None:

@@ -17,7 +17,7 @@ import collectors.config
 import learning.config
 import wsync.config
 from collectors.config import ConfigError, EnvConfig
-from collectors.specs import Spec
+from collectors.environments.specs import Spec
 from learning import PPO, make_policy
 from learning.complaints import one_line
 from learning.config import TrainConfig

@@ -25,21 +25,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from learning import checkpoint
-from wsync.arena import Arena
 from wsync.deadlines import deadline_in, wait_readable
-from wsync.group import Pair
-from wsync.group_receiver import GroupReceiver
-from wsync.layout import Layout, same_bits
-from wsync.lines import Lines
-from wsync.local_receiver import LocalReceiver
-from wsync.network import NetLine, NetListener, dial
-from wsync.network_ends import Seed
-from wsync.packing import Buffer, Packer
-from wsync.plan import Plan
-from wsync.rendezvous import Listener, LocalLine, knock
-from wsync.snapshot import Snapshot
+from wsync.local.arena import Arena
+from wsync.local.receiver import LocalReceiver
+from wsync.local.rendezvous import Listener, LocalLine, knock
+from wsync.network.ends import Seed
+from wsync.network.group import Pair
+from wsync.network.receiver import GroupReceiver
+from wsync.network.tcp import NetLine, NetListener, dial
 from wsync.types import Ack
-from wsync.words import HEADER_SIZE, PROTOCOL, Door, Kind, Line, Message, unpack
+from wsync.weights.layout import Layout, same_bits
+from wsync.weights.packing import Buffer, Packer
+from wsync.weights.snapshot import Snapshot
+from wsync.wire.lines import Lines
+from wsync.wire.plan import Plan
+from wsync.wire.words import HEADER_SIZE, PROTOCOL, Door, Kind, Line, Message, unpack
 
 quick = settings(deadline=None)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int16, torch.uint8, torch.bool]

@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 
 import wsync
 from wsync import native
-from wsync.gate import Gate, Turnstile, guard, process_gate, release
+from wsync.receiving.gate import Gate, Turnstile, guard, process_gate, release
 
 
 class News:

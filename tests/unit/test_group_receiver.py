@@ -17,14 +17,14 @@ from torch import nn
 
 import wsync
 from wsync.deadlines import deadline_in, wait_readable
-from wsync.group import Meeting, MeetingPlace, finish, patience
-from wsync.layout import Layout
-from wsync.network import NetListener, listen_on
-from wsync.network_ends import Seed, network_receiver
-from wsync.plan import Plan
-from wsync.receiver_thread import LineHandler
-from wsync.snapshot import Snapshot
-from wsync.words import Kind, Line, Message
+from wsync.network.ends import Seed, network_receiver
+from wsync.network.group import Meeting, MeetingPlace, finish, patience
+from wsync.network.tcp import NetListener, listen_on
+from wsync.receiving.receiver_thread import LineHandler
+from wsync.weights.layout import Layout
+from wsync.weights.snapshot import Snapshot
+from wsync.wire.plan import Plan
+from wsync.wire.words import Kind, Line, Message
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from wsync.deadlines import deadline_in, wait_readable
-from wsync.group import MeetingPlace, Pair
-from wsync.group_sender import GroupSender
-from wsync.layout import Layout
-from wsync.network import NetLine, NetListener, dial
-from wsync.snapshot import Snapshot
-from wsync.words import Kind, Message
+from wsync.network.group import MeetingPlace, Pair
+from wsync.network.sender import GroupSender
+from wsync.network.tcp import NetLine, NetListener, dial
+from wsync.weights.layout import Layout
+from wsync.weights.snapshot import Snapshot
+from wsync.wire.words import Kind, Message
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -100,7 +100,7 @@ class Looks:
         self.count = 0
         self.first = threading.Event()
         self.many = threading.Event()
-        monkeypatch.setattr("wsync.group_sender.wait_readable", self._look)
+        monkeypatch.setattr("wsync.network.sender.wait_readable", self._look)
 
     def _look(self, descriptors: Any, deadline: float | None) -> Any:
         self.count += 1

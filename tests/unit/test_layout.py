@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from wsync import LayoutMismatch, native
-from wsync.layout import Layout
-from wsync.packing import Buffer, Packer
-from wsync.snapshot import Snapshot
+from wsync.weights.layout import Layout
+from wsync.weights.packing import Buffer, Packer
+from wsync.weights.snapshot import Snapshot
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 

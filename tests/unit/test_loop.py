@@ -11,8 +11,8 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-import collectors.recovery
-from collectors.specs import Spec
+import collectors.workers.recovery
+from collectors.environments.specs import Spec
 from learning import PPO, checkpoint, make_critic, make_policy
 from learning.loop import Goal, Training
 from learning.ppo import Diverged
@@ -26,7 +26,7 @@ from wsync import NoWeightSyncScheme
 class Ruinous:
     """Collects two good batches, and then one with a reward that is no number."""
 
-    failures: Failures = collectors.recovery.Failures()
+    failures: Failures = collectors.workers.recovery.Failures()
 
     def __init__(self, policy: nn.Module) -> None:
         self.policy = policy

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import wsync
-from collectors.members import Members
-from collectors.pool import Event, Pool, Worker
-from collectors.recovery import FailurePolicy, Failures
-from collectors.worker import WorkerOptions
+from collectors.workers.members import Members
+from collectors.workers.pool import Event, Pool, Worker
+from collectors.workers.recovery import FailurePolicy, Failures
+from collectors.workers.worker import WorkerOptions
 
 
 class Here(Worker):

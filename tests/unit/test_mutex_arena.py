@@ -17,11 +17,12 @@ import pytest
 import torch
 from striking import struck_at
 
-from wsync import SyncTimeout, mutex
-from wsync.arena import Arena
-from wsync.layout import Layout
-from wsync.mutex import Mutex
-from wsync.snapshot import Snapshot
+from wsync import SyncTimeout
+from wsync.local import mutex
+from wsync.local.arena import Arena
+from wsync.local.mutex import Mutex
+from wsync.weights.layout import Layout
+from wsync.weights.snapshot import Snapshot
 
 
 def test_mutex_of_a_dead_owner_is_free() -> None:

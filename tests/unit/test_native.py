@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from wsync import native
-from wsync.arena import Arena
-from wsync.binding import Binding
-from wsync.layout import Layout
-from wsync.packing import Buffer
-from wsync.snapshot import Listing, ModuleIndex, snapshot
-from wsync.switch import AWAITED, HELD, NONE, SWITCH, TAKEN, USED
+from wsync.local.arena import Arena
+from wsync.local.switch import AWAITED, HELD, NONE, SWITCH, TAKEN, USED
+from wsync.weights.binding import Binding
+from wsync.weights.layout import Layout
+from wsync.weights.packing import Buffer
+from wsync.weights.snapshot import Listing, ModuleIndex, snapshot
 
 needs_it = pytest.mark.skipif(not native.available, reason="the compiled fast path was not built here")
 

@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import InteractionType, set_interaction_type
 
-from collectors.specs import Spec
+from collectors.environments.specs import Spec
 from learning import CategoricalPolicy, GaussianPolicy, Policy, make_critic, make_policy
 
 CHOICE = Spec(torch.Size([3]), torch.int64, n=3)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import nn
 
-from collectors.specs import Spec
+from collectors.environments.specs import Spec
 from learning import PPO, make_critic, make_policy
 from learning.adam import FlatAdam
 from learning.networks import CategoricalPolicy, Critic

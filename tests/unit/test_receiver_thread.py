@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from wsync.receiver_thread import ReceiverThread
+from wsync.receiving.receiver_thread import ReceiverThread
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import socket
 
-from wsync.rendezvous import LocalLine
-from wsync.words import Kind, Message
+from wsync.local.rendezvous import LocalLine
+from wsync.wire.words import Kind, Message
 
 
 def test_a_program_that_is_started_inherits_no_memory_that_came() -> None:

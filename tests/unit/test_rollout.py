@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
+from collectors.environments.transforms import ModuleTransform
 from collectors.envs import GymEnv
-from collectors.rollout import NO_VERSION, Rollout
-from collectors.transforms import ModuleTransform
+from collectors.rollouts.rollout import NO_VERSION, Rollout
 from learning import CategoricalPolicy
 
 

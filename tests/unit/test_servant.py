@@ -10,7 +10,7 @@ import pytest
 from collectors import GymEnv
 from collectors.distributed.called import CalledCore
 from collectors.distributed.rpc_worker import Servant
-from collectors.worker import Parts, WorkerOptions
+from collectors.workers.worker import Parts, WorkerOptions
 
 
 class Obstinate(GymEnv):

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 import collectors
 import wsync
-from collectors.acting import Actor
+from collectors.environments.transforms import Key, ModuleTransform
 from collectors.envs import GymEnv
-from collectors.rollout import Rollout
-from collectors.transforms import Key, ModuleTransform
-from wsync.gate import guard, process_gate
+from collectors.rollouts.acting import Actor
+from collectors.rollouts.rollout import Rollout
+from wsync.receiving.gate import guard, process_gate
 
 OBSERVATION: list[Key] = ["observation"]
 REWARD: list[Key] = [("next", "reward")]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from collectors.turns import Turns
+from collectors.workers.turns import Turns
 
 pytestmark = pytest.mark.timeout(60)
 PATIENCE = 5.0  # seconds

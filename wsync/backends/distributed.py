@@ -19,10 +19,10 @@ from torch.distributed import (
 
 from wsync.deadlines import deadline_in
 from wsync.errors import NotConnected, SyncTimeout
-from wsync.group import time_until
-from wsync.group_receiver import GroupReceiver
-from wsync.group_sender import GroupSender
-from wsync.network_ends import Seed, network_receiver, network_sender
+from wsync.network.ends import Seed, network_receiver, network_sender
+from wsync.network.group import time_until
+from wsync.network.receiver import GroupReceiver
+from wsync.network.sender import GroupSender
 from wsync.ports import SenderPort
 from wsync.roles import Trainer, Worker
 from wsync.scheme import WeightSyncScheme

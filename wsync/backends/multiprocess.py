@@ -15,14 +15,14 @@ from torch import nn
 
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import SyncTimeout, WorkerFailed
-from wsync.gate import process_gate
-from wsync.local_receiver import LocalReceiver
-from wsync.local_sender import LocalSender
+from wsync.local.receiver import LocalReceiver
+from wsync.local.rendezvous import Endpoint
+from wsync.local.sender import LocalSender
 from wsync.pipes import PipedScheme
-from wsync.rendezvous import Endpoint
-from wsync.snapshot import snapshot
-from wsync.strategy import WeightStrategy
+from wsync.receiving.gate import process_gate
 from wsync.transport import TransportBackend
+from wsync.weights.snapshot import snapshot
+from wsync.weights.strategy import WeightStrategy
 
 
 class QueueLike(Protocol):

@@ -9,7 +9,7 @@ from torch import nn
 
 from wsync.legacy import WeightReceiver, WeightSender
 from wsync.scheme import WeightSyncScheme
-from wsync.source import DeviceMap
+from wsync.sending.source import DeviceMap
 
 
 class NoWeightSyncScheme(WeightSyncScheme):

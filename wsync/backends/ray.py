@@ -16,11 +16,11 @@ import ray
 from ray.actor import ActorHandle
 
 from wsync.errors import NotConnected, WeightSyncError
-from wsync.group_receiver import GroupReceiver
-from wsync.group_sender import GroupSender
-from wsync.network_ends import Seed, network_receiver, network_sender
+from wsync.network.ends import Seed, network_receiver, network_sender
+from wsync.network.ray_actors import Actors, Calls
+from wsync.network.receiver import GroupReceiver
+from wsync.network.sender import GroupSender
 from wsync.ports import SenderPort
-from wsync.ray_actors import Actors, Calls
 from wsync.roles import Trainer, the_one_count
 from wsync.scheme import WeightSyncScheme
 

@@ -6,14 +6,14 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from wsync.group import Meeting, MeetingPlace
-from wsync.group_receiver import GroupReceiver
-from wsync.group_sender import GroupSender
-from wsync.network_ends import device_of
+from wsync.network.ends import device_of
+from wsync.network.group import Meeting, MeetingPlace
+from wsync.network.receiver import GroupReceiver
+from wsync.network.rpc_calls import own_name
+from wsync.network.rpc_trainer import RpcDoor
+from wsync.network.rpc_worker import WorkerLine
+from wsync.network.sender import GroupSender
 from wsync.ports import SenderPort
-from wsync.rpc_calls import own_name
-from wsync.rpc_trainer import RpcDoor
-from wsync.rpc_worker import WorkerLine
 from wsync.scheme import WeightSyncScheme
 
 

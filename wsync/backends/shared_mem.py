@@ -8,17 +8,17 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from tensordict import TensorDict, TensorDictBase
 
 from wsync.errors import NotConnected
-from wsync.local_receiver import LocalReceiver
-from wsync.local_sender import LocalSender
+from wsync.local.receiver import LocalReceiver
+from wsync.local.rendezvous import Endpoint
+from wsync.local.sender import LocalSender
 from wsync.pipes import PipedScheme
 from wsync.ports import SenderPort
-from wsync.rendezvous import Endpoint
 from wsync.roles import Trainer
-from wsync.sender import Sender
-from wsync.snapshot import Snapshot
-from wsync.source import DeviceMap, Source
-from wsync.strategy import Format
+from wsync.sending.sender import Sender
+from wsync.sending.source import DeviceMap, Source
 from wsync.transport import TransportBackend
+from wsync.weights.snapshot import Snapshot
+from wsync.weights.strategy import Format
 
 
 class SharedMemTransport(SenderPort):

@@ -1,0 +1,1 @@
+"""Environments as arrays: spaces, steps, and what transforms make of them."""

@@ -1,0 +1,169 @@
+"""Steppers around steppers: what a transform's function makes of observations, or of rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from collectors.environments.specs import Spec, action_codec
+from collectors.environments.stepper import Steps
+from collectors.environments.vector import Array
+
+Function = Callable[..., Array]
+"""Of float32 arrays ``[E, *]``, one row per environment."""
+
+
+class StepsWrapper:
+    """A stepper (see ``Stepper``) that shares the arrays of the one inside it, but for those that it replaces."""
+
+    def __init__(self, inner: Steps) -> None:
+        self.inner, self.driver, self.num_envs = inner, inner.driver, inner.num_envs
+        self.observation_spec, self.action_spec = inner.observation_spec, inner.action_spec
+        self.uniform_log_prob = inner.uniform_log_prob
+        self.observation, self.reward = inner.observation, inner.reward
+        self.terminated, self.truncated, self.done = inner.terminated, inner.truncated, inner.done
+        self.episode_return, self.episode_length = inner.episode_return, inner.episode_length
+
+    @property
+    def is_reset(self) -> bool:
+        """See Steps."""
+        return self.inner.is_reset
+
+    @property
+    def max_frames_per_traj(self) -> int | None:
+        """See Steps."""
+        return self.inner.max_frames_per_traj
+
+    @max_frames_per_traj.setter
+    def max_frames_per_traj(self, limit: int | None) -> None:
+        self.inner.max_frames_per_traj = limit
+
+    def seed(self, seed: int) -> None:
+        """See Steps."""
+        self.inner.seed(seed)
+
+    def reset(self, seed: int | None = None) -> None:
+        """See Steps."""
+        self.inner.reset(seed)
+
+    def sample(self) -> Array:
+        """See Steps."""
+        return self.inner.sample()
+
+    def step(self, action: Array) -> None:
+        """See Steps."""
+        self.inner.step(action)
+
+    def reset_ended(self) -> None:
+        """See Steps."""
+        self.inner.reset_ended()
+
+
+class EncodedSteps(StepsWrapper):
+    """Observations are what ``encode`` makes of the inner ones, also at an episode's end and where one begins."""
+
+    def __init__(self, inner: Steps, encode: Function, probe: Function, name: str) -> None:
+        """Probe for the shape once, with the observation that is there.
+
+        Raises:
+            ValueError: not one row per environment.
+        """
+        super().__init__(inner)
+        self._encode, self._name = encode, name
+        first = probe(inner.observation)
+        self._row = first.shape[1:]
+        self.observation_spec = Spec(torch.Size(self._row or (1,)), torch.float32)
+        self.observation = np.zeros((self.num_envs, *self.observation_spec.shape), np.float32)
+        self._checked(first, self.num_envs)
+        self._is_encoded = False
+        if inner.is_reset:
+            self._encode_all()
+            self._is_encoded = True
+
+    @property
+    def is_reset(self) -> bool:
+        """See Steps."""
+        return self._is_encoded and self.inner.is_reset
+
+    def reset(self, seed: int | None = None) -> None:
+        """See Steps."""
+        self._is_encoded = False
+        self.inner.reset(seed)
+        self._encode_all()
+        self._is_encoded = True
+
+    def step(self, action: Array) -> None:
+        """See Steps."""
+        self.inner.step(action)
+        self._encode_all()
+
+    def reset_ended(self) -> None:
+        """See Steps."""
+        self._is_encoded = False
+        self.inner.reset_ended()
+        ended = int(np.count_nonzero(self.done))
+        if ended:
+            self.observation[self.done] = self._checked(self._encode(self.inner.observation[self.done]), ended)
+        self._is_encoded = True
+
+    def _encode_all(self) -> None:
+        self.observation[...] = self._checked(self._encode(self.inner.observation), self.num_envs)
+
+    def _checked(self, encoded: Array, rows: int) -> Array:
+        if encoded.shape != (rows, *self._row):
+            told = f"{self._name} gave observations of shape {list(encoded.shape)} for {rows} environment(s)"
+            raise ValueError(f"{told}: it has to give one row for each, {[rows, *self._row]}")
+        return encoded.reshape(rows, *self.observation_spec.shape)
+
+
+class RewardedSteps(StepsWrapper):
+    """Rewards are what ``judge`` says of each step; ``episode_return`` stays the sum of the innermost ones."""
+
+    def __init__(self, inner: Steps, judge: Function, probe: Function, name: str, in_keys: Sequence[Any]) -> None:
+        """Probe once, with what is there.
+
+        Raises:
+            ValueError: not one number per environment.
+        """
+        super().__init__(inner)
+        self._judge, self._name = judge, name
+        self._actions = action_codec(self.driver.action_space)
+        # When the reward is due, the inner array holds the successor, and so does an action that is a view of it.
+        self._keeps_observation, self._keeps_action = "observation" in in_keys, "action" in in_keys
+        self._acted_on = np.array(inner.observation)
+        self._action = self._taken(np.zeros((self.num_envs, *self.action_spec.shape), np.float32))
+        self.reward = np.zeros(self.num_envs, np.float32)
+        readers: dict[Any, Callable[[], Array]] = {
+            "observation": lambda: self._acted_on,
+            "action": lambda: self._action,
+            ("next", "observation"): lambda: inner.observation,
+            ("next", "reward"): lambda: inner.reward[:, None],
+        }
+        self._readers = [readers[key] for key in in_keys]
+        self._checked(probe(*(read() for read in self._readers)))
+
+    def step(self, action: Array) -> None:
+        """See Steps."""
+        if self._keeps_observation:
+            self._acted_on[...] = self.inner.observation
+        if self._keeps_action:
+            self._action = self._taken(action)
+        self.inner.step(action)
+        self.reward[:] = self._checked(self._judge(*(read() for read in self._readers)))
+
+    def _taken(self, action: Array) -> Array:
+        """An action as the environment takes it, float32 ``[E, *action_spec.shape]``; a choice as one-hot."""
+        taken = self._actions.from_env(self._actions.to_env(action, self.num_envs))
+        n = self.action_spec.n
+        return taken if n is None else np.eye(n, dtype=np.float32)[taken]
+
+    def _checked(self, reward: Array) -> Array:
+        if reward.shape not in ((self.num_envs,), (self.num_envs, 1)):
+            raise ValueError(
+                f"{self._name} gave rewards of shape {list(reward.shape)} for {self.num_envs} environment(s): "
+                f"it has to give one number for each, {[self.num_envs]} or {[self.num_envs, 1]}"
+            )
+        return reward.reshape(self.num_envs)

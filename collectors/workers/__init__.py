@@ -1,0 +1,1 @@
+"""Workers, however they are reached: their lives, their lines, and what they gather."""

@@ -1,0 +1,101 @@
+"""A pair is formed by a thread of its own: what ``torch`` waits for there cannot be waited for together with a death.
+
+Who gives up leaves the thread to itself. It ends when the store in which pairs meet is closed, or at its own deadline;
+but while the store's process is stopped it does not end.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Callable, Collection
+
+from wsync.deadlines import wait_readable
+from wsync.network.group import Pair
+from wsync.wire.words import Line
+
+FormPair = Callable[[int, int, float | None], Callable[[], Pair]]
+"""``(worker, generation, deadline) -> form``: one half of the rendezvous of a pair; ``form`` waits for the other."""
+
+
+def formed(
+    form: Callable[[], Pair], signs: Collection[int], has_gone: Callable[[], bool], deadline: float | None
+) -> Pair | None:
+    """What ``form`` makes; None if one of ``signs`` was readable meanwhile, and the other end ``has_gone``.
+
+    Raises:
+        TimeoutError: neither, until ``deadline``.
+        RuntimeError: it could not be formed.
+    """
+    forming = _Forming(form)
+    try:
+        while not forming.wait(signs, deadline):
+            if has_gone():
+                return None
+        return forming.result()
+    finally:
+        forming.close()
+
+
+def formed_beside(line: Line, form: Callable[[], Pair], deadline: float | None) -> Pair | None:
+    """As ``formed``; None if ``line`` ended meanwhile. What is said there is left to be read afterwards."""
+    with select.epoll() as ends:
+        for descriptor in line.signs:
+            ends.register(descriptor, select.EPOLLRDHUP if descriptor == line.fileno() else select.EPOLLIN)
+        return formed(form, [ends.fileno()], lambda: True, deadline)
+
+
+class _Forming:
+    """A pair that is being formed.
+
+    Args:
+        form: makes it.
+    """
+
+    def __init__(self, form: Callable[[], Pair]) -> None:
+        self._form = form
+        self._done = os.eventfd(0, os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._pair: Pair | None = None
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name="wsync-forming", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._pair = self._form()
+        except BaseException as error:  # noqa: BLE001  raised where somebody waits
+            self._error = error
+        with self._lock:
+            if self._done >= 0:
+                os.eventfd_write(self._done, 1)
+            elif self._pair is not None:  # nobody wants it any more
+                self._pair.close()
+
+    def wait(self, signs: Collection[int], deadline: float | None) -> bool:
+        """Whether it is over; False if one of ``signs`` was readable first.
+
+        Raises:
+            TimeoutError: neither, until ``deadline``.
+        """
+        ready = wait_readable([self._done, *signs], deadline)
+        if not ready:
+            raise TimeoutError("not in time")
+        return self._done in ready
+
+    def result(self) -> Pair:
+        """The pair, when it is over.
+
+        Raises:
+            RuntimeError: it could not be formed.
+        """
+        if self._error is not None:
+            raise self._error
+        assert self._pair is not None, "it is over"
+        return self._pair
+
+    def close(self) -> None:
+        """Wait for it no more."""
+        with self._lock:
+            os.close(self._done)
+            self._done = -1

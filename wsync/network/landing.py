@@ -1,0 +1,134 @@
+"""Where weights arrive in a worker: buffers, and transfers into them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wsync.errors import NotConnected
+from wsync.network.group import Pair, Work, finish, patience
+from wsync.types import Update
+from wsync.weights.layout import Layout
+from wsync.wire.checksum import CHECKSUM, damage
+from wsync.wire.plan import Plan
+
+
+@dataclass(slots=True)
+class Berth:
+    """A buffer.
+
+    Attributes:
+        flat: all of it, ``uint8[nbytes]``.
+        views: one tensor per entry of the layout.
+        content: its bytes, to be read in the main memory; None on a GPU.
+        used: whether something is in it, or on its way.
+    """
+
+    flat: Tensor
+    views: Sequence[Tensor]
+    content: Any
+    used: bool = False
+
+
+class Landing:
+    """A worker's line of tensors, and the buffers that they come into.
+
+    The transfer of the next version is begun before it is announced, into a buffer that nobody uses; so weights arrive
+    without a round trip.
+
+    Args:
+        device: where weights arrive.
+        timeout: seconds that a transfer which was announced may take; None for no limit.
+        ahead: begin a transfer before it is announced.
+    """
+
+    def __init__(self, device: torch.device, timeout: float | None, *, ahead: bool) -> None:
+        self._device = device
+        self._patience = patience(timeout)
+        self._ahead = ahead
+        self.layout: Layout | None = None
+        self.checksum = False
+        self.berths: list[Berth] = []
+        self._pair: Pair | None = None
+        self._incoming: tuple[int, Work] | None = None  # begun, and not yet announced
+        self._lock = threading.Lock()  # the acting thread installs, too
+
+    def join(self, pair: Pair) -> None:
+        """From here on ``pair`` is the line."""
+        self._pair = pair
+
+    def prepare(self, plan: Plan) -> None:
+        """What will come, and whether with a checksum."""
+        if plan.layout is not None:
+            self.layout, self.checksum = plan.layout, plan.checksum
+            self.expect()
+
+    def expect(self) -> None:
+        """Begin the next transfer, if that is done before it is announced.
+
+        Raises:
+            RuntimeError: the line of tensors has broken.
+        """
+        if self._ahead and self._incoming is None and self.layout is not None:
+            self._begin()
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._incoming is not None or self._pair is None:
+                return
+            if self.layout is None:
+                raise NotConnected("weights were announced before their layout")
+            free = (index for index, berth in enumerate(self.berths) if not berth.used)
+            index = next(free, len(self.berths))
+            if index == len(self.berths):
+                flat = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=self._device)
+                self.berths.append(Berth(flat, self.layout.views(flat), flat.numpy() if flat.is_cpu else None))
+            self.berths[index].used = True
+            self._incoming = index, self._pair.receive(self.berths[index].flat)
+
+    def take(self) -> int:
+        """What was announced, when it has arrived: which buffer it is in.
+
+        Raises:
+            NotConnected: nobody knows what it is.
+            RuntimeError: the line of tensors has broken.
+        """
+        if self._incoming is None:
+            self._begin()
+        assert self._incoming is not None, "begun just now"
+        (index, work), self._incoming = self._incoming, None
+        finish(work, self._patience, self._device)
+        return index
+
+    def read(self, index: int, version: int, said: bytes) -> Update:
+        """The version that has arrived in a buffer; ``said`` is its checksum, if there is one, and the extra state.
+
+        Raises:
+            ValueError: there is no checksum where one was promised.
+        """
+        berth = self.berths[index]
+        if not self.checksum:
+            return Update(version, berth.views, said, index)
+        if len(said) < CHECKSUM.size:
+            raise ValueError(f"{len(said)} bytes where {CHECKSUM.size} of a checksum were expected")
+        (checksum,), extra = CHECKSUM.unpack_from(said), said[CHECKSUM.size :]
+        return Update(version, berth.views, extra, index, damage=damage(version, berth.flat, extra, checksum))
+
+    def free(self, index: int) -> None:
+        """A buffer is used no more."""
+        if index >= 0:
+            with self._lock:
+                self.berths[index].used = False
+
+    def close(self) -> None:
+        """Let transfers, line and memory go."""
+        with self._lock:
+            if self._pair is not None:
+                self._pair.close()
+            self._incoming = self._pair = self.layout = None
+            self.berths.clear()

@@ -1,0 +1,285 @@
+"""The trainer's end of lines to workers anywhere: words by one way, weights by ``torch.distributed``.
+
+Each worker has a *lane*, with at most one parcel under way; what comes after it waits, and a newer version takes an
+older one's place there. So a slow worker delays nobody, finds the newest when it is ready, and memory is bounded: one
+buffer for each parcel under way, one that waits, one that is being packed. Whoever waits for answers moves the lanes
+on; while the trainer is away, a courier (a thread that lives as long as something waits) does.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from wsync.deadlines import NOW, wait_readable
+from wsync.errors import SyncTimeout
+from wsync.network.fast_sender import GroupFastSender
+from wsync.network.forming import FormPair, formed
+from wsync.network.lanes import Flats, Lane, Parcel
+from wsync.sending.fast_path import FastEnd
+from wsync.types import Ack
+from wsync.weights.layout import Layout
+from wsync.weights.packing import Buffer
+from wsync.wire.lines import Lines
+from wsync.wire.plan import Plan
+from wsync.wire.words import TRANSACTION, Door, Kind, Message
+
+
+class GroupSender:
+    """The trainer's end (a ``SenderEnd``).
+
+    Args:
+        num_workers: how many workers there can be.
+        door: where they knock.
+        form_pair: makes a worker's line of tensors.
+        close: lets go of what the pairs were formed with.
+        device: where weights are packed.
+        checksum: whether each update is announced with a checksum, which workers verify.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        door: Door,
+        form_pair: FormPair,
+        close: Callable[[], None],
+        device: torch.device,
+        *,
+        checksum: bool = False,
+    ) -> None:
+        self._lines = Lines(door, num_workers, self)
+        self._num_workers = num_workers
+        self._form_pair = form_pair
+        self._let_go = close
+        self._checksum = checksum
+        self._layout: Layout | None = None
+        self._lanes = [Lane() for _ in range(num_workers)]
+        self._flats = Flats(device)
+        self._staged: dict[int, dict[int, Parcel]] = {}  # transaction -> worker -> what it is to install
+        self._lock = threading.RLock()
+        self._courier: threading.Thread | None = None
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._closed = False
+
+    @property
+    def workers(self) -> Collection[int]:
+        """Those that are connected and alive."""
+        return self._lines.workers
+
+    def prepare(self, layout: Layout) -> None:
+        """Tell those who are connected already."""
+        with self._lock:
+            self._layout = layout
+            for worker in self.workers:
+                self._lines.say(worker, Message(Kind.LAYOUT, worker, payload=self._plan(worker)))
+
+    def admit(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
+        """Let workers in until all of ``workers`` are there."""
+        with self._lock:
+            self._lines.admit(workers, sentinels, deadline)
+
+    def forget(self, worker: int) -> None:
+        """Hang up on a worker that is taken for dead."""
+        with self._lock:
+            self._lines.forget(worker)
+
+    # --- what the lines tell (``lines.Owner``) ---
+
+    def joining(self, worker: int, again: bool) -> Message:
+        """Say what waits: the version that the worker is to have before it begins."""
+        lane = self._lanes[worker]
+        lane.generation += 1
+        if again:
+            lane.clear()
+            if lane.latest is not None:
+                lane.append(lane.latest)
+        version = lane.waiting[0].version if lane.waiting else 0
+        return Message(Kind.WELCOME, worker, version, self._plan(worker))
+
+    def _plan(self, worker: int) -> bytes:
+        return Plan(self._layout, self._checksum, self._num_workers, self._lanes[worker].generation).dump()
+
+    def joined(self, worker: int, deadline: float | None) -> None:
+        """Form the pair, and send what waits; if the worker dies meanwhile, whoever waits for its answer is told."""
+        lane = self._lanes[worker]
+        try:
+            form = self._form_pair(worker, lane.generation, deadline)
+            lane.pair = formed(form, self._lines.signs_of(worker), partial(self._has_gone, worker), deadline)
+        except (RuntimeError, TimeoutError) as error:
+            if not self._has_gone(worker):
+                self._lines.forget(worker)
+                raise SyncTimeout(
+                    f"worker {worker} did not join its process group: {error}", {worker: str(error)}
+                ) from error
+        self._move_on(worker)
+        if self._courier is not None:
+            os.eventfd_write(self._wake, 1)  # it listens to those who were there before
+
+    def left(self, worker: int) -> None:
+        """End what was under way."""
+        lane = self._lanes[worker]
+        if lane.pair is not None:
+            if lane.pair.close(lane.work) and lane.under_way is not None:
+                self._flats.given_away.add(lane.under_way.slot)
+            lane.pair = None
+        lane.clear()
+
+    def answered(self, worker: int, message: Message) -> None:
+        """It has what was under way, or does not want it: the next, please."""
+        lane = self._lanes[worker]
+        if lane.under_way is not None and message.version >= lane.under_way.version:
+            lane.under_way = lane.work = None
+            self._move_on(worker)
+
+    def _move_on(self, worker: int) -> None:
+        lane = self._lanes[worker]
+        if lane.pair is None or lane.under_way is not None or not lane.waiting:
+            return
+        parcel = lane.under_way = lane.waiting.popleft()
+        self._lines.say(worker, Message(parcel.kind, worker, parcel.version, parcel.payload))
+        try:
+            lane.work = lane.pair.send(self._flats.flat(parcel.slot))
+        except RuntimeError as error:
+            self._lose(worker, error)
+
+    def _lose(self, worker: int, error: RuntimeError) -> None:
+        """A worker's line of tensors has broken."""
+        if not self._has_gone(worker):
+            self._lines.lose(worker, f"its process group has broken: {error}")
+
+    def _has_gone(self, worker: int) -> bool:
+        """Whether a worker has gone: it may have said so, and why."""
+        self._lines.listen()
+        return worker not in self.workers
+
+    # --- slots ---
+
+    def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
+        """A buffer that is not on its way to anybody, nor to be; the newest is always kept."""
+        with self._lock:
+            assert self._layout is not None, "prepare() comes first"
+            taken = [parcel for lane in self._lanes for parcel in lane.parcels]
+            staged = [parcel for parcels in self._staged.values() for parcel in parcels.values()]
+            return self._flats.reserve(self._layout, taken + staged)
+
+    def release(self, buffers: Sequence[Buffer]) -> None:
+        """Free buffers that were reserved and not published."""
+        with self._lock:
+            self._flats.reserved.difference_update(buffer.slot for buffer in buffers)
+
+    # --- updates ---
+
+    def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
+        """Send a packed buffer to workers who are ready for it; others get it, or a newer one, when they are."""
+        self._dispatch(
+            Parcel(Kind.NEWS, version, self._flats.sealed(buffer.slot, extra, self._checksum), buffer.slot), workers
+        )
+
+    def _dispatch(self, parcel: Parcel, workers: Collection[int]) -> None:
+        with self._lock:
+            for worker in workers:
+                lane = self._lanes[worker]
+                lane.append(parcel)
+                if lane.under_way is not None and lane.overdue:
+                    lane.overdue = False
+                    self._lines.say(worker, Message(Kind.ASK, worker))  # its answer may have been lost
+                self._move_on(worker)
+            self._flats.reserved.discard(parcel.slot)
+            if self._courier is None and self._somebody_waits():
+                self._courier = threading.Thread(target=self._carry, name="wsync-courier", daemon=True)
+                self._courier.start()
+
+    def _somebody_waits(self) -> bool:
+        return any(lane.waiting for lane in self._lanes if lane.pair is not None)
+
+    def _carry(self) -> None:
+        """The courier: move lanes on as workers become ready, until nothing waits."""
+        while True:
+            with self._lock:
+                signs = [self._wake, *self._lines.signs]
+            ready = wait_readable(signs, None)
+            with self._lock:
+                if self._wake in ready:
+                    os.eventfd_read(self._wake)
+                if not self._closed:
+                    self._lines.read(NOW)
+                if self._closed or not self._somebody_waits():
+                    self._courier = None
+                    return
+
+    def fast_path(self, *, acknowledge: bool) -> FastEnd | None:
+        """The fast path, while everybody is there and ready, and nothing is kept for a decision."""
+        if not acknowledge:
+            return None
+        with self._lock:
+            layout, lanes = self._layout, self._lanes
+            at_rest = len(self.workers) == self._num_workers and not self._staged and self._courier is None
+            if layout is None or not at_rest or any(lane.under_way or lane.waiting for lane in lanes):
+                return None
+            turns = self._flats.turns(layout, [lane.latest for lane in lanes if lane.latest])
+            if turns is None:
+                return None
+            fast = GroupFastSender(self._lines, lanes, self._lose, turns, layout.nbytes, self._checksum)
+            return FastEnd(fast.update, fast.complete)
+
+    def stage(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
+        """Send a packed buffer for workers to check and keep."""
+        parcel = Parcel(
+            Kind.STAGE,
+            version,
+            TRANSACTION.pack(transaction) + self._flats.sealed(buffer.slot, extra, self._checksum),
+            buffer.slot,
+        )
+        self._staged.setdefault(transaction, {}).update(dict.fromkeys(workers, parcel))
+        self._dispatch(parcel, [worker for worker in workers if worker in self.workers])
+
+    def decide(self, version: int, transaction: int) -> None:
+        """Say the word."""
+        with self._lock:
+            for worker, staged in self._staged.pop(transaction).items():
+                said = staged.payload[TRANSACTION.size :]
+                self._lanes[worker].latest = Parcel(Kind.NEWS, staged.version, said, staged.slot)
+                self._lines.say(worker, Message(Kind.DECIDE, worker, version, TRANSACTION.pack(transaction)))
+
+    def drop(self, workers: Collection[int], transaction: int) -> None:
+        """Have workers forget what was staged."""
+        with self._lock:
+            if self._staged.pop(transaction, None) is None:
+                return
+            for worker in workers:
+                mark = TRANSACTION.pack(transaction)
+                self._lanes[worker].drop(mark)
+                self._lines.say(worker, Message(Kind.DROP, worker, payload=mark))
+
+    def listen(self) -> None:
+        """Take in what workers have said."""
+        with self._lock:
+            self._lines.listen()
+
+    def collect(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
+        """Wait for an answer, an error or the death of each of ``workers``."""
+        with self._lock:
+            acks = self._lines.collect(workers, version, deadline)
+            if len(acks) < len(workers):
+                for worker in set(workers) - {ack.worker for ack in acks}:
+                    self._lanes[worker].overdue = True
+            return acks
+
+    def close(self) -> None:
+        """Hang up on every worker, shut the door, and let groups, store and memory go."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            courier = self._courier
+            os.eventfd_write(self._wake, 1)
+            self._lines.close()
+            self._let_go()
+            self._flats.clear()
+        if courier is not None:
+            courier.join()
+        os.close(self._wake)

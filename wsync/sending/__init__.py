@@ -1,0 +1,1 @@
+"""What a trainer does with an update, the same for every backend."""

@@ -1,0 +1,1 @@
+"""What weights are: found in a model, planned, packed, and put into another one."""

@@ -1,0 +1,209 @@
+"""A model in a worker and the weights that it is given: checked first, then switched, or left as it was."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from functools import partial
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from wsync import native
+from wsync.errors import LayoutMismatch
+from wsync.weights.layout import Layout, copy_all, same_bits
+from wsync.weights.snapshot import ModuleIndex, describe
+
+
+def dump_extra(extra: Mapping[str, Any] | None) -> bytes:
+    """Extra state as bytes; empty for none. A pickle: it goes only from a trainer to its own workers."""
+    return pickle.dumps(dict(extra), protocol=pickle.HIGHEST_PROTOCOL) if extra else b""
+
+
+def load_extra(blob: bytes) -> dict[str, Any]:
+    """The extra state that a trainer dumped."""
+    return pickle.loads(blob) if blob else {}
+
+
+def unshare(model: nn.Module) -> None:
+    """Give a model memory of its own, where another process has it as well.
+
+    ``torch.multiprocessing`` hands a model to a process so: what one trains, or is sent, all the others would have.
+    """
+    copies: dict[int, torch.UntypedStorage] = {}
+    for tensor in ModuleIndex(model).tensors().values():
+        if tensor.layout is not torch.strided or not tensor.is_cpu or not tensor.is_shared():
+            continue
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in copies:  # several may lie in one
+            copies[storage.data_ptr()] = storage.clone()
+        own, copy = torch.empty(0, dtype=tensor.dtype), copies[storage.data_ptr()]
+        tensor.data = own.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _is_stand_in(tensor: Tensor | None) -> bool:
+    return tensor is not None and not isinstance(tensor, nn.Parameter)
+
+
+class Binding:
+    """The plan by which one model takes on weights of one layout.
+
+    Parameters are bound (``p.data = view``, no copy) where that is possible and wanted; everything else, buffers
+    above all, is copied into the model's own memory.
+
+    Args:
+        model: the receiving model.
+        layout: what it will be given.
+        bind: whether parameters may be bound. False for a worker that trains.
+
+    Raises:
+        LayoutMismatch: the model has other names, shapes or dtypes.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, *, bind: bool = True) -> None:
+        self._model = model
+        self._layout = layout
+        self._bind = bind
+        self._bound: list[tuple[nn.Parameter, int]] = []
+        self._resolve()
+
+    def _resolve(self) -> None:
+        index, layout = ModuleIndex(self._model), self._layout
+        own = index.tensors()
+        for name, (where, key) in index.parameters.items():
+            if _is_stand_in(where[key]):
+                raise LayoutMismatch(
+                    f"'{name}' of the worker's model is a plain tensor in a parameter's place: hold wsync.gate() "
+                    "around functional_call()"
+                )
+        self._check(own, index)
+        # A tensor under several names is installed once, from its first name; `_agree` lists the other names, which
+        # must carry the same values where the sender did not tie them.
+        seen: dict[int, int] = {}
+        before = self._bound
+        self._bound = []
+        self._copied: list[tuple[Tensor, int]] = []
+        self._agree: list[tuple[int, int]] = []
+        for i, name in enumerate(layout.names):
+            tensor = own[name]
+            first = seen.setdefault(id(tensor), i)
+            if first != i:
+                if layout.offsets[first] != layout.offsets[i]:
+                    self._agree.append((first, i))
+            elif self._bind and isinstance(tensor, nn.Parameter) and tensor.device.type == "cpu":
+                self._bound.append((tensor, i))
+            else:
+                if any(not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+                    tensor.data = tensor.data.contiguous()  # expanded: several elements in one place take one value
+                self._copied.append((tensor, i))
+        for parameter, _ in before:
+            if id(parameter) not in seen:  # taken out of the model: what it is bound to will be written
+                parameter.data = parameter.data.clone()
+        self._index = index
+        self._places = list(index.places.values())
+        self._tensors = [where[key] for where, key in self._places]
+        self.tree = index.tree(list(index.places))
+
+    def installer(self) -> native.Installer | None:
+        """What does the same as ``install``, on the fast path, until the model changes."""
+        if self.tree is None or any(tensor.is_neg() or tensor.is_conj() for tensor, _ in self._copied):
+            return None
+        copied = [tensor for tensor, _ in self._copied if not tensor.is_inference()]
+        bump = partial(increment_version, copied)
+        return native.installer(self.tree, self._tensors, self._bound, self._copied, bump)
+
+    @property
+    def may_refuse(self) -> bool:
+        """Whether weights that fit the layout may yet be refused, for what they are."""
+        undeclared = self._layout.extra is None and bool(self._index.extra)
+        return undeclared or bool(self._layout.extra) or bool(self._agree)
+
+    def _check(self, own: Mapping[str, Tensor], index: ModuleIndex) -> None:
+        names = set(self._layout.names)
+        problems = [f"the model has no '{name}'" for name in self._layout.names if name not in own]
+        problems += [
+            f"'{name}' has no memory (it is on the meta device): call to_empty() first"
+            for name in self._layout.names
+            if name in own and own[name].is_meta
+        ]
+        problems += [f"missing '{name}'" for name in own if name not in names and name not in index.optional]
+        if self._layout.extra is not None and self._layout.extra != index.extra.keys():
+            odd = sorted(self._layout.extra ^ index.extra.keys())
+            problems.append(f"extra state differs: {describe(odd)}")
+        if problems:
+            raise LayoutMismatch(f"the weights do not fit the worker's model: {describe(problems)}")
+        self._layout.check([own[name] for name in self._layout.names], ties=False)
+
+    def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
+        """Switch the model to ``views`` (ordered like the layout) and ``extra``.
+
+        Raises:
+            LayoutMismatch: the model has changed its shape since; or its tied tensors were sent different values.
+            Exception: whatever a module's ``set_extra_state`` raised. The model is as it was in either case.
+        """
+        self._check_current(views)
+        if extra:
+            self._set_extra(extra)
+        if self._copied:
+            with torch.no_grad():
+                copy_all([tensor for tensor, _ in self._copied], [views[i] for _, i in self._copied])
+        for parameter, i in self._bound:
+            parameter.data = views[i]
+
+    def rehearse(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
+        """Find out whether ``install`` would succeed, and leave the model as it is. Call it inside the gate.
+
+        Raises:
+            LayoutMismatch, Exception: what ``install`` would raise.
+        """
+        self._check_current(views)
+        if extra:
+            before = self._index.extra_state()
+            self._set_extra(extra)
+            self._set_extra(before)
+
+    def _check_current(self, views: Sequence[Tensor]) -> None:
+        if not (self._is_current() or self._is_lent()) or not self._is_alike(views):
+            self._resolve()
+        for first, other in self._agree:
+            if not same_bits(views[first], views[other]):
+                names = self._layout.names
+                raise LayoutMismatch(f"'{names[first]}' and '{names[other]}' are tied here, but got different values")
+
+    def _is_current(self) -> bool:
+        now = [where.get(key) for where, key in self._places]
+        return self._index.describes(self._model) and all(map(is_, now, self._tensors))
+
+    def _is_lent(self) -> bool:
+        """Whether plain tensors take the place of parameters for a while, as ``torch.func.functional_call`` has it.
+
+        They are somebody's own. The parameters will come back, and are given the weights meanwhile.
+        """
+        return self._index.describes(self._model) and any(
+            isinstance(tensor, nn.Parameter) and _is_stand_in(where[key])
+            for tensor, (where, key) in zip(self._tensors, self._places, strict=True)
+        )
+
+    def _is_alike(self, views: Sequence[Tensor]) -> bool:
+        """Whether it can take ``views`` and stay what it is: ``.half()`` or ``.to(device)`` may have come between."""
+        return all([tensor.dtype is views[i].dtype for tensor, i in (*self._bound, *self._copied)]) and all(
+            [parameter.device == views[i].device for parameter, i in self._bound]
+        )
+
+    def _set_extra(self, extra: Mapping[str, Any]) -> None:
+        before = self._index.extra_state()
+        try:
+            for name, value in extra.items():
+                self._index.extra[name].set_extra_state(value)
+        except BaseException:
+            for name, value in before.items():
+                self._index.extra[name].set_extra_state(value)
+            raise
+
+    def detach(self) -> None:
+        """Give bound parameters memory of their own again, with the values that they have."""
+        for parameter, _ in self._bound:
+            parameter.data = parameter.data.clone()

@@ -1,0 +1,202 @@
+"""The flat plan of one model's weights: computed once, then an update is one buffer, packed and viewed by it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from wsync.errors import LayoutMismatch
+from wsync.weights.snapshot import Snapshot, describe
+
+ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Name, dtype, shape, strides and place of every tensor of a model, in one flat buffer of bytes.
+
+    Entries are ordered by dtype, so that each dtype is one contiguous stretch. Tied tensors share a place.
+
+    Attributes:
+        names: dotted names, one per entry.
+        shapes, strides, dtypes, offsets: of each entry; strides in elements, offsets in bytes.
+        ties: pairs ``(follower, leader)`` of entries that are one tensor.
+        nbytes: size of the flat buffer.
+        extra: names of the modules' extra states; ``None`` where the first weights could not say.
+        optional: entries that later weights may lack (non-persistent buffers of the sender's model).
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    strides: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    offsets: tuple[int, ...]
+    ties: tuple[tuple[int, int], ...]
+    nbytes: int
+    extra: frozenset[str] | None
+    optional: frozenset[str]
+
+    @classmethod
+    def of(cls, weights: Snapshot) -> Layout:
+        """The plan of ``weights``.
+
+        Raises:
+            LayoutMismatch: there is nothing in them, or a tensor is sparse, quantised or without values.
+        """
+        names = sorted(weights.tensors, key=lambda name: str(weights.tensors[name].dtype))
+        if not names:
+            raise LayoutMismatch("these weights are empty: no parameter and no buffer")
+        tensors = [weights.tensors[name] for name in names]
+        leaders: dict[tuple[object, ...], int] = {}
+        offsets: list[int] = []
+        ties: list[tuple[int, int]] = []
+        end = 0
+        for index, tensor in enumerate(tensors):
+            if tensor.layout is not torch.strided or tensor.is_quantized:
+                raise LayoutMismatch(f"'{names[index]}' is not a plain strided tensor ({tensor.layout})")
+            if tensor.is_meta:
+                raise LayoutMismatch(f"'{names[index]}' has no values: it is on the meta device")
+            leader = leaders.setdefault(_identity(tensor, index), index)
+            if leader != index:
+                ties.append((index, leader))
+                offsets.append(offsets[leader])
+                continue
+            offsets.append(end)
+            end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+        return cls(
+            names=tuple(names),
+            shapes=tuple(tensor.shape for tensor in tensors),
+            strides=tuple(_strides(tensor) for tensor in tensors),
+            dtypes=tuple(tensor.dtype for tensor in tensors),
+            offsets=tuple(offsets),
+            ties=tuple(ties),
+            nbytes=max(end, ALIGNMENT),
+            extra=None if weights.extra is None else frozenset(weights.extra),
+            optional=weights.optional & frozenset(names),
+        )
+
+    def views(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """One tensor per entry, without a copy, over a flat buffer ``uint8[nbytes]``.
+
+        Never inference tensors, whatever the caller's mode: autograd may meet them later.
+        """
+        views: list[Tensor] = []
+        with torch.inference_mode(False), torch.no_grad():
+            for (offset, nbytes), shape, strides, dtype in zip(
+                self.places, self.shapes, self.strides, self.dtypes, strict=True
+            ):
+                typed = flat[offset : offset + nbytes].view(dtype) if nbytes else torch.empty(0, dtype=dtype)
+                views.append(typed.as_strided(shape, strides) if nbytes else typed.reshape(shape))
+        return tuple(views)
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """``(offset, size)`` of each entry in the flat buffer, in bytes."""
+        return [
+            (offset, shape.numel() * dtype.itemsize)
+            for offset, shape, dtype in zip(self.offsets, self.shapes, self.dtypes, strict=True)
+        ]
+
+    def order(self, weights: Snapshot, fallback: Snapshot | None = None) -> list[Tensor]:
+        """The tensors of ``weights`` in the order of this layout, checked against it.
+
+        Args:
+            weights: what is to be sent.
+            fallback: where an optional entry is taken from when ``weights`` lack it.
+
+        Raises:
+            LayoutMismatch: names the missing, unknown, wrongly shaped and wrongly typed keys.
+        """
+        given = weights.tensors
+        if self.optional and fallback is not None and not self.optional <= given.keys():
+            spare = {name: fallback.tensors[name] for name in self.optional if name in fallback.tensors}
+            given = {**spare, **given}
+        if len(given) != len(self.names) or not all(name in given for name in self.names):
+            given = {name: tensor for name, tensor in given.items() if name not in weights.optional - set(self.names)}
+            self._check_names(given.keys())
+        tensors = [given[name] for name in self.names]
+        self.check(tensors)
+        if weights.extra is not None and self.extra is not None and weights.extra.keys() != self.extra:
+            odd = sorted(weights.extra.keys() ^ self.extra)
+            raise LayoutMismatch(f"the weights differ from the first ones in their extra state: {describe(odd)}")
+        return tensors
+
+    def check(self, tensors: Sequence[Tensor], *, ties: bool = True) -> None:
+        """See that ``tensors`` (ordered like ``names``) have the planned shapes and dtypes, and (``ties``) ties.
+
+        Raises:
+            LayoutMismatch: naming each that has not.
+        """
+        shapes, dtypes = self.shapes, self.dtypes
+        fit = [tensor.shape for tensor in tensors] == self._shapes and [
+            tensor.dtype for tensor in tensors
+        ] == self._dtypes
+        if fit and not (ties and self.ties):
+            return
+        problems = [
+            f"'{self.names[i]}' is {_kind(tensor.shape, tensor.dtype)}, not {_kind(shapes[i], dtypes[i])}"
+            for i, tensor in enumerate(tensors)
+            if tensor.shape != shapes[i] or tensor.dtype is not dtypes[i]
+        ]
+        problems += [
+            f"'{self.names[follower]}' and '{self.names[leader]}' were one tied tensor, and now differ"
+            for follower, leader in self.ties
+            if ties
+            and not problems
+            and tensors[follower].data_ptr() != tensors[leader].data_ptr()
+            and not same_bits(tensors[follower], tensors[leader])
+        ]
+        if problems:
+            raise LayoutMismatch(f"the weights do not fit the model: {describe(problems)}")
+
+    @cached_property
+    def _shapes(self) -> list[torch.Size]:
+        return list(self.shapes)
+
+    @cached_property
+    def _dtypes(self) -> list[torch.dtype]:
+        return list(self.dtypes)
+
+    def _check_names(self, given: Collection[str]) -> None:
+        names = set(self.names)
+        missing = [f"missing '{name}'" for name in self.names if name not in given]
+        unknown = [f"unknown '{name}'" for name in given if name not in names]
+        if missing or unknown:
+            raise LayoutMismatch(f"the weights do not fit the model: {describe(missing + unknown)}")
+
+
+def copy_all(destinations: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source into its destination, in one call of PyTorch's."""
+    torch._foreach_copy_(destinations, sources)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are alike, NaNs included."""
+    if torch.equal(one, other):
+        return True
+    return torch.equal(*(tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
+
+
+def _kind(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def _identity(tensor: Tensor, index: int) -> tuple[object, ...]:
+    """Equal for two tensors that are one; empty tensors all have address 0 and are tied to none."""
+    if not tensor.numel():
+        return ("empty", index)
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's own strides if it fills its memory without gap or overlap, else contiguous ones."""
+    expected = 1
+    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1):
+        if stride != expected:
+            return torch.empty(tensor.shape, device="meta").stride()
+        expected *= size
+    return tensor.stride()

@@ -1,0 +1,109 @@
+"""What weights are, and how they are taken from and put into a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from wsync.weights.binding import Binding
+from wsync.weights.layout import Layout, copy_all
+from wsync.weights.snapshot import Snapshot, snapshot
+
+Format = Literal["tensordict", "state_dict"]
+
+
+class WeightStrategy:
+    """Takes weights out of a source and puts them into a destination, in one of two formats.
+
+    Parameters, buffers, tied parameters and ``extra_state`` all travel, in both formats; either format can be applied
+    to any model.
+
+    Args:
+        extract_as: ``"tensordict"`` (nested by module) or ``"state_dict"`` (flat, dotted names).
+    """
+
+    def __init__(self, extract_as: Format = "tensordict") -> None:
+        if extract_as not in ("tensordict", "state_dict"):
+            raise ValueError(f"strategy is 'tensordict' or 'state_dict', not {extract_as!r}")
+        self.extract_as: Format = extract_as
+
+    def __repr__(self) -> str:
+        return f"WeightStrategy({self.extract_as!r})"
+
+    def extract_weights(self, source: object) -> TensorDict | dict[str, Any]:
+        """The weights of ``source`` (module, TensorDict or state dict) in this strategy's format.
+
+        Tensors are detached but not copied: they change when the source does.
+
+        Raises:
+            TypeError: ``source`` is none of these.
+            LayoutMismatch: a lazy module without shapes.
+        """
+        return self.express(snapshot(source))
+
+    def express(self, weights: Snapshot) -> TensorDict | dict[str, Any]:
+        """Weights in canonical form, in this strategy's format."""
+        flat: dict[str, Any] = {name: tensor.detach() for name, tensor in weights.tensors.items()}
+        flat.update(weights.extra or {})
+        if self.extract_as == "state_dict":
+            return flat
+        result = TensorDict({})
+        for name, value in flat.items():
+            path = tuple(name.split("."))
+            if isinstance(value, Tensor):
+                result.set(path, value)
+            else:
+                result.set_non_tensor(path, value)
+        return result
+
+    def apply_weights(self, destination: object, weights: object, inplace: bool = True) -> None:
+        """Put ``weights`` (any format) into ``destination`` (module, TensorDict or state dict).
+
+        Args:
+            destination: what is changed.
+            weights: where from.
+            inplace: copy into the destination's memory; otherwise its tensors are replaced by the given ones.
+
+        Raises:
+            LayoutMismatch: naming missing, unknown, wrongly shaped and wrongly typed keys; nothing was applied.
+            TypeError: either is not of a known kind.
+        """
+        given = snapshot(weights)
+        if isinstance(destination, nn.Module) and not isinstance(destination, TensorDictBase):
+            layout = Layout.of(given)
+            Binding(destination, layout, bind=not inplace).install(layout.order(given), given.extra)
+            return
+        own = snapshot(destination)
+        tensors = Layout.of(own).order(Snapshot(given.tensors))
+        if inplace and not _is_stacked(destination):
+            with torch.no_grad():
+                copy_all([own.tensors[name] for name in Layout.of(own).names], tensors)
+            return
+        replaced = dict(zip(Layout.of(own).names, tensors, strict=True))
+        if isinstance(destination, TensorDictBase):
+            flat = set(destination.keys())
+            for name, tensor in replaced.items():
+                path = tuple(name.split(".")) if "." in name and name not in flat else name
+                destination.set(path, tensor, inplace=inplace)
+        elif isinstance(destination, Mapping):
+            _replace(destination, replaced, "")
+
+
+def _is_stacked(destination: object) -> bool:
+    """Whether some of its tensors are made of others when they are read: what is copied into them, nobody sees."""
+    return isinstance(destination, TensorDictBase) and any(
+        isinstance(part, LazyStackedTensorDict)
+        for part in (destination, *destination.values(include_nested=True, leaves_only=False))
+    )
+
+
+def _replace(destination: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str) -> None:
+    for key, value in destination.items():
+        if isinstance(value, Mapping):
+            _replace(value, tensors, f"{prefix}{key}.")
+        elif prefix + key in tensors:
+            destination[key] = tensors[prefix + key]  # pyright: ignore[reportIndexIssue]
