@@ -13,6 +13,18 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("wsync", "collectors", "learning")
 BACKENDS = ROOT / "wsync" / "backends"
+GROUND = "deadlines", "errors", "native", "_native", "types"
+FLOORS = {  # what stands on what: each folder, and what it may import of its package
+    "wsync/weights": GROUND,
+    "wsync/wire": (*GROUND, "weights"),
+    "wsync/sending": (*GROUND, "weights"),
+    "wsync/receiving": (*GROUND, "weights", "wire"),
+    "wsync/local": (*GROUND, "weights", "wire", "sending", "receiving"),
+    "wsync/network": (*GROUND, "weights", "wire", "sending", "receiving"),
+    "collectors/environments": (),
+    "collectors/rollouts": ("environments",),
+    "collectors/workers": ("rollouts", "making", "updating"),
+}
 
 
 def files(*parts: str) -> list[Path]:
@@ -78,6 +90,18 @@ def test_collectors_use_only_public_names_of_wsync() -> None:
                 continue
             bad.append(f"{path.relative_to(ROOT)}:{node.lineno} uses wsync.{node.attr}")
     assert not bad
+
+
+@pytest.mark.parametrize("folder", FLOORS)
+def test_a_folder_imports_only_what_it_stands_on(folder: str) -> None:
+    package, own = folder.split("/")
+    below = {own, *FLOORS[folder]}
+    assert not [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in files(folder)
+        for name, line in imports(path)
+        if name.startswith(f"{package}.") and name.split(".")[1] not in below
+    ]
 
 
 def test_no_backend_imports_another() -> None:

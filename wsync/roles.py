@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from wsync.ends import SenderEnd
 from wsync.errors import NotConnected
 from wsync.paths import find_model
 from wsync.ports import ReceiverPort, SenderPort
 from wsync.receiving.gate import process_gate
 from wsync.receiving.joining import Joining
 from wsync.receiving.receiver import Receiver
+from wsync.sending.end import SenderEnd
 from wsync.sending.sender import Sender
 from wsync.sending.source import is_per_worker
 from wsync.transport import TransportBackend

@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from wsync.ends import ReceiverEnd, SenderEnd
 from wsync.in_process import InProcessLine
 from wsync.metrics import SyncMetrics
 from wsync.paths import find_model
+from wsync.receiving.end import ReceiverEnd
 from wsync.receiving.receiver import Receiver
 from wsync.roles import SchemeView, Trainer, Worker, agreed_count, find_or_none
+from wsync.sending.end import SenderEnd
 from wsync.sending.sender import Sender
 from wsync.sending.source import DeviceMap, Source
 from wsync.types import CascadingContext, CollectorContext

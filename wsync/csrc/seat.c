@@ -1,4 +1,4 @@
-/* Seat: a worker's own words, and what its model is on (seat.py, local_receiver.py). */
+/* Seat: a worker's own words, and what its model is on (seat.py and receiver.py in wsync/local). */
 
 #include "native.h"
 

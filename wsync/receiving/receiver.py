@@ -17,9 +17,9 @@ from typing import Any
 from torch import nn
 
 from wsync.deadlines import deadline_in, remaining
-from wsync.ends import ReceiverEnd
 from wsync.errors import NotConnected, WeightSyncError
 from wsync.receiving import staged
+from wsync.receiving.end import ReceiverEnd
 from wsync.receiving.events import Closed, Decision, Event, Follower, News, Stage
 from wsync.receiving.forking import following
 from wsync.receiving.gate import guard, process_gate, release

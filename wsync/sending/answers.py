@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from wsync.deadlines import NOW
-from wsync.ends import SenderEnd
 from wsync.errors import SyncTimeout, WorkerDied, WorkerError, WorkerFailed
+from wsync.sending.end import SenderEnd
 from wsync.sending.membership import Membership
 from wsync.types import Ack
 

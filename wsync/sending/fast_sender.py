@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 from wsync.deadlines import deadline_in
-from wsync.ends import SenderEnd
 from wsync.sending.answers import Answers
+from wsync.sending.end import SenderEnd
 from wsync.sending.fast_path import FastPath, PartialDelivery
 from wsync.sending.membership import Membership
 from wsync.sending.source import Source

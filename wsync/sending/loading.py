@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from wsync.ends import SenderEnd
+from wsync.sending.end import SenderEnd
 from wsync.sending.in_flight import InFlight
 from wsync.sending.membership import Membership
 from wsync.sending.source import Part, Source

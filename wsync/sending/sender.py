@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from wsync.deadlines import deadline_in
-from wsync.ends import SenderEnd
 from wsync.errors import NotConnected
 from wsync.sending.answers import Answers
+from wsync.sending.end import SenderEnd
 from wsync.sending.fast_sender import FastSender
 from wsync.sending.in_flight import InFlight
 from wsync.sending.loading import Loader, Packed
