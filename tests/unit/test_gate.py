@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import sys
 import threading
 import time
 import weakref
@@ -46,7 +45,7 @@ def turnstile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(native, "turnstile", lambda lock: None)
     elif not native.available:
         pytest.skip("the compiled fast path was not built here")
-    monkeypatch.setattr(sys.modules["wsync.gate"], "_gate", Gate())  # wsync.gate is the function
+    monkeypatch.setattr("wsync.receiving.gate._gate", Gate())
     assert isinstance(process_gate().turnstile, Turnstile) == (request.param == "Python")
 
 
