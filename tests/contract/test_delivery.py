@@ -403,15 +403,20 @@ def share_model(host: Host) -> None:
     host.models["policy"].share_memory()
 
 
-def test_a_worker_that_shares_its_model_is_updated_as_before(make_scheme: Any) -> None:
-    model = fill(Small(), 1)
+def first_output(host: Host) -> float:
+    return host.models["policy"]()[0].item()
+
+
+@pytest.mark.parametrize("make", [Small, big])  # the memory of a large one is unmapped when it moves
+def test_a_worker_that_shares_its_model_is_updated_as_before(make_scheme: Any, make: Any) -> None:
+    model = fill(make(), 1)
     with crew(1) as workers, make_scheme() as scheme:
         scheme.init_on_sender("policy", model=model, num_workers=1)
-        workers.follow(scheme, Small)
+        workers.follow(scheme, make)
         for value in range(2, 10):
             workers[0].call("run", share_model)
             scheme.send(fill(model, value))
-            assert workers[0].call("forward")[0] == value
+            assert workers[0].call("run", first_output) == value
 
 
 def slope(host: Host) -> float:

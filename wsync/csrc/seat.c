@@ -153,7 +153,8 @@ static void answer(Seat *self, const Message *message)
     if (say(self->fd, message, MSG_DONTWAIT) || errno != EAGAIN)
         return;
     Py_BEGIN_ALLOW_THREADS
-    say(self->fd, message, 0);
+    while (!say(self->fd, message, 0) && errno == EINTR)
+        continue; /* Python's handler runs when this is done */
     Py_END_ALLOW_THREADS
 }
 

@@ -25,14 +25,17 @@ class Berth:
     Attributes:
         flat: all of it, ``uint8[nbytes]``.
         views: one tensor per entry of the layout.
-        content: its bytes, to be read in the main memory; None on a GPU.
         used: whether something is in it, or on its way.
     """
 
     flat: Tensor
     views: Sequence[Tensor]
-    content: Any
     used: bool = False
+
+    @property
+    def content(self) -> Any:
+        """Its bytes, to be read in the main memory; None on a GPU. PyTorch moves them if the model is shared."""
+        return self.flat.numpy() if self.flat.is_cpu else None
 
 
 class Landing:
@@ -87,7 +90,7 @@ class Landing:
             index = next(free, len(self.berths))
             if index == len(self.berths):
                 flat = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=self._device)
-                self.berths.append(Berth(flat, self.layout.views(flat), flat.numpy() if flat.is_cpu else None))
+                self.berths.append(Berth(flat, self.layout.views(flat)))
             self.berths[index].used = True
             self._incoming = index, self._pair.receive(self.berths[index].flat)
 
