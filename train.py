@@ -45,6 +45,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import collectors.config
+import learning.checks
 import learning.config
 import wsync.config
 from collectors import GymEnv
@@ -80,9 +81,9 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> int:
         GymEnv, cfg.env.id, cfg.num_envs, max_frames_per_traj=cfg.env.max_episode_steps, **cfg.env.kwargs
     )
     with closing(collectors.config.sample(cfg.env)) as env:
-        observation_dim = learning.config.observation_dim(cfg.env.id, env.observation_spec["observation"])
+        observation_dim = learning.checks.observation_dim(cfg.env.id, env.observation_spec["observation"])
         action_spec = env.action_spec
-        learning.config.check_action(cfg.env.id, action_spec)
+        learning.checks.check_action(cfg.env.id, action_spec)
     policy = make_policy(observation_dim, action_spec, cfg.policy.hidden, cfg.policy.activation, cfg.policy.initial_std)
     critic = make_critic(observation_dim, cfg.policy.hidden, cfg.policy.activation)
     learner = instantiate(cfg.algorithm, policy, critic)

@@ -1,4 +1,4 @@
-"""Structured configs of a training run, and what of them makes sense together."""
+"""Structured configs of a training run, and how a run is resumed with those that it had."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from hydra.core.config_store import ConfigStore
 from hydra.experimental.callback import Callback
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from collectors.config import ConfigError, MultiAsyncConfig, MultiSyncConfig, RemoteConfig
-from collectors.environments.specs import Spec
+from collectors.config import ConfigError
+from learning.checks import refuse_contradictions
 from learning.complaints import unknown
 from learning.limits import refuse_out_of_range
-from learning.networks import ACTIVATIONS
 from learning.reporting.sweep import report
 from wsync.config import store_once
+
+_CONF = Path(__file__).resolve().parents[1] / "conf"
 
 
 @dataclass
@@ -161,22 +162,7 @@ def check(config: TrainConfig) -> None:
     for name in _added(config):  # with a +, which Hydra allows; nobody would read it
         raise ConfigError(unknown(name, settings()))
     refuse_out_of_range(config)
-    if isinstance(config.collector, MultiSyncConfig | RemoteConfig):
-        how, time = config.collector.cat_results, 0 if config.num_envs == 1 else 1
-        if how in (time, -1):
-            raise ConfigError(
-                f"collector.cat_results={how} joins the workers' batches along time, as if one's frames came after "
-                f"another's: say stack{', or 0' if time else ''}"
-            )
-    workers = 1 if _is_asynchronous(config.collector) else config.num_workers  # whose frames make a batch
-    rows = workers * config.num_envs
-    if config.frames_per_batch < rows:
-        of = "num_envs" if workers == 1 else f"num_workers × num_envs = {workers} × {config.num_envs}"
-        raise ConfigError(
-            f"frames_per_batch={config.frames_per_batch} is less than one frame for each of {of} = {rows} environments"
-        )
-    if config.policy.activation not in ACTIVATIONS:
-        raise ConfigError(f"policy.activation={config.policy.activation}: it is one of {', '.join(ACTIVATIONS)}")
+    refuse_contradictions(config)
 
 
 def _added(config: Any, prefix: str = "") -> Iterator[str]:
@@ -186,38 +172,6 @@ def _added(config: Any, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
         elif is_dataclass(value):
             yield from _added(value, f"{prefix}{name}.")
-
-
-def _is_asynchronous(collector: Any) -> bool:
-    return isinstance(collector, MultiAsyncConfig) or (isinstance(collector, RemoteConfig) and not collector.sync)
-
-
-def observation_dim(env_id: str, spec: Spec) -> int:
-    """Return the length of an observation that a policy can read.
-
-    Raises:
-        ConfigError: it is no vector of floats (an image, say).
-    """
-    if len(spec.shape) != 1 or not spec.dtype.is_floating_point:
-        raise ConfigError(
-            f"env.id={env_id}: the policy reads a vector of floats, and an observation is {spec.dtype} of shape "
-            f"{list(spec.shape)}: register the environment with wrappers that make it one (FlattenObservation, "
-            "RescaleObservation)"
-        )
-    return spec.shape[0]
-
-
-def check_action(env_id: str, spec: Spec) -> None:
-    """Refuse an action that no policy gives.
-
-    Raises:
-        ConfigError: it is neither a choice nor a vector.
-    """
-    if len(spec.shape) != 1:
-        raise ConfigError(
-            f"env.id={env_id}: the policy gives a choice or a vector, and an action is of shape {list(spec.shape)}: "
-            "register the environment with a wrapper that makes it one (TransformAction)"
-        )
 
 
 def stored_overrides(argv: Sequence[str]) -> list[str]:
@@ -236,7 +190,10 @@ def stored_overrides(argv: Sequence[str]) -> list[str]:
     folder = argv[given["resume"]].partition("=")[2].strip("'\"") if "resume" in given else ""
     if folder in ("", "null"):
         return list(argv)
-    earlier = [text for text in map(str, OmegaConf.load(_stored(folder, "overrides"))) if _name(text) not in given]
+    replaced = set(given)
+    for name in groups & given.keys():
+        replaced |= _also_set(name, argv[given[name]].partition("=")[2])
+    earlier = [text for text in map(str, OmegaConf.load(_stored(folder, "overrides"))) if _name(text) not in replaced]
     return [*argv[: given["resume"]], *earlier, *argv[given["resume"] :]]
 
 
@@ -256,9 +213,26 @@ def resumed(cfg: DictConfig, overrides: Sequence[str], choices: Mapping[str, str
     anew = {group for group, choice in choices.items() if before.get(group) != choice}
     kept = OmegaConf.merge(cfg, {name: value for name, value in stored.items() if name not in anew})
     assert isinstance(kept, DictConfig)
-    for name in {_name(override) for override in overrides if "=" in override} - set(choices):
+    said = {_name(override) for override in overrides if "=" in override} - set(choices)
+    for group in anew:
+        said |= _also_set(group, choices[group])
+    for name in said:
         OmegaConf.update(kept, name, OmegaConf.select(cfg, name), force_add=True)
     return kept
+
+
+def _also_set(group: str, option: str | None) -> set[str]:
+    """Return the settings beside its own group that an option brings along (``collector=single`` has one worker)."""
+    path = _CONF / group / f"{option}.yaml"
+    if not path.is_file() or not path.read_text(encoding="utf-8").startswith("# @package _global_"):
+        return set()
+    content = OmegaConf.load(path)
+    assert isinstance(content, DictConfig)
+    names: set[str] = set()
+    for name, value in content.items():
+        if name not in ("defaults", "hydra"):
+            names |= {f"{name}.{key}" for key in value} if isinstance(value, DictConfig) else {str(name)}
+    return names
 
 
 def _name(override: str) -> str:

@@ -14,6 +14,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 import collectors.config
+import learning.checks
 import learning.config
 import wsync.config
 from collectors.config import ConfigError, EnvConfig
@@ -176,6 +177,10 @@ def test_a_slip_is_answered_in_one_line(override: str, said: str) -> None:
         (["chaos=kill", "chaos.rate=nan"], "chaos.rate has to be more than 0"),
         (["collector.cat_results=1"], "cat_results=1 joins the workers' batches along time, .*: say stack, or 0"),
         (["collector.cat_results=-1"], "along time"),
+        (["collector.cat_results=7"], "cat_results=7: a worker's batch has no such dimension: say stack, or 0"),
+        (["collector.cat_results=heap"], "cat_results=heap: .* no such dimension"),
+        (["weight_sync=distributed", "weight_sync.host="], "weight_sync.host is empty: name an address"),
+        (["weight_sync=rpc", "collector.host=''"], "collector.host is empty"),
         (["collector.cat_results=0", "num_envs=1"], "along time"),
     ],
 )
@@ -199,15 +204,15 @@ def test_a_batch_may_be_joined_along_a_dimension() -> None:
 @pytest.mark.parametrize("spec", [Spec(torch.Size([4, 4, 3]), torch.uint8), Spec(torch.Size([2, 3]), torch.float32)])
 def test_an_observation_that_no_policy_reads_is_refused(spec: Spec) -> None:
     with pytest.raises(ConfigError, match=r"env\.id=Mine-v0: the policy reads a vector of floats"):
-        learning.config.observation_dim("Mine-v0", spec)
-    assert learning.config.observation_dim("Mine-v0", Spec(torch.Size([6]), torch.float32)) == 6
+        learning.checks.observation_dim("Mine-v0", spec)
+    assert learning.checks.observation_dim("Mine-v0", Spec(torch.Size([6]), torch.float32)) == 6
 
 
 @pytest.mark.parametrize("shape", [(), (2, 3)])
 def test_an_action_that_no_policy_gives_is_refused(shape: tuple[int, ...]) -> None:
     bounds = torch.zeros(shape), torch.ones(shape)
     with pytest.raises(ConfigError, match=r"env\.id=Mine-v0: the policy gives a choice or a vector"):
-        learning.config.check_action("Mine-v0", Spec(torch.Size(shape), torch.float32, *bounds))
+        learning.checks.check_action("Mine-v0", Spec(torch.Size(shape), torch.float32, *bounds))
     with pytest.raises(ValueError, match="a choice or a vector"):
         make_policy(4, Spec(torch.Size(shape), torch.float32, *bounds))
 
@@ -300,6 +305,14 @@ def test_a_resumed_run_has_its_old_config_and_overrides_win(tmp_path: Path) -> N
     other = resumed("weight_sync=shared_mem", f"resume={tmp_path}", "algorithm.lr=0.1", "timeout=4")
     assert (other.seed, other.algorithm.lr, other.algorithm.gamma) == (5, 0.1, 0.5)
     assert (other.weight_sync._target_, other.weight_sync.timeout) == ("wsync.SharedMemWeightSyncScheme", 4)
+
+
+def test_an_option_that_a_resumed_run_chooses_anew_brings_along_what_belongs_to_it(tmp_path: Path) -> None:
+    stored_run(tmp_path, "num_workers=4", "num_envs=8", "frames_per_batch=512")
+    alone = resumed(f"resume={tmp_path}", "collector=single")
+    assert (alone.num_workers, alone.num_envs, alone.frames_per_batch) == (1, 8, 512)
+    pendulum = resumed(f"resume={tmp_path}", "env=pendulum", "num_envs=2")
+    assert (pendulum.num_workers, pendulum.num_envs, pendulum.algorithm.gamma) == (4, 2, 0.9)
 
 
 @pytest.mark.parametrize("group", GROUPS)
