@@ -90,13 +90,13 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> int:
 
     goal = Goal(cfg.total_frames, collectors.config.solved_at(cfg.env), cfg.stop_when_solved)
     training = Training(learner, scheme, goal, folder, checkpoint_every=cfg.checkpoint_every, started=started)
+    training.facts |= {"env": cfg.env.id, "seed": cfg.seed, "num_workers": cfg.num_workers, "num_envs": cfg.num_envs}
+    training.facts["overrides"] = list(HydraConfig.get().overrides.task)  # a sweep's report tells runs apart by them
     seed = cfg.seed
     if cfg.resume is not None:
         training.resume(Path(cfg.resume))
         seed = seed_from(cfg.seed, training.progress.frames)
         torch.manual_seed(seed)
-    training.facts |= {"env": cfg.env.id, "seed": cfg.seed, "num_workers": cfg.num_workers, "num_envs": cfg.num_envs}
-    training.facts["overrides"] = list(HydraConfig.get().overrides.task)  # a sweep's report tells runs apart by them
 
     with StopRequest() as stop, ExitStack() as running:
         try:

@@ -70,7 +70,7 @@ class Training:
         resumed_from: the folder of that checkpoint.
         reporters: who is told.
         chaos: how many workers each fault has hit so far that is made on purpose.
-        facts: more entries for the summary (seed, number of workers, ...).
+        facts: more entries for the summary (seed, number of workers, ...); ``env`` says whose returns are counted.
     """
 
     learner: PPO
@@ -151,7 +151,8 @@ class Training:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that a resumed run needs, as tensors and plain values."""
-        return {"learner": self.learner.state_dict(), "progress": self.progress.state_dict()}
+        progress = self.progress.state_dict()
+        return {"learner": self.learner.state_dict(), "progress": progress, "env": self.facts.get("env")}
 
     def resume(self, folder: Path) -> None:
         """Go on from the checkpoint in `folder`.
@@ -163,6 +164,8 @@ class Training:
         try:
             self.learner.load_state_dict(state["learner"])
             self.progress.load_state_dict(state["progress"])
+            if state["env"] != self.facts.get("env"):
+                self.progress.forget_returns()  # it may not count as solved by what was reached in another one
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             detail = " ".join(str(error).split())
             raise checkpoint.CheckpointError(f"{folder / checkpoint.FILE} does not fit this run: {detail}") from error

@@ -174,6 +174,11 @@ class Progress:
             learning=learning,
         )
 
+    def forget_returns(self) -> None:
+        """Returns so far are of another environment."""
+        self.window.clear()
+        self.first_mean = None
+
     def state_dict(self) -> dict[str, Any]:
         """Return the counters as plain values."""
         return {

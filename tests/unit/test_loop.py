@@ -65,11 +65,15 @@ class Slow(Reporter):
         self.concluded = True
 
 
-def training_with(collector: type[Ruinous], folder: Path, *reporters: Reporter) -> dict[str, Any]:
+def training(folder: Path, *reporters: Reporter, env: str = "CartPole-v1") -> Training:
     policy = make_policy(4, Spec(torch.Size([2]), torch.int64, n=2), (8,))
-    learner = PPO(policy, make_critic(4, (8,)))
-    training = Training(learner, NoWeightSyncScheme(), Goal(1000), folder, checkpoint_every=0.0, reporters=reporters)
-    return training.run(collector(policy), StopRequest(), {})
+    learner, facts = PPO(policy, make_critic(4, (8,))), {"env": env}
+    return Training(learner, NoWeightSyncScheme(), Goal(1000), folder, 0.0, reporters=reporters, facts=facts)
+
+
+def training_with(collector: type[Ruinous], folder: Path, *reporters: Reporter) -> dict[str, Any]:
+    one = training(folder, *reporters)
+    return one.run(collector(one.learner.policy), StopRequest(), {})
 
 
 def test_who_asks_twice_to_stop_waits_for_nothing_but_the_files(tmp_path: Path) -> None:
@@ -90,3 +94,14 @@ def test_networks_that_have_diverged_do_not_replace_the_last_checkpoint(tmp_path
     kept = checkpoint.load(tmp_path)
     assert kept["progress"]["frames"] == kept["learner"]["frames"] == 32
     assert all(value.isfinite().all() for value in kept["learner"]["policy"].values())
+
+
+def test_returns_of_another_environment_do_not_count(tmp_path: Path) -> None:
+    before = training(tmp_path)
+    before.progress.window.extend([500.0] * 100)
+    checkpoint.save(tmp_path, before.state_dict())
+    same, other = training(tmp_path), training(tmp_path, env="CartPole-v0")
+    same.resume(tmp_path)
+    other.resume(tmp_path)
+    assert same.progress.solved(475.0) and not other.progress.solved(195.0)
+    assert same.facts["resumed_from"] == other.facts["resumed_from"]
