@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from itertools import chain
+from numbers import Integral
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -42,6 +43,9 @@ class BaseCollector(Updating):
         track_policy_version: bool,
         weight_updater: UpdaterOrFactory | None = None,
     ) -> None:
+        for name, number in (("frames_per_batch", frames_per_batch), ("total_frames", total_frames)):
+            if not isinstance(number, Integral):
+                raise TypeError(f"{name} is a whole number, not {number!r}")
         if frames_per_batch < 1:
             raise ValueError(f"frames_per_batch is at least 1, not {frames_per_batch}")
         if total_frames != -1 and total_frames < 1:
@@ -56,6 +60,7 @@ class BaseCollector(Updating):
         self.frames_per_batch = frames_per_batch
         self.total_frames = total_frames
         self.storing_device = storing_device
+        torch.empty(0, device=storing_device)  # raises now, if there is no such device
         self.weight_sync_schemes = dict(weight_sync_schemes or {})
         self.track_policy_version = track_policy_version
         self.frames = 0

@@ -155,6 +155,7 @@ class CrewCollector(BaseCollector):
                 scheme.init_on_sender(model_id, context=self, num_workers=len(makers))
             parts = [Parts(maker, carried, policy_factory, self.weight_sync_schemes) for maker in makers]
             self._members.start([pickled(one, "schemes") for one in parts], options)
+            self._gathering.require_joinable(self.remote_workers)
         except BaseException:
             self.shutdown()
             raise

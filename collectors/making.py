@@ -10,16 +10,23 @@ import gymnasium
 from collectors.envs import GymEnv
 
 EnvMaker = Callable[[], Any]
+_GYMNASIUMS = gymnasium.Env | gymnasium.vector.VectorEnv
 
 
-def make_env(create_env_fn: EnvMaker | GymEnv) -> Any:
-    """The environment that ``create_env_fn`` makes (a Gymnasium one is wrapped).
+def make_env(create_env_fn: EnvMaker | GymEnv | gymnasium.Env | gymnasium.vector.VectorEnv) -> GymEnv:
+    """The environment that was given, or that ``create_env_fn`` makes (a Gymnasium one is wrapped).
 
     Raises:
-        TypeError: it is not an environment.
+        TypeError: it is not an environment, and makes none.
     """
-    env = create_env_fn if isinstance(create_env_fn, GymEnv) else create_env_fn()
-    if isinstance(env, gymnasium.Env | gymnasium.vector.VectorEnv):
+    if isinstance(create_env_fn, GymEnv | _GYMNASIUMS):
+        env = create_env_fn
+    elif callable(create_env_fn):
+        env = create_env_fn()
+    else:
+        what = type(create_env_fn).__name__
+        raise TypeError(f"create_env_fn is an environment, or a function that makes one, not a {what}")
+    if isinstance(env, _GYMNASIUMS):
         return GymEnv(env)
     if not isinstance(env, GymEnv):
         raise TypeError(f"create_env_fn made a {type(env).__name__}, not a GymEnv or a Gymnasium environment")

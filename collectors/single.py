@@ -70,7 +70,7 @@ class Collector(BaseCollector):
             track_policy_version=track_policy_version,
             weight_updater=weight_updater,
         )
-        makers = create_env_fn if isinstance(create_env_fn, list) else [create_env_fn]
+        makers = create_env_fn if isinstance(create_env_fn, list | tuple) else [create_env_fn]
         if len(makers) != 1:
             raise ValueError(f"a collector in one process has one environment function, not {len(makers)}")
         acting = policy_factory() if policy_factory is not None else copy_of(policy)

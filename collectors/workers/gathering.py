@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -20,6 +21,14 @@ class Gathering(Protocol):
 
     def share(self, frames: int, workers: int) -> int:
         """The frames of a batch that each worker gathers."""
+        ...
+
+    def require_joinable(self, workers: Collection[Worker]) -> None:
+        """The workers are ready: see that their batches can be gathered.
+
+        Raises:
+            ValueError: they cannot.
+        """
         ...
 
     def gather(self, members: Members[Any]) -> TensorDictBase:
@@ -57,6 +66,18 @@ class Together:
             )
         return share
 
+    def require_joinable(self, workers: Collection[Worker]) -> None:
+        """See Gathering."""
+        shapes = [worker.batches[0].batch_size for worker in workers]
+        try:
+            self._join([torch.empty(shape, device="meta") for shape in shapes])
+        except (IndexError, RuntimeError) as error:
+            told = ", ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+            raise ValueError(f"cat_results={self._how!r} cannot join workers' batches of shape {told}") from error
+
+    def _join(self, batches: Any) -> Any:
+        return torch.stack(batches) if self._how == "stack" else torch.cat(batches, self._how)
+
     def gather(self, members: Members[Any]) -> TensorDictBase:
         """See Gathering."""
         shares: dict[Worker, TensorDictBase] = {}
@@ -70,9 +91,7 @@ class Together:
                 if heard is not None and heard[0] in asked:  # else it is of an earlier batch, and its worker is gone
                     worker, index = heard
                     shares[worker] = worker.batches[index]
-        batches: Any = [shares[worker] for worker in asked if worker in shares]
-        joined: Any = torch.stack(batches) if self._how == "stack" else torch.cat(batches, self._how)
-        return joined
+        return self._join([shares[worker] for worker in asked if worker in shares])
 
 
 class FirstCome:
@@ -86,6 +105,9 @@ class FirstCome:
     def share(self, frames: int, workers: int) -> int:
         """All of them: a batch is one worker's."""
         return frames
+
+    def require_joinable(self, workers: Collection[Worker]) -> None:
+        """Each is a batch by itself."""
 
     def gather(self, members: Members[Any]) -> TensorDictBase:
         """See Gathering."""

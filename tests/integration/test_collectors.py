@@ -552,6 +552,10 @@ def test_a_collector_in_one_process_that_cannot_be_made_leaves_nothing():
         (dict(create_env_fn=GymEnv("CartPole-v1")), TypeError, "a list of them, not a GymEnv"),
         (dict(policy=threading.Lock()), TypeError, "policy cannot be sent to a worker"),
         (dict(frames_per_batch=0), ValueError, "frames_per_batch"),
+        (dict(frames_per_batch=8.0), TypeError, "frames_per_batch is a whole number, not 8.0"),
+        (dict(storing_device="nope"), RuntimeError, "nope"),
+        (dict(cat_results=5), ValueError, r"cat_results=5 cannot join workers' batches of shape \[2, 4\]"),
+        (dict(create_env_fn=[cartpole(2), cartpole(4)]), ValueError, r"cannot join .* \[2, 4\], \[4, 2\]"),
         (dict(total_frames=-7), ValueError, "total_frames"),
         (dict(weight_sync_schemes={"policy": "shared_mem"}), TypeError, "not 'shared_mem'"),
         (dict(weight_sync_schemes={"policy": wsync.SharedMemWeightSyncScheme}), TypeError, "not <class"),
@@ -568,6 +572,17 @@ def test_bad_arguments_are_clear_errors_and_leave_nothing(arguments, error, mess
         MultiSyncCollector(**options)
     assert time.monotonic() - started < 20
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+
+
+@pytest.mark.parametrize("given", [gymnasium.make("CartPole-v1"), (cartpole(1),)])
+def test_an_environment_may_be_given_as_it_is_or_in_a_tuple(given):
+    with Collector(given, policy(), frames_per_batch=8) as collector:
+        assert next(collector)["observation"].shape == (8, 4)
+
+
+def test_what_makes_no_environment_is_named():
+    with pytest.raises(TypeError, match="or a function that makes one, not a str"):
+        Collector("CartPole-v1", policy(), frames_per_batch=8)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
