@@ -95,9 +95,10 @@ def test_other_addresses(host: str) -> None:
     exchange(wsync.DistributedWeightSyncScheme(host=host, timeout=30.0))
 
 
-def test_an_address_that_there_is_not() -> None:
-    scheme = wsync.DistributedWeightSyncScheme(host="192.0.2.77")
-    with pytest.raises(wsync.NotConnected, match=r"host=192\.0\.2\.77"):
+@pytest.mark.parametrize(("host", "said"), [("192.0.2.77", r"host=192\.0\.2\.77"), ("", "host is empty")])
+def test_an_address_that_there_is_not(host: str, said: str) -> None:
+    scheme = wsync.DistributedWeightSyncScheme(host=host)
+    with pytest.raises(wsync.NotConnected, match=said):
         scheme.init_on_sender("policy", model=nn.Linear(1, 1))
 
 

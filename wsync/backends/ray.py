@@ -24,7 +24,7 @@ from wsync.ports import SenderPort
 from wsync.roles import Trainer, the_one_count
 from wsync.scheme import WeightSyncScheme
 
-_RETRIES = 3  # of having an actor join, while Ray starts it anew: as many as Ray grants a task
+_RETRIES = -1  # of having an actor join: Ray spends one about every second while it starts the actor anew
 _GRACE = 5.0  # seconds in which an actor has to let go of a scheme; a busy one does it later
 _joined: dict[tuple[str, int], WeightSyncScheme] = {}  # in an actor: what a sender had it join, and as which worker
 

@@ -36,7 +36,7 @@ class Actors:
             worker: its index.
             function: may be run again where the actor dies in it, if there are ``retries``.
             args: for ``function``.
-            retries: without them, Ray refuses a call while it starts the actor anew (``max_restarts``).
+            retries: without them, Ray refuses a call while it starts the actor anew (``max_restarts``); -1: no limit.
 
         Raises:
             NotConnected: Ray was shut down meanwhile. (A call would start another Ray.)

@@ -236,6 +236,8 @@ def listen_on(host: str) -> socket.socket:
     Raises:
         NotConnected: this machine has no such address.
     """
+    if not host:  # which would be every interface
+        raise NotConnected("host is empty: it has to be an address of this machine, which workers reach")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, 0), family=family, backlog=128)

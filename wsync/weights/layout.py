@@ -151,7 +151,7 @@ class Layout:
             and not same_bits(tensors[follower], tensors[leader])
         ]
         if problems:
-            raise LayoutMismatch(f"the weights do not fit the model: {describe(problems)}")
+            raise _mismatch(problems)
 
     @cached_property
     def _shapes(self) -> list[torch.Size]:
@@ -166,7 +166,11 @@ class Layout:
         missing = [f"missing '{name}'" for name in self.names if name not in given]
         unknown = [f"unknown '{name}'" for name in given if name not in names]
         if missing or unknown:
-            raise LayoutMismatch(f"the weights do not fit the model: {describe(missing + unknown)}")
+            raise _mismatch(missing + unknown)
+
+
+def _mismatch(problems: Sequence[str]) -> LayoutMismatch:
+    return LayoutMismatch(f"the weights do not fit the model, or the first ones that were sent: {describe(problems)}")
 
 
 def copy_all(destinations: list[Tensor], sources: list[Tensor]) -> None:
