@@ -101,7 +101,7 @@ def test_the_address_of_the_node(three: list[Any]) -> None:
 def test_an_actor_that_ray_has_started_anew(cluster: Cluster) -> None:
     made = actors(2, restarts=1)
     model = nn.Linear(3, 2)
-    with wsync.RayWeightSyncScheme(timeout=30.0) as scheme:
+    with wsync.RayWeightSyncScheme(timeout=60.0) as scheme:
         scheme.init_on_sender("nets['policy']", model=model, actors=made)
         scheme.connect()
         os.kill(ray.get(made[1].where.remote())[1], 9)
@@ -128,7 +128,7 @@ def test_a_second_connect_leaves_those_alone_who_are_there(cluster: Cluster) -> 
         scheme.connect()
         nn.init.constant_(model.bias, 5)
         scheme.connect()
-        assert ray.get([actor.act.remote() for actor in made], timeout=20) == [[5, 5]] * 2
+        assert ray.get([actor.act.remote() for actor in made], timeout=30) == [[5, 5]] * 2
     for actor in made:
         ray.kill(actor)
 
@@ -136,7 +136,7 @@ def test_a_second_connect_leaves_those_alone_who_are_there(cluster: Cluster) -> 
 def test_an_actor_that_has_another_model_by_now_joins_with_that_one(cluster: Cluster) -> None:
     (actor,) = made = actors(1)
     model = nn.Linear(3, 2)
-    with wsync.RayWeightSyncScheme(timeout=30.0) as scheme:
+    with wsync.RayWeightSyncScheme(timeout=60.0) as scheme:
         scheme.init_on_sender("nets['policy']", model=model, actors=made)
         scheme.connect()
         ray.get(actor.replace.remote())
@@ -153,7 +153,7 @@ def test_actors_that_cannot_join(cluster: Cluster) -> None:
     made = actors(2, size=5)
     problems = {"critic": "no 'critic'", "broken": "not a torch.nn.Module", "nets['policy']": r"float32\[5"}
     for path, problem in problems.items():
-        with wsync.RayWeightSyncScheme(timeout=30.0) as scheme:
+        with wsync.RayWeightSyncScheme(timeout=60.0) as scheme:
             scheme.init_on_sender(path, model=nn.Linear(3, 2), actors=made)
             with pytest.raises(wsync.WorkerFailed, match=problem) as failed:
                 scheme.connect()

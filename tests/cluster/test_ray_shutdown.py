@@ -46,7 +46,7 @@ def test_what_ray_shutdown_has_ended_says_so_and_lets_the_next_ray_be() -> None:
     asked = RayCollector([lambda: GymEnv("CartPole-v1")], frames_per_batch=8)
     rewards = RayModuleTransform(nn.Identity, [("next", "reward")], [("next", "reward")])
     env = GymEnv("CartPole-v1", transforms=[rewards])
-    scheme = wsync.RayWeightSyncScheme(timeout=30.0)
+    scheme = wsync.RayWeightSyncScheme(timeout=60.0)
     scheme.init_on_sender("policy", model=nn.Linear(1, 1), actors=[actor()])
     scheme.connect()
 
