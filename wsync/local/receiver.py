@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from wsync import native
-from wsync.deadlines import wait_readable
-from wsync.errors import NotConnected, SyncTimeout
+from wsync.errors import NotConnected
 from wsync.local.arena import Arena
 from wsync.local.rendezvous import Endpoint, LocalLine, knock
 from wsync.local.seat import Seat
@@ -18,6 +17,7 @@ from wsync.receiving.staged import staged
 from wsync.types import ANY_VERSION, Ack, Update
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
+from wsync.wire.entry import let_in
 from wsync.wire.plan import Plan
 from wsync.wire.words import Kind, Message, unpacked
 
@@ -62,16 +62,11 @@ class LocalReceiver:
     def connect(self, worker_idx: int, deadline: float | None) -> None:
         """Knock, unless that has been done, and wait to be let in."""
         line, self._knocked = self._knocked or knock(self._endpoint, worker_idx), None
-        ready = wait_readable(line.signs, deadline)
-        if not ready:
+        try:
+            message = let_in(line, worker_idx, deadline)
+        except BaseException:
             line.close()
-            raise SyncTimeout(f"worker {worker_idx}: the sender did not answer: does it call connect() too?")
-        # A forked child may hold the dead sender's door open: then only the process says that it is gone.
-        message = line.receive() if line.fileno() in ready else None
-        if message is None or message.kind is not Kind.WELCOME:
-            line.close()
-            why = message.payload.decode(errors="replace") if message else "the sender went away"
-            raise NotConnected(f"worker {worker_idx} was not let in: {why}")
+            raise
         self._worker, self._line = worker_idx, line
         try:
             self._unpack(message)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Collection
 
 from wsync.deadlines import wait_readable
+from wsync.errors import NotConnected, SyncTimeout
 from wsync.network.group import Pair
 from wsync.wire.words import Line
 
@@ -38,12 +39,26 @@ def formed(
         forming.close()
 
 
-def formed_beside(line: Line, form: Callable[[], Pair], deadline: float | None) -> Pair | None:
-    """As ``formed``; None if ``line`` ended meanwhile. What is said there is left to be read afterwards."""
+def formed_beside(line: Line, form: Callable[[], Pair], worker_idx: int, deadline: float | None) -> Pair:
+    """What ``form`` makes, in a worker that was let in. What is said on ``line`` is left to be read afterwards.
+
+    Raises:
+        NotConnected: ``line`` ended meanwhile.
+        SyncTimeout: the sender did not do its part before ``deadline``.
+        RuntimeError: it could not be formed.
+    """
     with select.epoll() as ends:
         for descriptor in line.signs:
             ends.register(descriptor, select.EPOLLRDHUP if descriptor == line.fileno() else select.EPOLLIN)
-        return formed(form, [ends.fileno()], lambda: True, deadline)
+        try:
+            pair = formed(form, [ends.fileno()], lambda: True, deadline)
+        except TimeoutError as error:
+            raise SyncTimeout(
+                f"worker {worker_idx} was let in, but its process group was not formed in time: is the sender stopped?"
+            ) from error
+    if pair is None:
+        raise NotConnected(f"worker {worker_idx}: the sender went away before their process group was formed")
+    return pair
 
 
 class _Forming:

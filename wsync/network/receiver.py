@@ -8,17 +8,16 @@ from typing import Protocol
 import torch
 
 from wsync import native
-from wsync.deadlines import wait_readable
-from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
+from wsync.errors import NotConnected, WeightSyncError
 from wsync.network.fast_receiver import GroupFastReceiver
 from wsync.network.forming import FormPair, formed_beside
-from wsync.network.group import Pair
 from wsync.network.landing import Landing
 from wsync.receiving.events import Closed, Decision, Event, Follower, News, SlowPath, Stage
 from wsync.receiving.receiver_thread import LineHandler
 from wsync.types import ANY_VERSION, Ack, Update
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
+from wsync.wire.entry import await_word, let_in
 from wsync.wire.plan import Plan
 from wsync.wire.words import TRANSACTION, Kind, Line, Message, unpacked
 
@@ -99,41 +98,19 @@ class GroupReceiver:
         self._line = line
 
     def _join(self, line: Line, worker_idx: int, deadline: float | None) -> None:
-        message = self._await(line, worker_idx, deadline)
-        if message.kind is Kind.REFUSED:
-            raise NotConnected(f"worker {worker_idx} was not let in: {message.payload.decode(errors='replace')}")
+        message = let_in(line, worker_idx, deadline)
         try:
             plan = Plan.load(message.payload)
-            self.landing.join(self._pair(line, worker_idx, plan.generation, deadline))
+            form = self._form_pair(worker_idx, plan.generation, deadline)
+            self.landing.join(formed_beside(line, form, worker_idx, deadline))
             self.landing.prepare(plan)
-            self.pending = self._take(self._await(line, worker_idx, deadline)) if message.version else None
+            self.pending = self._take(await_word(line, worker_idx, deadline)) if message.version else None
         except WeightSyncError:
             raise
         except ValueError as error:
             raise NotConnected(f"worker {worker_idx} does not understand the sender: {error}") from error
         except RuntimeError as error:
             raise NotConnected(f"worker {worker_idx}'s process group was not formed, or broke: {error}") from error
-
-    def _pair(self, line: Line, worker_idx: int, generation: int, deadline: float | None) -> Pair:
-        form = self._form_pair(worker_idx, generation, deadline)
-        try:
-            pair = formed_beside(line, form, deadline)
-        except TimeoutError as error:
-            raise SyncTimeout(
-                f"worker {worker_idx} was let in, but its process group was not formed in time: is the sender stopped?"
-            ) from error
-        if pair is None:
-            raise NotConnected(f"worker {worker_idx}: the sender went away before their process group was formed")
-        return pair
-
-    def _await(self, line: Line, worker_idx: int, deadline: float | None) -> Message:
-        ready = wait_readable(line.signs, deadline)
-        if not ready:
-            raise SyncTimeout(f"worker {worker_idx}: the sender did not answer: does it call connect() too?")
-        message = line.receive() if line.fileno() in ready else None  # else its process has ended
-        if message is None or message.kind is Kind.BYE:
-            raise NotConnected(f"worker {worker_idx} was not let in: the sender went away")
-        return message
 
     def _connection(self) -> WorkersLine:
         if self._line is None:
