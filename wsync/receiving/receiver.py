@@ -8,7 +8,6 @@ receiver thread when it was told. Either answers the sender.
 
 from __future__ import annotations
 
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -16,22 +15,21 @@ from typing import Any
 
 from torch import nn
 
-from wsync.deadlines import deadline_in, remaining
+from wsync.deadlines import deadline_in
 from wsync.errors import NotConnected, WeightSyncError
 from wsync.receiving import staged
 from wsync.receiving.end import ReceiverEnd
 from wsync.receiving.events import Closed, Decision, Event, Follower, News, Stage
 from wsync.receiving.forking import following
 from wsync.receiving.gate import guard, process_gate, release
+from wsync.receiving.versions import Versions
 from wsync.types import ANY_VERSION, Ack, Update
 from wsync.weights.binding import Binding, load_extra, unshare
 from wsync.weights.strategy import WeightStrategy
 
-_LOOK = 2.0  # seconds after which somebody who waits looks whether the sender is there, where nobody would tell
 
-
-class Receiver:
-    """One model in one worker.
+class Receiver(Versions):
+    """One model in one worker: takes what comes, and answers.
 
     Args:
         model: is gated from ``knock`` or ``connect`` on.
@@ -50,25 +48,18 @@ class Receiver:
         bind: bool,
         cascade: Callable[[], None] | None = None,
     ) -> None:
+        super().__init__(end)
         self.model = model
-        self.version = 0
         self.worker_idx = -1
         self._strategy = strategy
-        self._end = end
         self._feed: Follower = self
         self._bind = bind
         self._cascade = cascade
         self._owed: Update | None = None  # installed, but its answer has to wait for the cascade
         self._binding: Binding | None = None
-        self._seen = 0
-        self._quiet = False
-        self._closed = False
         self._orphaned = False
         self.told_at = 0.0
         self._error = ""
-        self._guarded = threading.RLock()  # entered by itself: a signal that strikes as a Condition is would keep it
-        self._changed = threading.Condition(self._guarded)
-        self.waiting = 0  # in ``receive``
 
     def knock(self, worker_idx: int, timeout: float | None) -> Sequence[int]:
         """Begin ``connect``: descriptors, one of which is readable when the rest of it need not wait for the sender.
@@ -160,9 +151,7 @@ class Receiver:
             self._end.arm(self._binding)
         self.told_at = 0.0
         if not self._error:
-            with self._guarded:
-                self.version = update.version
-                self._changed.notify_all()
+            self.came(update.version)
             if self._cascade is not None:
                 self._owed = update
                 return
@@ -180,9 +169,7 @@ class Receiver:
         """Do what was said; False when there will be nothing more."""
         for event in events:
             if isinstance(event, Closed):
-                with self._guarded:
-                    self._closed = True
-                    self._changed.notify_all()
+                self.ended()
                 return False
             self.told_at = time.perf_counter()
             process_gate().call(self._obey, event)
@@ -227,48 +214,8 @@ class Receiver:
         return self._strategy.extract_weights(self.model)
 
     def receive(self, timeout: float | None, take: Callable[[], Any] | None = None) -> Any | None:
-        """Wait until a version is installed that is newer than the last one taken; what ``take()`` makes of it.
-
-        Args:
-            timeout: seconds, also for a gate that somebody else holds; None for no limit.
-            take: called in the gate; by default ``weights``.
-
-        Raises:
-            NotConnected: the sender is gone, and there will be nothing more.
-            RuntimeError: called inside the gate, where nothing is installed.
-        """
-        if process_gate().held_here:
-            raise RuntimeError("receive() inside a forward, or wsync.gate(), would wait for itself: leave it first")
-        deadline = deadline_in(timeout)
-        self._await_more(1)
-        try:
-            process_gate().call_before(deadline, bool)  # what there is to install is installed on the way
-            self._await_change(deadline)
-            taken = process_gate().call_before(deadline, self._take, take or self.weights)
-        finally:
-            self._await_more(-1)
-        with self._guarded:
-            if taken is None and self._closed and self.version <= self._seen:
-                raise NotConnected("the sender (or this end) has shut down, or died: there will be no more weights")
-        return taken
-
-    def _take(self, take: Callable[[], Any]) -> Any | None:
-        if self.version <= self._seen:
-            return None
-        taken, self._seen = take(), self.version
-        return taken
-
-    def _await_change(self, deadline: float | None) -> None:
-        """Wait for a newer version, the sender's end, or the deadline."""
-        while True:
-            left = remaining(deadline)
-            with self._guarded:
-                pause = _LOOK if left is None else min(left, _LOOK)
-                if self._changed.wait_for(lambda: self.version > self._seen or self._closed, pause) or left == 0.0:
-                    return
-            if not self._end.alive():
-                with self._guarded:
-                    self._closed = True
+        """What ``take()`` (by default ``weights``) makes of the next version: see ``Versions.await_next``."""
+        return self.await_next(timeout, take or self.weights)
 
     def own_memory(self) -> None:
         """Give the model memory of its own until the next update: somebody is about to write. Call it in the gate."""
@@ -277,27 +224,12 @@ class Receiver:
 
     def orphan(self) -> None:
         """Hear no more, and say no more: this is a forked child of the worker."""
-        self._guarded = threading.RLock()  # a thread that is not here may hold the other one
-        self._changed = threading.Condition(self._guarded)
-        self._closed = self._orphaned = True
-
-    def quiet(self) -> None:
-        """Do not be woken for updates that nobody waits for: this worker acts through the gate alone."""
-        self._quiet = True
-        self._await_more(0)
-
-    def _await_more(self, receivers: int) -> None:
-        """So many more wait in ``receive``: while anybody does, or this worker is not quiet, it must be woken."""
-        with self._guarded:
-            self.waiting += receivers
-            if not self._closed:
-                self._end.call(self.waiting > 0 or not self._quiet)
+        super().orphan()
+        self._orphaned = True
 
     def close(self) -> None:
         """Give the model its own memory and class back, and hang up; who waits in ``receive`` is let go."""
-        with self._guarded:
-            self._closed = True
-            self._changed.notify_all()
+        self.ended()
         self._end.detach(self._feed)
         gate = process_gate()
         with gate.hold():
