@@ -26,6 +26,11 @@ def one_line(error: BaseException, settings: Settings) -> str:
         options = [line.strip() for line in text.partition("Available options in")[2].splitlines() if line[:1] == "\t"]
         options = [option for option in options if not option.startswith(("base_", "provider="))]
         return f"{group}={name}: there is no such option{_meant(name, options)}; there are: {', '.join(options)}"
+    if found := re.match(r"Error in call to target '(?:.+\.)?(.+?)'", text):
+        said = _joined(cause) or repr(error.__cause__)
+        return said if said.startswith(found[1]) else f"{found[1]}: {said}"
+    if text.startswith("Error locating target") and cause:
+        return _joined(cause)
     lines = [line.strip() for line in f"{text}\n{reason}".splitlines()]
     said = "; ".join(line for line in lines if line and not line.startswith(("See http", "full_key", "object_type")))
     return f"this override cannot be read: {said}" if "override_grammar" in text else said
@@ -37,6 +42,10 @@ def unknown(name: str, settings: Settings) -> str:
         group = name.partition(".")[0]
         return f"'{name}' is no setting of the {group} that was chosen, only of {group}={', '.join(sorted(options))}"
     return f"no setting is called '{name}'{_meant(name, settings)}"
+
+
+def _joined(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _meant(name: str, known: Iterable[str]) -> str:

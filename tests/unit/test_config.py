@@ -139,6 +139,23 @@ def test_a_slip_is_answered_in_one_line(override: str, said: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("weight_sync.strategy=foo", "SharedMemWeightSyncScheme: strategy is 'tensordict' or 'state_dict', not 'foo'"),
+        (
+            "weight_sync._target_=mine.Scheme",
+            "Error loading 'mine.Scheme': ModuleNotFoundError(\"No module named 'mine'\") "
+            "Are you sure that module 'mine' is installed?",
+        ),
+    ],
+)
+def test_what_a_class_says_of_its_settings_is_said_once(override: str, said: str) -> None:
+    with pytest.raises(HydraException) as caught:
+        instantiate(config(override).weight_sync)
+    assert one_line(caught.value, learning.config.settings()) == said
+
+
+@pytest.mark.parametrize(
     ("overrides", "said"),
     [
         (["+num_worker=3"], "no setting is called 'num_worker'; did you mean 'num_workers'?"),
