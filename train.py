@@ -30,6 +30,7 @@ if signal.getsignal(signal.SIGINT) is not INTERRUPT:
 
 import logging
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,7 @@ from typing import NoReturn
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from hydra.utils import instantiate
@@ -91,7 +93,8 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> int:
     goal = Goal(cfg.total_frames, collectors.config.solved_at(cfg.env), cfg.stop_when_solved)
     training = Training(learner, scheme, goal, folder, checkpoint_every=cfg.checkpoint_every, started=started)
     training.facts |= {"env": cfg.env.id, "seed": cfg.seed, "num_workers": cfg.num_workers, "num_envs": cfg.num_envs}
-    training.facts["overrides"] = list(HydraConfig.get().overrides.task)  # a sweep's report tells runs apart by them
+    overrides = as_typed(HydraConfig.get().overrides.task)
+    training.facts["overrides"] = overrides  # a sweep's report tells runs apart by them
     seed = cfg.seed
     if cfg.resume is not None:
         training.resume(Path(cfg.resume))
@@ -155,6 +158,16 @@ def main(composed: DictConfig) -> None:
         raise
     if status:
         raise SystemExit(status)
+
+
+def as_typed(overrides: Sequence[str]) -> list[str]:
+    """Return `overrides` without what the launcher of a sweep escapes in their values, a colon among others."""
+    parser = OverridesParser.create()
+    values = [None if text.startswith("~") else parser.parse_override(text).value() for text in overrides]
+    return [
+        f"{text.partition('=')[0]}={value}" if isinstance(value, str) else text
+        for text, value in zip(overrides, values, strict=True)
+    ]
 
 
 def leave_at_once(status: int) -> NoReturn:

@@ -55,7 +55,13 @@ def left_of(group: int, within: float = 10.0) -> list[str]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
     """A sweep of short runs, one with each of some backends: the run's folder, and what it printed."""
     sweep, schemes = tmp_path_factory.mktemp("sweep"), ["shared_mem", "multiprocess", "none"]
-    options = ["total_frames=1024", "seed=3", "algorithm.lr=1e-3", f"hydra.sweep.dir={sweep}"]
+    options = [
+        "total_frames=1024",
+        "seed=3",
+        "algorithm.lr=1e-3",
+        "env.id=gymnasium:CartPole-v1",
+        f"hydra.sweep.dir={sweep}",
+    ]
     done = run(sweep, f"weight_sync={','.join(schemes)}", *options, "-m")
     assert done.returncode == 0, done.stderr
     folders = sorted(path.parent for path in sweep.glob("*/summary.json"))
@@ -70,6 +76,7 @@ def test_a_run_leaves_everything_in_its_folder(runs: dict[str, tuple[Path, str]]
     assert all((folder / name).stat().st_size > 0 for name in FILES)
     told = summary(folder)
     assert (told["status"], told["solved"], told["frames"], told["seed"]) == ("finished", False, 1024, 3)
+    assert "env.id=gymnasium:CartPole-v1" in told["overrides"]  # as it was typed
     assert told["weight_sync"]["scheme"] == scheme
     assert len(rows(folder)) == 4
     assert told["chaos"] == told["worker_failures"] == {} and "purpose" not in printed
