@@ -10,13 +10,15 @@ from typing import Self
 
 
 class StopRequest:
-    """Turns the first SIGINT or SIGTERM into a request; the second one acts as it always does.
+    """Turns the first SIGINT, SIGTERM or SIGHUP into a request; the second one acts as it always does.
+
+    SIGHUP comes when a terminal is closed, or a connection is lost; who has said ``nohup`` is left alone.
 
     A context manager, for the main thread. Elsewhere (a sweep's launcher may run jobs in threads) signals cannot be
     caught, and it only ever says that nobody asked.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -41,7 +43,9 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+            for number in self.SIGNALS:
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(

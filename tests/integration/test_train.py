@@ -151,7 +151,8 @@ def test_cartpole_is_solved(tmp_path: Path) -> None:
     assert told["frames"] < 200_000
 
 
-def test_ctrl_c_stops_it_cleanly(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_ctrl_c_or_a_lost_terminal_stops_it_cleanly(tmp_path: Path, number: signal.Signals, status: int) -> None:
     process = subprocess.Popen(
         command(tmp_path, "total_frames=100_000_000", "stop_when_solved=false"),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment(),
@@ -160,9 +161,9 @@ def test_ctrl_c_stops_it_cleanly(tmp_path: Path) -> None:
     for line in process.stdout:
         if line.startswith("frames "):
             break
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    assert process.returncode == status, err
     assert "Traceback" not in err
     assert "Interrupted" in out
     told = summary(tmp_path)

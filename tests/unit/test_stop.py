@@ -9,7 +9,7 @@ import pytest
 from learning.stop import StopRequest
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_the_first_signal_is_a_request(number: signal.Signals, status: int) -> None:
     before = signal.getsignal(number)
     with StopRequest() as stop:
@@ -24,6 +24,16 @@ def test_the_second_one_interrupts() -> None:
     with pytest.raises(KeyboardInterrupt), StopRequest():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_run_under_nohup_goes_on() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_outside_the_main_thread_nobody_asks() -> None:
