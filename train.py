@@ -28,8 +28,10 @@ if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
 if signal.getsignal(signal.SIGINT) is not INTERRUPT:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import inspect
 import logging
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -59,12 +61,20 @@ from learning.config import ConfigError, TrainConfig, WandbConfig
 from learning.loop import Goal, Training
 from learning.ppo import Diverged
 from learning.reporting.console import ConsoleReporter
-from learning.reporting.files import Pictures, RunFiles
+from learning.reporting.files import FolderError, Pictures, RunFiles, writing
 from learning.seeding import seed_from
 from learning.stop import StopRequest
 from wsync import WeightSyncError
 
-EXPECTED = (ConfigError, CheckpointError, Diverged, HydraException, OmegaConfBaseException, WeightSyncError)
+EXPECTED = (
+    ConfigError,
+    CheckpointError,
+    Diverged,
+    FolderError,
+    HydraException,
+    OmegaConfBaseException,
+    WeightSyncError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +157,8 @@ def main(composed: DictConfig) -> None:
         collectors.config.check(cfg.collector._target_, cfg.weight_sync._target_, cfg.num_workers)
         if sweep and isinstance(cfg.logger, WandbConfig):
             cfg.logger.group = cfg.logger.group or "-".join(Path(run.sweep.dir).parts[-2:])
-        OmegaConf.save(OmegaConf.structured(cfg), folder / "config.yaml")
+        with writing(folder / "config.yaml"):
+            OmegaConf.save(OmegaConf.structured(cfg), folder / "config.yaml")
         status = train(cfg, folder, started)
     except Exception as error:
         expected = isinstance(error, EXPECTED)
@@ -177,6 +188,12 @@ def leave_at_once(status: int) -> NoReturn:
     os._exit(status)
 
 
+def of_a_folder(error: BaseException) -> bool:
+    """Whether Hydra could not make a run's folder, or write into it: then no frame of `main` has seen the error."""
+    seen = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return isinstance(error, OSError) and inspect.unwrap(main).__code__ not in seen
+
+
 def complaint(error: BaseException) -> str:
     """Say in one line who complains, and of what."""
     return f"train.py: {reason(error)}"
@@ -203,6 +220,6 @@ if __name__ == "__main__":
         learning.config.SweepReport.make_up()  # of the runs that came to an end before, or beside one that failed
         if isinstance(error, KeyboardInterrupt):  # where no run was under way that could be asked to stop
             sys.exit(128 + signal.SIGINT)
-        if verbose or not isinstance(error, EXPECTED):
+        if verbose or not (isinstance(error, EXPECTED) or of_a_folder(error)):
             raise
         sys.exit(complaint(error))

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,23 @@ from learning.progress import Row
 from learning.reporting import Reporter
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
+
+
+class FolderError(OSError):
+    """A run's folder does not take what belongs into it: the disk is full, say, or the folder is gone."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Write `path` inside.
+
+    Raises:
+        FolderError: it could not be written; names it, and says why.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise FolderError(f"{path} could not be written: {error.strerror or error}") from error
 
 
 def read_rows(folder: Path, frames: int | None = None) -> Iterator[dict[str, Any]]:
@@ -42,10 +60,11 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` as JSON, whole or not at all."""
+    """Write `content` as JSON, whole or not at all; raises FolderError."""
     unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(to_json(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
+    with writing(path):
+        unfinished.write_text(to_json(content, indent=2) + "\n", encoding="utf-8")
+        os.replace(unfinished, path)
 
 
 class RunFiles(Reporter):
@@ -58,10 +77,11 @@ class RunFiles(Reporter):
         self._metrics: TextIOWrapper | None = None
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
-        """Open ``metrics.jsonl``."""
+        """Open ``metrics.jsonl``; raises FolderError, as all below do that write."""
         history = list(read_rows(self._resumed_from, self._frames)) if self._resumed_from else []
         self._folder = folder
-        self._metrics = open(folder / METRICS, "w", encoding="utf-8", buffering=1)  # noqa: SIM115  (closed by finish)
+        with writing(folder / METRICS):
+            self._metrics = open(folder / METRICS, "w", encoding="utf-8", buffering=1)  # noqa: SIM115  (closed by finish)
         for row in history:
             self._write(row)
 
@@ -70,14 +90,18 @@ class RunFiles(Reporter):
         self._write(row.as_dict())
 
     def _write(self, row: dict[str, Any]) -> None:
-        assert self._metrics is not None
-        self._metrics.write(to_json(row) + "\n")
+        assert self._metrics is not None and self._folder is not None
+        with writing(self._folder / METRICS):
+            self._metrics.write(to_json(row) + "\n")
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``."""
         if self._metrics is not None and self._folder is not None:
-            self._metrics.close()
-            write_json(self._folder / SUMMARY, summary)
+            try:
+                with writing(self._folder / METRICS):
+                    self._metrics.close()
+            finally:
+                write_json(self._folder / SUMMARY, summary)
 
 
 class Pictures(Reporter):
@@ -101,5 +125,7 @@ class Pictures(Reporter):
             return
         from learning.reporting import plots  # matplotlib takes most of a second to import
 
-        plots.learning_curve(rows, self._summary).savefig(self._folder / "learning_curve.png")
-        plots.sync_latency(rows, self._summary).savefig(self._folder / "sync_latency.png")
+        for draw in (plots.learning_curve, plots.sync_latency):
+            picture = self._folder / f"{draw.__name__}.png"
+            with writing(picture):
+                draw(rows, self._summary).savefig(picture)

@@ -245,6 +245,27 @@ def test_a_bad_command_line_is_answered_in_one_line(tmp_path: Path) -> None:
     assert done.stdout == ""
 
 
+@pytest.mark.parametrize("sweep", [[], ["-m"]], ids=["run", "sweep"])
+def test_a_folder_that_cannot_be_made_is_told_of_in_one_line(tmp_path: Path, sweep: list[str]) -> None:
+    (tmp_path / "file").touch()
+    done = run(tmp_path, f"hydra.run.dir={tmp_path}/file", f"hydra.sweep.dir={tmp_path}/file", *sweep)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and line.startswith("train.py: ") and f"{tmp_path}/file" in line
+
+
+def test_a_full_disk_is_told_of_in_one_line_that_names_the_file(tmp_path: Path) -> None:
+    """The kernel refuses files beyond RLIMIT_FSIZE as it refuses those for which there is no room."""
+    often = command(tmp_path, "frames_per_batch=32", "total_frames=100_000", "policy.hidden=[8]", "algorithm.epochs=1")
+    limited = ["prlimit", "--fsize=100000", *often]
+    done = subprocess.run(
+        limited, capture_output=True, text=True, timeout=100, cwd=tmp_path, env=environment(), check=False
+    )
+    assert (done.returncode, done.stderr) == (
+        1, f"train.py: {tmp_path}/metrics.jsonl could not be written: File too large\n"
+    )  # fmt: skip
+    assert summary(tmp_path)["status"] == "failed" and (tmp_path / "checkpoint.pt").exists()
+
+
 def test_a_sweep_ends_with_a_report_that_says_what_the_runs_say(runs: dict[str, tuple[Path, str]]) -> None:
     sweep = runs["none"][0].parent
     with open(sweep / "sweep.csv", encoding="utf-8", newline="") as file:
