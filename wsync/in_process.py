@@ -43,8 +43,9 @@ class InProcessLine:
         self._buffer = Buffer.over(layout, torch.zeros(layout.nbytes, dtype=torch.uint8))
 
     def admit(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
-        """Bring the receiver here."""
-        self._arrive()
+        """Bring the receiver here, unless it is."""
+        if self._receiver is None:
+            self._arrive()
 
     def forget(self, worker: int) -> None:
         """This process is not dead."""

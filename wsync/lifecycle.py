@@ -30,6 +30,7 @@ class Lifecycle(SchemeSetup):
             SyncTimeout: the other end did not come within ``timeout``; names who is missing.
             WorkerDied, WorkerFailed: on the sender, naming the worker.
             LayoutMismatch: on the receiver, if its model is not like the sender's.
+            RuntimeError: on a receiver that is connected already. A sender may connect again: who came late is let in.
         """
         role = self._role
         if isinstance(role, Trainer):

@@ -186,6 +186,26 @@ def test_a_worker_that_gave_up_and_comes_again(make_scheme: Any) -> None:
         assert workers[0].call("forward")[0] == 1
 
 
+def test_a_second_connect_of_a_worker_is_refused_at_once_and_breaks_nothing(make_scheme: Any) -> None:
+    with crew(1) as workers, make_scheme(timeout=10.0) as scheme:
+        scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
+        workers.follow(scheme, Small)
+        for worker_idx in (0, 1):
+            with pytest.raises(RemoteError, match=r"worker 0.*is connected already"):
+                workers[0].call("run", connect_as, worker_idx)
+        scheme.send(fill(Small(), 2))
+        assert workers[0].call("forward")[0] == 2
+        assert workers[0].call("run", index_of) == 0
+
+
+def connect_as(host: Host, worker_idx: int) -> None:
+    host.schemes["policy"].connect(worker_idx=worker_idx)
+
+
+def index_of(host: Host) -> int | None:
+    return host.schemes["policy"].worker_idx
+
+
 @pytest.mark.above_the_ends
 def test_who_has_knocked_and_left_is_not_waited_for(make_scheme: Any) -> None:
     with crew(1) as gone, crew(1) as workers, make_scheme(timeout=10.0) as scheme:

@@ -57,6 +57,7 @@ class Receiver(Versions):
         self._cascade = cascade
         self._owed: Update | None = None  # installed, but its answer has to wait for the cascade
         self._binding: Binding | None = None
+        self._attached = False
         self._orphaned = False
         self.told_at = 0.0
         self._error = ""
@@ -80,10 +81,13 @@ class Receiver(Versions):
             NotConnected: no sender, or it refused this worker.
             SyncTimeout: it did not answer within ``timeout`` seconds.
             LayoutMismatch: its weights do not fit the model.
+            RuntimeError: this worker is connected already; it stays so.
             Exception: whatever else the model raised when it was gated. The sender gets the same error in either case.
         """
+        if self._attached and not self._closed and self._end.alive():
+            raise RuntimeError(f"worker {self.worker_idx} is connected already: it calls connect() once")
         self.worker_idx = worker_idx
-        self._closed = False
+        self._attached = self._closed = False
         self._end.connect(worker_idx, deadline_in(timeout))
         try:
             if self._end.layout is not None:
@@ -100,6 +104,7 @@ class Receiver(Versions):
         self._pass_on()
         self._seen = self.version
         self._end.attach(self._feed)
+        self._attached = True
         if self._error:
             error = self._error
             self.close()
