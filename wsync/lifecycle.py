@@ -76,7 +76,7 @@ class Lifecycle(SchemeSetup):
 
         Args:
             weights: module, TensorDict, state dict, or ``{worker: any of these}``; None reads the model (or the
-                weights) given at init.
+                weights, or each worker's own) given at init.
             worker_ids: one, several, or (None) all workers.
 
         Returns:

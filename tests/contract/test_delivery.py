@@ -229,6 +229,21 @@ def test_first_weights_of_connect(make_scheme: Any) -> None:
         assert workers[0].call("forward")[0] == 7
 
 
+def test_each_worker_s_own_live_weights_go_to_whoever_is_named(make_scheme: Any) -> None:
+    live = {0: fill(Small(), 1), 1: fill(Small(), 2)}
+    with crew(2) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", params_map=live)
+        workers.follow(scheme, Small)
+        scheme.send()
+        fill(live[0], 3), fill(live[1], 4)
+        scheme.send(worker_ids=1)
+        assert [seen[0] for seen in workers.all("forward")] == [1, 4]
+        scheme.sender_transports[0].send_weights()
+        assert [seen[0] for seen in workers.all("forward")] == [3, 4]
+        with pytest.raises(ValueError, match=r"worker\(s\) \[1\] differ"):
+            scheme.send(live, worker_ids=0)
+
+
 def test_live_weights_are_read_anew(make_scheme: Any) -> None:
     live = TensorDict({"weight": torch.ones(4)})
     with crew(1) as workers, make_scheme() as scheme:

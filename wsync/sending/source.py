@@ -140,7 +140,7 @@ class Source:
         """What each of ``workers`` is to be sent, all of it checked before any is.
 
         Args:
-            weights: the update; None reads the source's own.
+            weights: the update; None reads the source's own, of whoever is to have some.
             workers: who must be given something.
             absent: who is given the same as the others, and need not be named in weights per worker.
             layout: what the weights have to be like.
@@ -151,6 +151,8 @@ class Source:
         """
         given = self.weights if weights is None else weights
         if is_per_worker(given):
+            if weights is None:
+                given = {worker: own for worker, own in given.items() if worker in workers or worker in absent}
             odd = sorted((given.keys() ^ set(workers)) - set(absent))
             if odd:
                 raise ValueError(f"weights per worker must be for workers {list(workers)}; worker(s) {odd} differ")
