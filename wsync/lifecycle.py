@@ -83,7 +83,7 @@ class Lifecycle(SchemeSetup):
             What it cost; None if ``sync=False``, which does not wait.
 
         Raises:
-            NotConnected: before ``connect``; or nobody is left.
+            NotConnected: before ``connect``; or nobody is left, or there are no weights to send.
             LayoutMismatch: weights that do not fit; nobody has any of them.
             ValueError: an unknown worker.
             WorkerDied, WorkerFailed, SyncTimeout: names each worker that lacks the update, and why; the others have it.

@@ -103,3 +103,12 @@ def test_no_forward_sees_one_model_new_and_the_other_old() -> None:
         forwards.append(seen())
     assert forwards[-1] == (299.0, 299.0)
     assert [pair for pair in forwards if pair[0] != pair[1]] == []
+
+
+def test_there_is_nothing_to_send_after_an_update_either_that_brought_its_own_weights() -> None:
+    with in_process(policy=Pair()) as schemes:
+        for sent in (1.0, 2.0):
+            for send in (schemes["policy"].send, schemes["policy"].send_async):
+                with pytest.raises(wsync.NotConnected, match="nothing to send"):
+                    send()
+            schemes["policy"].send(Pair(sent))

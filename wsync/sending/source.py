@@ -125,12 +125,17 @@ class Source:
         Raises:
             NotConnected: there are none yet.
         """
-        given = self.weights if weights is None else weights
-        if given is None:
-            raise NotConnected("nothing to send: no model or weights were given, neither at init nor now")
+        given = self._given(weights)
         if is_per_worker(given):
             given = next(iter(given.values()))
         return self._reader.read(given)
+
+    def _given(self, weights: object) -> object:
+        """What an update is to be made of."""
+        given = self.weights if weights is None else weights
+        if given is None:
+            raise NotConnected("nothing to send: no model or weights were given, neither at init nor now")
+        return given
 
     def locator(self, weights: object, layout: Layout) -> Locator | None:
         """How to find the tensors of updates like this one; None: slowly, or they differ from worker to worker."""
@@ -147,9 +152,10 @@ class Source:
 
         Raises:
             LayoutMismatch: some weights do not fit.
+            NotConnected: there are none.
             ValueError: weights per worker lack one of ``workers``, or name another.
         """
-        given = self.weights if weights is None else weights
+        given = self._given(weights)
         if is_per_worker(given):
             if weights is None:
                 given = {worker: own for worker, own in given.items() if worker in workers or worker in absent}
