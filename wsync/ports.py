@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -12,6 +12,14 @@ from wsync.receiving.gate import process_gate
 from wsync.receiving.receiver import Receiver
 from wsync.sending.sender import Sender
 from wsync.weights.strategy import WeightStrategy
+
+
+class ConnectWorker(Protocol):
+    """A worker's ``scheme.connect``."""
+
+    def __call__(self, *, worker_idx: int | None = None) -> None:
+        """The rendezvous."""
+        ...
 
 
 class SendOnly:
@@ -35,11 +43,17 @@ class SendOnly:
 
 
 class SenderPort(SendOnly):
-    """A trainer's line to some of its workers (a ``TransportBackend``)."""
+    """A trainer's line to some of its workers (a ``TransportBackend``).
 
-    def __init__(self, sender: Sender, sentinels: Mapping[int, int], worker_ids: Sequence[int] | None) -> None:
+    Args:
+        sender: sends.
+        connect: the scheme's.
+        worker_ids: whom; None for all.
+    """
+
+    def __init__(self, sender: Sender, connect: Callable[[], None], worker_ids: Sequence[int] | None) -> None:
         self._sender = sender
-        self._sentinels = sentinels
+        self._connect = connect
         self._worker_ids = worker_ids
 
     def send_weights(self, weights: Any = None) -> None:
@@ -49,15 +63,20 @@ class SenderPort(SendOnly):
     def setup_connection_and_weights_on_sender(self) -> None:
         """The rendezvous with every worker of the scheme, unless it has been."""
         if not self._sender.connected:
-            self._sender.connect(None, self._sentinels)
+            self._connect()
 
 
 class ReceiverPort:
-    """A worker's line to its trainer (a ``TransportBackend``)."""
+    """A worker's line to its trainer (a ``TransportBackend``).
 
-    def __init__(self, receiver: Receiver, timeout: float | None) -> None:
+    Args:
+        receiver: receives.
+        connect: the scheme's.
+    """
+
+    def __init__(self, receiver: Receiver, connect: ConnectWorker) -> None:
         self._receiver = receiver
-        self._timeout = timeout
+        self._connect = connect
 
     def send_weights(self, weights: Any) -> None:
         """A worker's line does not send.
@@ -95,9 +114,7 @@ class ReceiverPort:
         strategy: WeightStrategy | None = None,
     ) -> Any | None:
         """The rendezvous; the first weights, if they come with it."""
-        if worker_idx is None:
-            raise ValueError("which worker is this? give worker_idx")
-        self._receiver.connect(worker_idx, self._timeout)
+        self._connect(worker_idx=worker_idx)
         if not self._receiver.version:
             return None
         return process_gate().call(self._hand_on, weights, model, strategy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -50,13 +51,17 @@ class Worker:
     joining: Joining | None = None  # its rendezvous, where the thread does that
 
 
-class SchemeView:
+class SchemeView(ABC):
     """What can be seen of a scheme, whichever role it has."""
 
     _transport: ClassVar[type[SenderPort]] = SenderPort  # the sender's line to some workers
     strategy: WeightStrategy
     _timeout: float | None
     _role: Trainer | Worker | None
+
+    @abstractmethod
+    def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
+        """The rendezvous, which a line of this scheme's calls for: see ``Lifecycle``."""
 
     @property
     def context(self) -> Any:
@@ -138,7 +143,7 @@ class SchemeView:
     @property
     def receiver_transport(self) -> TransportBackend | None:
         """On a receiver, the line to the sender."""
-        return ReceiverPort(self._role.receiver, self.timeout) if isinstance(self._role, Worker) else None
+        return ReceiverPort(self._role.receiver, self.connect) if isinstance(self._role, Worker) else None
 
     def create_transport(
         self, pipe_or_context: Any = None, *, worker_ids: Sequence[int] | None = None
@@ -156,7 +161,7 @@ class SchemeView:
 
     def _port(self, role: Trainer, worker_ids: Sequence[int] | None) -> TransportBackend:
         """A backend's own kind of line, for ``create_transport``."""
-        return self._transport(role.sender, role.sentinels, worker_ids)
+        return self._transport(role.sender, self.connect, worker_ids)
 
     @property
     def sender(self) -> Sender:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from wsync.types import CascadingContext, CollectorContext
 from wsync.weights.strategy import Format, WeightStrategy
 
 
-class SchemeSetup(SchemeView, ABC):
+class SchemeSetup(SchemeView):
     """What is decided before anything is sent. See ``WeightSyncScheme`` for the options."""
 
     name: ClassVar[str]

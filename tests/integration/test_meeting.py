@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,11 +33,22 @@ def follow(port: int, prefix: str, line: Any) -> None:
                 line.send(str(error))
 
 
+def follow_by_its_line(port: int, _: str, line: Any) -> None:
+    """Connect by the transport, which knows which worker this is; say what has come with it."""
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    with wsync.DistributedWeightSyncScheme(store=store, timeout=line.recv()) as scheme:
+        scheme.init_on_receiver("policy", model=nn.Linear(1, 1), worker_idx=0)
+        transport = scheme.receiver_transport
+        assert transport is not None
+        line.send(float(transport.setup_connection_and_weights_on_receiver()["bias"]))
+        line.recv()
+
+
 @contextmanager
-def worker(store: TCPStore, prefix: str = "") -> Iterator[Any]:
+def worker(store: TCPStore, prefix: str = "", target: Callable[[int, str, Any], None] = follow) -> Iterator[Any]:
     context = multiprocessing.get_context("forkserver")
     line, theirs = context.Pipe()
-    process = context.Process(target=follow, args=(store.port, prefix, theirs), daemon=True)
+    process = context.Process(target=target, args=(store.port, prefix, theirs), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -83,3 +94,16 @@ def test_a_worker_meets_the_next_sender_and_one_that_is_started_anew_the_one_tha
             assert line.recv() == 3.0
         line.send(0.5)
         assert "no sender has announced itself" in line.recv()
+
+
+def test_transports_meet_in_a_store_as_their_schemes_do(store: TCPStore) -> None:
+    with (
+        worker(store, target=follow_by_its_line) as line,
+        wsync.DistributedWeightSyncScheme(store=store, timeout=10.0) as scheme,
+    ):
+        line.send(10.0)
+        model = nn.Linear(1, 1)
+        nn.init.constant_(model.bias, 4.0)
+        scheme.init_on_sender("policy", model=model, num_workers=1)
+        scheme.sender_transports[0].setup_connection_and_weights_on_sender()
+        assert line.recv() == 4.0

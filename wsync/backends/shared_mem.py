@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from tensordict import TensorDict, TensorDictBase
@@ -25,9 +25,9 @@ class SharedMemTransport(SenderPort):
     """The one line to all workers."""
 
     def __init__(
-        self, sender: Sender, end: LocalSender, sentinels: Mapping[int, int], worker_ids: Sequence[int] | None = None
+        self, sender: Sender, end: LocalSender, connect: Callable[[], None], worker_ids: Sequence[int] | None = None
     ) -> None:
-        super().__init__(sender, sentinels, worker_ids)
+        super().__init__(sender, connect, worker_ids)
         self._end = end
 
     @property
@@ -166,7 +166,7 @@ class SharedMemWeightSyncScheme(PipedScheme):
     def _port(self, role: Trainer, worker_ids: Sequence[int] | None) -> TransportBackend:
         if not isinstance(role.end, LocalSender):
             return super()._port(role, worker_ids)
-        return SharedMemTransport(role.sender, role.end, role.sentinels, worker_ids)
+        return SharedMemTransport(role.sender, role.end, self.connect, worker_ids)
 
     def _behind(self, worker: int) -> None:
         """One line leads to all."""
