@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, ClassVar
 
 from torch import nn
@@ -204,8 +205,13 @@ def agreed_count(
     """The number of workers that all the given arguments agree on; 1 if none says.
 
     Raises:
+        TypeError: one is no number, or no list.
         ValueError: they contradict one another.
     """
+    if num_workers is not None and not isinstance(num_workers, Integral):
+        raise TypeError(f"num_workers is a whole number, not {num_workers!r}")
+    if devices is not None and (isinstance(devices, str) or not isinstance(devices, Sequence)):
+        raise TypeError(f"devices is a list, one for each worker, not {devices!r}")
     counts = {
         "num_workers": num_workers,
         "devices": None if devices is None else len(devices),
@@ -216,6 +222,9 @@ def agreed_count(
     count = 1 if count is None else count
     if count < 1:
         raise ValueError(f"num_workers is at least 1, not {count}")
+    indices = sorted(worker.worker_idx for worker in workers)
+    if indices and indices != list(range(count)):
+        raise ValueError(f"the context's workers have the indices 0 to {count - 1}, not {indices}")
     if params_map is not None and set(params_map) != set(range(count)):
         raise ValueError(
             f"params_map is {{worker_idx: weights}} for workers 0 to {count - 1}, not for {sorted(params_map)}"

@@ -89,6 +89,7 @@ class SchemeSetup(SchemeView):
 
         Raises:
             RuntimeError: the scheme is initialised already.
+            TypeError: something is not what it is to be.
             ValueError: arguments that contradict one another.
         """
         self._require_fresh()
@@ -103,8 +104,9 @@ class SchemeSetup(SchemeView):
         count = agreed_count(num_workers, devices, params_map, workers)
         if model is None and not given and context is not None:
             model = find_or_none(context, model_id)
+        sentinels = {worker.worker_idx: worker.sentinel for worker in workers}
         source = self._make_source(model_id, params_map or (model if weights is None else weights), device_map_fn)
-        end, self._seed = self._make_sender_end(count)
+        end, self._seed = self._make_sender_end(count)  # from here on there is something to let go: nothing may raise
         sender = Sender(
             end,
             source,
@@ -114,7 +116,6 @@ class SchemeSetup(SchemeView):
             published=self._published,
             record=self.metrics.record,
         )
-        sentinels = {worker.worker_idx: worker.sentinel for worker in workers}
         self._role = Trainer(model_id, context, model, sender, end, sentinels, os.getpid())
 
     def init_on_receiver(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import queue
 import threading
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from contract_models import Apart, Frozen, Hard, Joined, Small, Tail, digest, fill
 from crew import (
     CascadingHost,
@@ -24,6 +26,7 @@ from crew import (
     establish,
     kind,
 )
+from tensordict import TensorDict
 
 import wsync
 from wsync.receiving import staged
@@ -562,6 +565,48 @@ def test_misuse(make_scheme: Any) -> None:
         with pytest.raises(wsync.NotConnected, match="connect"):
             scheme.send()
     scheme.shutdown()
+
+
+def numbered(*indices: int) -> SimpleNamespace:
+    """A context with workers of these indices."""
+    workers = [SimpleNamespace(worker_idx=index, sentinel=0) for index in indices]
+    return SimpleNamespace(policy=Small(), remote_workers=workers)
+
+
+@pytest.mark.above_the_ends
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"model": Small(), "num_workers": 2.0}, "whole number"),
+        ({"model": Small(), "num_workers": "2"}, "whole number"),
+        ({"model": Small(), "devices": "cpu"}, "one for each worker"),
+        ({"model": "Small"}, "weights are a torch.nn.Module"),
+        ({"weights": 3}, "weights are a torch.nn.Module"),
+        ({"model": Small(), "device_map_fn": "cpu"}, "device_map_fn is a function"),
+        ({"params_map": {0: Small()}, "device_map_fn": lambda worker, weights: weights}, "leave device_map_fn out"),
+        ({"context": numbered(1, 2)}, "0 to 1"),
+        ({"context": numbered(0, 0)}, "0 to 1"),
+        ({"context": SimpleNamespace(policy=Small(), remote_workers=["worker 0"])}, "worker_idx"),
+    ],
+)
+def test_an_init_that_is_refused_has_done_nothing(make_scheme: Any, given: Any, problem: str) -> None:
+    with make_scheme() as scheme:
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises((TypeError, ValueError, AttributeError), match=problem):
+            scheme.init_on_sender("policy", **given)
+        assert len(os.listdir("/proc/self/fd")) == before
+        with pytest.raises(RuntimeError, match="sender first"):
+            scheme.init_on_receiver("policy", model=Small())
+
+
+def test_buffers_that_were_given_with_an_init_can_be_given_again() -> None:
+    buffers = TensorDict({"weight": torch.ones(4)})
+    with wsync.SharedMemWeightSyncScheme() as scheme:
+        with pytest.raises(ValueError, match="at least 1"):
+            scheme.init_on_sender("policy", cached_weights=buffers, num_workers=0)
+        scheme.init_on_sender("policy", cached_weights=buffers, num_workers=1)
+        with pytest.raises(RuntimeError, match="already initialised"):
+            scheme.init_on_sender("policy", cached_weights=buffers, num_workers=1)
 
 
 # --- several models ---

@@ -153,7 +153,7 @@ class SharedMemWeightSyncScheme(PipedScheme):
         """
         if cached_weights is None and isinstance(context, CachingContext):
             cached_weights = context.cached_weights
-        if cached_weights is not None:
+        if cached_weights is not None and self._registered.get(model_id) is not cached_weights:
             self.register_shared_weights(model_id, cached_weights)
         super().init_on_sender(model_id, context, **given)
 

@@ -12,7 +12,7 @@ from wsync import native
 from wsync.errors import NotConnected
 from wsync.sending.fast_path import Locator
 from wsync.weights.layout import Layout
-from wsync.weights.snapshot import Listing, ModuleIndex, Snapshot, snapshot
+from wsync.weights.snapshot import Listing, ModuleIndex, Snapshot, no_weights, snapshot
 from wsync.weights.strategy import WeightStrategy
 
 _NOTHING = object()  # is no update
@@ -97,6 +97,10 @@ class Source:
         device_map_fn: ``(worker_idx, weights) -> weights``, applied for each worker.
         apart: give every worker a part (and so a buffer) of its own, even where all parts are alike.
         mirror: the user's own buffers, into which everything that is sent is written as well.
+
+    Raises:
+        TypeError: the weights, or the map, are none.
+        ValueError: weights per worker, and a map that would make them.
     """
 
     def __init__(
@@ -108,6 +112,12 @@ class Source:
         apart: bool = False,
         mirror: TensorDictBase | None = None,
     ) -> None:
+        if weights is not None and not isinstance(weights, nn.Module | TensorDictBase | Mapping):
+            raise no_weights(weights)
+        if device_map_fn is not None and not callable(device_map_fn):
+            raise TypeError(f"device_map_fn is a function of a worker's index and weights, not {device_map_fn!r}")
+        if device_map_fn is not None and is_per_worker(weights):
+            raise ValueError("these are each worker's own weights already: leave device_map_fn out")
         self.weights = mirror if weights is None else weights
         self.mirror = mirror
         self._strategy = strategy or WeightStrategy()

@@ -193,7 +193,12 @@ def snapshot(source: object) -> Snapshot:
         pairs = dict(_flatten(source, ""))
         extra = {name: value for name, value in pairs.items() if _is_extra(name)}
         return Snapshot({name: pairs[name] for name in pairs if name not in extra}, extra)
-    raise TypeError(f"weights are a torch.nn.Module, a TensorDict or a state dict, not a {type(source).__name__}")
+    raise no_weights(source)
+
+
+def no_weights(source: object) -> TypeError:
+    """The error that says that ``source`` is none."""
+    return TypeError(f"weights are a torch.nn.Module, a TensorDict or a state dict, not a {type(source).__name__}")
 
 
 def _is_extra(name: str) -> bool:
