@@ -28,11 +28,8 @@ if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
 if signal.getsignal(signal.SIGINT) is not INTERRUPT:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import inspect
 import logging
 import sys
-import traceback
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -41,7 +38,6 @@ from typing import NoReturn
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from hydra.utils import instantiate
@@ -56,7 +52,7 @@ from collectors import GymEnv
 from collectors.distributed import is_worker, join_trainer
 from learning import make_critic, make_policy
 from learning.checkpoint import CheckpointError
-from learning.complaints import one_line
+from learning.complaints import one_line, seen_by
 from learning.config import ConfigError, TrainConfig, WandbConfig
 from learning.loop import Goal, Training
 from learning.ppo import Diverged
@@ -103,7 +99,7 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> int:
     goal = Goal(cfg.total_frames, collectors.config.solved_at(cfg.env), cfg.stop_when_solved)
     training = Training(learner, scheme, goal, folder, checkpoint_every=cfg.checkpoint_every, started=started)
     training.facts |= {"env": cfg.env.id, "seed": cfg.seed, "num_workers": cfg.num_workers, "num_envs": cfg.num_envs}
-    overrides = as_typed(HydraConfig.get().overrides.task)
+    overrides = learning.config.as_typed(HydraConfig.get().overrides.task)
     training.facts["overrides"] = overrides  # a sweep's report tells runs apart by them
     seed = cfg.seed
     if cfg.resume is not None:
@@ -171,27 +167,11 @@ def main(composed: DictConfig) -> None:
         raise SystemExit(status)
 
 
-def as_typed(overrides: Sequence[str]) -> list[str]:
-    """Return `overrides` without what the launcher of a sweep escapes in their values, a colon among others."""
-    parser = OverridesParser.create()
-    values = [None if text.startswith("~") else parser.parse_override(text).value() for text in overrides]
-    return [
-        f"{text.partition('=')[0]}={value}" if isinstance(value, str) else text
-        for text, value in zip(overrides, values, strict=True)
-    ]
-
-
 def leave_at_once(status: int) -> NoReturn:
     """End this process, after a second signal: what others do at its exit may wait for a server (wandb's does)."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def of_a_folder(error: BaseException) -> bool:
-    """Whether Hydra could not make a run's folder, or write into it: then no frame of `main` has seen the error."""
-    seen = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
-    return isinstance(error, OSError) and inspect.unwrap(main).__code__ not in seen
 
 
 def complaint(error: BaseException) -> str:
@@ -220,6 +200,7 @@ if __name__ == "__main__":
         learning.config.SweepReport.make_up()  # of the runs that came to an end before, or beside one that failed
         if isinstance(error, KeyboardInterrupt):  # where no run was under way that could be asked to stop
             sys.exit(128 + signal.SIGINT)
-        if verbose or not (isinstance(error, EXPECTED) or of_a_folder(error)):
+        of_a_folder = isinstance(error, OSError) and not seen_by(main, error)  # which Hydra could not make
+        if verbose or not (isinstance(error, EXPECTED) or of_a_folder):
             raise
         sys.exit(complaint(error))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
 Settings = Mapping[str, Sequence[str]]
@@ -42,6 +44,12 @@ def unknown(name: str, settings: Settings) -> str:
         group = name.partition(".")[0]
         return f"'{name}' is no setting of the {group} that was chosen, only of {group}={', '.join(sorted(options))}"
     return f"no setting is called '{name}'{_meant(name, settings)}"
+
+
+def seen_by(function: Callable[..., object], error: BaseException) -> bool:
+    """Whether a call of `function` was under way when `error` was raised."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code is inspect.unwrap(function).__code__ for frame, _ in frames)
 
 
 def _joined(text: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import MISSING, DictConfig, OmegaConf
 
@@ -233,6 +234,16 @@ def _also_set(group: str, option: str | None) -> set[str]:
         if name not in ("defaults", "hydra"):
             names |= {f"{name}.{key}" for key in value} if isinstance(value, DictConfig) else {str(name)}
     return names
+
+
+def as_typed(overrides: Sequence[str]) -> list[str]:
+    """Return `overrides` without what the launcher of a sweep escapes in their values, a colon among others."""
+    parser = OverridesParser.create()
+    values = [None if text.startswith("~") else parser.parse_override(text).value() for text in overrides]
+    return [
+        f"{text.partition('=')[0]}={value}" if isinstance(value, str) else text
+        for text, value in zip(overrides, values, strict=True)
+    ]
 
 
 def _name(override: str) -> str:
