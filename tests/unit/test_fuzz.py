@@ -197,7 +197,7 @@ def met(door: Listener | NetListener) -> Iterator[tuple[Line, Line]]:
 
 
 def come(door: Listener | NetListener) -> Line:
-    return knock(door.endpoint, 0) if isinstance(door, Listener) else dial(door.endpoint, 0, deadline_in(5.0))
+    return knock(door.endpoint, 0, None) if isinstance(door, Listener) else dial(door.endpoint, 0, deadline_in(5.0))
 
 
 def admitted(door: Door) -> Line:
@@ -341,7 +341,7 @@ def test_a_worker_that_talks_nonsense_is_lost_and_the_other_heard(kind: str) -> 
         lines = Lines(door, 2, Quiet())
         with closing(lines), closing(come(door)) as bad:
             lines.admit([0], {}, deadline_in(5.0))
-            good = knock(door.endpoint, 1) if isinstance(door, Listener) else dial(door.endpoint, 1, None)
+            good = knock(door.endpoint, 1, None) if isinstance(door, Listener) else dial(door.endpoint, 1, None)
             with closing(good):
                 lines.admit([1], {}, deadline_in(5.0))
                 good.send(Message(Kind.ACK, 1, 5))

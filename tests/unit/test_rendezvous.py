@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import socket
 
-from wsync.local.rendezvous import LocalLine
+import pytest
+
+from wsync.deadlines import deadline_in
+from wsync.errors import SyncTimeout
+from wsync.local.rendezvous import Listener, LocalLine, knock
 from wsync.wire.words import Kind, Message
 
 
@@ -20,3 +24,28 @@ def test_a_program_that_is_started_inherits_no_memory_that_came() -> None:
         os.close(fd)
     near.close()
     far.close()
+
+
+@pytest.mark.timeout(60)
+def test_who_finds_no_room_at_a_door_that_nobody_opens_waits_no_longer_than_it_wants() -> None:
+    door = Listener()
+    with pytest.raises(SyncTimeout, match="worker 7: the sender let nobody in"):
+        while True:  # those who give up have knocked all the same
+            knock(door.endpoint, 7, deadline_in(0.05)).close()
+    door.close()
+
+
+@pytest.mark.timeout(60)
+def test_two_hundred_workers_have_room_at_a_door_before_it_is_opened() -> None:
+    door = Listener()
+    lines = [knock(door.endpoint, worker, deadline_in(20.0)) for worker in range(200)]
+    came = set()
+    while len(came) < len(lines):
+        visitor = door.accept()
+        if visitor is not None:
+            line, hello = visitor
+            came.add(hello.worker)
+            line.close()
+    for line in lines:
+        line.close()
+    door.close()

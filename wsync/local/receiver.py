@@ -56,12 +56,12 @@ class LocalReceiver:
 
     def knock(self, worker_idx: int, deadline: float | None) -> Sequence[int]:
         """Say who is here."""
-        self._knocked = knock(self._endpoint, worker_idx)
+        self._knocked = knock(self._endpoint, worker_idx, deadline)
         return self._knocked.signs
 
     def connect(self, worker_idx: int, deadline: float | None) -> None:
         """Knock, unless that has been done, and wait to be let in."""
-        line, self._knocked = self._knocked or knock(self._endpoint, worker_idx), None
+        line, self._knocked = self._knocked or knock(self._endpoint, worker_idx, deadline), None
         try:
             message = let_in(line, worker_idx, deadline)
         except BaseException:

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from wsync.errors import NotConnected
+from wsync.deadlines import milliseconds
+from wsync.errors import NotConnected, SyncTimeout
 from wsync.wire.lobby import TOKEN, Lobby, Visitor, greeting
 from wsync.wire.sockets import end, require_opener
 from wsync.wire.words import HEADER_SIZE, PROTOCOL, Kind, Line, Message, length_in, unpack
@@ -130,7 +131,7 @@ class Listener:
         self.endpoint = Endpoint(b"\0wsync-" + name, secrets.token_bytes(TOKEN))
         door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         door.bind(self.endpoint.address)
-        door.listen(128)
+        door.listen(socket.SOMAXCONN)
         self._lobby = Lobby(door, self._admit)
 
     def fileno(self) -> int:
@@ -185,20 +186,33 @@ def _message(data: bytes, fds: tuple[int, ...]) -> Message:
     return message._replace(payload=payload, fds=fds[:-1])
 
 
-def knock(endpoint: Endpoint, worker: int) -> LocalLine:
+def knock(endpoint: Endpoint, worker: int, deadline: float | None) -> LocalLine:
     """Connect to a sender as worker ``worker``.
 
     Raises:
         NotConnected: no sender listens there (any more).
+        SyncTimeout: so many have knocked, and so long nobody was let in, that there was no room at the door.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _time_until(deadline))
         sock.connect(endpoint.address)
         if _peer_of(sock)[1] != os.getuid():
             raise PermissionError("another user listens there")
         connection = LocalLine(sock)
         connection.send(Message(Kind.HELLO, worker, PROTOCOL, endpoint.token))
+    except BlockingIOError:
+        sock.close()
+        raise SyncTimeout(
+            f"worker {worker}: the sender let nobody in, and its door has no room for one more: does it call connect()?"
+        ) from None
     except OSError as error:
         sock.close()
         raise NotConnected(f"worker {worker}: the sender is gone, or has been shut down ({error})") from error
     return connection
+
+
+def _time_until(deadline: float | None) -> bytes:
+    """How long that is, as a socket takes it: never 0, which would be no limit."""
+    left = milliseconds(deadline)
+    return struct.pack("ll", *((0, 0) if left is None else divmod(max(1, int(left)) * 1000, 1_000_000)))

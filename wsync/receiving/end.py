@@ -25,6 +25,7 @@ class ReceiverEnd(Protocol):
 
         Raises:
             NotConnected: no sender is there.
+            SyncTimeout: there was no room at its door.
         """
         ...
 

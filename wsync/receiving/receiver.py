@@ -69,6 +69,7 @@ class Receiver(Versions):
 
         Raises:
             NotConnected: no sender is there.
+            SyncTimeout: there was no room at its door within ``timeout`` seconds.
         """
         signs = self._end.knock(worker_idx, deadline_in(timeout))
         self._guard()
