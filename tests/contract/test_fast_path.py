@@ -279,7 +279,7 @@ def test_who_waits_for_another_thread_has_all_its_time_left(backend: str) -> Non
                 waiting = others.submit(scheme.send, scramble(model, 1))
                 threading.Event().wait(2.5)
             report = waiting.result()
-        assert before is not None and sender._fast.path is before
+        assert (before is not None) == native.available and sender._fast.path is before
         assert report is not None and report.seconds < 2.0
         assert workers.all("raw_digest") == [digest(model)]
 
