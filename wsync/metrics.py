@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 import statistics
+import struct
 import time
 from collections import deque
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from wsync.types import PHASES, SyncReport
+
+_COST = struct.Struct(f"{1 + len(PHASES)}d")  # seconds, and those of each phase
+_each_phase = itemgetter(*PHASES)
 
 
 class SyncMetrics:
@@ -19,35 +24,41 @@ class SyncMetrics:
 
     Args:
         scheme: its name in configs (``"shared_mem"``).
-        keep: how many of the newest reports are kept for percentiles.
+        keep: of how many of the newest the cost is kept for percentiles.
+
+    Attributes:
+        updates: how many there were.
+        last: the newest report.
     """
 
     def __init__(self, scheme: str, keep: int = 100_000) -> None:
         self.scheme = scheme
         self.updates = 0
-        self._reports: deque[SyncReport] = deque(maxlen=keep)
+        self.last: SyncReport | None = None
+        self._costs: deque[bytes] = deque(maxlen=keep)  # packed: a report names each worker, and takes kilobytes
 
     def record(self, report: SyncReport) -> None:
         """Take in one update."""
+        self._costs.append(_COST.pack(report.seconds, *_each_phase(report.phases)))
         self.updates += 1
-        self._reports.append(report)
+        self.last = report
 
-    @property
-    def last(self) -> SyncReport | None:
-        """The newest report."""
-        return self._reports[-1] if self._reports else None
+    def _columns(self) -> tuple[tuple[float, ...], ...]:
+        """Seconds of every update kept, oldest first; then those of each phase. Another thread may go on recording."""
+        return tuple(zip(*map(_COST.unpack, list(self._costs)), strict=True)) or ((),) * (1 + len(PHASES))
 
     @property
     def latencies_us(self) -> list[float]:
         """Microseconds of every update kept, oldest first."""
-        return [report.seconds * 1e6 for report in self._reports]
+        return [seconds * 1e6 for seconds in self._columns()[0]]
 
     def summary(self) -> dict[str, Any]:
         """Everything in one dictionary of plain values; times in microseconds, sizes in bytes."""
         result: dict[str, Any] = {"scheme": self.scheme, "updates": self.updates, "version": 0, "bytes": 0}
         if self.last is None:
             return result
-        latencies = self.latencies_us
+        seconds, *phases = self._columns()
+        latencies = [value * 1e6 for value in seconds]
         median = percentile(latencies, 0.5)
         copy = plain_copy_us(self.last.bytes) if self.last.bytes else 0.0
         result.update(
@@ -59,10 +70,7 @@ class SyncMetrics:
                 "p99": percentile(latencies, 0.99),
                 "max": max(latencies),
             },
-            phases_us={
-                phase: statistics.median(report.phases.get(phase, 0.0) for report in self._reports) * 1e6
-                for phase in PHASES
-            },
+            phases_us={phase: statistics.median(values) * 1e6 for phase, values in zip(PHASES, phases, strict=True)},
             gib_per_second=self.last.bytes / 2**30 / (median / 1e6) if median else 0.0,
             plain_copy_us=copy,
             over_plain_copy=median / copy if copy else 0.0,

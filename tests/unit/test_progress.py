@@ -7,6 +7,7 @@ from tensordict import TensorDict
 from learning.progress import WINDOW, Progress
 from learning.summary import summarise, verdict
 from wsync import SyncMetrics, SyncReport
+from wsync.types import PHASES
 
 
 def batch(returns: torch.Tensor, version: int | torch.Tensor = 1) -> TensorDict:
@@ -50,7 +51,7 @@ def test_staleness_is_the_mean_over_frames_in_which_a_policy_acted() -> None:
 
 
 def report(version: int) -> SyncReport:
-    return SyncReport(version, 1000, version * 1e-3, {"pack": 1e-4}, {0: version})
+    return SyncReport(version, 1000, version * 1e-3, {**dict.fromkeys(PHASES, 0.0), "pack": 1e-4}, {0: version})
 
 
 def test_a_row_says_what_its_own_update_cost() -> None:
@@ -61,7 +62,7 @@ def test_a_row_says_what_its_own_update_cost() -> None:
     row = progress.synchronised({"loss": 0.5}, metrics, 1)
     assert row.weight_sync is not None
     assert (row.weight_sync.latency_us, row.weight_sync.bytes) == (pytest.approx(1000), 1000)
-    assert row.weight_sync.phases_us == {"pack": pytest.approx(100)}
+    assert row.weight_sync.phases_us == pytest.approx({**dict.fromkeys(PHASES, 0.0), "pack": 100.0})
     assert progress.synchronised({}, metrics, 1).weight_sync is None  # nothing new was reported
     metrics.record(report(3))
     after = progress.synchronised({}, metrics, 3).weight_sync
