@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from backends import BACKENDS, WORKERS
-from contract_models import Plain, digest, scramble
+from contract_models import Plain, Small, digest, fill, scramble
 from crew import Crew, Host, crew
 from tensordict import TensorDict
 from torch import nn
@@ -213,6 +213,30 @@ def test_usual_updates_take_the_fast_path(backend: str) -> None:
             scheme.send()
         assert [went_short(), went_short()] == [False, False], "somebody is missing"
         assert workers[0].call("digest") == digest(model)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("backend", LOCAL)
+def test_however_many_workers_there_are_usual_updates_take_the_fast_path(backend: str) -> None:
+    if not native.available:
+        pytest.skip("the compiled fast path was not built here")
+    model, count = fill(Small(), 1), 130
+    with crew(2) as hosts, BACKENDS[backend]() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=count)
+        for index in range(count):
+            hosts[index % 2].start("join", scheme, Small, index, f"policy {index}")
+        scheme.connect()
+        for index in range(count):
+            hosts[index % 2].result()
+        sender: Any = scheme.sender
+        scheme.send()  # there are slots enough
+        before = sender._fast.path
+        for value in range(2, 5):
+            report = scheme.send(fill(model, value))
+            assert report is not None and len(report.workers) == count
+        assert before is not None and sender._fast.path is before
+        for index in range(count):
+            assert hosts[index % 2].call("forward", f"policy {index}")[0] == 4.0
 
 
 @pytest.mark.timeout(60)

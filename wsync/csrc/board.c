@@ -4,8 +4,6 @@
 
 #include "native.h"
 
-enum { MOST = 128 /* workers, on the fast path */ };
-
 typedef struct {
     PyObject_HEAD
     Py_buffer words;
@@ -81,7 +79,7 @@ static int switch_to(Block *block, int64_t value, int *wants_call)
 /* What has been heard of one update. */
 typedef struct {
     Py_ssize_t count;
-    char from[MOST];
+    char *from;         /* a byte for each worker */
     double wait, apply; /* of the slowest worker, in seconds */
 } Answers;
 
@@ -114,18 +112,6 @@ static int await_answers(struct pollfd *polls, nfds_t count, Py_ssize_t workers,
     return 0;
 }
 
-static Py_ssize_t polls_of(PyObject *descriptors, struct pollfd *polls)
-{
-    Py_ssize_t count = PyBytes_GET_SIZE(descriptors) / (Py_ssize_t)sizeof(int);
-    if (count > 2 * MOST)
-        return -1;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        memcpy(&polls[i].fd, PyBytes_AS_STRING(descriptors) + i * (Py_ssize_t)sizeof(int), sizeof(int));
-        polls[i].events = POLLIN, polls[i].revents = 0;
-    }
-    return count;
-}
-
 /* One update, on its way. */
 typedef struct {
     int64_t version;
@@ -133,7 +119,7 @@ typedef struct {
     int acknowledge;
     double timeout; /* seconds; below 0 for none */
     Py_ssize_t slot;
-    struct pollfd polls[2 * MOST]; /* lines, then processes */
+    struct pollfd *polls; /* lines, then processes */
     double started, waited, extracted, packed, published; /* until when */
     Answers answers;
 } Update;
@@ -248,6 +234,24 @@ static int listen_to(Board *self, Update *update)
     return update->answers.count == self->workers;
 }
 
+/* Pack, publish and listen: what Board_update returns. */
+static PyObject *deliver(Board *self, Update *update, PyObject *rooms, int retains, PyObject *source, double began)
+{
+    int packed = pack(self, update, rooms, retains, source);
+    if (packed <= 0)
+        return packed ? NULL : Py_NewRef(Py_None);
+    PyObject *others = publish(self, update);
+    if (!others)
+        return NULL;
+    int settled = PyList_GET_SIZE(others) ? 0 : listen_to(self, update);
+    PyObject *report = settled < 0 ? NULL : report_of(self, update, began, now());
+    if (!report || settled) {
+        Py_DECREF(others);
+        return report;
+    }
+    return Py_BuildValue("NnNy#", report, update->slot, others, update->answers.from, self->workers);
+}
+
 static PyObject *Board_update(Board *self, PyObject *const *args, Py_ssize_t count)
 {
     if (count != 8 || !PyList_CheckExact(args[0]) || !PyBytes_CheckExact(args[1])) {
@@ -267,21 +271,20 @@ static PyObject *Board_update(Board *self, PyObject *const *args, Py_ssize_t cou
     double began = PyFloat_AsDouble(args[7]);
     if (PyErr_Occurred())
         return NULL;
-    if (polls_of(args[1], update.polls) != 2 * self->workers) /* somebody is not there */
+    Py_ssize_t workers = self->workers;
+    if (PyBytes_GET_SIZE(args[1]) != 2 * workers * (Py_ssize_t)sizeof(int)) /* somebody is not there */
         Py_RETURN_NONE;
-    int packed = pack(self, &update, args[0], retains, args[4]);
-    if (packed <= 0)
-        return packed ? NULL : Py_NewRef(Py_None);
-    PyObject *others = publish(self, &update);
-    if (!others)
-        return NULL;
-    int settled = PyList_GET_SIZE(others) ? 0 : listen_to(self, &update);
-    PyObject *report = settled < 0 ? NULL : report_of(self, &update, began, now());
-    if (!report || settled) {
-        Py_DECREF(others);
-        return report;
+    update.polls = PyMem_Malloc((size_t)workers * (2 * sizeof *update.polls + 1));
+    if (!update.polls)
+        return PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < 2 * workers; i++) {
+        memcpy(&update.polls[i].fd, PyBytes_AS_STRING(args[1]) + i * (Py_ssize_t)sizeof(int), sizeof(int));
+        update.polls[i].events = POLLIN, update.polls[i].revents = 0;
     }
-    return Py_BuildValue("NnNy#", report, update.slot, others, update.answers.from, self->workers);
+    update.answers.from = memset(update.polls + 2 * workers, 0, (size_t)workers);
+    PyObject *result = deliver(self, &update, args[0], retains, args[4], began);
+    PyMem_Free(update.polls);
+    return result;
 }
 
 PyDoc_STRVAR(Board_update_doc,
