@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from wsync.types import PHASES, SyncReport
 
 _COST = struct.Struct(f"{1 + len(PHASES)}d")  # seconds, and those of each phase
 _each_phase = itemgetter(*PHASES)
+_AT_ONCE = 256  # reports are packed so many at a time: no update is to wait for what can wait
 
 
 class SyncMetrics:
@@ -36,16 +38,26 @@ class SyncMetrics:
         self.updates = 0
         self.last: SyncReport | None = None
         self._costs: deque[bytes] = deque(maxlen=keep)  # packed: a report names each worker, and takes kilobytes
+        self._unpacked: list[SyncReport] = []
+        self._lock = threading.Lock()
 
     def record(self, report: SyncReport) -> None:
         """Take in one update."""
-        self._costs.append(_COST.pack(report.seconds, *_each_phase(report.phases)))
         self.updates += 1
         self.last = report
+        self._unpacked.append(report)
+        if len(self._unpacked) >= _AT_ONCE:
+            self._pack()
+
+    def _pack(self) -> None:
+        with self._lock:
+            reports, self._unpacked = self._unpacked, []
+            self._costs.extend(_COST.pack(report.seconds, *_each_phase(report.phases)) for report in reports)
 
     def _columns(self) -> tuple[tuple[float, ...], ...]:
-        """Seconds of every update kept, oldest first; then those of each phase. Another thread may go on recording."""
-        return tuple(zip(*map(_COST.unpack, list(self._costs)), strict=True)) or ((),) * (1 + len(PHASES))
+        """Seconds of every update kept, oldest first; then those of each phase."""
+        self._pack()
+        return tuple(zip(*map(_COST.unpack, self._costs.copy()), strict=True)) or ((),) * (1 + len(PHASES))
 
     @property
     def latencies_us(self) -> list[float]:
