@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -148,6 +149,33 @@ def test_two_threads_map_each_slot_once() -> None:
     finally:
         sys.setswitchinterval(interval)
         ours.close()
+
+
+GROW_AFTER_MAIN = """
+import threading, torch
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from wsync.local.arena import Arena
+from wsync.weights.layout import Layout
+from wsync.weights.snapshot import Snapshot
+
+def grow():
+    threading.main_thread().join()
+    with suppress(RuntimeError):
+        while True:  # until the interpreter has come so far that it takes no more
+            executor.submit(int)
+    print(arena.grow())
+
+executor, arena = ThreadPoolExecutor(1), Arena(Layout.of(Snapshot({"a": torch.zeros(4)})), 1)
+threading.Thread(target=grow).start()
+"""
+
+
+def test_a_thread_that_outlives_the_main_thread_maps_slots_as_before() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", GROW_AFTER_MAIN], capture_output=True, text=True, check=False, timeout=50
+    )
+    assert (done.stdout, done.returncode) == ("0\n", 0), done.stderr
 
 
 def test_switch_names_what_is_used() -> None:
