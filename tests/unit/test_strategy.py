@@ -93,6 +93,27 @@ def test_what_cannot_be_carried_is_refused_at_either_end(make: Any, problem: str
             scheme.init_in_process("policy", model, source)
 
 
+class Counting(nn.Module):
+    """Saves its weights under names of its own, and a number beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale, self.calls = nn.Linear(2, 2), nn.Parameter(torch.zeros(2)), 0
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination |= {prefix + "gain": self.scale.detach(), prefix + "bias": self.inner.bias, prefix + "calls": 0}
+
+
+@pytest.mark.parametrize("make", [Counting, lambda: nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.ReLU()))])
+def test_modules_are_carried_whose_tensors_are_all_parameters_however_they_are_saved(make: Any) -> None:
+    source, model = make(), make()
+    with SharedMemWeightSyncScheme() as scheme:
+        scheme.init_in_process("policy", model, source)
+        nn.init.constant_(next(source.parameters()), 3.0)
+        scheme.send()
+        assert next(model.parameters()).unique().tolist() == [3.0]
+
+
 def test_weights_without_values_define_nothing() -> None:
     source, model = nn.Sequential(meta(), meta()), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with SharedMemWeightSyncScheme(timeout=1.0) as scheme:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import is_
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase, is_leaf_nontensor
 from torch import Tensor, nn
 from torch.jit import ScriptModule
@@ -64,6 +66,8 @@ class ModuleIndex:
 
     def _walk(self, module: nn.Module, prefix: str, optional: set[str]) -> None:
         if isinstance(module, ScriptModule):
+            if not any(True for _ in chain(module.parameters(), module.buffers())):
+                return  # an activation, say: there is nothing to carry
             name = prefix.rstrip(".") or type(module).__name__
             raise LayoutMismatch(
                 f"'{name}' is a TorchScript module: synchronise the module that it was made from, "
@@ -97,7 +101,9 @@ class ModuleIndex:
             return
         kept: dict[str, Any] = {}
         module._save_to_state_dict(kept, prefix, keep_vars=True)
-        odd = sorted(kept.keys() - self.parameters.keys() - self.buffers.keys() - self.extra.keys())
+        own = {_memory(tensor) for tensor in chain(module.parameters(), module.buffers())}
+        unknown = kept.keys() - self.parameters.keys() - self.buffers.keys() - self.extra.keys()
+        odd = sorted(name for name in unknown if _has_others(kept[name], own))
         if odd:
             raise LayoutMismatch(
                 f"{type(module).__name__} has weights that are neither parameters nor buffers (is it quantised?), and "
@@ -144,6 +150,20 @@ class ModuleIndex:
     def snapshot(self) -> Snapshot:
         """The module's weights as they are now."""
         return Snapshot(self.tensors(), self.extra_state(), self.optional)
+
+
+def _memory(tensor: Tensor) -> tuple[str, int]:
+    """Equal for tensors in the same memory, under whatever names."""
+    return ("at", tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else ("is", id(tensor))
+
+
+def _has_others(saved: Any, own: Collection[tuple[str, int]]) -> bool:
+    """Whether what a module saves has tensors elsewhere than in its ``own`` memory, or hides them; a number is none."""
+    if isinstance(saved, Tensor):
+        return _memory(saved) not in own
+    if isinstance(saved, list | tuple):
+        return any(_has_others(one, own) for one in saved)
+    return isinstance(saved, torch.ScriptObject)
 
 
 class Listing:
