@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +34,10 @@ def actors(count: int, *, restarts: int = 0, **given: Any) -> list[Any]:
     class Worker:
         """Somebody's actor; it knows nothing of wsync."""
 
-        def __init__(self, size: int = 2) -> None:
+        def __init__(self, size: int = 2, door: str = "") -> None:
+            if os.path.exists(door):
+                with open(door, encoding="utf-8") as opened:
+                    opened.read()
             self.nets = {"policy": nn.Linear(3, size)}
             self.broken = "no module"
 
@@ -118,6 +122,29 @@ def test_an_actor_that_ray_has_started_anew(cluster: Cluster) -> None:
         assert ray.get([actor.act.remote() for actor in made]) == [[6, 6]] * 2
     for actor in made:
         ray.kill(actor)
+
+
+def test_a_readmit_that_was_given_up_does_not_undo_the_next(cluster: Cluster, tmp_path: Path) -> None:
+    door = tmp_path / "door"
+    (actor,) = made = actors(1, restarts=1, door=str(door))
+    with wsync.RayWeightSyncScheme(timeout=60.0) as scheme:
+        scheme.init_on_sender("nets['policy']", model=nn.Linear(3, 2), actors=made)
+        scheme.connect()
+        os.mkfifo(door)
+        os.kill(ray.get(actor.where.remote())[1], 9)
+        with pytest.raises(wsync.WorkerDied, match="worker 0"):
+            for _ in range(100):  # Ray may take a moment to have it killed
+                scheme.send()
+        for _ in range(2):
+            with pytest.raises(wsync.SyncTimeout):
+                scheme.readmit(0, timeout=1.0)
+        with open(door, "w", encoding="utf-8"):
+            pass  # opened when the actor waits behind it
+        scheme.readmit(0, timeout=60.0)
+        for _ in range(3):
+            ray.get(actor.act.remote())  # behind whatever it is yet to do
+            scheme.send()
+    ray.kill(actor)
 
 
 def test_a_second_connect_leaves_those_alone_who_are_there(cluster: Cluster) -> None:

@@ -24,8 +24,7 @@ from wsync.ports import SenderPort
 from wsync.roles import Trainer, the_one_count
 from wsync.scheme import WeightSyncScheme
 
-_RETRIES = -1  # of having an actor join: Ray spends one about every second while it starts the actor anew
-_GRACE = 5.0  # seconds in which an actor has to let go of a scheme; a busy one does it later
+_GRACE = 5.0  # seconds in which Ray is to hear that an actor has joined, or let go; of a busy one it hears later
 _joined: dict[tuple[str, int], WeightSyncScheme] = {}  # in an actor: what a sender had it join, and as which worker
 
 
@@ -143,10 +142,15 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
     @contextmanager
     def _joining(self, workers: Sequence[int], *, anew: bool = False) -> Iterator[Mapping[int, int]]:
-        """Have actors join; descriptors that are readable if they fail, whose errors are raised in place of others."""
-        calls = Calls({i: self._actors.call(i, _join, self, self.model_id, i, anew, retries=_RETRIES) for i in workers})
+        """Have actors join; descriptors that are readable if they fail, whose errors are raised in place of others.
+
+        One that an attempt before this was given up for is not asked again: Ray has it join when it is there, and a
+        second time would undo the first.
+        """
+        calls = Calls({i: self._actors.ask(i, _join, self, self.model_id, i, anew) for i in workers})
         try:
             yield calls.sentinels
+            calls.settle(_GRACE)
         except WeightSyncError as error:
             raise calls.explain(error) from error
         finally:

@@ -19,6 +19,7 @@ class Actors:
     def __init__(self, handles: Sequence[ActorHandle] = ()) -> None:
         self._handles = list(handles)
         self._connection = _connection() if handles else None
+        self._asked: dict[int, ray.ObjectRef] = {}  # what an actor is yet to do
 
     def __len__(self) -> int:
         """How many."""
@@ -41,12 +42,27 @@ class Actors:
         Raises:
             NotConnected: Ray was shut down meanwhile. (A call would start another Ray.)
         """
+        self._require()
+        return self._handles[worker].__ray_call__.options(max_task_retries=retries).remote(function, *args)
+
+    def ask(self, worker: int, function: Callable[..., None], *args: Any) -> ray.ObjectRef:
+        """As ``call``, with retries, whoever waits for it; not once more while the actor is yet to do it.
+
+        Raises:
+            NotConnected: as ``call``.
+        """
+        self._require()
+        asked = self._asked.get(worker)
+        if asked is None or ray.wait([asked], timeout=0)[0]:
+            asked = self._asked[worker] = self.call(worker, function, *args, retries=-1)
+        return asked
+
+    def _require(self) -> None:
         if not self.reachable:
             raise NotConnected(
                 f"ray.shutdown() was called, and has ended the connection to the {len(self)} actor(s) of this scheme: "
                 "give new actors to a new scheme"
             )
-        return self._handles[worker].__ray_call__.options(max_task_retries=retries).remote(function, *args)
 
 
 def _connection() -> tuple[str, str] | None:
@@ -61,6 +77,7 @@ class Calls:
     """Calls to actors that are under way; a failure wakes whoever waits for the actor."""
 
     def __init__(self, refs: Mapping[int, ray.ObjectRef]) -> None:
+        self._refs = list(refs.values())
         self._lock = threading.Lock()
         self.sentinels = {worker: os.eventfd(0, os.EFD_CLOEXEC) for worker in refs}
         self._errors: dict[int, BaseException] = {}
@@ -80,6 +97,11 @@ class Calls:
             return error
         lines = "\n".join(f"worker {worker}: {cause}" for worker, cause in sorted(errors.items()))
         return WorkerFailed(f"{len(errors)} actor(s) could not join:\n{lines}", errors)
+
+    def settle(self, timeout: float) -> None:
+        """Wait until Ray, too, has heard that all were made; it makes one again whose actor dies before."""
+        if self._refs:
+            ray.wait(self._refs, num_returns=len(self._refs), timeout=timeout)
 
     def close(self) -> None:
         """Let the descriptors go."""
