@@ -215,9 +215,9 @@ def show(results: dict[int, dict[str, dict[str, float]]]) -> None:
 def main(
     widths: Annotated[list[int], typer.Option("--width", help="environments per process")] = [1, 8, 64],  # noqa: B006
     workers: Annotated[list[int], typer.Option("--worker", help="worker processes; 0 for none")] = [1, 2],  # noqa: B006
-    steps: Annotated[int, typer.Option(help="steps per environment and batch")] = 64,
-    rounds: Annotated[int, typer.Option(help="turns of each contender")] = 7,
-    seconds: Annotated[float, typer.Option(help="length of a turn")] = 0.4,
+    steps: Annotated[int, typer.Option(min=1, help="steps per environment and batch")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="turns of each contender")] = 7,
+    seconds: Annotated[float, typer.Option(min=0.001, help="length of a turn")] = 0.4,
     peer: Annotated[bool, typer.Option(help="run TorchRL's collectors too")] = False,
     out: Annotated[Path | None, typer.Option(help="write the figures here, as JSON")] = None,
 ) -> None:

@@ -30,7 +30,7 @@ def seconds(statement: str) -> float:
     return time.perf_counter() - began
 
 
-def main(rounds: Annotated[int, typer.Option(help="processes of each kind")] = 7) -> None:
+def main(rounds: Annotated[int, typer.Option(min=1, help="processes of each kind")] = 7) -> None:
     """Measure, and print the medians."""
     statements = [*STATEMENTS, *([PEER] if find_spec("torchrl") else [])]
     for statement in statements:

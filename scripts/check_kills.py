@@ -233,9 +233,9 @@ def check(
 
 def main(
     backend: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(BACKENDS)}; else shared_mem.")] = None,
-    kills: Annotated[int, typer.Option(help="Kills in each run.")] = 200,
-    workers: Annotated[int, typer.Option(help="Workers.")] = 2,
-    pause: Annotated[float, typer.Option(help="Mean seconds between two kills.")] = 0.5,
+    kills: Annotated[int, typer.Option(min=1, help="Kills in each run.")] = 200,
+    workers: Annotated[int, typer.Option(min=1, help="Workers.")] = 2,
+    pause: Annotated[float, typer.Option(min=0.001, help="Mean seconds between two kills.")] = 0.5,
     seed: Annotated[int, typer.Option(help="Of the kills.")] = 0,
 ) -> None:
     """Kill workers at random; fail if anything does not add up."""

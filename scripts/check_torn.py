@@ -311,8 +311,8 @@ def _floor() -> Iterator[tuple[Path, np.ndarray]]:
 
 def main(
     backend: Annotated[list[str] | None, typer.Option(help="Which backends; all by default.")] = None,
-    forwards: Annotated[int, typer.Option(help="Forwards in all, over the backends.")] = 1_000_000,
-    workers: Annotated[int, typer.Option(help="Worker processes.")] = 2,
+    forwards: Annotated[int, typer.Option(min=1, help="Forwards in all, over the backends.")] = 1_000_000,
+    workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 2,
     mib: Annotated[float, typer.Option(help="MiB of weights.")] = 1.0,
     seconds: Annotated[float, typer.Option(help="Seconds for each backend, at the most.")] = 600.0,
     collector: Annotated[bool, typer.Option("--collector/--standalone", help="Inside a collector.")] = False,

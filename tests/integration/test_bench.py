@@ -46,6 +46,18 @@ def command(folder: Path, *overrides: str) -> list[str]:
     return [sys.executable, str(SCRIPT), f"hydra.run.dir={folder}", *TINY, *overrides]
 
 
+@pytest.mark.parametrize(
+    "nothing",
+    ["check_torn.py --forwards=0", "check_kills.py --kills=0", "check_kills.py --pause=0", "bench_start.py --rounds=0",
+     "bench_collect.py --seconds=0"],
+)  # fmt: skip
+def test_a_script_that_would_look_at_nothing_says_so(nothing: str) -> None:
+    name, option = nothing.split()
+    script = [sys.executable, str(SCRIPT.with_name(name)), option]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=100, cwd=SCRIPT.parents[1], check=False)
+    assert done.returncode == 2 and f"'{option.partition('=')[0]}'" in done.stderr, done.stderr
+
+
 def test_a_tiny_run_ends_well(tmp_path):
     done = subprocess.run(command(tmp_path, "backends=[shared_mem]"), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
