@@ -276,6 +276,19 @@ def test_registered_buffers() -> None:
         assert workers[0].call("forward")[0] == 3 and buffers["weight"][0] == 3
 
 
+def test_a_sender_that_was_given_no_weights_has_those_that_it_has_published() -> None:
+    scheme = wsync.SharedMemWeightSyncScheme(strategy="state_dict", timeout=30.0)
+    with crew(2) as workers, scheme:
+        scheme.init_on_sender("policy", num_workers=2)
+        workers.follow(scheme, Small)
+        assert scheme.weights is None
+        for value in (5.0, 6.0):
+            scheme.send(fill(Small(), value))
+            assert scheme.weights["weight"].tolist() == [value] * 4
+        scheme.send({0: fill(Small(), 7), 1: fill(Small(), 8)})
+        assert scheme.weights is None
+
+
 def test_per_worker_slots() -> None:
     scheme = wsync.SharedMemWeightSyncScheme(per_worker_weights=True, timeout=30.0)
     with crew(2) as workers, scheme:

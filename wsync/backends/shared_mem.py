@@ -158,6 +158,17 @@ class SharedMemWeightSyncScheme(PipedScheme):
         super().init_on_sender(model_id, context, **given)
 
     @property
+    def weights(self) -> Any:
+        """See ``WeightSyncScheme.weights``; on a sender that was given none, those that it has published.
+
+        None where workers have different ones: ``shared_transport.unique_weights`` are all of them.
+        """
+        own, line = super().weights, self.shared_transport
+        if own is not None or line is None or len(line.unique_weights) != 1:
+            return own
+        return self.strategy.extract_weights(line.unique_weights[0])
+
+    @property
     def shared_transport(self) -> SharedMemTransport | None:
         """The one line to all workers, on the sender; None in one process, where nothing is shared."""
         port = self._port(self._role, None) if isinstance(self._role, Trainer) else None
