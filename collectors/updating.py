@@ -116,8 +116,7 @@ class Updating(ABC):
                 "leave that out to update several at once"
             )
         schemes = {self._scheme(model_id): weights for model_id, weights in weights_dict.items()}
-        carried = {s: w for s, w in schemes.items() if not isinstance(s, wsync.NoWeightSyncScheme)}
-        self._deliver(wsync.synchronize, carried, worker_ids)
+        self._deliver(wsync.synchronize, schemes, worker_ids)
 
     def _scheme(self, model_id: str | None) -> wsync.WeightSyncScheme:
         scheme = self.weight_sync_schemes.get(model_id or "policy")

@@ -26,6 +26,7 @@ class SchemeSetup(SchemeView):
     """What is decided before anything is sent. See ``WeightSyncScheme`` for the options."""
 
     name: ClassVar[str]
+    carries: ClassVar[bool] = True  # something; otherwise there is nobody to meet, and nothing to stage
     delivers_at_connect: ClassVar[bool] = True  # the first weights; otherwise with the first send
 
     def __init__(

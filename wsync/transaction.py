@@ -25,7 +25,8 @@ def synchronize(
     dies meanwhile.
 
     Args:
-        updates: ``{scheme: weights}``, schemes that are connected; weights as for ``send``.
+        updates: ``{scheme: weights}``, schemes that are connected; weights as for ``send``. One that carries nothing
+            (``NoWeightSyncScheme``) is left out.
         worker_ids: one, several, or (None) all workers.
 
     Returns:
@@ -38,9 +39,10 @@ def synchronize(
             the message says that it had been decided, the others have all of them.
     """
     transaction = secrets.randbits(63)
-    senders = {str(scheme.model_id): (scheme.sender, weights) for scheme, weights in updates.items()}
-    if len(senders) < len(updates):
-        raise ValueError(f"each scheme must have a model_id of its own, not {[s.model_id for s in updates]}")
+    carried = {scheme: weights for scheme, weights in updates.items() if scheme.carries}
+    senders = {str(scheme.model_id): (scheme.sender, weights) for scheme, weights in carried.items()}
+    if len(senders) < len(carried):
+        raise ValueError(f"each scheme must have a model_id of its own, not {[s.model_id for s in carried]}")
     with ExitStack() as alone:  # another thread's send must not come between staging and decision
         for sender in sorted((sender for sender, _ in senders.values()), key=id):  # everybody in one order
             alone.enter_context(sender.alone())

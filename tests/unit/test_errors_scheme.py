@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from torch import nn
 
 import wsync
 
@@ -50,3 +51,4 @@ def test_none_carries_nothing() -> None:
     scheme.connect()
     scheme.send()
     assert scheme.receive() is False
+    assert wsync.synchronize({scheme: nn.Linear(1, 1)}) == {}

@@ -16,6 +16,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
     """Carries nothing: init, connect, send, receive, shutdown do nothing; workers keep the weights that they have."""
 
     name = "none"
+    carries = False
 
     def init_on_sender(
         self,
