@@ -10,6 +10,7 @@ from tensordict import LazyStackedTensorDict, TensorDict
 from torch import nn
 
 from wsync import LayoutMismatch, SharedMemWeightSyncScheme, SyncTimeout, WeightStrategy
+from wsync.weights.binding import unshare
 
 
 @pytest.mark.parametrize("inplace", [True, False])
@@ -123,3 +124,12 @@ def test_weights_without_values_define_nothing() -> None:
         with pytest.raises(SyncTimeout):
             scheme.connect(weights=model)  # nobody comes; but these it can plan
         assert scheme.sender.layout is not None and not scheme.sender.layout.ties
+
+
+def test_a_shared_model_that_gets_its_own_memory_in_inference_mode_can_be_learnt_with_afterwards() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).share_memory()
+    with torch.inference_mode():
+        unshare(model)
+    assert not any(tensor.is_shared() for tensor in model.state_dict().values())
+    model(torch.arange(6.0).view(3, 2)).sum().backward()
+    assert model[0].weight.grad is not None

@@ -40,8 +40,9 @@ def unshare(model: nn.Module) -> None:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in copies:  # several may lie in one
             copies[storage.data_ptr()] = storage.clone()
-        own, copy = torch.empty(0, dtype=tensor.dtype), copies[storage.data_ptr()]
-        tensor.data = own.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+        with torch.inference_mode(False):  # or nobody could learn with them afterwards
+            own, copy = torch.empty(0, dtype=tensor.dtype), copies[storage.data_ptr()]
+            tensor.data = own.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _is_stand_in(tensor: Tensor | None) -> bool:
