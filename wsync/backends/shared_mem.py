@@ -164,9 +164,8 @@ class SharedMemWeightSyncScheme(PipedScheme):
         None where workers have different ones: ``shared_transport.unique_weights`` are all of them.
         """
         own, line = super().weights, self.shared_transport
-        if own is not None or line is None or len(line.unique_weights) != 1:
-            return own
-        return self.strategy.extract_weights(line.unique_weights[0])
+        published = line.unique_weights if own is None and line is not None else []
+        return self.strategy.extract_weights(published[0]) if len(published) == 1 else own
 
     @property
     def shared_transport(self) -> SharedMemTransport | None:
