@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 import struct
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -38,8 +37,7 @@ class SyncMetrics:
         self.updates = 0
         self.last: SyncReport | None = None
         self._costs: deque[bytes] = deque(maxlen=keep)  # packed: a report names each worker, and takes kilobytes
-        self._unpacked: list[SyncReport] = []
-        self._lock = threading.Lock()
+        self._unpacked: deque[SyncReport] = deque()
 
     def record(self, report: SyncReport) -> None:
         """Take in one update."""
@@ -50,9 +48,12 @@ class SyncMetrics:
             self._pack()
 
     def _pack(self) -> None:
-        with self._lock:
-            reports, self._unpacked = self._unpacked, []
-            self._costs.extend(_COST.pack(report.seconds, *_each_phase(report.phases)) for report in reports)
+        while self._unpacked:
+            try:
+                report = self._unpacked.popleft()
+            except IndexError:  # another thread, which reads them, was faster
+                return
+            self._costs.append(_COST.pack(report.seconds, *_each_phase(report.phases)))
 
     def _columns(self) -> tuple[tuple[float, ...], ...]:
         """Seconds of every update kept, oldest first; then those of each phase."""
