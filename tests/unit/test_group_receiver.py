@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from torch import nn
 import wsync
 from wsync.deadlines import deadline_in, wait_readable
 from wsync.network.ends import Seed, network_receiver
+from wsync.network.forming import formed
 from wsync.network.group import Meeting, MeetingPlace, finish, patience
 from wsync.network.tcp import NetListener, listen_on
 from wsync.receiving.receiver_thread import LineHandler
@@ -155,9 +158,16 @@ def test_a_trainer_that_dies_in_the_first_transfer_leaves_nothing_of_it_for_the_
 
 
 @contextmanager
+def nothing_left_open() -> Iterator[None]:
+    """Around whatever is to be closed; also a store, whose own thread closes what its visitors have left."""
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@contextmanager
 def welcomed(meeting: Meeting, timeout: float) -> Iterator[tuple[Future[None], Line]]:
     """A worker was let in, and forms its pair alone; the rest of its rendezvous, and the trainer's line to it."""
-    before = len(os.listdir("/proc/self/fd"))
     door, layout = NetListener("127.0.0.1"), Layout.of(Snapshot({"weight": torch.zeros(4)}))
     end = network_receiver(
         lambda worker, deadline: [Seed(door.endpoint, meeting)], backend="gloo", retains=True, timeout=10.0
@@ -171,19 +181,41 @@ def welcomed(meeting: Meeting, timeout: float) -> Iterator[tuple[Future[None], L
     for thread in [thread for thread in threading.enumerate() if thread.name == "wsync-forming"]:
         thread.join(10.0)
         assert not thread.is_alive(), "nobody waits for the pair any more"
-    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_a_pair_that_was_not_formed_held_is_let_go_of_at_once() -> None:
+    class Descriptors:
+        """As many as gloo takes."""
+
+    held: list[weakref.ref[Descriptors]] = []
+
+    def fail() -> Any:
+        descriptors = Descriptors()
+        held.append(weakref.ref(descriptors))
+        raise RuntimeError("the other half hung up")
+
+    gc.disable()  # it may be long until it runs
+    try:
+        with pytest.raises(RuntimeError, match="hung up"):
+            formed(fail, [], lambda: False, deadline_in(10.0))
+        assert [reference() for reference in held] == [None]
+    finally:
+        gc.enable()
 
 
 def test_a_worker_waits_for_a_stopped_trainer_until_its_deadline() -> None:
-    stopped = listen_on("127.0.0.1")  # visitors come in, and are not answered
-    with stopped, welcomed(Meeting(*stopped.getsockname(), "gloo"), timeout=0.5) as (connecting, _):
+    with (
+        nothing_left_open(),
+        listen_on("127.0.0.1") as stopped,  # visitors come in, and are not answered
+        welcomed(Meeting(*stopped.getsockname(), "gloo"), timeout=0.5) as (connecting, _),
+    ):
         with pytest.raises(wsync.SyncTimeout, match="is the sender stopped"):
             connecting.result(10.0)
         stopped.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_worker_that_is_hung_up_on_waits_for_its_pair_no_longer() -> None:
-    with played() as (_, place), welcomed(place.meeting, timeout=25.0) as (connecting, line):
+    with nothing_left_open(), played() as (_, place), welcomed(place.meeting, timeout=25.0) as (connecting, line):
         line.close()
         with pytest.raises(wsync.NotConnected, match="went away"):
             connecting.result(10.0)

@@ -84,8 +84,10 @@ class _Forming:
         with self._lock:
             if self._done >= 0:
                 os.eventfd_write(self._done, 1)
-            elif self._pair is not None:  # nobody wants it any more
-                self._pair.close()
+                return
+        self._error = None  # nobody wants it any more
+        if self._pair is not None:
+            self._pair.close()
 
     def wait(self, signs: Collection[int], deadline: float | None) -> bool:
         """Whether it is over; False if one of ``signs`` was readable first.
@@ -104,8 +106,12 @@ class _Forming:
         Raises:
             RuntimeError: it could not be formed.
         """
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                error = None  # its traceback has this frame in it: a circle would keep gloo's descriptors
         assert self._pair is not None, "it is over"
         return self._pair
 
@@ -114,3 +120,4 @@ class _Forming:
         with self._lock:
             os.close(self._done)
             self._done = -1
+            self._error = None
