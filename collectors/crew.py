@@ -147,6 +147,7 @@ class CrewCollector(BaseCollector):
         carried = None if policy_factory is not None else policy
         for thing, name in ((carried, "policy"), (policy_factory, "policy_factory"), (makers, "create_env_fn")):
             pickled(thing, name)  # before any worker is started, and each alone: the error then says which it is
+        self._bears_failures = on_worker_failure != "raise"
         self._members = Members(start(len(makers)), failure_policy, self.weight_sync_schemes, self.failures)
         self._at_exit = partial(_shut_down, weakref.ref(self))
         atexit.register(self._at_exit)  # before multiprocessing's own, which would wait for workers
@@ -171,11 +172,22 @@ class CrewCollector(BaseCollector):
 
     def _deliver(self, send: Send, weights: Any, worker_ids: int | Sequence[int] | None) -> None:
         try:
-            self._members.deliver(send, weights, worker_ids)
-        except wsync.WeightSyncError:
+            if self._bears_failures:
+                self._members.deliver(send, weights, worker_ids)
+            else:  # at once: an update between batches takes as long as a dozen calls
+                send(weights, worker_ids)
+        except wsync.WeightSyncError as error:
+            self._close_after(error)
+            raise
+
+    def _close_after(self, error: wsync.WeightSyncError) -> None:
+        """An update has failed: say why, if a worker knows better, and end if that is the end."""
+        try:
+            if not self._bears_failures and isinstance(error, wsync.WorkerDied | wsync.SyncTimeout):
+                self._members.blame(error)
+        finally:
             if self._members.over:
                 self.shutdown()
-            raise
 
     def interrupt(self) -> None:
         """See BaseCollector: a batch that is not complete in two seconds raises ``wsync.SyncTimeout``.

@@ -59,7 +59,8 @@ class Updating(ABC):
             wsync.NotConnected: the collector has been shut down.
             wsync.WeightSyncError: as ``WeightSyncScheme.send``.
         """
-        self._require_open()
+        if self.closed:
+            raise _shut_down()
         source = policy_or_weights
         if policy is not None or weights is not None:
             source = _the_one({"the positional argument": policy_or_weights, "policy": policy, "weights": weights})
@@ -70,7 +71,10 @@ class Updating(ABC):
         elif self.weight_updater is not None and model_id in (None, self.default_model_id):
             self.weight_updater.update_weights(source, worker_ids)
         else:
-            self._deliver(self._scheme(model_id).send, source, worker_ids)
+            scheme = self.weight_sync_schemes.get(model_id or "policy") or self._scheme(
+                model_id
+            )  # mostly one call less
+            self._deliver(scheme.send, source, worker_ids)
 
     def send_weights(
         self,
@@ -93,13 +97,10 @@ class Updating(ABC):
             wsync.NotConnected: the collector has been shut down.
             wsync.WeightSyncError: as ``WeightSyncScheme.send``.
         """
-        self._require_open()
+        if self.closed:
+            raise _shut_down()
         scheme = self._scheme(model_id)
         self._deliver(scheme.send if wait else scheme.send_async, weights, worker_ids)
-
-    def _require_open(self) -> None:
-        if self.closed:
-            raise wsync.NotConnected("this collector has been shut down: there is nobody to update")
 
     def _deliver(self, send: Send, weights: Any, worker_ids: int | Sequence[int] | None) -> None:
         """Call ``send(weights, worker_ids)``; again, for those who are left, where a worker may fail."""
@@ -151,6 +152,10 @@ def appoint(given: UpdaterOrFactory, collector: UpdatedCollector, policy: Any) -
         raise TypeError(f"weight_updater is a WeightUpdaterBase or makes one, and this is a {type(updater).__name__}")
     updater.register_collector(collector)
     return updater
+
+
+def _shut_down() -> wsync.NotConnected:
+    return wsync.NotConnected("this collector has been shut down: there is nobody to update")
 
 
 def _the_one(forms: Mapping[str, Any]) -> Any:

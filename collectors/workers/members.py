@@ -96,22 +96,36 @@ class Members(Supervisor[W]):
     def deliver(self, send: Send, weights: Any, worker_ids: int | Sequence[int] | None) -> None:
         """``send(weights, worker_ids)``, and again to the others if somebody's failure has kept it from all of them.
 
+        For a failure policy that bears it; where none is borne ``send`` does it, and ``blame`` after an error.
+
         Raises:
             WorkerFailed: a model refused the weights.
             Exception: whatever ``send`` raises, but for deaths and timeouts that the failure policy takes care of.
         """
-        if self.failure_policy.on_failure != "raise" and (wanted := self._named(worker_ids)):
-            with self._turns.visiting():
-                while not self._deliver(send, weights, wanted, everybody=worker_ids is None):
-                    pass
+        wanted = self._named(worker_ids)
+        if not wanted:
+            send(weights, worker_ids)  # which says so
             return
-        try:
-            send(weights, worker_ids)
-        except (wsync.WorkerDied, wsync.SyncTimeout) as error:
-            self._note(error)
-            with self._turns.visiting():
-                self._raise_own(error)
-            raise
+        with self._turns.visiting():
+            while not self._deliver(send, weights, wanted, everybody=worker_ids is None):
+                pass
+
+    def blame(self, error: wsync.WorkerDied | wsync.SyncTimeout) -> None:
+        """An update did not reach somebody, and that is not borne.
+
+        Raises:
+            WorkerDied, WorkerFailed, SyncTimeout: what such a worker has raised itself: that is the better cause.
+        """
+        if error.version is not None:
+            self.failures.failed |= Counter(error.workers.keys() - error.refused)  # each once
+        with self._turns.visiting():
+            if self.over or self._turns.closed:
+                return  # another thread has raised it, or ended the workers
+            for index in error.workers:
+                place = self._places[index]
+                raised = None if place.worker is None else self._hear_out(place.worker, _patience_after(error))
+                if raised is not None:
+                    self._fail(place, Cause.of(index, "error", raised))
 
     def _named(self, worker_ids: int | Sequence[int] | None) -> Sequence[int]:
         everyone = range(len(self._places))
@@ -139,21 +153,6 @@ class Members(Supervisor[W]):
                 raise wsync.WorkerDied(f"worker(s) {sorted(wanted)} were dropped: there is nobody to send to", causes)
             self._step()
         return there
-
-    def _note(self, error: wsync.WorkerDied | wsync.SyncTimeout) -> None:
-        """Count those whom an update did not reach, where that is an error: each once."""
-        if error.version is not None:
-            self.failures.failed |= Counter(error.workers.keys() - error.refused)
-
-    def _raise_own(self, error: wsync.WorkerDied | wsync.SyncTimeout) -> None:
-        """Of those whom an update did not reach, somebody may have raised: that is the better cause."""
-        if self.over or self._turns.closed:
-            return  # another thread has raised it, or ended the workers
-        for index in error.workers:
-            place = self._places[index]
-            raised = None if place.worker is None else self._hear_out(place.worker, _patience_after(error))
-            if raised is not None:
-                self._fail(place, Cause.of(index, "error", raised))
 
     def _lose(self, addressed: Collection[int], error: wsync.WorkerDied | wsync.SyncTimeout) -> bool:
         """Give up those whom an update did not reach; whether there were any."""

@@ -196,9 +196,9 @@ def test_usual_updates_take_the_fast_path(backend: str) -> None:
         sender: Any = scheme._role.sender  # type: ignore[union-attr]
 
         def went_short() -> bool:
-            before = sender._fast.path
+            before = sender._path
             scheme.send()
-            return before is not None and sender._fast.path is before
+            return before is not None and sender._path is before
 
         assert [went_short() for _ in range(3)][1:] == [True, True], "once there are slots enough"
         workers.all("digest")
@@ -230,11 +230,11 @@ def test_however_many_workers_there_are_usual_updates_take_the_fast_path(backend
             hosts[index % 2].result()
         sender: Any = scheme.sender
         scheme.send()  # there are slots enough
-        before = sender._fast.path
+        before = sender._path
         for value in range(2, 5):
             report = scheme.send(fill(model, value))
             assert report is not None and len(report.workers) == count
-        assert before is not None and sender._fast.path is before
+        assert before is not None and sender._path is before
         for index in range(count):
             assert hosts[index % 2].call("forward", f"policy {index}")[0] == 4.0
 
@@ -297,13 +297,13 @@ def test_who_waits_for_another_thread_has_all_its_time_left(backend: str) -> Non
         workers.follow(scheme, Plain)
         scheme.send()
         sender: Any = scheme.sender
-        before, sender.timeout = sender._fast.path, 2.0
+        before, sender.timeout = sender._path, 2.0
         with ThreadPoolExecutor(1) as others:
             with sender._lock:  # another thread's update, which takes longer than this one may
                 waiting = others.submit(scheme.send, scramble(model, 1))
                 threading.Event().wait(2.5)
             report = waiting.result()
-        assert (before is not None) == native.available and sender._fast.path is before
+        assert (before is not None) == native.available and sender._path is before
         assert report is not None and report.seconds < 2.0
         assert workers.all("raw_digest") == [digest(model)]
 

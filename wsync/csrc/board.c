@@ -136,7 +136,7 @@ static PyObject *report_of(Board *self, const Update *update, double began, doub
     double apply = least(update->answers.apply, left);
     double wait = least(update->answers.wait, left - apply);
     double transfer = least(update->published - update->packed, left - apply - wait);
-    const double seconds[PHASES] = {
+    const double costs[PHASES] = {
         [EXTRACT] = update->started - began + update->extracted - update->waited,
         [PACK] = update->packed - update->extracted,
         [TRANSFER] = transfer,
@@ -144,10 +144,12 @@ static PyObject *report_of(Board *self, const Update *update, double began, doub
         [APPLY] = apply,
         [ACKNOWLEDGE] = left - apply - wait - transfer,
     };
-    PyObject *phases = PyDict_New(), *workers = PyDict_New(), *version = PyLong_FromLongLong(update->version);
-    int failed = !phases || !workers || !version;
+    PyTypeObject *type = (PyTypeObject *)names.report;
+    PyObject *phases = PyDict_Copy(names.no_phases), *workers = PyDict_New(); /* copied: it would grow step by step */
+    PyObject *version = PyLong_FromLongLong(update->version), *report = type->tp_alloc(type, FIELDS);
+    int failed = !phases || !workers || !version || !report;
     for (Py_ssize_t i = 0; i < PHASES && !failed; i++) {
-        PyObject *cost = PyFloat_FromDouble(seconds[i] > 0 ? seconds[i] : 0);
+        PyObject *cost = PyFloat_FromDouble(costs[i] > 0 ? costs[i] : 0);
         failed = !cost || PyDict_SetItem(phases, names.phases[i], cost);
         Py_XDECREF(cost);
     }
@@ -156,13 +158,17 @@ static PyObject *report_of(Board *self, const Update *update, double began, doub
         failed = !worker || PyDict_SetItem(workers, worker, version);
         Py_XDECREF(worker);
     }
-    PyObject *fields =
-        failed ? NULL : Py_BuildValue("((OndOO))", version, self->nbytes, finished - began, phases, workers);
-    PyObject *report = fields ? PyTuple_Type.tp_new((PyTypeObject *)names.report, fields, NULL) : NULL;
-    Py_XDECREF(fields);
-    Py_XDECREF(phases);
-    Py_XDECREF(workers);
-    Py_XDECREF(version);
+    PyObject *nbytes = PyLong_FromSsize_t(self->nbytes), *seconds = PyFloat_FromDouble(finished - began);
+    PyObject *fields[FIELDS] = {version, nbytes, seconds, phases, workers}; /* owned by the report, if there is one */
+    for (Py_ssize_t i = 0; i < FIELDS; i++) {
+        failed |= !fields[i];
+        if (report)
+            PyTuple_SET_ITEM(report, i, fields[i]);
+        else
+            Py_XDECREF(fields[i]);
+    }
+    if (failed)
+        Py_CLEAR(report);
     return report;
 }
 

@@ -43,8 +43,15 @@ static PyObject *use(PyObject *Py_UNUSED(module), PyObject *args)
         PyErr_SetString(PyExc_ImportError, "it was built for another SyncReport: build it again");
         return NULL;
     }
-    for (Py_ssize_t i = 0; i < PHASES; i++)
+    PyObject *no_phases = PyDict_New();
+    for (Py_ssize_t i = 0; i < PHASES; i++) {
         Py_XSETREF(names.phases[i], Py_NewRef(PyTuple_GET_ITEM(phases, i)));
+        if (!no_phases || PyDict_SetItem(no_phases, names.phases[i], names.never)) {
+            Py_XDECREF(no_phases);
+            return NULL;
+        }
+    }
+    Py_XSETREF(names.no_phases, no_phases);
     Py_XSETREF(names.report, Py_NewRef(report));
     Py_XSETREF(names.plain_types, Py_NewRef(types));
     Py_XSETREF(names.get_num_threads, Py_NewRef(get_num_threads));

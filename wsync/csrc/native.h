@@ -122,11 +122,13 @@ extern PyType_Spec Room_spec, Tree_spec, Board_spec, Turnstile_spec, Installer_s
 /* --- names that Python knows as well --- */
 
 enum { EXTRACT, PACK, TRANSFER, WAIT, APPLY, ACKNOWLEDGE, PHASES }; /* types.py */
+enum { FIELDS = 5 };                                               /* of a SyncReport */
 
 extern struct Names {
     PyObject *plain_types; /* a tuple: other classes may keep their numbers elsewhere */
     PyObject *report;      /* SyncReport */
     PyObject *phases[PHASES];
+    PyObject *no_phases; /* {each of them: 0.0} */
     PyObject *get_num_threads; /* torch's */
     PyObject *is_neg, *enter, *leave, *on_readable, *data, *version, *told_at, *waiting;
     PyObject *never; /* 0.0, of told_at */

@@ -50,8 +50,7 @@ class FastEnd(NamedTuple):
     complete: Callable[[PartialDelivery, int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Locator:
+class Locator(NamedTuple):
     """How to find the tensors of updates that are like the last one, in the layout's order.
 
     Attributes:
@@ -64,26 +63,24 @@ class Locator:
     tree: native.Tree | None
     listing: Listing | None = None
 
-    def find(self, given: object) -> native.Tree | list[Tensor] | None:
-        """The tensors of an update; None if it is not like the last one."""
-        if given is self.model:
-            return self.tree
-        return None if self.listing is None else self.listing.tensors(given)
 
-
-class FastPath(NamedTuple):
-    """The fast path of updates to all workers.
+@dataclass(frozen=True, slots=True)
+class FastPath:
+    """The fast path of updates to all workers: all that it takes, in one object.
 
     Attributes:
-        locator: of the tensors.
         own: what a send without weights means.
-        end: takes them.
+        model, tree, listing: see ``Locator``.
+        update, complete: see ``FastEnd``.
     """
 
-    locator: Locator
     own: object
-    end: FastEnd
+    model: object
+    tree: native.Tree | None
+    listing: Listing | None
+    update: FastUpdate
+    complete: Callable[[PartialDelivery, int], None]
 
-    def find(self, weights: object) -> native.Tree | list[Tensor] | None:
-        """The tensors of an update (None: its own); None if they are not like the last ones."""
-        return self.locator.find(self.own if weights is None else weights)
+    def listed(self, given: object) -> list[Tensor] | None:
+        """The tensors of what is not the module; None if it is not like the last update."""
+        return None if self.listing is None else self.listing.tensors(given)

@@ -5,25 +5,22 @@ source ─→ loader.load ─→ end.publish ─→ (answers) ─→ report, or 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from wsync.deadlines import deadline_in
 from wsync.errors import NotConnected
-from wsync.sending.answers import Answers
 from wsync.sending.end import SenderEnd
 from wsync.sending.fast_sender import FastSender
 from wsync.sending.in_flight import InFlight
 from wsync.sending.loading import Loader, Packed
-from wsync.sending.membership import Membership
 from wsync.sending.source import Source
 from wsync.types import Ack, SyncReport
 from wsync.weights.layout import Layout
 
 
-class Sender:
+class Sender(FastSender):
     """One model, and all the workers that act with copies of it.
 
     Args:
@@ -47,21 +44,13 @@ class Sender:
         published: bool = False,
         record: Callable[[SyncReport], None],
     ) -> None:
-        self.version = 0
-        self.source = source
+        super().__init__(end, source, num_workers, timeout, published=published, record=record)
         self.num_workers = num_workers
         self.connected = False
-        self._end = end
         self._delivers_at_connect = delivers_at_connect
-        self._published = published
-        self._record = record
-        self._members = Membership(num_workers)
-        self._answers = Answers(end, self._members, timeout)
         self._loader = Loader(end, source, self._members)
-        self._fast = FastSender(end, source, self._members, self._answers, published=published)
         self._in_flight: list[InFlight] = []
         self._unmapped: set[int] = set()  # workers that were told what weights look like after they had joined
-        self._lock = threading.RLock()
 
     @property
     def layout(self) -> Layout | None:
@@ -127,19 +116,7 @@ class Sender:
             if version:
                 self._answers.expect([worker], version, deadline)
 
-    def send(self, weights: object, worker_ids: int | Sequence[int] | None, *, wait: bool) -> SyncReport | None:
-        """Deliver an update; with ``wait``, return when the promise of a finished send holds."""
-        with self._lock:
-            began = time.perf_counter()
-            path = self._fast.path if wait and worker_ids is None else None
-            tensors = None if path is None else path.find(weights)
-            if path is not None and tensors is not None:
-                self.version += 1  # first: an update that is interrupted keeps its number
-                report = self._fast.send(path, tensors, self.version, began)
-                if report is not None:
-                    self._record(report)
-                    return report
-                self.version -= 1
+    def _send_slowly(self, weights: object, worker_ids: int | Sequence[int] | None, *, wait: bool) -> SyncReport | None:
         with self.alone():
             self._require_connected()
             workers, absent = self._members.addressees(worker_ids)
@@ -156,7 +133,7 @@ class Sender:
 
     def _arm_fast_path(self, weights: object) -> None:
         if self.layout is not None and not self._in_flight:
-            self._fast.arm(weights, self.layout)
+            self._arm(weights, self.layout)
 
     def _excuse(self, workers: Collection[int]) -> None:
         """Await no older answers of ``workers``: they are given, or owe, a newer one, or are named in an error."""
@@ -218,7 +195,7 @@ class Sender:
     def alone(self) -> Iterator[None]:
         """Keep other threads' updates waiting while it is open; what is done then is not usual, so no path is fast."""
         with self._lock:
-            self._fast.disarm()
+            self._disarm()
             yield
 
     def stage(self, weights: object, worker_ids: int | Sequence[int] | None, transaction: int) -> InFlight:
