@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, Required, TypedDict
+from typing import Any, Literal, NoReturn, Required, TypedDict
 
 import torch
 from tensordict import TensorDictBase
@@ -16,7 +16,7 @@ import wsync
 from collectors.base import BaseCollector
 from collectors.making import EnvMaker
 from collectors.pickling import pickled
-from collectors.updating import Send, UpdaterOrFactory
+from collectors.updating import UpdaterOrFactory
 from collectors.workers.gathering import FirstCome, Gathering, Together
 from collectors.workers.members import Members
 from collectors.workers.pool import Pool, Worker
@@ -147,8 +147,8 @@ class CrewCollector(BaseCollector):
         carried = None if policy_factory is not None else policy
         for thing, name in ((carried, "policy"), (policy_factory, "policy_factory"), (makers, "create_env_fn")):
             pickled(thing, name)  # before any worker is started, and each alone: the error then says which it is
-        self._bears_failures = on_worker_failure != "raise"
         self._members = Members(start(len(makers)), failure_policy, self.weight_sync_schemes, self.failures)
+        self._deliver_in_spite = None if on_worker_failure == "raise" else self._members.deliver
         self._at_exit = partial(_shut_down, weakref.ref(self))
         atexit.register(self._at_exit)  # before multiprocessing's own, which would wait for workers
         try:
@@ -170,21 +170,11 @@ class CrewCollector(BaseCollector):
         self._members.complete()
         return batch
 
-    def _deliver(self, send: Send, weights: Any, worker_ids: int | Sequence[int] | None) -> None:
+    def _raise_failure(self, error: wsync.WeightSyncError) -> NoReturn:
         try:
-            if self._bears_failures:
-                self._members.deliver(send, weights, worker_ids)
-            else:  # at once: an update between batches takes as long as a dozen calls
-                send(weights, worker_ids)
-        except wsync.WeightSyncError as error:
-            self._close_after(error)
-            raise
-
-    def _close_after(self, error: wsync.WeightSyncError) -> None:
-        """An update has failed: say why, if a worker knows better, and end if that is the end."""
-        try:
-            if not self._bears_failures and isinstance(error, wsync.WorkerDied | wsync.SyncTimeout):
+            if self._deliver_in_spite is None and isinstance(error, wsync.WorkerDied | wsync.SyncTimeout):
                 self._members.blame(error)
+            raise error
         finally:
             if self._members.over:
                 self.shutdown()
