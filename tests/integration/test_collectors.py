@@ -1,5 +1,6 @@
 """Collectors with real worker processes: weights in every form, failures with names, nothing left behind."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -623,6 +624,8 @@ def test_a_killed_worker_is_named_by_the_update_and_by_the_batch(scheme):
 def test_rounds_of_start_and_stop_leave_nothing():
     def count():
         return threading.active_count(), len(os.listdir("/proc/self/fd")), len(children()), len(os.listdir("/dev/shm"))
+
+    gc.collect()  # a test before this one may have left what would go within it
 
     def round_of(scheme):
         with multi(scheme=scheme) as collector:
