@@ -89,7 +89,7 @@ class Lifecycle(SchemeSetup):
             WorkerDied, WorkerFailed, SyncTimeout: names each worker that lacks the update, and why; the others have it.
         """
         role = self._role if isinstance(self._role, Trainer) else self._trainer("send")
-        return role.sender.send(weights, worker_ids, wait=self.sync)
+        return role.sender.send(weights, worker_ids, self.sync)
 
     def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
         """Hand an update over, and return; ``wait_async`` waits. A newer one supersedes it if it is not taken yet."""

@@ -54,7 +54,7 @@ class FastSender(ABC):
         self._path: FastPath | None = None
         self._newest: SyncReport | None = None  # of those that went this way, while it is open
 
-    def send(self, weights: object, worker_ids: int | Sequence[int] | None, *, wait: bool) -> SyncReport | None:
+    def send(self, weights: object, worker_ids: int | Sequence[int] | None, wait: bool) -> SyncReport | None:
         """Deliver an update; with ``wait``, return when the promise of a finished send holds."""
         with self._lock:  # no call and no object more than it takes: each costs microseconds where caches are cold
             began = time.perf_counter()
