@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 
 from wsync.receiving import staged
-from wsync.receiving.events import Event, Follower, SlowPath, Stage
+from wsync.receiving.events import Event, Follower, Proposal, SlowPath, Stage
 from wsync.receiving.gate import process_gate
 from wsync.receiving.receiver_thread import LineHandler
 from wsync.sending.fast_path import FastEnd
@@ -36,6 +36,11 @@ class InProcessLine:
         self._acks: list[Ack] = []
 
     # --- the sender's end ---
+
+    def propose(self, layout: Layout, version: int) -> None:
+        """Ask the receiver."""
+        assert self._receiver is not None, "admit() comes first"
+        self._receiver.follow([Proposal(version, layout)])
 
     def prepare(self, layout: Layout) -> None:
         """Make the buffer."""

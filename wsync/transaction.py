@@ -57,11 +57,9 @@ def _synchronize(
     try:
         for model_id, (sender, weights) in senders.items():
             staged[model_id] = (sender, sender.stage(weights, worker_ids, transaction))
-    except BaseException as error:
+    except BaseException:
         for sender, _ in senders.values():
             sender.drop(transaction)
-        if isinstance(error, WorkerError):
-            error.version = None  # nobody has it
         raise
     for sender, posted in staged.values():
         sender.decide(posted, transaction)

@@ -628,6 +628,40 @@ def test_weights_that_do_not_fit(make_scheme: Any, weights: Any, problem: str) -
         assert workers[0].call("forward")[0] == 2
 
 
+def test_first_weights_that_workers_refuse_decide_nothing(make_scheme: Any) -> None:
+    """Where only the workers have the model, the sender learns from them what weights look like."""
+    with crew(2) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", num_workers=2)
+        workers.follow(scheme, Small)
+        for weights, problem in ((Other(), "no 'bias'"), (longer(), "'weight'")):
+            refused = rf"(?s)given to nobody, for 2 worker.*worker 0.*{problem}.*worker 1.*{problem}"
+            with pytest.raises(wsync.WorkerFailed, match=refused) as failed:
+                scheme.send(weights)
+            assert failed.value.version is None and set(failed.value.refused) == {0, 1}
+        for value in (2, 3):
+            scheme.send(fill(Small(), value))
+            assert [list(seen) for seen in workers.all("forward")] == [[value] * 4] * 2
+        with pytest.raises(wsync.LayoutMismatch, match="unknown 'bias'"):
+            scheme.send(Other())
+
+
+@pytest.mark.above_the_ends
+def test_a_late_answer_about_first_weights_is_not_taken_for_one_about_others(make_scheme: Any) -> None:
+    with crew(2) as workers, make_scheme() as scheme:
+        scheme.init_on_sender("policy", num_workers=2)
+        workers.follow(scheme, Small)
+        workers[1].stop()
+        scheme.timeout = 1.0
+        with pytest.raises(wsync.SyncTimeout, match=r"given to nobody(?s:.*)worker 1: did not answer"):
+            scheme.send(fill(Small(), 1))
+        workers[1].resume()
+        scheme.timeout = 60.0
+        with pytest.raises(wsync.WorkerFailed, match=r"given to nobody, for 2 worker"):
+            scheme.send(Other())
+        scheme.send(fill(Small(), 2))
+        assert [list(seen) for seen in workers.all("forward")] == [[2] * 4] * 2
+
+
 def test_fork(make_scheme: Any) -> None:
     model = scramble(Hard(), 1)
     scheme = make_scheme()

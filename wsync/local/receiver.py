@@ -10,7 +10,7 @@ from wsync.local.arena import Arena
 from wsync.local.rendezvous import Endpoint, LocalLine, knock
 from wsync.local.seat import Seat
 from wsync.local.sender import STAGED
-from wsync.receiving.events import Closed, Decision, Event, Follower, News, SlowPath, Stage
+from wsync.receiving.events import Closed, Decision, Event, Follower, News, Proposal, SlowPath, Stage
 from wsync.receiving.gate import process_gate
 from wsync.receiving.receiver_thread import LineHandler, receiver_thread
 from wsync.receiving.staged import staged
@@ -18,7 +18,7 @@ from wsync.types import ANY_VERSION, Ack, Update
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
 from wsync.wire.entry import let_in
-from wsync.wire.plan import Plan
+from wsync.wire.plan import Plan, proposed
 from wsync.wire.words import Kind, Message, unpacked
 
 
@@ -130,6 +130,8 @@ class LocalReceiver:
         if message.kind is Kind.LAYOUT:
             self._unpack(message)
             return []
+        if message.kind is Kind.PROPOSE:
+            return [Proposal(message.version, proposed(message.payload))]
         if message.kind is Kind.NEWS:
             return [News()]
         if message.kind is Kind.DROP:

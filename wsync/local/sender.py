@@ -65,6 +65,12 @@ class LocalSender:
             raise NotConnected("there are no shared weights yet: connect() or send() makes them")
         return self._arena
 
+    def propose(self, layout: Layout, version: int) -> None:
+        """Ask those who are connected."""
+        plan = Plan(layout, self._checksum, self._num_workers).dump()
+        for worker in self.workers:
+            self._lines.say(worker, Message(Kind.PROPOSE, worker, version, plan))
+
     def prepare(self, layout: Layout) -> None:
         """Make the arena, and tell those who are connected already."""
         self._layout = layout

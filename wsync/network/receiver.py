@@ -12,13 +12,13 @@ from wsync.errors import NotConnected, WeightSyncError
 from wsync.network.fast_receiver import GroupFastReceiver
 from wsync.network.forming import FormPair, formed_beside
 from wsync.network.landing import Landing
-from wsync.receiving.events import Closed, Decision, Event, Follower, News, SlowPath, Stage
+from wsync.receiving.events import Closed, Decision, Event, Follower, News, Proposal, SlowPath, Stage
 from wsync.receiving.receiver_thread import LineHandler
 from wsync.types import ANY_VERSION, Ack, Update
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
 from wsync.wire.entry import await_word, let_in
-from wsync.wire.plan import Plan
+from wsync.wire.plan import Plan, proposed
 from wsync.wire.words import TRANSACTION, Kind, Line, Message, unpacked
 
 
@@ -163,6 +163,8 @@ class GroupReceiver:
         if message.kind is Kind.LAYOUT:
             self.landing.prepare(Plan.load(message.payload))
             return []
+        if message.kind is Kind.PROPOSE:
+            return [Proposal(message.version, proposed(message.payload))]
         if message.kind is Kind.ASK:
             if self.said is not None:
                 self._connection().send(self.said)

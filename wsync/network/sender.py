@@ -70,6 +70,13 @@ class GroupSender:
         """Those that are connected and alive."""
         return self._lines.workers
 
+    def propose(self, layout: Layout, version: int) -> None:
+        """Ask those who are connected."""
+        plan = Plan(layout, self._checksum, self._num_workers).dump()
+        with self._lock:
+            for worker in self.workers:
+                self._lines.say(worker, Message(Kind.PROPOSE, worker, version, plan))
+
     def prepare(self, layout: Layout) -> None:
         """Tell those who are connected already."""
         with self._lock:

@@ -9,6 +9,7 @@ from typing import Protocol
 from wsync.receiving.gate import Feed
 from wsync.receiving.receiver_thread import LineHandler
 from wsync.types import Update
+from wsync.weights.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,19 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
+class Proposal:
+    """See whether weights of a layout would fit; ``version`` is what the answer is to."""
+
+    version: int
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
 class Closed:
     """The sender has gone."""
 
 
-Event = News | Stage | Decision | Closed
+Event = News | Stage | Decision | Proposal | Closed
 
 
 class Follower(Feed, LineHandler, Protocol):

@@ -19,7 +19,7 @@ from wsync.deadlines import deadline_in
 from wsync.errors import NotConnected, WeightSyncError
 from wsync.receiving import staged
 from wsync.receiving.end import ReceiverEnd
-from wsync.receiving.events import Closed, Decision, Event, Follower, News, Stage
+from wsync.receiving.events import Closed, Decision, Event, Follower, News, Proposal, Stage
 from wsync.receiving.forking import following
 from wsync.receiving.gate import guard, process_gate, release
 from wsync.receiving.versions import Versions
@@ -182,12 +182,14 @@ class Receiver(Versions):
             self._pass_on()
         return True
 
-    def _obey(self, event: News | Stage | Decision) -> None:
+    def _obey(self, event: News | Stage | Decision | Proposal) -> None:
         """What an event asks for, inside the gate; for news, entering it was all."""
         if isinstance(event, Stage):
             self._stage(event)
         elif isinstance(event, Decision):
             staged.decide(event.transaction, event.install)
+        elif isinstance(event, Proposal):
+            self._consider(event)
         self.told_at = 0.0  # the acting thread may have been first, and another update is another matter
 
     def _stage(self, event: Stage) -> None:
@@ -199,6 +201,14 @@ class Receiver(Versions):
         except Exception:  # noqa: BLE001  the vote is no, and this is why
             error = traceback.format_exc()
         self._end.answer(Ack(self.worker_idx, event.update.version, error), staged=True)
+
+    def _consider(self, proposal: Proposal) -> None:
+        error = ""
+        try:
+            Binding(self.model, proposal.layout, bind=self._bind)
+        except Exception:  # noqa: BLE001  the vote is no, and this is why
+            error = traceback.format_exc()
+        self._end.answer(Ack(self.worker_idx, proposal.version, error), staged=True)
 
     def _pass_on(self) -> None:
         """Cascade what was installed, and only then answer."""

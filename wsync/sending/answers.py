@@ -25,14 +25,22 @@ class Answers:
         self._members = members
         self.timeout = timeout
 
-    def expect(self, workers: Collection[int], version: int, deadline: float | None) -> Sequence[Ack]:
+    def expect(
+        self, workers: Collection[int], version: int, deadline: float | None, *, given: bool = True
+    ) -> Sequence[Ack]:
         """The answers of ``workers`` to ``version``, waited for.
+
+        Args:
+            workers: who is to answer.
+            version: that they were told of.
+            deadline: until when.
+            given: whether who says yes has it; otherwise that is for them all to decide.
 
         Raises:
             WorkerDied, WorkerFailed, SyncTimeout: one is missing, or says no.
         """
         acks = self._end.collect(workers, version, deadline)
-        self._judge(workers, version, acks)
+        self._judge(workers, version, acks, given=given)
         return acks
 
     def hear_of_failures(self, workers: Collection[int], version: int) -> None:
@@ -46,7 +54,9 @@ class Answers:
             refused = [ack.version for ack in acks if not ack.died]  # of versions before: this one it may take
             self._judge(workers, min([version, *refused]), acks, awaited=False)
 
-    def _judge(self, workers: Collection[int], version: int, acks: Sequence[Ack], *, awaited: bool = True) -> None:
+    def _judge(
+        self, workers: Collection[int], version: int, acks: Sequence[Ack], *, awaited: bool = True, given: bool = True
+    ) -> None:
         """Raise one error for all workers that lack ``version``; those who died are not sent to again."""
         died = {ack.worker: ack.error for ack in acks if ack.died}
         failed = {ack.worker: ack.error for ack in acks if ack.error and not ack.died}
@@ -56,10 +66,14 @@ class Answers:
         if not (died or failed or silent):
             return
         causes = {**died, **failed, **dict.fromkeys(silent, f"did not answer within {self.timeout} s")}
-        have = sorted(set(workers) - causes.keys())
-        lines = [f"worker {worker}: {cause.strip()}" for worker, cause in sorted(causes.items())]
-        message = f"version {version} is missing on {len(causes)} worker(s); those who have it: {have}\n" + "\n".join(
-            lines
+        told = f"is missing on {len(causes)} worker(s); those who have it: {sorted(set(workers) - causes.keys())}"
+        if not given:
+            told = f"was given to nobody, for {len(causes)} worker(s) could not say that it fits"
+        message = "\n".join(
+            [
+                f"version {version} {told}",
+                *(f"worker {worker}: {cause.strip()}" for worker, cause in sorted(causes.items())),
+            ]
         )
         kind: type[WorkerError] = WorkerDied if died else WorkerFailed if failed else SyncTimeout
-        raise kind(message, causes, version, failed)
+        raise kind(message, causes, version if given else None, failed)

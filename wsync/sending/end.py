@@ -24,6 +24,10 @@ class SenderEnd(Protocol):
         """Those that are connected and alive."""
         ...
 
+    def propose(self, layout: Layout, version: int) -> None:
+        """Have those who are connected say whether weights like these would fit: an answer to ``version``."""
+        ...
+
     def prepare(self, layout: Layout) -> None:
         """The layout is known: make room, and tell those who are connected already."""
         ...

@@ -37,6 +37,10 @@ class Loader:
         self._members = members
         self._packer: Packer | None = None
 
+    def propose(self, weights: object, version: int) -> None:
+        """Have those who are connected say whether ``weights`` would fit, before anything is made for them."""
+        self._end.propose(Layout.of(self._source.first(weights)), version)
+
     def plan(self, weights: object) -> tuple[Layout, Packer]:
         """The layout, and what packs by it."""
         if self.layout is None or self._packer is None:

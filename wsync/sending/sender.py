@@ -170,12 +170,23 @@ class Sender(FastSender):
         self, weights: object, workers: Sequence[int], absent: Sequence[int], *, keep: bool = False
     ) -> Iterator[tuple[InFlight, Sequence[Packed]]]:
         """The next version, in buffers that are released if the block raises."""
-        if self.layout is None and self.connected:
-            self._unmapped.update(self._members.present)
         deadline = deadline_in(self._answers.timeout)
+        if self.layout is None and self.connected:
+            self._agree(weights, deadline)
         with self._loader.loaded(weights, workers, absent, self.version + 1, deadline, keep=keep) as loaded:
             self.version += 1
             yield loaded
+
+    def _agree(self, weights: object, deadline: float | None) -> None:
+        """Ask the workers, who may have the only model, whether the first weights fit: others will be like these."""
+        workers, version = self._members.present, self.version + 1
+        try:
+            self._loader.propose(weights, version)
+            self._answers.expect(workers, version, deadline, given=False)
+        except BaseException:
+            self.version = version  # it is not used again: an answer to it may be late
+            raise
+        self._unmapped.update(workers)
 
     def _settle(self, posted: InFlight) -> SyncReport:
         """Wait for the answers, if they are wanted; report, or raise."""
@@ -207,7 +218,7 @@ class Sender(FastSender):
                 for part, buffer, extra in packed:
                     self._end.stage(buffer, posted.version, extra, part.workers, transaction)
             self._excuse(workers)
-            self._answers.expect(workers, posted.version, posted.deadline)
+            self._answers.expect(workers, posted.version, posted.deadline, given=False)
             return posted
 
     def decide(self, posted: InFlight, transaction: int) -> None:

@@ -63,6 +63,18 @@ class Plan:
         )
 
 
+def proposed(data: bytes) -> Layout:
+    """The layout that a plan proposes.
+
+    Raises:
+        ValueError: it is no plan, or proposes nothing.
+    """
+    layout = Plan.load(data).layout
+    if layout is None:
+        raise ValueError("a proposal has a layout")
+    return layout
+
+
 def _plain(layout: Layout) -> list[Any]:
     dtypes = [str(dtype).removeprefix("torch.") for dtype in layout.dtypes]
     extra = None if layout.extra is None else sorted(layout.extra)

@@ -9,14 +9,14 @@ from typing import NamedTuple, Protocol
 
 from wsync.types import Ack
 
-PROTOCOL = 7
+PROTOCOL = 8
 _HEADER = struct.Struct("<BxxxiQQdd")  # kind, worker, version, length, wait, apply
 HEADER_SIZE = _HEADER.size
 TRANSACTION = struct.Struct("<Q")  # what the payloads of STAGE, DROP and DECIDE begin with, where they have one
 
 
 class Kind(IntEnum):
-    """What a message says. The first eight go to a worker, the others come from one; BYE goes either way."""
+    """What a message says. The first nine go to a worker, the others come from one; BYE goes either way."""
 
     WELCOME = 1  # payload: the layout, or nothing yet
     REFUSED = 2  # payload: why
@@ -26,6 +26,7 @@ class Kind(IntEnum):
     DROP = 6  # the transaction is off; payload: transaction, or on one machine ``version`` is
     DECIDE = 7  # install what is staged in the transaction; payload: transaction
     ASK = 8  # say once more what you said last: it has not come
+    PROPOSE = 9  # look whether weights like these would fit; payload: the layout, of which nothing is made yet
     HELLO = 16  # payload: what shows that the token is known, and over a network who this is
     ACK = 17  # a version is installed
     STAGED = 18  # a version is checked and ready
