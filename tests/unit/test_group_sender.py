@@ -100,7 +100,7 @@ class Looks:
         self.count = 0
         self.first = threading.Event()
         self.many = threading.Event()
-        monkeypatch.setattr("wsync.network.sender.wait_readable", self._look)
+        monkeypatch.setattr("wsync.network.courier.wait_readable", self._look)
 
     def _look(self, descriptors: Any, deadline: float | None) -> Any:
         self.count += 1

@@ -3,20 +3,19 @@
 Each worker has a *lane*, with at most one parcel under way; what comes after it waits, and a newer version takes an
 older one's place there. So a slow worker delays nobody, finds the newest when it is ready, and memory is bounded: one
 buffer for each parcel under way, one that waits, one that is being packed. Whoever waits for answers moves the lanes
-on; while the trainer is away, a courier (a thread that lives as long as something waits) does.
+on; while the trainer is away, a courier (`courier.py`) does.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
 
-from wsync.deadlines import NOW, wait_readable
 from wsync.errors import SyncTimeout
+from wsync.network.courier import Courier
 from wsync.network.fast_sender import GroupFastSender
 from wsync.network.forming import FormPair, formed
 from wsync.network.lanes import Flats, Lane, Parcel
@@ -61,8 +60,7 @@ class GroupSender:
         self._flats = Flats(device)
         self._staged: dict[int, dict[int, Parcel]] = {}  # transaction -> worker -> what it is to install
         self._lock = threading.RLock()
-        self._courier: threading.Thread | None = None
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._courier = Courier(self._lines, self._lock, self._somebody_waits)
         self._closed = False
 
     @property
@@ -123,8 +121,7 @@ class GroupSender:
                     f"worker {worker} did not join its process group: {error}", {worker: str(error)}
                 ) from error
         self._move_on(worker)
-        if self._courier is not None:
-            os.eventfd_write(self._wake, 1)  # it listens to those who were there before
+        self._courier.look_again()
 
     def left(self, worker: int) -> None:
         """End what was under way."""
@@ -196,27 +193,10 @@ class GroupSender:
                     self._lines.say(worker, Message(Kind.ASK, worker))  # its answer may have been lost
                 self._move_on(worker)
             self._flats.reserved.discard(parcel.slot)
-            if self._courier is None and self._somebody_waits():
-                self._courier = threading.Thread(target=self._carry, name="wsync-courier", daemon=True)
-                self._courier.start()
+            self._courier.go()
 
     def _somebody_waits(self) -> bool:
         return any(lane.waiting for lane in self._lanes if lane.pair is not None)
-
-    def _carry(self) -> None:
-        """The courier: move lanes on as workers become ready, until nothing waits."""
-        while True:
-            with self._lock:
-                signs = [self._wake, *self._lines.signs]
-            ready = wait_readable(signs, None)
-            with self._lock:
-                if self._wake in ready:
-                    os.eventfd_read(self._wake)
-                if not self._closed:
-                    self._lines.read(NOW)
-                if self._closed or not self._somebody_waits():
-                    self._courier = None
-                    return
 
     def fast_path(self, *, acknowledge: bool) -> FastEnd | None:
         """The fast path, while everybody is there and ready, and nothing is kept for a decision."""
@@ -224,7 +204,7 @@ class GroupSender:
             return None
         with self._lock:
             layout, lanes = self._layout, self._lanes
-            at_rest = len(self.workers) == self._num_workers and not self._staged and self._courier is None
+            at_rest = len(self.workers) == self._num_workers and not self._staged and not self._courier.under_way
             if layout is None or not at_rest or any(lane.under_way or lane.waiting for lane in lanes):
                 return None
             turns = self._flats.turns(layout, [lane.latest for lane in lanes if lane.latest])
@@ -282,11 +262,8 @@ class GroupSender:
             if self._closed:
                 return
             self._closed = True
-            courier = self._courier
-            os.eventfd_write(self._wake, 1)
+            self._courier.dismiss()
             self._lines.close()
             self._let_go()
             self._flats.clear()
-        if courier is not None:
-            courier.join()
-        os.close(self._wake)
+        self._courier.close()
