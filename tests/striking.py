@@ -1,4 +1,4 @@
-"""Raise at a chosen one of the points where the interpreter looks for signals, as a handler would that raises."""
+"""Strike at a chosen one of the points where the interpreter looks for signals, or lets another thread run."""
 
 import sys
 from collections.abc import Callable
@@ -8,8 +8,12 @@ class Struck(BaseException):
     """What the handler raises."""
 
 
-def struck_at(point: int, function: Callable[[], object]) -> bool:
-    """Call ``function``, struck at its ``point``-th point; whether it ended before."""
+def _raise() -> None:
+    raise Struck
+
+
+def struck_at(point: int, function: Callable[[], object], strike: Callable[[], None] = _raise) -> bool:
+    """Call ``function``, and at its ``point``-th point ``strike``, once; whether it ended before."""
     passed = 0
 
     def look(_frame: object, event: str, _: object) -> None:
@@ -17,7 +21,8 @@ def struck_at(point: int, function: Callable[[], object]) -> bool:
         if event in ("call", "c_return"):  # where a function of Python's begins, and where one of C's has ended
             passed += 1
             if passed == point:
-                raise Struck  # which ends the profiling as well
+                sys.setprofile(None)
+                strike()
 
     sys.setprofile(look)
     try:

@@ -153,7 +153,8 @@ class OlderApi(Lifecycle):
 
     def _meet(self) -> None:
         """The rendezvous with all workers, if it has not been."""
-        if isinstance(self._role, Trainer) and not self._role.sender.connected:
+        role = self._role
+        if isinstance(role, Trainer) and not role.sender.connected:
             self.connect()
 
     def _is_let_in(self, timeout: float | None) -> bool:

@@ -88,7 +88,9 @@ class Lifecycle(SchemeSetup):
             ValueError: an unknown worker.
             WorkerDied, WorkerFailed, SyncTimeout: names each worker that lacks the update, and why; the others have it.
         """
-        role = self._role if isinstance(self._role, Trainer) else self._trainer("send")
+        role = self._role
+        if not isinstance(role, Trainer):
+            role = self._trainer("send")
         return role.sender.send(weights, worker_ids, self.sync)
 
     def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
@@ -129,8 +131,9 @@ class Lifecycle(SchemeSetup):
         if model is None:
             raise NotConnected("this end has no model to apply weights to")
         with process_gate().hold():
-            if isinstance(self._role, Worker):
-                self._role.receiver.own_memory()  # what it is bound to may be the other workers', too
+            role = self._role
+            if isinstance(role, Worker):
+                role.receiver.own_memory()  # what it is bound to may be the other workers', too
             self.strategy.apply_weights(model, weights, inplace=inplace)
 
     def prepare_weights(
@@ -164,17 +167,18 @@ class Lifecycle(SchemeSetup):
         Raises:
             RuntimeError: called in a worker from inside the gate, for which whoever is to end may be waiting.
         """
-        if isinstance(self._role, Trainer):
-            if self._role.local is not None:
-                self._role.local.close()
-            self._role.sender.close()
-        elif isinstance(self._role, Worker):
+        role = self._role
+        if isinstance(role, Trainer):
+            if role.local is not None:
+                role.local.close()
+            role.sender.close()
+        elif isinstance(role, Worker):
             if process_gate().held_here:
                 raise RuntimeError(
                     "shutdown() inside a forward, or wsync.gate(), would wait for itself: leave it first"
                 )
-            if self._role.joining is not None:
-                self._role.joining.close()
-            self._role.receiver.close()
+            if role.joining is not None:
+                role.joining.close()
+            role.receiver.close()
         self._role = None
         self._seed = None

@@ -53,7 +53,10 @@ class Worker:
 
 
 class SchemeView(ABC):
-    """What can be seen of a scheme, whichever role it has."""
+    """What can be seen of a scheme, whichever role it has.
+
+    The role is read once wherever something is asked of it: another thread's ``shutdown`` may take it away.
+    """
 
     _transport: ClassVar[type[SenderPort]] = SenderPort  # the sender's line to some workers
     strategy: WeightStrategy
@@ -82,17 +85,19 @@ class SchemeView(ABC):
     @property
     def worker_idx(self) -> int | None:
         """Which worker this is; None on the sender."""
-        if not isinstance(self._role, Worker):
+        role = self._role
+        if not isinstance(role, Worker):
             return None
-        connected = self._role.receiver.worker_idx
-        return connected if connected >= 0 else self._role.worker_idx
+        connected = role.receiver.worker_idx
+        return connected if connected >= 0 else role.worker_idx
 
     @property
     def version(self) -> int:
         """The newest version sent; on a receiver, the one that the model has. 0 before the first."""
-        if isinstance(self._role, Trainer):
-            return self._role.sender.version
-        return self._role.receiver.version if self._role else 0
+        role = self._role
+        if isinstance(role, Trainer):
+            return role.sender.version
+        return role.receiver.version if role else 0
 
     @property
     def weights(self) -> Any:
@@ -121,13 +126,15 @@ class SchemeView(ABC):
         if seconds is not None and not seconds > 0:
             raise ValueError(f"timeout is a number of seconds above 0, or None, not {seconds}")
         self._timeout = None if seconds == math.inf else seconds
-        if isinstance(self._role, Trainer):
-            self._role.sender.timeout = self._timeout
+        role = self._role
+        if isinstance(role, Trainer):
+            role.sender.timeout = self._timeout
 
     @property
     def num_workers(self) -> int:
         """How many workers there are to be; 0 before init."""
-        return self._role.sender.num_workers if isinstance(self._role, Trainer) else 0
+        role = self._role
+        return role.sender.num_workers if isinstance(role, Trainer) else 0
 
     @property
     def sender_transports(self) -> dict[int, TransportBackend]:
@@ -144,7 +151,8 @@ class SchemeView(ABC):
     @property
     def receiver_transport(self) -> TransportBackend | None:
         """On a receiver, the line to the sender."""
-        return ReceiverPort(self._role.receiver, self.connect) if isinstance(self._role, Worker) else None
+        role = self._role
+        return ReceiverPort(role.receiver, self.connect) if isinstance(role, Worker) else None
 
     def create_transport(
         self, pipe_or_context: Any = None, *, worker_ids: Sequence[int] | None = None
@@ -172,23 +180,24 @@ class SchemeView(ABC):
     @property
     def receiver(self) -> Receiver:
         """The receive path, for collectors; also of a scheme whose both ends are in this process."""
-        if isinstance(self._role, Trainer) and self._role.local is not None:
-            return self._role.local
+        role = self._role
+        if isinstance(role, Trainer) and role.local is not None:
+            return role.local
         return self._worker("receiver").receiver
 
     def _trainer(self, what: str) -> Trainer:
-        if not isinstance(self._role, Trainer):
-            where = "is initialised on a receiver" if self._role else "has not seen init_on_sender() yet"
+        role = self._role
+        if not isinstance(role, Trainer):
+            where = "is initialised on a receiver" if role else "has not seen init_on_sender() yet"
             raise NotConnected(f"{what}() belongs to the sender, and this scheme {where}")
-        return self._role
+        return role
 
     def _worker(self, what: str) -> Worker:
-        if not isinstance(self._role, Worker):
-            where = (
-                "is initialised on the sender" if self._role else "is not initialised: call init_on_receiver() first"
-            )
+        role = self._role
+        if not isinstance(role, Worker):
+            where = "is initialised on the sender" if role else "is not initialised: call init_on_receiver() first"
             raise NotConnected(f"{what}() belongs to a receiver, and this scheme {where}")
-        return self._role
+        return role
 
 
 def find_or_none(context: object, model_id: str) -> nn.Module | None:

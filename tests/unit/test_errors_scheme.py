@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from operator import attrgetter, methodcaller
+from typing import Any
 
 import pytest
+import torch
+from striking import struck_at
 from torch import nn
 
 import wsync
@@ -52,3 +59,22 @@ def test_none_carries_nothing() -> None:
     scheme.send()
     assert scheme.receive() is False
     assert wsync.synchronize({scheme: nn.Linear(1, 1)}) == {}
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        *(methodcaller(name) for name in ("send", "send_async", "wait_async", "shutdown")),
+        *(
+            attrgetter(name)
+            for name in ("version", "num_workers", "worker_idx", "weights", "sender", "shared_transport")
+        ),
+        lambda scheme: setattr(scheme, "timeout", 0.1),
+    ],
+)
+def test_a_scheme_that_another_thread_shuts_down_at_any_point_is_not_connected(ask: Callable[[Any], object]) -> None:
+    for point in range(1, 30):
+        with wsync.SharedMemWeightSyncScheme(timeout=0.1) as scheme:
+            scheme.init_on_sender("policy", weights={"weight": torch.ones(2)})
+            with suppress(wsync.NotConnected):
+                struck_at(point, partial(ask, scheme), scheme.shutdown)

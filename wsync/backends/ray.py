@@ -118,12 +118,13 @@ class RayWeightSyncScheme(WeightSyncScheme):
             WorkerFailed: an actor could not join; with its own error.
             Exception: else as there.
         """
-        if not self._actors or not isinstance(self._role, Trainer):
+        role = self._role
+        if not self._actors or not isinstance(role, Trainer):
             super().connect(worker_idx=worker_idx, weights=weights)
             return
-        self._role.end.listen()  # whoever has gone by now is to join again
-        with self._joining([i for i in range(len(self._actors)) if i not in self._role.end.workers]) as sentinels:
-            self._role.sender.connect(weights, sentinels)
+        role.end.listen()  # whoever has gone by now is to join again
+        with self._joining([i for i in range(len(self._actors)) if i not in role.end.workers]) as sentinels:
+            role.sender.connect(weights, sentinels)
 
     def readmit(self, worker_idx: int, sentinel: int | None = None, timeout: float | None = None) -> None:
         """Meet a worker in the place of one that has died: see ``WeightSyncScheme.readmit``.

@@ -170,7 +170,8 @@ class SharedMemWeightSyncScheme(PipedScheme):
     @property
     def shared_transport(self) -> SharedMemTransport | None:
         """The one line to all workers, on the sender; None in one process, where nothing is shared."""
-        port = self._port(self._role, None) if isinstance(self._role, Trainer) else None
+        role = self._role
+        port = self._port(role, None) if isinstance(role, Trainer) else None
         return port if isinstance(port, SharedMemTransport) else None
 
     def _port(self, role: Trainer, worker_ids: Sequence[int] | None) -> TransportBackend:
