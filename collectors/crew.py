@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NoReturn, Required, TypedDict
+from typing import Any, Literal, Required, TypedDict
 
 import torch
 from tensordict import TensorDictBase
@@ -170,11 +170,10 @@ class CrewCollector(BaseCollector):
         self._members.complete()
         return batch
 
-    def _raise_failure(self, error: wsync.WeightSyncError) -> NoReturn:
+    def _look_into(self, error: wsync.WeightSyncError) -> None:
         try:
             if self._deliver_in_spite is None and isinstance(error, wsync.WorkerDied | wsync.SyncTimeout):
                 self._members.blame(error)
-            raise error
         finally:
             if self._members.over:
                 self.shutdown()

@@ -128,6 +128,9 @@ class Collector(BaseCollector):
     def interrupt(self) -> None:
         """Nobody is waited for here."""
 
+    def _look_into(self, error: wsync.WeightSyncError) -> None:
+        """It says it all: there is nobody else to ask."""
+
     def _close(self) -> None:
         for scheme in self.weight_sync_schemes.values():
             scheme.shutdown()

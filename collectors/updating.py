@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from tensordict import TensorDictBase
 from torch import nn
@@ -82,7 +82,8 @@ class Updating(ABC):
                 else:
                     self._deliver_in_spite(scheme.send, source, worker_ids)
             except wsync.WeightSyncError as error:
-                self._raise_failure(error)
+                self._look_into(error)
+                raise
 
     def send_weights(
         self,
@@ -118,11 +119,16 @@ class Updating(ABC):
             else:
                 self._deliver_in_spite(send, weights, worker_ids)
         except wsync.WeightSyncError as error:
-            self._raise_failure(error)
+            self._look_into(error)
+            raise
 
-    def _raise_failure(self, error: wsync.WeightSyncError) -> NoReturn:
-        """Of an update: ``error``, or what was its cause."""
-        raise error
+    @abstractmethod
+    def _look_into(self, error: wsync.WeightSyncError) -> None:
+        """An update has failed, with ``error``; who has caught it raises it next: from here it would make a circle.
+
+        Raises:
+            WeightSyncError: what was its cause, if that says more.
+        """
 
     def _update_together(self, weights_dict: Mapping[str, Any], worker_ids: int | Sequence[int] | None) -> None:
         if not isinstance(weights_dict, Mapping) or isinstance(weights_dict, TensorDictBase):

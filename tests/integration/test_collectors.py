@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 import warnings
+import weakref
+from contextlib import suppress
 
 import gymnasium
 import numpy as np
@@ -147,6 +149,24 @@ def test_an_update_that_cannot_be_is_said_in_the_collectors_words(updater):
     for update in (collector.update_policy_weights_, collector.send_weights):
         with pytest.raises(wsync.NotConnected, match="this collector has been shut down"):
             update(policy(-1.0))
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
+def test_a_refused_update_keeps_nothing_of_who_asked_for_it(cls):
+    with cls([cartpole()] if cls is MultiSyncCollector else cartpole(), policy(), frames_per_batch=4) as collector:
+
+        def ask(update):
+            batch = torch.zeros(1 << 20)
+            with suppress(wsync.LayoutMismatch):
+                update({"odd": torch.zeros(1)})
+            return weakref.ref(batch)
+
+        gc.disable()  # it may be long until it runs
+        try:
+            asked = [ask(update) for update in (collector.update_policy_weights_, collector.send_weights)]
+            assert [batch() for batch in asked] == [None, None]
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("name", ["shared_mem", "multiprocess", "none"])
