@@ -36,10 +36,10 @@ class _Pair:
         self._pair = pair
         self._sent: list[torch.Tensor] = []  # until it has gone
 
-    def send(self, flat: torch.Tensor) -> Any:
+    def send(self, flat: torch.Tensor, works: list[Any]) -> None:
         damaged = flip(flat.clone())
         self._sent.append(damaged)
-        return self._pair.send(damaged)
+        self._pair.send(damaged, works)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pair, name)

@@ -10,6 +10,8 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ import torch
 from backends import BACKENDS, WORKERS
 from contract_models import Plain, Small, digest, fill, scramble
 from crew import Crew, Host, crew
+from striking import struck_at
 from tensordict import TensorDict
 from torch import nn
 
@@ -267,6 +270,24 @@ def test_what_an_interrupted_update_is_answered_is_no_answer_to_the_next(backend
                 assert workers.all("raw_digest") == [digest(model)] * 2
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # struck as a generator was closed
+@pytest.mark.parametrize("worker_ids", [None, [0, 1]], ids=["short", "long"])
+@pytest.mark.parametrize("backend", ["shared_mem", "multiprocess", "distributed"])
+def test_wherever_an_update_is_interrupted_the_next_one_arrives(backend: str, worker_ids: list[int] | None) -> None:
+    model = scramble(Plain(), 0)
+    with crew(2) as workers, BACKENDS[backend](timeout=10.0) as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        workers.follow(scheme, Plain)
+        for point in count(1):
+            scheme.send()
+            finished = struck_at(point, partial(scheme.send, scramble(model, 2 * point), worker_ids))
+            scheme.send(scramble(model, 2 * point + 1))
+            assert workers.all("raw_digest") == [digest(model)] * 2
+            if finished:
+                break
 
 
 @pytest.mark.timeout(60)

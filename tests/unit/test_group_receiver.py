@@ -134,7 +134,9 @@ def let_in(door: NetListener, place: MeetingPlace, plan: Plan, value: float | No
         pair.close()
         return line
     plan.layout.views(flat)[0].fill_(value)
-    finish(pair.send(flat), patience(10.0), flat.device)
+    works: list[Any] = []
+    pair.send(flat, works)
+    finish(works[0], patience(10.0), flat.device)
     return line
 
 

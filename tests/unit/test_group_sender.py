@@ -30,9 +30,10 @@ class Tensors(Pair):
         super().__init__(None, 0)
         self.broken = False
 
-    def send(self, flat: torch.Tensor) -> Any:
+    def send(self, flat: torch.Tensor, works: list[Any]) -> None:
         if self.broken:
             raise RuntimeError("Connection closed by peer")
+        works.append(flat)
 
 
 class Stage:

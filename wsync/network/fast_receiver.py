@@ -67,9 +67,11 @@ class GroupFastReceiver:
         if message is None or message.kind is not Kind.NEWS or self._installer is None:
             return receiver.follow(end.understand(message))
         try:
-            index = self._landing.take()
+            index = self._landing.take(message.version)
         except RuntimeError:  # the line of tensors has broken, so there will be no more
             return receiver.follow(end.give_up())
+        if index < 0:
+            return True
         if not self._is_whole(message.payload, index):
             return receiver.follow(end.understand(message, index))
         receiver.told_at = time.perf_counter()

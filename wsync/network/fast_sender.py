@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wsync import native
 from wsync.deadlines import deadline_in
-from wsync.network.lanes import Lane, Parcel
+from wsync.network.lanes import Lane, Parcel, Transit
 from wsync.sending.fast_path import PartialDelivery
 from wsync.sending.in_flight import InFlight
 from wsync.types import SyncReport
@@ -67,7 +67,12 @@ class GroupFastSender:
         self._turns.reverse()
         self._send(Parcel(Kind.NEWS, version, b"", buffer.slot), buffer)
         sent = time.perf_counter()
-        acks = self._lines.collect(self._workers, version, deadline_in(timeout))
+        try:
+            acks = self._lines.collect(self._workers, version, deadline_in(timeout))
+        except BaseException:  # a signal has struck: what was read then is lost
+            for lane in self._lanes:
+                lane.overdue = lane.under_way is not None
+            raise
         cost = InFlight(
             version=version,
             workers=self._workers,
@@ -94,17 +99,19 @@ class GroupFastSender:
                 lane.latest = parcel
                 if lane.pair is None:  # the worker was lost, just now
                     continue
-                lane.under_way = parcel
+                transit = lane.under_way = Transit(parcel)
                 try:
-                    lane.work = lane.pair.send(buffer.flat)
+                    lane.pair.send(buffer.flat, transit.works)
                 except RuntimeError as error:
                     self._lose(worker, error)
         finally:  # a signal may have struck: what was sent has to be announced
             parcel.payload = seal(self._contents[buffer.slot]) if self._checksum else b""
             news = Message(Kind.NEWS, -1, parcel.version, parcel.payload)
             for worker, lane in enumerate(self._lanes):
-                if lane.under_way is parcel:
+                transit = lane.under_way
+                if transit is not None and transit.works:
                     self._lines.say(worker, news)
+                    transit.announced = True
 
     def complete(self, partial: PartialDelivery, version: int) -> None:
         """Nothing is left to be done: what has been answered can be heard again."""

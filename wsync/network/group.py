@@ -66,9 +66,12 @@ class Pair:
         self._tag = tag
         self._pid = os.getpid()
 
-    def send(self, flat: Tensor) -> Work:
-        """Begin to send; ``flat`` must not change until the other end has answered."""
-        return self._group.send([flat], self._other, self._tag)
+    def send(self, flat: Tensor, works: list[Work]) -> None:
+        """Begin to send, and add the transfer to ``works``; ``flat`` must not change until the other end has answered.
+
+        No signal strikes between the two: the list calls the group, without the interpreter.
+        """
+        works.extend(map(self._group.send, [[flat]], [self._other], [self._tag]))
 
     def receive(self, flat: Tensor) -> Work:
         """Begin to receive into ``flat``."""

@@ -56,6 +56,7 @@ class Landing:
         self._ahead = ahead
         self.layout: Layout | None = None
         self.checksum = False
+        self.taken = 0  # the newest version that was announced, and has arrived
         self.berths: list[Berth] = []
         self._pair: Pair | None = None
         self._incoming: tuple[int, Work] | None = None  # begun, and not yet announced
@@ -94,18 +95,21 @@ class Landing:
             self.berths[index].used = True
             self._incoming = index, self._pair.receive(self.berths[index].flat)
 
-    def take(self) -> int:
-        """What was announced, when it has arrived: which buffer it is in.
+    def take(self, version: int) -> int:
+        """What was announced, when it has arrived: which buffer it is in; -1 if that was announced, and taken, before.
 
         Raises:
             NotConnected: nobody knows what it is.
             RuntimeError: the line of tensors has broken.
         """
+        if version <= self.taken:
+            return -1
         if self._incoming is None:
             self._begin()
         assert self._incoming is not None, "begun just now"
         (index, work), self._incoming = self._incoming, None
         finish(work, self._patience, self._device)
+        self.taken = version
         return index
 
     def read(self, index: int, version: int, said: bytes) -> Update:

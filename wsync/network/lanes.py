@@ -29,19 +29,32 @@ class Parcel:
     slot: int
 
 
+@dataclass(slots=True, eq=False)
+class Transit:
+    """A parcel under way. A signal may strike at any point; whoever uses the lane next goes on from there.
+
+    Attributes:
+        works: its transfer, once that has begun; it ends with its handle.
+        announced: whether the worker has been told of it, for certain. It may have been told twice.
+    """
+
+    parcel: Parcel
+    works: list[Work] = field(default_factory=list)
+    announced: bool = False
+
+
 @dataclass(slots=True)
 class Lane:
     """A worker's: at most one parcel is under way, and others wait.
 
     Attributes:
         latest: the newest version that was handed over for it: for who comes in its place.
-        overdue: the answer to what is under way has not come in time.
+        overdue: the answer to what is under way has not come in time, or may have been lost.
     """
 
     latest: Parcel | None = None
     pair: Pair | None = None
-    under_way: Parcel | None = None
-    work: Work | None = None  # of the parcel under way; a transfer ends with its handle
+    under_way: Transit | None = None
     waiting: deque[Parcel] = field(default_factory=deque)
     generation: int = 0
     overdue: bool = False
@@ -56,7 +69,7 @@ class Lane:
 
     def clear(self) -> None:
         """Forget everything that was to be sent, but for the newest."""
-        self.under_way = self.work = None
+        self.under_way = None
         self.waiting.clear()
 
     def drop(self, mark: bytes) -> None:
@@ -68,7 +81,8 @@ class Lane:
     @property
     def parcels(self) -> Iterable[Parcel]:
         """The newest, what is under way, and what waits."""
-        return (*(parcel for parcel in (self.latest, self.under_way) if parcel), *self.waiting)
+        under_way = self.under_way.parcel if self.under_way else None
+        return (*(parcel for parcel in (self.latest, under_way) if parcel), *self.waiting)
 
 
 class Flats:

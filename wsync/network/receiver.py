@@ -179,6 +179,8 @@ class GroupReceiver:
             update = self._take(message, index)
         except RuntimeError:  # the line of tensors has broken, so there will be no more
             return self.give_up()
+        if update is None:
+            return []
         if message.kind is Kind.NEWS:
             self.pending, older = update, self.pending
             if older is not None and older.slot != update.slot:  # an interrupt struck, and nobody has tried again
@@ -195,11 +197,13 @@ class GroupReceiver:
         line.close()
         return [Closed()]
 
-    def _take(self, message: Message, index: int | None = None) -> Update:
-        """The version that ``message`` announces, when it has arrived."""
+    def _take(self, message: Message, index: int | None = None) -> Update | None:
+        """The version that ``message`` announces, when it has arrived; None if it was announced, and taken, before."""
         if message.kind not in (Kind.NEWS, Kind.STAGE):
             raise ValueError(f"a message {message.kind.name} of {len(message.payload)} bytes")
-        index = self.landing.take() if index is None else index
+        index = self.landing.take(message.version) if index is None else index
+        if index < 0:
+            return None
         said = message.payload[TRANSACTION.size :] if message.kind is Kind.STAGE else message.payload
         return self.landing.read(index, message.version, said)
 

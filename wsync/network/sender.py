@@ -18,7 +18,7 @@ from wsync.errors import SyncTimeout
 from wsync.network.courier import Courier
 from wsync.network.fast_sender import GroupFastSender
 from wsync.network.forming import FormPair, formed
-from wsync.network.lanes import Flats, Lane, Parcel
+from wsync.network.lanes import Flats, Lane, Parcel, Transit
 from wsync.sending.fast_path import FastEnd
 from wsync.types import Ack
 from wsync.weights.layout import Layout
@@ -127,28 +127,39 @@ class GroupSender:
         """End what was under way."""
         lane = self._lanes[worker]
         if lane.pair is not None:
-            if lane.pair.close(lane.work) and lane.under_way is not None:
-                self._flats.given_away.add(lane.under_way.slot)
+            transit = lane.under_way
+            if lane.pair.close(transit.works[0] if transit and transit.works else None) and transit is not None:
+                self._flats.given_away.add(transit.parcel.slot)
             lane.pair = None
         lane.clear()
 
     def answered(self, worker: int, message: Message) -> None:
         """It has what was under way, or does not want it: the next, please."""
         lane = self._lanes[worker]
-        if lane.under_way is not None and message.version >= lane.under_way.version:
-            lane.under_way = lane.work = None
+        if lane.under_way is not None and message.version >= lane.under_way.parcel.version:
+            lane.under_way = None
             self._move_on(worker)
 
     def _move_on(self, worker: int) -> None:
+        """Send what is next; or what is left to be done of what is under way, where a signal has struck."""
         lane = self._lanes[worker]
-        if lane.pair is None or lane.under_way is not None or not lane.waiting:
+        if lane.pair is None:
             return
-        parcel = lane.under_way = lane.waiting.popleft()
-        self._lines.say(worker, Message(parcel.kind, worker, parcel.version, parcel.payload))
-        try:
-            lane.work = lane.pair.send(self._flats.flat(parcel.slot))
-        except RuntimeError as error:
-            self._lose(worker, error)
+        if lane.under_way is None:
+            if not lane.waiting:
+                return
+            lane.under_way = Transit(lane.waiting.popleft())
+        transit, parcel = lane.under_way, lane.under_way.parcel
+        if not transit.announced:
+            if self._checksum and not parcel.payload:  # the fast path was about to make it
+                parcel.payload = self._flats.sealed(parcel.slot, b"", checksum=True)
+            self._lines.say(worker, Message(parcel.kind, worker, parcel.version, parcel.payload))
+            transit.announced = True
+        if not transit.works:
+            try:
+                lane.pair.send(self._flats.flat(parcel.slot), transit.works)
+            except RuntimeError as error:
+                self._lose(worker, error)
 
     def _lose(self, worker: int, error: RuntimeError) -> None:
         """A worker's line of tensors has broken."""
@@ -250,11 +261,14 @@ class GroupSender:
     def collect(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
         """Wait for an answer, an error or the death of each of ``workers``."""
         with self._lock:
-            acks = self._lines.collect(workers, version, deadline)
-            if len(acks) < len(workers):
-                for worker in set(workers) - {ack.worker for ack in acks}:
+            heard: set[int] = set()
+            try:
+                acks = self._lines.collect(workers, version, deadline)
+                heard.update(ack.worker for ack in acks)
+                return acks
+            finally:  # a signal may have struck: what was read then is lost
+                for worker in set(workers) - heard:
                     self._lanes[worker].overdue = True
-            return acks
 
     def close(self) -> None:
         """Hang up on every worker, shut the door, and let groups, store and memory go."""
