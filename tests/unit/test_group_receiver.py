@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -101,6 +102,29 @@ def test_an_interrupted_installation_is_made_good_by_the_next_forward() -> None:
             assert not sending.done()
             assert acting() == (value, value)
             assert dict(sending.result().workers) == {0: scheme.version}
+
+
+def test_a_worker_that_comes_back_is_given_what_it_has_had_and_what_comes_after_it() -> None:
+    model, acting = nn.Linear(4, 1), nn.Linear(4, 1)
+    with wsync.DistributedWeightSyncScheme(timeout=10.0, checksum=False) as scheme, ThreadPoolExecutor(1) as trainer:
+        scheme.init_on_sender("policy", model=model, num_workers=1)
+        worker = pickle.loads(pickle.dumps(scheme))
+        worker.init_on_receiver("policy", model=acting, worker_idx=0)
+        meet: Callable[[], object] = scheme.connect
+        for value in (1.0, 2.0):
+            meeting = trainer.submit(meet)
+            worker.connect()
+            meeting.result()
+            scheme.send()
+            nn.init.constant_(model.weight, value)
+            scheme.send()
+            assert acting.weight.tolist() == [[value] * 4]
+            scheme.dismiss(0)
+            with pytest.raises(wsync.NotConnected):
+                worker.receive(10.0)
+                worker.receive(10.0)
+            meet = partial(scheme.readmit, 0)
+        worker.shutdown()
 
 
 @contextmanager

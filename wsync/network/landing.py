@@ -63,8 +63,13 @@ class Landing:
         self._lock = threading.Lock()  # the acting thread installs, too
 
     def join(self, pair: Pair) -> None:
-        """From here on ``pair`` is the line."""
-        self._pair = pair
+        """From here on ``pair`` is the line: nothing more comes by the one before, and what has come may come again."""
+        with self._lock:
+            if self._incoming is not None:
+                self.berths[self._incoming[0]].used = False
+            if self._pair is not None:
+                self._pair.close()
+            self._incoming, self._pair, self.taken = None, pair, 0
 
     def prepare(self, plan: Plan) -> None:
         """What will come, and whether with a checksum."""
