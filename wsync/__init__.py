@@ -12,6 +12,7 @@ from wsync.backends.shared_mem import SharedMemTransport, SharedMemWeightSyncSch
 from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, WeightSyncError, WorkerDied, WorkerFailed
 from wsync.legacy import WeightReceiver, WeightSender
 from wsync.metrics import SyncMetrics
+from wsync.network.listening import listen_on
 from wsync.paths import find_model
 from wsync.receiving.gate import gate, gated
 from wsync.scheme import WeightSyncScheme
@@ -56,6 +57,7 @@ __all__ = [
     "find_model",
     "gate",
     "gated",
+    "listen_on",
     "synchronize",
     "worker_list",
 ]

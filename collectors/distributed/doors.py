@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import Literal
 
 from collectors.distributed.calls import WakeEvent
-from wsync import NotConnected
+from wsync import NotConnected, listen_on
 
 _HANDSHAKE = 5.0  # seconds in which a visitor has to have shown that it knows the key
 _ROOM = 64  # visitors at a time
@@ -55,15 +55,11 @@ class Door:
         authkey: what visitors must know.
 
     Raises:
-        OSError: it cannot listen there; says where.
+        NotConnected: it cannot listen there, or that would be on every interface.
     """
 
     def __init__(self, host: str, port: int, authkey: bytes) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._socket = socket.create_server((host, port), family=family, backlog=128)
-        except OSError as error:
-            raise OSError(error.errno, f"cannot listen on {host}:{port} ({error.strerror or error})") from error
+        self._socket = listen_on(host, port)
         self._socket.setblocking(False)
         self._authkey = authkey
         self._lock = threading.Lock()

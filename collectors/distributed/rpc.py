@@ -32,6 +32,7 @@ class RPCCollector(CrewCollector):
     Raises:
         RuntimeError: a process has one group: there is one and no ``workers``, or ``workers`` and none.
         wsync.SyncTimeout: a worker did not join in time.
+        wsync.NotConnected: it cannot listen on ``host``, or that would be on every interface.
         ValueError: ``on_worker_failure="restart"``.
         Exception: else as ``CrewCollector``.
     """

@@ -7,7 +7,6 @@ again in one process, which ``torch`` does not foresee: what it counts per proce
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ from torch.distributed import (
 
 from collectors.distributed.calls import WakeEvent
 from collectors.distributed.doors import Address
-from wsync import SyncTimeout
+from wsync import SyncTimeout, listen_on
 
 TRAINER = "trainer"
 _LOOPBACK = {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
@@ -44,8 +43,12 @@ register_rendezvous_handler("wsync", _existing_store)
 
 
 def host_store(host: str) -> tuple[Store, Address]:
-    """A store that listens on a free port of ``host``; and where that is."""
-    with socket.create_server((host, 0)) as listening:
+    """A store that listens on a free port of ``host``; and where that is.
+
+    Raises:
+        NotConnected: it cannot listen there, or that would be on every interface.
+    """
+    with listen_on(host) as listening:
         address: Address = listening.getsockname()[:2]
         store = TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
     return store, address

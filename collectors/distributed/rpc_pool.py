@@ -134,6 +134,7 @@ class RpcPool(CallPool[RpcWorker]):
     Raises:
         WorkerDied: one ended before it had joined, or cannot be reached.
         SyncTimeout: the group was not complete in time, or a member did not answer.
+        NotConnected: this machine cannot listen on ``host``.
         RuntimeError: there is a group already, and no names; or names, and no group.
         ValueError: another number of names, or one twice.
     """

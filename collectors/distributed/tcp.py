@@ -32,7 +32,7 @@ class DistributedCollector(CrewCollector):
 
     Raises:
         wsync.SyncTimeout: a worker did not join in time; names it.
-        OSError: it cannot listen there.
+        wsync.NotConnected: it cannot listen there, or that would be on every interface.
         ValueError: ``on_worker_failure="restart"`` for workers that join.
         Exception: else as ``CrewCollector``.
     """
@@ -57,7 +57,7 @@ class DistributedCollector(CrewCollector):
                 "workers that join were started by others (torchrun), who alone can start them anew: "
                 "use on_worker_failure=drop, or launcher=local",
             )
-        self._host = host or default_host(launcher)
+        self._host = default_host(launcher) if host is None else host
         start = partial(TcpPool, host=self._host, port=port, launcher=launcher, timeout=timeout)
         super().__init__(create_env_fn, policy, sync=sync, start=start, **options)
 

@@ -76,7 +76,7 @@ class TcpPool(LinePool[LineWorker]):
         SyncTimeout: somebody did not join; says who.
         WorkerDied: one that was started here ended before it had joined.
         ValueError: workers that torchrun has not started, or no key.
-        OSError: it cannot listen there.
+        NotConnected: it cannot listen there.
     """
 
     def __init__(self, count: int, *, host: str, port: int, launcher: Launcher, timeout: float) -> None:

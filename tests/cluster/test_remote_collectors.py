@@ -42,7 +42,7 @@ from collectors.distributed import (
     torchrun,
 )
 from collectors.distributed.tcp_worker import join
-from wsync.network.tcp import listen_on
+from wsync.network.listening import listen_on
 
 ROOT = Path(__file__).parents[2]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker has this file in its path
@@ -452,8 +452,21 @@ def test_who_does_not_join_is_named(monkeypatch):
     monkeypatch.delenv("WSYNC_AUTHKEY")
     with pytest.raises(ValueError, match="WSYNC_AUTHKEY"):
         collect_with("tcp", launcher="join", timeout=0.2)
-    with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1:0"):
-        collect_with("tcp", host="192.0.2.1")
+
+
+@pytest.mark.parametrize("family", ["tcp", "rpc"])
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("192.0.2.1", r"cannot listen on host=192\.0\.2\.1"),
+        ("", "host is empty"),
+        ("0.0.0.0", r"host=0\.0\.0\.0 is every interface"),
+        ("::", "host=:: is every interface"),
+    ],
+)
+def test_nobody_listens_on_every_interface_nor_where_there_is_none(family, host, said):
+    with pytest.raises(wsync.NotConnected, match=said):
+        collect_with(family, host=host, timeout=20.0, weight_sync_schemes={})  # no scheme to refuse it
 
 
 class Dripper(logging.Handler):

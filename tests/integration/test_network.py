@@ -27,7 +27,8 @@ from torch import nn
 import wsync
 from wsync.deadlines import deadline_in, wait_readable
 from wsync.network.credentials import CLAIM, PROOF, holds, new_claim, proof_for
-from wsync.network.tcp import NetLine, NetListener, listen_on
+from wsync.network.listening import listen_on
+from wsync.network.tcp import NetLine, NetListener
 from wsync.wire import lobby
 from wsync.wire.words import HEADER_SIZE, PROTOCOL, Kind, Message
 
@@ -95,7 +96,16 @@ def test_other_addresses(host: str) -> None:
     exchange(wsync.DistributedWeightSyncScheme(host=host, timeout=30.0))
 
 
-@pytest.mark.parametrize(("host", "said"), [("192.0.2.77", r"host=192\.0\.2\.77"), ("", "host is empty")])
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("192.0.2.77", r"host=192\.0\.2\.77"),
+        ("", "host is empty"),
+        ("0.0.0.0", r"host=0\.0\.0\.0 is every interface"),
+        ("0", "host=0 is every interface"),
+        ("::", "host=:: is every interface"),
+    ],
+)
 def test_an_address_that_there_is_not(host: str, said: str) -> None:
     scheme = wsync.DistributedWeightSyncScheme(host=host)
     with pytest.raises(wsync.NotConnected, match=said):

@@ -23,7 +23,8 @@ from wsync.deadlines import deadline_in, wait_readable
 from wsync.network.ends import Seed, network_receiver
 from wsync.network.forming import formed
 from wsync.network.group import Meeting, MeetingPlace, finish, patience
-from wsync.network.tcp import NetListener, listen_on
+from wsync.network.listening import listen_on
+from wsync.network.tcp import NetListener
 from wsync.receiving.receiver_thread import LineHandler
 from wsync.weights.layout import Layout
 from wsync.weights.snapshot import Snapshot

@@ -27,7 +27,7 @@ from torch.distributed import (
 
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected
-from wsync.network.tcp import listen_on
+from wsync.network.listening import listen_on
 
 BACKENDS = ("gloo", "nccl")
 _FOREVER = timedelta(days=365)

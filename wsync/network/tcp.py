@@ -22,6 +22,7 @@ from functools import partial
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected
 from wsync.network.credentials import CLAIM, holds, new_claim, proof_for
+from wsync.network.listening import listen_on
 from wsync.receiving.receiver_thread import LineHandler, receiver_thread
 from wsync.wire.identity import PeerProcess, identity
 from wsync.wire.lobby import TOKEN, Lobby, Visitor, greeting, missing
@@ -228,23 +229,6 @@ class NetListener:
     def close(self) -> None:
         """Shut the door; harmless when repeated."""
         self._lobby.close()
-
-
-def listen_on(host: str) -> socket.socket:
-    """A socket that listens on ``host``, on a port that the system chose.
-
-    Raises:
-        NotConnected: this machine has no such address.
-    """
-    if not host:  # which would be every interface
-        raise NotConnected("host is empty: it has to be an address of this machine, which workers reach")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, 0), family=family, backlog=128)
-    except OSError as error:
-        raise NotConnected(
-            f"cannot listen on host={host}, which has to be an address of this machine: {error}"
-        ) from error
 
 
 def dial(endpoint: NetEndpoint, worker: int, deadline: float | None) -> NetLine:
