@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from ipaddress import ip_address
 from multiprocessing.connection import wait
 from typing import Any
 from urllib.parse import parse_qs, urlparse
@@ -93,7 +94,7 @@ def _as_the_first_group() -> Iterator[None]:
 def _loopback(address: Address) -> Iterator[None]:
     """Have gloo and TensorPipe talk over the loopback interface, if the store does and nobody has said otherwise."""
     mine = {name: value for name, value in _LOOPBACK.items() if name not in os.environ}
-    if not address[0].startswith("127."):
+    if not ip_address(address[0]).is_loopback:
         mine = {}
     os.environ.update(mine)
     try:

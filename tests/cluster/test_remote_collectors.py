@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from listening import LOOPBACK_6, listening
 from stopping import stop
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
@@ -420,13 +421,16 @@ class Starter(logging.Handler):
         self.refusals.shutdown()
 
 
+@pytest.mark.parametrize("family", ["tcp", "rpc"])
 @pytest.mark.parametrize("host", ["127.0.0.7", "::1"])
-def test_other_addresses(host):
+def test_other_addresses(family, host):
     try:
         listen_on(host).close()
     except wsync.NotConnected as error:
         pytest.skip(f"this machine has no {host}: {error}")
-    with collect_with("tcp", host=host) as collector:
+    before = listening()
+    with collect_with(family, host=host) as collector:
+        assert all(place.endswith("7F") or place == LOOPBACK_6 for place in listening() - before)
         next(collector)
         collector.update_policy_weights_(policy(-1.0))
         assert chosen(next(collector)) == 0.0
