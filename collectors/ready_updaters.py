@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Sized
+from numbers import Integral
 from typing import Any, ClassVar
 
 from torch import nn
@@ -99,7 +100,7 @@ class MultiProcessedWeightUpdater(ReadyMade):
     def _deliver(self, outbox: Mapping[int, Any], *, wait: bool = True) -> None:
         super()._deliver(outbox, wait=wait)
         for key, weights in self.policy_weights.items():
-            if key in outbox or not isinstance(key, int):
+            if key in outbox or not isinstance(key, Integral):
                 _TENSORDICT.apply_weights(weights, outbox.get(key, next(iter(outbox.values()))))
 
 

@@ -17,6 +17,7 @@ from wsync.paths import find_model
 from wsync.receiving.gate import gate, gated
 from wsync.scheme import WeightSyncScheme
 from wsync.sending.membership import worker_list
+from wsync.sending.source import per_worker
 from wsync.transaction import synchronize
 from wsync.transport import TransportBackend
 from wsync.types import CascadingContext, CollectorContext, RemoteWorker, SyncReport
@@ -58,6 +59,7 @@ __all__ = [
     "gate",
     "gated",
     "listen_on",
+    "per_worker",
     "synchronize",
     "worker_list",
 ]

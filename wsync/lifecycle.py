@@ -9,7 +9,7 @@ from wsync.errors import NotConnected
 from wsync.paths import find_model
 from wsync.receiving.gate import process_gate
 from wsync.roles import Trainer, Worker
-from wsync.sending.source import is_per_worker
+from wsync.sending.source import per_worker
 from wsync.setup import SchemeSetup
 from wsync.types import SyncReport
 from wsync.weights.strategy import WeightStrategy
@@ -155,8 +155,9 @@ class Lifecycle(SchemeSetup):
         if weights is None:
             raise NotConnected(f"there are no weights of '{model_id}' to prepare: give weights or a context")
         chosen = strategy or self.strategy
-        if is_per_worker(weights):
-            return {worker: chosen.extract_weights(own) for worker, own in weights.items()}
+        apart = per_worker(weights)
+        if apart is not None:
+            return {worker: chosen.extract_weights(own) for worker, own in apart.items()}
         return chosen.extract_weights(weights)
 
     def shutdown(self) -> None:

@@ -19,7 +19,7 @@ from wsync.receiving.joining import Joining
 from wsync.receiving.receiver import Receiver
 from wsync.sending.end import SenderEnd
 from wsync.sending.sender import Sender
-from wsync.sending.source import is_per_worker
+from wsync.sending.source import per_worker
 from wsync.transport import TransportBackend
 from wsync.types import RemoteWorker
 from wsync.weights.snapshot import snapshot
@@ -108,8 +108,9 @@ class SchemeView(ABC):
         source = role.sender.source.weights if role else None
         if source is None:
             return None
-        if is_per_worker(source):
-            return {worker: self.strategy.extract_weights(weights) for worker, weights in source.items()}
+        apart = per_worker(source)
+        if apart is not None:
+            return {worker: self.strategy.extract_weights(weights) for worker, weights in apart.items()}
         return self.strategy.express(snapshot(source))
 
     @property
@@ -234,9 +235,9 @@ def agreed_count(
     indices = sorted(worker.worker_idx for worker in workers)
     if indices and indices != list(range(count)):
         raise ValueError(f"the context's workers have the indices 0 to {count - 1}, not {indices}")
-    if params_map is not None and set(params_map) != set(range(count)):
+    if params_map is not None and set(per_worker(params_map) or ()) != set(range(count)):
         raise ValueError(
-            f"params_map is {{worker_idx: weights}} for workers 0 to {count - 1}, not for {sorted(params_map)}"
+            f"params_map is {{worker_idx: weights}} for workers 0 to {count - 1}, not for {list(params_map)}"
         )
     return count
 

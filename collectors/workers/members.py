@@ -198,10 +198,7 @@ def _patience_after(error: wsync.WeightSyncError) -> float:
 
 def _share(weights: Any, workers: Collection[int]) -> Any:
     """Of weights per worker, those of the ``workers`` that there are; of several models, of each."""
-    if not isinstance(weights, dict):
-        return weights
-    if all(isinstance(key, wsync.WeightSyncScheme) for key in weights):
+    if isinstance(weights, dict) and all(isinstance(key, wsync.WeightSyncScheme) for key in weights):
         return {scheme: _share(one, workers) for scheme, one in weights.items()}
-    if all(isinstance(key, int) for key in weights):
-        return {worker: weights[worker] for worker in workers if worker in weights}
-    return weights
+    apart = wsync.per_worker(weights)
+    return weights if apart is None else {worker: apart[worker] for worker in workers if worker in apart}

@@ -97,14 +97,19 @@ def test_worker_ids(make_scheme: Any) -> None:
 
 def test_weights_per_worker(make_scheme: Any) -> None:
     with crew(2) as workers, make_scheme() as scheme:
-        scheme.init_on_sender("policy", params_map={0: fill(Small(), 1), 1: fill(Small(), 2)})
+        scheme.init_on_sender("policy", params_map={np.int64(0): fill(Small(), 1), torch.tensor(1): fill(Small(), 2)})
         workers.follow(scheme, Small)
         assert [seen[0] for seen in workers.all("forward")] == [1, 2]
+        for first, second in ((0, 1), (np.int64(0), np.int32(1)), (torch.tensor(0), torch.tensor(1))):
+            scheme.send({first: fill(Small(), -1), second: fill(Small(), -2)})
+            assert [seen[0] for seen in workers.all("forward")] == [-1, -2]
         for round_ in range(3, 9):
             scheme.send({0: fill(Small(), round_), 1: fill(Small(), -round_).state_dict()})
             assert [seen[0] for seen in workers.all("forward")] == [round_, -round_]
         with pytest.raises(ValueError, match="per worker"):
             scheme.send({0: Small()})
+        with pytest.raises(ValueError, match="have worker 0 twice"):
+            scheme.send({torch.tensor(0): Small(), torch.tensor(0): Small()})
         scheme.send(fill(Small(), 9))
         assert [seen[0] for seen in workers.all("forward")] == [9, 9]
 

@@ -584,6 +584,8 @@ def numbered(*indices: int) -> SimpleNamespace:
         ({"weights": 3}, "weights are a torch.nn.Module"),
         ({"model": Small(), "device_map_fn": "cpu"}, "device_map_fn is a function"),
         ({"params_map": {0: Small()}, "device_map_fn": lambda worker, weights: weights}, "leave device_map_fn out"),
+        ({"params_map": {False: Small(), True: Small()}}, "workers 0 to 1, not for"),
+        ({"params_map": {"policy": Small()}}, "workers 0 to 0, not for"),
         ({"context": numbered(1, 2)}, "0 to 1"),
         ({"context": numbered(0, 0)}, "0 to 1"),
         ({"context": SimpleNamespace(policy=Small(), remote_workers=["worker 0"])}, "worker_idx"),

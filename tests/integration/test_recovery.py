@@ -206,17 +206,19 @@ def test_drop_goes_on_with_the_others_until_nobody_is_left(kind, events, caplog)
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_weights_of_its_own_reach_each_worker_that_is_left(several, events):
+@pytest.mark.parametrize("index", [int, np.int64, torch.tensor])
+def test_weights_of_its_own_reach_each_worker_that_is_left(index, several, events):
     schemes = {name: wsync.SharedMemWeightSyncScheme() for name in ("policy", "module.critic")[: 1 + several]}
     with collect("sync", events, "drop", weight_sync_schemes=schemes) as collector:
         next(collector)
         for value in (2, 3):  # the first finds worker 1 dead, the second knows it
             if value == 2:
                 kill(collector, 1)
-            weights = {0: policy(), 1: policy()}
-            weights[0].module.become(value)
+            mine = policy()
+            mine.module.become(value)
+            weights = {index(0): mine, index(1): policy()}
             if several:
-                critics = {worker: nn.Linear(4, 1) for worker in (0, 1)}
+                critics = {index(worker): nn.Linear(4, 1) for worker in (0, 1)}
                 both = {"policy": weights, "module.critic": critics}
                 collector.update_policy_weights_(weights_dict=both, worker_ids=[0, 1])
             else:

@@ -4,6 +4,7 @@ import os
 import signal
 from multiprocessing.connection import wait
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -197,7 +198,7 @@ def test_weights_that_do_not_fit_are_nowhere_and_the_next_push_works():
 
 def test_several_workers_and_the_weights_kept_for_each():
     trained, device = policy(1.0), torch.device("cpu")
-    kept = {device: weights(1.0), 1: weights(1.0)}
+    kept = {device: weights(1.0), np.int64(1): weights(1.0)}
 
     def make():
         return MultiProcessedWeightUpdater(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -32,8 +33,12 @@ def test_what_would_be_sent_is_told_in_any_format() -> None:
 
 def test_what_would_be_sent_differs_from_worker_to_worker() -> None:
     with wsync.SharedMemWeightSyncScheme() as scheme:
-        scheme.init_on_sender("policy", params_map={0: ones(1), 1: ones(2)})
+        scheme.init_on_sender("policy", params_map={np.int64(0): ones(1), np.int64(1): ones(2)})
         prepared = scheme.prepare_weights(None, "policy")
         assert {worker: weights["bias"].tolist() for worker, weights in prepared.items()} == {0: [1, 1], 1: [2, 2]}
+        assert {worker: weights["bias"].tolist() for worker, weights in scheme.weights.items()} == {
+            0: [1, 1],
+            1: [2, 2],
+        }
         prepared = scheme.prepare_weights({0: ones(3).state_dict(), 1: ones(4).state_dict()}, "policy")
         assert {worker: weights["bias"].tolist() for worker, weights in prepared.items()} == {0: [3, 3], 1: [4, 4]}

@@ -79,7 +79,7 @@ def worker_list(worker_ids: object, num_workers: int | None = None) -> list[Any]
         ValueError: one is not of so many workers. A truth value is none: it may be of a mask.
     """
     ids = worker_ids.tolist() if isinstance(worker_ids, np.ndarray | torch.Tensor) else worker_ids
-    named = [_plain(one) for one in (ids if isinstance(ids, Iterable) else [ids])]
+    named = [plain(one) for one in (ids if isinstance(ids, Iterable) else [ids])]
     if num_workers is not None:
         unknown = [one for one in named if type(one) is not int or one not in range(num_workers)]
         if unknown:
@@ -87,8 +87,8 @@ def worker_list(worker_ids: object, num_workers: int | None = None) -> list[Any]
     return list(dict.fromkeys(named))
 
 
-def _plain(one: Any) -> Any:
-    """An integer as a plain one: equal tensors are different keys of a dictionary; all else as it is."""
+def plain(one: Any) -> Any:
+    """An integer of any type as a plain one: equal tensors are different keys of a dictionary; all else as it is."""
     try:
         return one if isinstance(one, bool) else operator.index(one)
     except TypeError:

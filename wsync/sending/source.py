@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from tensordict import TensorDictBase
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from wsync import native
 from wsync.errors import NotConnected
 from wsync.sending.fast_path import Locator
+from wsync.sending.membership import plain
 from wsync.weights.layout import Layout
 from wsync.weights.snapshot import Listing, ModuleIndex, Snapshot, no_weights, snapshot
 from wsync.weights.strategy import WeightStrategy
@@ -78,14 +79,25 @@ class Reader:
         return None if listing is None else Locator(_NOTHING, None, listing)
 
 
-def is_per_worker(weights: object) -> TypeGuard[Mapping[int, Any]]:
-    """Whether ``weights`` are ``{worker_idx: weights}``."""
-    return (
-        not isinstance(weights, nn.Module | TensorDictBase)
-        and isinstance(weights, Mapping)
-        and bool(weights)
-        and all(isinstance(key, int) and not isinstance(key, bool) for key in weights)
-    )
+def per_worker(weights: object) -> dict[int, Any] | None:
+    """Each worker's weights, if ``weights`` are ``{worker_idx: weights}``; None if they are anything else.
+
+    Indices may be integers of any type, as ``worker_ids`` may; they come back as plain ones.
+
+    Raises:
+        ValueError: some are for one worker twice: equal tensors are different keys.
+    """
+    if isinstance(weights, nn.Module | TensorDictBase) or not isinstance(weights, Mapping):
+        return None
+    found: dict[int, Any] = {}
+    for key, own in weights.items():
+        worker = plain(key)
+        if type(worker) is not int:
+            return None
+        if worker in found:
+            raise ValueError(f"weights per worker have worker {worker} twice")
+        found[worker] = own
+    return found or None
 
 
 class Source:
@@ -116,7 +128,7 @@ class Source:
             raise no_weights(weights)
         if device_map_fn is not None and not callable(device_map_fn):
             raise TypeError(f"device_map_fn is a function of a worker's index and weights, not {device_map_fn!r}")
-        if device_map_fn is not None and is_per_worker(weights):
+        if device_map_fn is not None and per_worker(weights) is not None:
             raise ValueError("these are each worker's own weights already: leave device_map_fn out")
         self.weights = mirror if weights is None else weights
         self.mirror = mirror
@@ -136,9 +148,8 @@ class Source:
             NotConnected: there are none yet.
         """
         given = self._given(weights)
-        if is_per_worker(given):
-            given = next(iter(given.values()))
-        return self._reader.read(given)
+        apart = per_worker(given)
+        return self._reader.read(given if apart is None else next(iter(apart.values())))
 
     def _given(self, weights: object) -> object:
         """What an update is to be made of."""
@@ -166,13 +177,14 @@ class Source:
             ValueError: weights per worker lack one of ``workers``, or name another.
         """
         given = self._given(weights)
-        if is_per_worker(given):
+        apart = per_worker(given)
+        if apart is not None:
             if weights is None:
-                given = {worker: own for worker, own in given.items() if worker in workers or worker in absent}
-            odd = sorted((given.keys() ^ set(workers)) - set(absent))
+                apart = {worker: own for worker, own in apart.items() if worker in workers or worker in absent}
+            odd = sorted((apart.keys() ^ set(workers)) - set(absent))
             if odd:
                 raise ValueError(f"weights per worker must be for workers {list(workers)}; worker(s) {odd} differ")
-            return [self._part([worker], own, layout) for worker, own in given.items()]
+            return [self._part([worker], own, layout) for worker, own in apart.items()]
         everyone = [*workers, *absent] if absent else workers
         if self._device_map_fn is None:
             part = self._part(everyone, given, layout)
@@ -188,6 +200,6 @@ class Source:
             return Part(workers, *known)
         weights = self._reader.read(given)
         fallback = None
-        if layout.optional and self.weights is not None and not is_per_worker(self.weights):
+        if layout.optional and self.weights is not None and per_worker(self.weights) is None:
             fallback = self._own.read(self.weights)
         return Part(workers, layout.order(weights, fallback), weights.extra)
