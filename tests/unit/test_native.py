@@ -172,6 +172,23 @@ def test_what_was_tied_and_is_no_more_is_left_to_the_slow_path() -> None:
     assert room.fill([tied, tied.clone()]) is False
 
 
+@needs_it
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.data())
+def test_ties_are_found_in_whatever_order_the_memory_lies(order: list[int], data: st.DataObject) -> None:
+    sizes = [0, 7, 0, 16, 1, 64, 0, 3, 128, 5]
+    pool = [torch.randint(1, 256, (size,), dtype=torch.uint8) for size in sizes]
+    views = torch.zeros(sum(sizes), dtype=torch.uint8).split(sizes)
+    room = native.room([views[i] for i in order], shared=False)
+    assert room is not None and room.fill([pool[i] for i in order])
+    assert all(torch.equal(views[i], pool[i]) for i in order)
+    assert all(not views[i].any() for i in {*range(len(pool))}.difference(order)), "nothing else is written"
+    at = data.draw(st.integers(0, len(order) - 1))
+    tied = order.count(order[at]) > 1 and sizes[order[at]] > 0
+    parted = [pool[i].clone() if place == at else pool[i] for place, i in enumerate(order)]
+    assert room.fill(parted) is not tied
+
+
 # --- Tree: the tensors of a module that is as it was ---
 
 

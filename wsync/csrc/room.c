@@ -54,6 +54,35 @@ static void Room_free(Room *self)
     free_object(self);
 }
 
+static int by_start(const void *left, const void *right)
+{
+    const Place *one = *(Place *const *)left, *other = *(Place *const *)right;
+    uintptr_t a = (uintptr_t)start_of(&one->view), b = (uintptr_t)start_of(&other->view);
+    return a != b ? (a < b ? -1 : 1) : one < other ? -1 : one > other;
+}
+
+/* Sorted by where they begin, places that are the same memory stand side by side, the first one first. */
+static int find_leaders(Room *self)
+{
+    Place **sorted = PyMem_Calloc((size_t)self->count + 1, sizeof *sorted);
+    if (!sorted) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    size_t count = 0;
+    for (Py_ssize_t i = 0; i < self->count; i++) {
+        self->places[i].leader = i;
+        if (self->places[i].nbytes) /* an empty one is nobody's memory */
+            sorted[count++] = &self->places[i];
+    }
+    qsort(sorted, count, sizeof *sorted, by_start);
+    for (size_t i = 1; i < count; i++)
+        if (start_of(&sorted[i]->view) == start_of(&sorted[i - 1]->view))
+            sorted[i]->leader = sorted[i - 1]->leader;
+    PyMem_Free(sorted);
+    return 0;
+}
+
 static PyObject *Room_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *views;
@@ -88,10 +117,9 @@ static PyObject *Room_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
             goto failed;
         }
         place->nbytes = size_of(&place->view);
-        while (place->leader < i
-               && (!place->nbytes || start_of(&self->places[place->leader].view) != start_of(&place->view)))
-            place->leader++;
     }
+    if (find_leaders(self))
+        goto failed;
     return (PyObject *)self;
 failed:
     Py_DECREF(self);

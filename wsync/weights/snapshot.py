@@ -183,7 +183,10 @@ class Listing:
         """The listing of ``source``; None unless it lists exactly the tensors called ``names``."""
         keys = [key for key, _ in _pairs(source)]
         known = [".".join(key) if isinstance(key, tuple) else str(key) for key in keys]
-        return cls(keys, [known.index(name) for name in names]) if sorted(known) == sorted(names) else None
+        if sorted(known) != sorted(names):
+            return None
+        place = {name: index for index, name in enumerate(known)}
+        return cls(keys, [place[name] for name in names])
 
     def tensors(self, source: object) -> list[Any] | None:
         """What ``source`` lists, in the order of the names; None if it lists other keys."""
