@@ -22,6 +22,8 @@ from wsync.network.receiver import GroupReceiver
 from wsync.network.sender import GroupSender
 from wsync.network.tcp import NetEndpoint, NetLine, NetListener, dial
 
+_TAGS = 1 << 31  # that gloo knows
+
 
 @dataclass(frozen=True, slots=True)
 class Seed:
@@ -31,13 +33,17 @@ class Seed:
         endpoint: where the sender listens.
         meeting: where pairs are formed; None if they are in a group of the user's.
         rank: the sender's, in the user's group.
-        tag: of messages in the user's group.
+        tag: from which on messages in the user's group have theirs.
     """
 
     endpoint: NetEndpoint
     meeting: Meeting | None
     rank: int = 0
     tag: int = 0
+
+    def tag_of(self, generation: int) -> int:
+        """The tag of a worker's messages: who comes back does not take what was left untaken when it went."""
+        return (self.tag + generation) % _TAGS
 
     def dump(self) -> str:
         """As JSON, for a store in which processes meet."""
@@ -92,7 +98,7 @@ def network_sender(
         seed = Seed(door.endpoint, None, group.rank(), zlib.crc32(door.endpoint.token) >> 1)
 
         def pair(worker: int, generation: int, deadline: float | None) -> Callable[[], Pair]:
-            return lambda: UsersPair(group, worker + (worker >= seed.rank), seed.tag)
+            return lambda: UsersPair(group, worker + (worker >= seed.rank), seed.tag_of(generation))
 
         return GroupSender(num_workers, door, pair, lambda: None, device_of(backend), checksum=checksum), seed
     place = MeetingPlace(host, backend)
@@ -145,4 +151,4 @@ class _Route:
             return self._seed.meeting.join(worker, generation, deadline)
         if self._group is None:
             raise NotConnected(f"worker {worker}: the sender was given a process group; give this end the same one")
-        return partial(UsersPair, self._group, self._seed.rank, self._seed.tag)
+        return partial(UsersPair, self._group, self._seed.rank, self._seed.tag_of(generation))
