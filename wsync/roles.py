@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from torch import nn
 
@@ -59,7 +59,7 @@ class SchemeView(ABC):
     """
 
     _transport: ClassVar[type[SenderPort]] = SenderPort  # the sender's line to some workers
-    strategy: WeightStrategy
+    _strategy: WeightStrategy
     _timeout: float | None
     _role: Trainer | Worker | None
 
@@ -81,6 +81,20 @@ class SchemeView(ABC):
     def model_id(self) -> str | None:
         """The model's name; None before init."""
         return self._role.model_id if self._role else None
+
+    @property
+    def strategy(self) -> WeightStrategy:
+        """The format in which weights are handed out.
+
+        Raises:
+            AttributeError: set: another one would have no say in what is sent.
+        """
+        return self._strategy
+
+    @strategy.setter
+    def strategy(self, _: object) -> NoReturn:
+        why = "it is chosen when the scheme is made, by name, and has no say in what is sent"
+        raise AttributeError(f"no strategy can be set: {why} (device_map_fn has)")
 
     @property
     def worker_idx(self) -> int | None:

@@ -34,7 +34,7 @@ class SchemeSetup(SchemeView):
     ) -> None:
         self._role: Trainer | Worker | None = None
         self._seed: Any = None  # what a worker needs to find the sender
-        self.strategy = WeightStrategy(strategy)
+        self._strategy = WeightStrategy(strategy)
         self.sync = sync
         self.timeout = timeout
         self.bind = bind

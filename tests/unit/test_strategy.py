@@ -11,6 +11,7 @@ from torch import nn
 
 from wsync import LayoutMismatch, SharedMemWeightSyncScheme, SyncTimeout, WeightStrategy
 from wsync.weights.binding import unshare
+from wsync.weights.snapshot import Snapshot
 
 
 @pytest.mark.parametrize("inplace", [True, False])
@@ -30,6 +31,22 @@ def test_what_does_not_fit_changes_nothing() -> None:
     assert torch.equal(model.weight, before)
     with pytest.raises(ValueError, match="json"):
         WeightStrategy("json")  # pyright: ignore[reportArgumentType]
+
+
+class Halving(WeightStrategy):
+    """Would have every worker act with half of each weight."""
+
+    def express(self, weights: Snapshot) -> Any:
+        return {name: tensor / 2 for name, tensor in weights.tensors.items()}
+
+
+def test_a_strategy_that_would_have_no_say_is_refused() -> None:
+    with pytest.raises(ValueError, match="'tensordict' or 'state_dict'"):
+        SharedMemWeightSyncScheme(strategy=Halving())  # pyright: ignore[reportArgumentType]
+    with SharedMemWeightSyncScheme() as scheme:
+        with pytest.raises(AttributeError, match="has no say in what is sent"):
+            scheme.strategy = Halving()
+        assert type(scheme.strategy) is WeightStrategy
 
 
 def test_a_bias_that_comes_later_is_not_left_out_in_silence() -> None:
