@@ -53,7 +53,10 @@ def figures(row: Row) -> dict[str, str]:
 
 
 class ConsoleReporter(Reporter):
-    """Shows a run in `console`: live if that is a terminal, else a plain line every `interval` seconds at most."""
+    """Shows a run in `console`: live if that is a terminal, else a plain line every `interval` seconds at most.
+
+    A terminal that cannot move its cursor (TERM=dumb, as in Emacs) gets the lines, too: it would show no live display.
+    """
 
     def __init__(self, title: str, total_frames: int, console: Console | None = None, interval: float = 1.0) -> None:
         """Show the run called `title`, which ends at `total_frames` at the latest."""
@@ -69,7 +72,7 @@ class ConsoleReporter(Reporter):
         """Say what runs, and where its files are."""
         self._folder = folder
         self.console.print(f"[bold]{self.title}[/] → {_relative(folder)}", soft_wrap=True)
-        if self.console.is_terminal:
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
             self._bar = Progress(
                 TextColumn("[bold]frames"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn()
             )

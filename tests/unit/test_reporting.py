@@ -100,10 +100,19 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
 
 def test_a_live_display_in_a_terminal(tmp_path: Path) -> None:
     out = io.StringIO()
-    console = Console(file=out, width=120, force_terminal=True)
+    console = Console(file=out, width=120, force_terminal=True, _environ={"TERM": "xterm"})
     told(ConsoleReporter("CartPole", 4096, console), tmp_path, [row(1), row(2)], summary())
     for part in ("2048/4096", "frames/s", "sync p50", "version", "staleness"):
         assert part in out.getvalue()
+
+
+def test_plain_lines_in_a_terminal_that_cannot_show_a_live_display(tmp_path: Path) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=120, force_terminal=True, _environ={"TERM": "dumb"})
+    reporter = ConsoleReporter("CartPole", 4096, console, interval=0.0)
+    reporter.begin(tmp_path, {})
+    reporter.update(row(1))
+    assert "frames 1,024/4,096 | frames/s 10,240" in out.getvalue()
 
 
 def test_every_status_can_be_shown(tmp_path: Path) -> None:
