@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ def save(folder: Path, state: dict[str, Any]) -> Path:
             os.fsync(file.fileno())
         os.replace(unfinished, path)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):  # where nothing can be written, nothing can be removed either
+            unfinished.unlink()
         older = "the older one there is whole" if path.exists() else "there is no older one"
         raise CheckpointError(f"{path} could not be written: {error.strerror}; {older}") from error
     return path
