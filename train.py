@@ -180,9 +180,10 @@ def complaint(error: BaseException) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Say in one line what is wrong, or what went wrong."""
+    """Say in one line what is wrong, or what went wrong; in one more for each thing that failed after it."""
     hydras = isinstance(error, HydraException | OmegaConfBaseException)
-    return one_line(error, learning.config.settings()) if hydras else str(error)
+    said = one_line(error, learning.config.settings()) if hydras else str(error)
+    return "\n".join([said, *getattr(error, "__notes__", ())])
 
 
 if __name__ == "__main__":

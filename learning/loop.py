@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +19,8 @@ from learning.stop import StopRequest
 from learning.summary import Failures, summarise
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from torch import nn
 
     from wsync import WeightSyncScheme
@@ -90,8 +94,9 @@ class Training:
 
         Whatever ends the run, a checkpoint and the summary are written; but networks that have diverged are not, so
         that the last checkpoint before is the one to go on from. An error is raised again afterwards, unless it came
-        after a request to stop: a signal to the whole process group ends the workers as well. After a
-        ``KeyboardInterrupt``, which is a second request, nothing else is waited for.
+        after a request to stop: a signal to the whole process group ends the workers as well. What cannot be written
+        after it is a note on it, and does not take its place. After a ``KeyboardInterrupt``, which is a second
+        request, nothing else is waited for.
         """
         patient = True
         try:
@@ -101,8 +106,9 @@ class Training:
             raise
         finally:
             if patient:
-                for reporter in reversed(self.reporters):
-                    reporter.conclude()
+                with ExitStack() as everyone:
+                    for reporter in self.reporters:
+                        everyone.push(_written_by(reporter.conclude))
 
     def _run(self, collector: Collector, stop: StopRequest, config: Any) -> dict[str, Any]:
         status, diverged = "failed", False
@@ -125,9 +131,9 @@ class Training:
             summary = self._summary(status, collector.failures)
             with ExitStack() as everyone:  # last in, first called; each is told, even if the disk is full
                 for reporter in reversed(self.reporters):
-                    everyone.callback(reporter.finish, summary)
+                    everyone.push(_written_by(partial(reporter.finish, summary)))
                 if not diverged:
-                    everyone.callback(checkpoint.save, self.folder, self.state_dict())
+                    everyone.push(_written_by(partial(checkpoint.save, self.folder, self.state_dict())))
         return summary
 
     def _loop(self, collector: Collector, stop: StopRequest) -> str:
@@ -181,3 +187,23 @@ class Training:
             "seconds_to_first_update": None if first is None else first - self.started,
             **self.facts,
         }
+
+
+_Exit = Callable[[type[BaseException] | None, BaseException | None, "TracebackType | None"], None]
+
+
+def _written_by(step: Callable[[], object]) -> _Exit:
+    """Return what takes `step` when an ``ExitStack`` is left; what cannot be written is a note on an earlier error."""
+    before = sys.exception()
+
+    def leave(_: object, error: BaseException | None, __: object) -> None:
+        first = error or before
+        try:
+            step()
+        except (OSError, checkpoint.CheckpointError) as late:
+            if not isinstance(first, Exception):
+                raise
+            if str(late) != str(first):  # a file that is full is full when it is closed, too
+                first.add_note(str(late))
+
+    return leave

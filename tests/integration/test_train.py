@@ -253,17 +253,30 @@ def test_a_folder_that_cannot_be_made_is_told_of_in_one_line(tmp_path: Path, swe
     assert done.returncode == 1 and line.startswith("train.py: ") and f"{tmp_path}/file" in line
 
 
+def limited(folder: Path, size: int, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """A run for which the kernel refuses files beyond `size` as it refuses those for which there is no room."""
+    return subprocess.run(
+        ["prlimit", f"--fsize={size}", *command(folder, *overrides)],
+        capture_output=True, text=True, timeout=100, cwd=folder, check=False,
+        env=environment(PYTHONDONTWRITEBYTECODE="1"),  # Python would keep compiled modules that were cut off
+    )  # fmt: skip
+
+
 def test_a_full_disk_is_told_of_in_one_line_that_names_the_file(tmp_path: Path) -> None:
-    """The kernel refuses files beyond RLIMIT_FSIZE as it refuses those for which there is no room."""
-    often = command(tmp_path, "frames_per_batch=32", "total_frames=100_000", "policy.hidden=[8]", "algorithm.epochs=1")
-    limited = ["prlimit", "--fsize=100000", *often]
-    done = subprocess.run(
-        limited, capture_output=True, text=True, timeout=100, cwd=tmp_path, env=environment(), check=False
-    )
+    often = ["frames_per_batch=32", "total_frames=100_000", "policy.hidden=[8]", "algorithm.epochs=1"]
+    done = limited(tmp_path, 100_000, *often)
     assert (done.returncode, done.stderr) == (
         1, f"train.py: {tmp_path}/metrics.jsonl could not be written: File too large\n"
     )  # fmt: skip
     assert summary(tmp_path)["status"] == "failed" and (tmp_path / "checkpoint.pt").exists()
+
+
+def test_what_could_not_be_written_first_is_told_first(tmp_path: Path) -> None:
+    done = limited(tmp_path, 15_000, "total_frames=512", "collector=single")  # less than a checkpoint, or a picture
+    first, *later = done.stderr.splitlines()
+    assert first.startswith(f"train.py: {tmp_path}/checkpoint.pt could not be written: File too large")
+    assert later == [f"{tmp_path}/learning_curve.png could not be written: File too large"]
+    assert summary(tmp_path)["frames"] == 512
 
 
 def test_a_sweep_ends_with_a_report_that_says_what_the_runs_say(runs: dict[str, tuple[Path, str]]) -> None:
