@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from learning.reporting.files import FolderError
 from learning.reporting.sweep import report
 
 
-def main(folder: Annotated[Path, typer.Argument(help="The sweep's folder, with a folder for each run.")]) -> None:
+def main(
+    folder: Annotated[
+        Path, typer.Argument(exists=True, file_okay=False, help="The sweep's folder, with a folder for each run.")
+    ],
+) -> None:
     """Print the table, and write sweep.csv, sweep.html and the pictures into FOLDER."""
     try:
         report(folder)
-    except FileNotFoundError as error:
-        raise typer.BadParameter(str(error)) from error
+    except FolderError as error:
+        sys.exit(f"report.py: {error}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,14 @@ from learning.reporting import Reporter
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 
+# What a reader cannot do without.
+_OF_A_ROW = {field.name for field in fields(Row)}
+_OF_A_SUMMARY = {"status", "solved", "frames_per_second", "episode_return_mean_100", "weight_sync"}
+_OF_A_SYNC = {"scheme", "latency_us"}
+
 
 class FolderError(OSError):
-    """A run's folder does not take what belongs into it: the disk is full, say, or the folder is gone."""
+    """A run's folder does not take what belongs into it (a full disk, say), or has not what belongs into it."""
 
 
 @contextmanager
@@ -34,16 +40,56 @@ def writing(path: Path) -> Iterator[None]:
         raise FolderError(f"{path} could not be written: {error.strerror or error}") from error
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Read `path` inside.
+
+    Raises:
+        FolderError: it could not be read, or is damaged; names it, and says why.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise FolderError(f"{path} could not be read: {error.strerror or error}") from error
+    except ValueError as error:  # no UTF-8, no JSON, or not what belongs there
+        raise FolderError(f"{path} is damaged: {error}") from error
+
+
 def read_rows(folder: Path, frames: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a run's ``metrics.jsonl``, up to `frames`; a last line that was cut off is left out."""
-    with open(folder / METRICS, encoding="utf-8") as file:
-        for line in file:
+    """Yield the rows of a run's ``metrics.jsonl``, up to `frames`; a last line that was cut off is left out.
+
+    Raises:
+        FolderError: the file is missing, or damaged before its last line.
+    """
+    with reading(folder / METRICS), open(folder / METRICS, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
             if not line.endswith("\n"):
                 return
-            row = json.loads(line)
+            row = _parsed(line, _OF_A_ROW, f"line {number}")
             if frames is not None and row["frames"] > frames:
                 return
             yield row
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Return what a run's ``summary.json`` says; raises FolderError: it is missing, or damaged."""
+    with reading(folder / SUMMARY):
+        summary = _parsed((folder / SUMMARY).read_text(encoding="utf-8"), _OF_A_SUMMARY, "it")
+        if not isinstance(summary["weight_sync"], dict) or not summary["weight_sync"].keys() >= _OF_A_SYNC:
+            raise ValueError(f"its weight_sync is none: {', '.join(sorted(_OF_A_SYNC))} have to be there")
+        return summary
+
+
+def _parsed(text: str, wanted: set[str], called: str) -> dict[str, Any]:
+    """Return the object that `text` is in JSON; raises ValueError if it is none, or lacks what is `wanted`."""
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{called} is no JSON: {error}") from error
+    missing = wanted - content.keys() if isinstance(content, dict) else wanted
+    if missing:
+        raise ValueError(f"{called} has no {', '.join(sorted(missing))}")
+    return content
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

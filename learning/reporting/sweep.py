@@ -13,6 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from learning.reporting.files import writing
 from learning.reporting.sweep_runs import FIGURES, Column, Run, columns, common, groups, read_runs
 
 TABLE, PAGE, PICTURES = "sweep.csv", "sweep.html", ("sweep_returns.png", "sweep_latency.png")
@@ -48,11 +49,13 @@ def table_rows(runs: Sequence[Run]) -> Iterable[tuple[list[str], bool]]:
 def report(folder: Path, console: Console | None = None) -> None:
     """Write the report of the sweep in ``folder`` into it, and print its table.
 
+    Runs that cannot be told of are left out, and named.
+
     Raises:
-        FileNotFoundError: no run has ended there.
+        FolderError: no run has ended there, or the report cannot be written.
     """
-    runs = read_runs(folder)
-    with open(folder / TABLE, "w", encoding="utf-8", newline="") as file:
+    runs, left_out = read_runs(folder)
+    with writing(folder / TABLE), open(folder / TABLE, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         shown = columns(runs)
         writer.writerow(["run", *shown])
@@ -60,9 +63,14 @@ def report(folder: Path, console: Console | None = None) -> None:
     from learning.reporting import sweep_plots  # matplotlib takes most of a second to import
 
     for name, draw in zip(PICTURES, (sweep_plots.returns, sweep_plots.latencies), strict=True):
-        draw(groups(runs)).savefig(folder / name)
-    (folder / PAGE).write_text(_page(folder, runs), encoding="utf-8")
-    _show(runs, folder, console or Console(highlight=False))
+        with writing(folder / name):
+            draw(groups(runs)).savefig(folder / name)
+    with writing(folder / PAGE):
+        (folder / PAGE).write_text(_page(folder, runs, left_out), encoding="utf-8")
+    console = console or Console(highlight=False)
+    _show(runs, folder, console)
+    for line in left_out:
+        console.print(f"left out: {line}", soft_wrap=True, markup=False)
 
 
 def _show(runs: Sequence[Run], folder: Path, console: Console) -> None:
@@ -98,7 +106,7 @@ def _table(runs: Sequence[Run], names: Sequence[str]) -> Table:
     return table
 
 
-def _page(folder: Path, runs: Sequence[Run]) -> str:
+def _page(folder: Path, runs: Sequence[Run], left_out: Sequence[str]) -> str:
     head = "".join(f"<th>{html.escape(name)}</th>" for name in columns(runs))
     body = "".join(
         f'<tr class="{"median" if is_median else ""}">'
@@ -112,7 +120,8 @@ def _page(folder: Path, runs: Sequence[Run]) -> str:
     )
     title, workers = f"{common(runs, 'env') or 'Sweep'}: {_counted(runs)}", common(runs, "num_workers")
     title += "" if workers is None else f", {workers} workers each"
-    return _PAGE.format(title=html.escape(title), head=head, body=body, pictures=pictures)
+    missing = "".join(f"<p>Left out: {html.escape(line)}</p>\n" for line in left_out)
+    return _PAGE.format(title=html.escape(title), head=head, body=body, missing=missing, pictures=pictures)
 
 
 _PAGE = """<!doctype html>
@@ -136,5 +145,5 @@ p {{ color: #52606d }}
 <p>Latency is from the call of <code>send</code> to the moment when its promise holds; seconds are counted from the
 first environment step. Medians, and the picture of latencies, are of the runs that were solved or finished. The same
 figures are in <code>sweep.csv</code> and in each run's <code>summary.json</code>.</p>
-{pictures}</body></html>
+{missing}{pictures}</body></html>
 """

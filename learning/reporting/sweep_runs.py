@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from learning.progress import WINDOW
 from learning.reporting.console import microseconds, number
-from learning.reporting.files import METRICS, SUMMARY, read_rows
+from learning.reporting.files import METRICS, SUMMARY, FolderError, read_rows, read_summary
 
 
 @dataclass(frozen=True)
@@ -105,25 +104,30 @@ def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return alike
 
 
-def read_runs(folder: Path) -> list[Run]:
+def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
     """The runs in a sweep's folder that came to an end, whatever that was; ordered by backend, settings and seed.
 
+    With them, a line for each of the others: what of it is missing, or damaged.
+
     Raises:
-        FileNotFoundError: there is none.
+        FolderError: no run has ended there, or none can be told of.
     """
-    runs = [
-        Run(path.parent, json.loads(path.read_text(encoding="utf-8")), list(read_rows(path.parent)))
-        for path in sorted(folder.glob(f"*/{SUMMARY}"))
-        if (path.parent / METRICS).is_file()
-    ]
+    runs, left_out = [], []
+    for each in sorted({path.parent for name in (".hydra", METRICS, SUMMARY) for path in folder.glob(f"*/{name}")}):
+        try:
+            if not (each / SUMMARY).is_file():
+                raise FolderError(f"{each} has no {SUMMARY}: it has not begun, or not ended, or was killed")
+            runs.append(Run(each, read_summary(each), list(read_rows(each))))
+        except FolderError as error:
+            left_out.append(str(error))
     if not runs:
-        raise FileNotFoundError(f"no run has ended in {folder}: there is no */{SUMMARY}")
+        raise FolderError("\n".join([f"no run has ended in {folder}: there is no */{SUMMARY} to read", *left_out]))
     names = differing(runs)
 
     def place(run: Run) -> tuple[Any, ...]:
         return run.backend, [_in_order(run.settings.get(name, "")) for name in names], run.summary.get("seed") or 0
 
-    return sorted(runs, key=place)
+    return sorted(runs, key=place), left_out
 
 
 def _in_order(value: str) -> tuple[float, str]:

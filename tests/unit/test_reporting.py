@@ -135,7 +135,7 @@ def test_the_pictures_are_drawn(tmp_path: Path, sync: bool) -> None:
 def test_a_picture_says_that_no_episode_has_ended(tmp_path: Path) -> None:
     first = replace(row(1), episode_returns=[], episode_return_mean_100=None)
     swept(tmp_path, "num_workers=2", "seed=0", rows=[first])
-    (run,) = read_runs(tmp_path)
+    (run,), _ = read_runs(tmp_path)
     for figure in (learning_curve(run.rows, run.summary), returns(groups([run]))):
         (ax,) = figure.axes
         assert "No episode has ended." in [text.get_text() for text in ax.texts]
@@ -147,7 +147,7 @@ def test_a_picture_says_that_no_episode_has_ended(tmp_path: Path) -> None:
 def test_the_names_of_many_groups_cover_no_curve(tmp_path: Path) -> None:
     for workers in range(10):
         swept(tmp_path, f"num_workers={workers}", "seed=0", "algorithm.minibatch_size=512", rows=[row(1), row(2)])
-    figure = returns(groups(read_runs(tmp_path)))
+    figure = returns(groups(read_runs(tmp_path)[0]))
     figure.savefig(tmp_path / "returns.png")
     (legend,), (ax,) = figure.legends, figure.axes
     assert len(legend.get_texts()) == 10
@@ -217,7 +217,7 @@ def test_a_sweep_is_compared_among_runs_that_are_alike_but_for_the_seed(tmp_path
         for seed in (0, 1):
             rows = [row(workers + seed)]  # of which the latency is 100 µs more
             swept(tmp_path, f"num_workers={workers}", f"seed={seed}", "weight_sync=shared_mem", rows=rows)
-    runs = read_runs(tmp_path)
+    runs, _ = read_runs(tmp_path)
     assert list(groups(runs)) == ["shared_mem num_workers=2", "shared_mem num_workers=8"]
     medians = [cells[:3] for cells, is_median in table_rows(runs) if is_median]
     assert medians == [["shared_mem", "2", "median"], ["shared_mem", "8", "median"]]
@@ -233,7 +233,7 @@ def test_medians_are_of_runs_that_were_not_cut_off(tmp_path: Path) -> None:
         (8, 0, "interrupted", 90), (8, 1, "failed", 90),
     ):  # fmt: skip
         swept(tmp_path, f"num_workers={workers}", f"seed={seed}", rows=[row(figure)], status=status)
-    runs = read_runs(tmp_path)
+    runs, _ = read_runs(tmp_path)
     at = list(columns(runs)).index("s to solved")  # a tenth of the figure
     assert [cells[at] for cells, is_median in table_rows(runs) if is_median] == ["5.0", "–"]
     latencies({"all": runs}).savefig(tmp_path / "all.png")
@@ -253,15 +253,33 @@ def test_settings_that_all_runs_share_stand_in_the_title_alone(tmp_path: Path) -
     swept(tmp_path, "num_workers=2", "seed=1", rows=[row(1)])
     report(tmp_path, Console(file=io.StringIO()))
     assert "<h1>CartPole-v1: 2 runs, 2 workers each</h1>" in (tmp_path / "sweep.html").read_text()
-    assert list(groups(read_runs(tmp_path))) == ["shared_mem"]
+    assert list(groups(read_runs(tmp_path)[0])) == ["shared_mem"]
 
 
 def test_a_run_is_solved_when_a_hundred_episodes_are_good_whatever_comes_after(tmp_path: Path) -> None:
     early = replace(row(1), episodes=3, episode_return_mean_100=500.0)
     later = [replace(row(100 * n), episode_return_mean_100=mean) for n, mean in enumerate((10.0, 490.0, 10.0), 1)]
     swept(tmp_path, "num_workers=2", "seed=0", rows=[early, *later])
-    (run,) = read_runs(tmp_path)
+    (run,), _ = read_runs(tmp_path)
     assert run.seconds_to_solved == 20.0
+
+
+def test_a_run_that_cannot_be_read_is_left_out_and_named(tmp_path: Path) -> None:
+    for seed in range(7):
+        swept(tmp_path, "num_workers=2", f"seed={seed}", rows=[row(1)])
+    for number, content in enumerate([b"", b'{"status": "fin', b"[1]", b'{"status": "solved"}']):
+        (tmp_path / f"{number}-run" / "summary.json").write_bytes(content)
+    for number, content in ((4, b"{}\n"), (5, b"\xff\xfe\n")):
+        (tmp_path / f"{number}-run" / "metrics.jsonl").write_bytes(content)
+    (tmp_path / "7-run" / ".hydra").mkdir(parents=True)  # it was killed
+    out = io.StringIO()
+    report(tmp_path, Console(file=out))
+    whys = ["/summary.json is damaged: "] * 4 + ["/metrics.jsonl is damaged: "] * 2 + [" has no summary.json: "]
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("left out: ")]
+    for line, number, why in zip(lines, (0, 1, 2, 3, 4, 5, 7), whys, strict=True):
+        assert line.startswith(f"left out: {tmp_path}/{number}-run{why}")
+    assert out.getvalue().startswith("1 run ")
+    assert (tmp_path / "sweep.html").read_text().count("<p>Left out: ") == 7
 
 
 def test_units() -> None:
