@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from collectors.config import ConfigError
 from learning.checks import refuse_contradictions
 from learning.complaints import unknown
 from learning.limits import refuse_out_of_range
+from learning.reporting.files import FolderError
 from learning.reporting.sweep import report
 from wsync.config import store_once
 
@@ -132,11 +134,17 @@ class SweepReport(Callback):
 
     @classmethod
     def make_up(cls) -> None:
-        """Report on the sweep that has not been reported on, if there is one; see `on_multirun_end`."""
+        """Report on the sweep that has not been reported on, if there is one; see `on_multirun_end`.
+
+        That there can be no report is told, and not raised: the runs are what they are, and their errors come first.
+        """
         while cls._under_way:
             folder = cls._under_way.pop()
             if any(folder.glob("*/summary.json")):
-                report(folder)
+                try:
+                    report(folder)
+                except FolderError as error:
+                    print(f"no report of the sweep: {error}", file=sys.stderr)  # Hydra has put its loggers away
 
 
 def settings() -> dict[str, list[str]]:

@@ -321,6 +321,15 @@ def test_a_sweep_tells_of_each_run_that_failed_why_on_the_terminal_and_in_its_fo
         assert reason in done.stderr and reason in (tmp_path / folder / "train.log").read_text()
 
 
+@pytest.mark.parametrize("env", ["CartPole-v1", "CartPole-v1,CartPol-v1"], ids=["well", "with_an_error"])
+def test_a_report_that_cannot_be_written_is_told_of_beside_what_became_of_the_runs(tmp_path: Path, env: str) -> None:
+    (tmp_path / "sweep.csv").mkdir()
+    done = run(tmp_path, f"env.id={env}", "collector=single", "total_frames=256", f"hydra.sweep.dir={tmp_path}", "-m")
+    complaint = f"no report of the sweep: {tmp_path}/sweep.csv could not be written: Is a directory"
+    assert complaint in done.stderr.splitlines() and "Traceback" not in done.stderr
+    assert ("train.py: env.id=CartPol-v1" in done.stderr) == ("," in env) == (done.returncode == 1)
+
+
 def test_a_report_of_nothing_says_so(tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "scripts" / "report.py"), str(tmp_path)]
     done = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
