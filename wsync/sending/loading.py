@@ -37,14 +37,14 @@ class Loader:
         self._members = members
         self._packer: Packer | None = None
 
-    def propose(self, weights: object, version: int) -> None:
-        """Have those who are connected say whether ``weights`` would fit, before anything is made for them."""
-        self._end.propose(Layout.of(self._source.first(weights)), version)
+    def sketch(self, weights: object) -> Layout:
+        """The layout that ``weights`` would make, if they were the first."""
+        return Layout.of(self._source.first(weights))
 
     def plan(self, weights: object) -> tuple[Layout, Packer]:
         """The layout, and what packs by it."""
         if self.layout is None or self._packer is None:
-            layout = Layout.of(self._source.first(weights))
+            layout = self.sketch(weights)
             self._end.prepare(layout)
             self.layout, self._packer = layout, Packer(layout)
         return self.layout, self._packer

@@ -179,9 +179,9 @@ class Sender(FastSender):
 
     def _agree(self, weights: object, deadline: float | None) -> None:
         """Ask the workers, who may have the only model, whether the first weights fit: others will be like these."""
-        workers, version = self._members.present, self.version + 1
+        workers, version, layout = self._members.present, self.version + 1, self._loader.sketch(weights)
         try:
-            self._loader.propose(weights, version)
+            self._end.propose(layout, version)
             self._answers.expect(workers, version, deadline, given=False)
         except BaseException:
             self.version = version  # it is not used again: an answer to it may be late
