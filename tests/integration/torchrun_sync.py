@@ -53,6 +53,7 @@ def main() -> None:
     print(f"rank {rank} met in the default group's")
     synchronise(rank, world, dist.new_group(list(range(world))))
     print(f"rank {rank} met in a group of its own")
+    dist.destroy_process_group()  # torch's own threads may abort a process that ends without it
 
 
 if __name__ == "__main__":
