@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from wsync.in_process import InProcessLine
+from wsync.leaving import close_at_exit
 from wsync.metrics import SyncMetrics
 from wsync.paths import find_model
 from wsync.receiving.end import ReceiverEnd
@@ -118,6 +119,7 @@ class SchemeSetup(SchemeView):
             record=self.metrics.record,
         )
         self._role = Trainer(model_id, context, model, sender, end, sentinels, os.getpid())
+        close_at_exit(end)
 
     def init_on_receiver(
         self,

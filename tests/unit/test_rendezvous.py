@@ -26,6 +26,18 @@ def test_a_program_that_is_started_inherits_no_memory_that_came() -> None:
     far.close()
 
 
+def test_the_last_words_of_one_that_leaves_with_something_unread_are_heard() -> None:
+    """The kernel says first that the line was reset: a worker's answer, sent before it left, was lost by that."""
+    near, far = map(LocalLine, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    near.send(Message(Kind.NEWS, 0, 7))
+    far.send(Message(Kind.ACK, 0, 7))
+    far.close()
+    heard = near.receive()
+    assert heard is not None and (heard.kind, heard.version) == (Kind.ACK, 7)
+    assert near.receive() is None
+    near.close()
+
+
 @pytest.mark.timeout(60)
 def test_who_finds_no_room_at_a_door_that_nobody_opens_waits_no_longer_than_it_wants() -> None:
     door = Listener()

@@ -16,6 +16,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from wsync.deadlines import milliseconds
 from wsync.errors import NotConnected, SyncTimeout
@@ -103,7 +104,7 @@ class LocalLine:
     def receive(self) -> Message | None:
         """The next message, once the descriptor is readable; ``None`` if the other end is gone, or talks nonsense."""
         try:
-            data, attached, _, _ = self._socket.recvmsg(_INLINE + HEADER_SIZE, _ROOM, socket.MSG_CMSG_CLOEXEC)
+            data, attached, _, _ = self._read()
         except ConnectionError:
             return None
         if not data:
@@ -115,6 +116,12 @@ class LocalLine:
             for fd in fds:
                 os.close(fd)
             return None
+
+    def _read(self) -> tuple[bytes, list[tuple[int, int, bytes]], int, Any]:
+        try:
+            return self._socket.recvmsg(_INLINE + HEADER_SIZE, _ROOM, socket.MSG_CMSG_CLOEXEC)
+        except ConnectionResetError:  # it has left with something unread: once, before what it had said itself
+            return self._socket.recvmsg(_INLINE + HEADER_SIZE, _ROOM, socket.MSG_CMSG_CLOEXEC)
 
     def close(self) -> None:
         """Close the line; harmless when repeated."""

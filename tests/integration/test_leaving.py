@@ -1,0 +1,47 @@
+"""A trainer's program that ends by an error, and has shut nothing down: its workers do not keep it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import sys
+import torch.nn as nn
+from torch import multiprocessing as mp
+import wsync
+
+
+def worker(scheme, idx):
+    scheme.init_on_receiver("policy", model=nn.Linear(4, 2), worker_idx=idx)
+    scheme.connect()
+    try:
+        scheme.receive()
+    except wsync.NotConnected:
+        print("told", flush=True)
+
+
+if __name__ == "__main__":
+    scheme = wsync.WeightSyncScheme.from_backend(sys.argv[1])
+    scheme.init_on_sender("policy", model=nn.Linear(4, 2), num_workers=1)
+    mp.get_context("spawn").Process(target=worker, args=(scheme, 0)).start()
+    scheme.connect()
+    raise SystemExit("the trainer's own fault")
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("backend", ["shared_mem", "multiprocess", "distributed"])
+def test_workers_are_told_when_a_trainer_ends_by_an_error(tmp_path: Path, backend: str) -> None:
+    script = tmp_path / "trainer.py"
+    script.write_text(PROGRAM, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, script, backend], capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (1, "told\n", "the trainer's own fault\n")
