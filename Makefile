@@ -45,7 +45,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python scripts/bench_sync.py $(SYNC)
 	$(BIN)/python scripts/bench_collect.py $(ARGS)
 
-# Two minutes: every fault against every backend, written into docs/reliability.md.
+# Three minutes: every fault against every backend, written into docs/reliability.md.
 reliability: install
 	$(BIN)/python -m pytest tests/chaos --reliability docs/reliability.md $(ARGS)
 

@@ -43,6 +43,7 @@ BACKENDS: dict[str, Callable[[], wsync.WeightSyncScheme]] = {
     "shared_mem-published": partial(wsync.SharedMemWeightSyncScheme, acknowledge="published"),
     "multiprocess": partial(wsync.MultiProcessWeightSyncScheme),
     "distributed": partial(wsync.DistributedWeightSyncScheme),
+    "distributed-gloo": partial(wsync.DistributedWeightSyncScheme, shared_memory=False),
     "rpc": partial(wsync.RPCWeightSyncScheme),
     "ray": lambda: wsync.RayWeightSyncScheme(),  # Ray is imported when it is asked for
 }

@@ -41,6 +41,7 @@ SCHEMES: dict[str, Callable[[], wsync.WeightSyncScheme]] = {
     "installed": wsync.SharedMemWeightSyncScheme,
     "multiprocess": wsync.MultiProcessWeightSyncScheme,
     "distributed": wsync.DistributedWeightSyncScheme,
+    "distributed, gloo": partial(wsync.DistributedWeightSyncScheme, shared_memory=False),
 }
 
 

@@ -45,7 +45,8 @@ class DistributedConfig:
     timeout: float | None = 60.0
     host: str = "127.0.0.1"
     bind: bool = True
-    checksum: bool = True
+    checksum: bool | None = None
+    shared_memory: bool = True
 
 
 @dataclass
@@ -59,7 +60,8 @@ class RPCConfig:
     timeout: float | None = 60.0
     host: str = "127.0.0.1"
     bind: bool = True
-    checksum: bool = True
+    checksum: bool | None = None
+    shared_memory: bool = True
     trainer: str = "trainer"
 
 
@@ -74,7 +76,8 @@ class RayConfig:
     timeout: float | None = 60.0
     host: str = "127.0.0.1"
     bind: bool = True
-    checksum: bool = True
+    checksum: bool | None = None
+    shared_memory: bool = True
 
 
 @dataclass

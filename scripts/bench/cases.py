@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 BACKENDS = ("shared_mem", "multiprocess", "distributed", "rpc", "ray")
+NETWORK = ("distributed", "rpc", "ray")  # of these, those that reach other machines
 Acknowledge = Literal["installed", "published"]
 Kind = Literal["send", "update"]
 Give = Literal["module", "tensordict"]
@@ -27,6 +28,8 @@ class Case:
         frames: of each worker's batch, in collection.
         timeout: seconds for whatever a side waits for.
         checksum: whether updates carry one; None: as the scheme has it.
+        shared_memory: whether a backend that reaches other machines may use that on its own; other backends have no
+            choice.
     """
 
     kind: Kind
@@ -39,11 +42,14 @@ class Case:
     frames: int = 16
     timeout: float = 60.0
     checksum: bool | None = None
+    shared_memory: bool = True
 
     @property
     def label(self) -> str:
-        """The backend, and what its acknowledgement means where that is a choice."""
-        return f"{self.backend}, {self.acknowledge}" if self.backend == "shared_mem" else self.backend
+        """The backend, and what its acknowledgement means, or what carries, where that is a choice."""
+        if self.backend == "shared_mem":
+            return f"{self.backend}, {self.acknowledge}"
+        return self.backend if self.backend not in NETWORK or self.shared_memory else f"{self.backend}, gloo"
 
     @property
     def title(self) -> str:

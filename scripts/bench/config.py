@@ -9,7 +9,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-from bench.cases import BACKENDS, BenchError, Case
+from bench.cases import BACKENDS, NETWORK, BenchError, Case
 from bench.models import usual_tensors
 
 _CHOICES = {
@@ -44,6 +44,8 @@ class BenchConfig:
         frames: of each worker's batch, in collection.
         acting: updates sent to workers that forward in a tight loop, to find out how they pause; 0: none.
         timeout: seconds for whatever is waited for.
+        shared_memory: whether our ``distributed``, ``rpc`` and ``ray`` may use it, ``true`` or ``false`` (then gloo
+            carries, as over a network); ``null``: one case for each.
         checksum: whether our updates carry one, ``true`` or ``false``; ``null``: as each scheme has it.
     """
 
@@ -63,6 +65,7 @@ class BenchConfig:
     frames: int = 16
     acting: int = 50
     timeout: float = 60.0
+    shared_memory: bool | None = None
     checksum: bool | None = None
 
 
@@ -98,14 +101,14 @@ def cases(cfg: BenchConfig) -> Iterator[Case]:
     if cfg.kind in ("send", "both"):
         for mib, backend, workers in product(cfg.mib, cfg.backends, cfg.workers):
             tensors = usual_tensors(mib) if cfg.tensors == "auto" else int(cfg.tensors)
-            yield from _acknowledged(cfg, backend, kind="send", mib=mib, tensors=tensors, workers=workers)
+            yield from _variants(cfg, backend, kind="send", mib=mib, tensors=tensors, workers=workers)
     if cfg.kind in ("update", "both"):
         for mib, backend, workers in product(cfg.policy_mib, cfg.backends, cfg.workers):
             tensors = 6 if mib <= 0.1 else 20
-            yield from _acknowledged(cfg, backend, kind="update", mib=mib, tensors=tensors, workers=workers)
+            yield from _variants(cfg, backend, kind="update", mib=mib, tensors=tensors, workers=workers)
 
 
-def _acknowledged(cfg: BenchConfig, backend: str, **rest: Any) -> Iterator[Case]:
+def _variants(cfg: BenchConfig, backend: str, **rest: Any) -> Iterator[Case]:
     common = {
         "give": cfg.give,
         "frames": cfg.frames,
@@ -114,6 +117,10 @@ def _acknowledged(cfg: BenchConfig, backend: str, **rest: Any) -> Iterator[Case]
         "backend": backend,
         **rest,
     }
+    if backend in NETWORK:
+        ways = (True, False) if cfg.shared_memory is None else (cfg.shared_memory,)
+        yield from (Case(shared_memory=shared_memory, **common) for shared_memory in ways)
+        return
     if backend != "shared_mem" or cfg.acknowledge in ("installed", "both"):
         yield Case(acknowledge="installed", **common)
     if backend == "shared_mem" and cfg.acknowledge in ("published", "both"):

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import wsync
-from bench.cases import Case
+from bench.cases import NETWORK, Case
 from bench.collecting import update_side
 from bench.sides import MakeScheme, Side, send_side
 
@@ -20,6 +20,8 @@ def make_scheme(case: Case) -> wsync.WeightSyncScheme:
         options["acknowledge"] = case.acknowledge
     if case.checksum is not None:
         options["checksum"] = case.checksum
+    if case.backend in NETWORK:
+        options["shared_memory"] = case.shared_memory
     return wsync.WeightSyncScheme.from_backend(case.backend, **options)
 
 

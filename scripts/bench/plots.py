@@ -18,8 +18,11 @@ _COLORS = {
     "shared_mem, installed": "#60a5fa",
     "multiprocess": "#d97706",
     "distributed": "#059669",
+    "distributed, gloo": "#6ee7b7",
     "rpc": "#7c3aed",
+    "rpc, gloo": "#c4b5fd",
     "ray": "#dc2626",
+    "ray, gloo": "#fca5a5",
 }
 _TITLES = {"send": "send, standalone", "update": "a collector's update, between batches"}
 

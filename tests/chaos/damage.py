@@ -11,6 +11,7 @@ from stage import VICTIM, Stage
 
 from wsync.local.arena import Arena
 from wsync.local.sender import LocalSender
+from wsync.network.same_host import HostOutgoing
 from wsync.network.sender import GroupSender
 
 
@@ -30,14 +31,14 @@ class _Switch:
 
 
 class _Pair:
-    """The victim's pair: what it is sent is a damaged copy."""
+    """The victim's pair: what it is sent is a damaged copy; or, from shared memory, damaged for all."""
 
     def __init__(self, pair: Any) -> None:
         self._pair = pair
         self._sent: list[torch.Tensor] = []  # until it has gone
 
     def send(self, flat: torch.Tensor, works: list[Any]) -> None:
-        damaged = flip(flat.clone())
+        damaged = flip(flat if isinstance(self._pair, HostOutgoing) else flat.clone())
         self._sent.append(damaged)
         self._pair.send(damaged, works)
 

@@ -14,7 +14,7 @@ descriptors, child processes, shared memory). This page is written by the tests 
 
     make reliability
 
-It needs two minutes on two cores, no GPU, and no root. One row, or one cell, is made again by
+It needs three minutes on two cores, no GPU, and no root. One row, or one cell, is made again by
 `pytest tests/chaos -k killed_between_updates`, or `-k "killed_between_updates and rpc"`.
 
 In a cell, the first time is from the fault (or from the call that meets it) to the error that names the worker; the

@@ -12,6 +12,7 @@ BACKENDS: dict[str, Callable[..., wsync.WeightSyncScheme]] = {
     "shared_mem-published": partial(wsync.SharedMemWeightSyncScheme, timeout=60.0, acknowledge="published"),
     "multiprocess": partial(wsync.MultiProcessWeightSyncScheme, timeout=60.0),
     "distributed": partial(wsync.DistributedWeightSyncScheme, timeout=60.0),
+    "distributed-gloo": partial(wsync.DistributedWeightSyncScheme, timeout=60.0, shared_memory=False),
     "rpc": partial(wsync.RPCWeightSyncScheme, timeout=60.0),
     "ray": partial(wsync.RayWeightSyncScheme, timeout=60.0),
 }

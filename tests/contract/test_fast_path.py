@@ -148,7 +148,8 @@ class Story:
 @pytest.mark.parametrize(
     ("backend", "here", "there"),
     [(backend, here, there) for backend in LOCAL for here in (True, False) for there in (True, False)]
-    + [("distributed", True, True), ("distributed", False, True), ("distributed", True, False), ("rpc", True, True)],
+    + [("distributed", True, True), ("distributed", False, True), ("distributed", True, False), ("rpc", True, True)]
+    + [("distributed-gloo", True, True)],
 )
 def test_whatever_is_sent_arrives(backend: str, here: bool, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not here:
@@ -243,7 +244,7 @@ def test_however_many_workers_there_are_usual_updates_take_the_fast_path(backend
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("backend", ["shared_mem", "multiprocess", "distributed"])
+@pytest.mark.parametrize("backend", ["shared_mem", "multiprocess", "distributed", "distributed-gloo"])
 def test_what_an_interrupted_update_is_answered_is_no_answer_to_the_next(backend: str) -> None:
     class Interrupted(Exception):
         pass
@@ -275,7 +276,7 @@ def test_what_an_interrupted_update_is_answered_is_no_answer_to_the_next(backend
 @pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # struck as a generator was closed
 @pytest.mark.parametrize("worker_ids", [None, [0, 1]], ids=["short", "long"])
-@pytest.mark.parametrize("backend", ["shared_mem", "multiprocess", "distributed"])
+@pytest.mark.parametrize("backend", ["shared_mem", "multiprocess", "distributed", "distributed-gloo"])
 def test_wherever_an_update_is_interrupted_the_next_one_arrives(backend: str, worker_ids: list[int] | None) -> None:
     model = scramble(Plain(), 0)
     with crew(2) as workers, BACKENDS[backend](timeout=10.0) as scheme:

@@ -17,7 +17,9 @@ from wsync.deadlines import deadline_in, wait_readable
 
 pytestmark = [
     pytest.mark.timeout(60),
-    pytest.mark.parametrize("make_scheme", ["shared_mem", "distributed"], indirect=True),  # others have these lines
+    pytest.mark.parametrize(
+        "make_scheme", ["shared_mem", "distributed", "distributed-gloo"], indirect=True
+    ),  # others have these
 ]
 
 

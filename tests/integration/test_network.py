@@ -28,7 +28,9 @@ from torch import nn
 import wsync
 from wsync.deadlines import deadline_in, wait_readable
 from wsync.network.credentials import CLAIM, PROOF, holds, new_claim, proof_for
+from wsync.network.group import GroupPair
 from wsync.network.listening import listen_on
+from wsync.network.same_host import HostOutgoing
 from wsync.network.tcp import NetLine, NetListener
 from wsync.wire import lobby
 from wsync.wire.words import HEADER_SIZE, PROTOCOL, Kind, Message
@@ -94,7 +96,7 @@ def test_other_addresses(host: str) -> None:
         listen_on(host).close()
     except wsync.NotConnected as error:
         pytest.skip(f"this machine has no {host}: {error}")
-    exchange(wsync.DistributedWeightSyncScheme(host=host, timeout=30.0))
+    exchange(wsync.DistributedWeightSyncScheme(host=host, timeout=30.0, shared_memory=False))
 
 
 @pytest.mark.parametrize(
@@ -367,7 +369,12 @@ scheme.shutdown()
 """
 
 
-def test_between_two_hosts(namespace: str) -> None:
+ELSEWHERE = ("unshare", "--pid", "--fork", "--mount-proc")  # where no process of here can be seen
+
+
+@pytest.mark.parametrize(("apart", "line"), [(ELSEWHERE, GroupPair), ((), HostOutgoing)], ids=["group", "memory"])
+def test_between_two_hosts(namespace: str, apart: tuple[str, ...], line: type) -> None:
+    """A worker that does not see the trainer's process is in a group with it; one that does shares its memory."""
     import pickle
 
     model = nn.Linear(3, 2)
@@ -375,9 +382,11 @@ def test_between_two_hosts(namespace: str) -> None:
     scheme.init_on_sender("policy", model=model, num_workers=1)
     with scheme:
         travelled = pickle.dumps(scheme).hex()
-        command = ["ip", "netns", "exec", namespace, sys.executable, "-c", REMOTE, travelled]
+        command = ["ip", "netns", "exec", namespace, *apart, sys.executable, "-c", REMOTE, travelled]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as remote:
             scheme.connect()
+            end: Any = scheme.sender._end
+            assert isinstance(end._lanes[0].pair, line)
             for value in range(4):
                 nn.init.constant_(model.bias, value)
                 scheme.send()

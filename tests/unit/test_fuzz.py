@@ -30,8 +30,10 @@ from wsync.local.arena import Arena
 from wsync.local.receiver import LocalReceiver
 from wsync.local.rendezvous import Listener, LocalLine, knock
 from wsync.network.ends import Seed
-from wsync.network.group import Pair
+from wsync.network.group import GroupPair
+from wsync.network.meeting import Meeting
 from wsync.network.receiver import GroupReceiver
+from wsync.network.same_host import Whereabouts
 from wsync.network.tcp import NetLine, NetListener, dial
 from wsync.types import Ack
 from wsync.weights.layout import Layout, same_bits
@@ -170,14 +172,19 @@ def test_no_plan_reaches_beyond_its_buffer(weights: Snapshot, data: Any) -> None
     assert memory[:4096].eq(7).all() and memory[-4096:].eq(7).all()
 
 
+FAR = Meeting("10.0.0.1", 80, "gloo")
+NEAR = Meeting("127.0.0.1", 80, "nccl", Whereabouts(1, 2, "wsync-00", 4096))
+
+
 @quick
 @given(st.text(max_size=40) | json_values.map(json.dumps), st.data())
 def test_seeds(text: str, data: Any) -> None:
     with suppress(ValueError):
         Seed.load(text)
     with closing(NetListener("127.0.0.1")) as door:
-        seed = Seed(door.endpoint, None, 1, 2)
-    assert Seed.load(seed.dump()) == seed
+        seeds = [Seed(door.endpoint, meeting, 1, 2) for meeting in (None, FAR, NEAR)]
+    assert [Seed.load(seed.dump()) for seed in seeds] == seeds
+    seed = data.draw(st.sampled_from(seeds))
     with suppress(ValueError):
         Seed.load(json.dumps(replaced(data.draw, json.loads(seed.dump()))))
 
@@ -406,7 +413,7 @@ def test_what_a_worker_is_told_over_a_network(kind: Kind, payload: bytes) -> Non
     with closing(NetListener("127.0.0.1")) as door:
         end = GroupReceiver(
             lambda worker, deadline: dial(door.endpoint, worker, deadline),
-            lambda worker, generation, deadline: lambda: Pair(None, 0),
+            lambda worker, generation, deadline: lambda: GroupPair(None, 0),
             retains=True,
             device=torch.device("cpu"),
             timeout=5.0,
@@ -444,6 +451,17 @@ def test_half_a_header(size: int) -> None:
 
 def test_a_seed_of_the_wrong_kind() -> None:
     """Found by a long run: a dictionary is unpacked as gladly as a list."""
-    for where in ({"a": 1, "b": 2, "c": 3}, [1, 2, "gloo"], ["h", 80, []], ["h", True, "gloo"]):
+    near = ["h", 80, "gloo"]
+    for where in (
+        {"a": 1, "b": 2, "c": 3, "d": None},
+        [1, 2, "gloo", None],
+        ["h", 80, [], None],
+        ["h", True, "gloo", None],
+        [*near, {"a": 1, "b": 2, "c": 3, "d": 4}],
+        [*near, [1, 2, "name"]],
+        [*near, [True, 2, "name", 4096]],
+        [*near, [1, -2, "name", 4096]],
+        [*near, [1, 2, "name", 0]],
+    ):
         with pytest.raises(ValueError):
             Seed.load(json.dumps([["host", 80, "00"], where, 0, 0]))

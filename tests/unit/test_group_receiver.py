@@ -22,8 +22,9 @@ import wsync
 from wsync.deadlines import deadline_in, wait_readable
 from wsync.network.ends import Seed, network_receiver
 from wsync.network.forming import formed
-from wsync.network.group import Meeting, MeetingPlace, finish, patience
+from wsync.network.group import finish, patience
 from wsync.network.listening import listen_on
+from wsync.network.meeting import Meeting, MeetingPlace
 from wsync.network.tcp import NetListener
 from wsync.receiving.receiver_thread import LineHandler
 from wsync.weights.layout import Layout
@@ -105,9 +106,13 @@ def test_an_interrupted_installation_is_made_good_by_the_next_forward() -> None:
             assert dict(sending.result().workers) == {0: scheme.version}
 
 
-def test_a_worker_that_comes_back_is_given_what_it_has_had_and_what_comes_after_it() -> None:
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_worker_that_comes_back_is_given_what_it_has_had_and_what_comes_after_it(shared_memory: bool) -> None:
     model, acting = nn.Linear(4, 1), nn.Linear(4, 1)
-    with wsync.DistributedWeightSyncScheme(timeout=10.0, checksum=False) as scheme, ThreadPoolExecutor(1) as trainer:
+    with (
+        wsync.DistributedWeightSyncScheme(timeout=10.0, checksum=False, shared_memory=shared_memory) as scheme,
+        ThreadPoolExecutor(1) as trainer,
+    ):
         scheme.init_on_sender("policy", model=model, num_workers=1)
         worker = pickle.loads(pickle.dumps(scheme))
         worker.init_on_receiver("policy", model=acting, worker_idx=0)

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from wsync.deadlines import deadline_in, wait_readable
-from wsync.network.group import MeetingPlace, Pair
+from wsync.network.group import GroupPair
+from wsync.network.meeting import MeetingPlace
+from wsync.network.pair import Outgoing
 from wsync.network.sender import GroupSender
 from wsync.network.tcp import NetLine, NetListener, dial
 from wsync.weights.layout import Layout
@@ -23,7 +25,7 @@ from wsync.wire.words import Kind, Message
 pytestmark = pytest.mark.timeout(30)
 
 
-class Tensors(Pair):
+class Tensors(GroupPair):
     """A line of tensors that leads nowhere, and may break."""
 
     def __init__(self) -> None:
@@ -43,15 +45,21 @@ class Stage:
         self.pairs: dict[int, Tensors] = {}
         door = NetListener("127.0.0.1")
         self.endpoint = door.endpoint
-        self.end = GroupSender(count, door, self.form_pair, lambda: None, torch.device("cpu"))
+        self.end = GroupSender(count, door, self)
         self.end.prepare(Layout.of(Snapshot({"weight": torch.zeros(4)})))
         self.lines: dict[int, NetLine] = {}
         for worker in range(count):
             self.join(worker)
 
-    def form_pair(self, worker: int, generation: int, deadline: float | None) -> Callable[[], Pair]:
+    def pair(self, worker: int, generation: int, deadline: float | None) -> Callable[[], Outgoing]:
         self.pairs[worker] = Tensors()
         return lambda: self.pairs[worker]
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Nothing is kept."""
 
     def join(self, worker: int) -> None:
         self.lines[worker] = dial(self.endpoint, worker, deadline_in(10.0))
@@ -128,7 +136,7 @@ def test_the_courier_hears_who_comes_while_it_waits(stage: Stage, monkeypatch: p
 
 def test_a_worker_that_dies_before_its_pair_is_formed_is_waited_for_no_more() -> None:
     place, door = MeetingPlace("127.0.0.1", "gloo"), NetListener("127.0.0.1")
-    end = GroupSender(1, door, place.pair, place.close, torch.device("cpu"))
+    end = GroupSender(1, door, place)
     line = dial(door.endpoint, 0, None)
     with ThreadPoolExecutor(1) as trainer:
         admitting = trainer.submit(end.admit, [0], {}, None)

@@ -47,7 +47,10 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         strategy: the format in which weights are handed out.
         host: the sender's address. Loopback, unless somebody says which interface may be reached from outside.
         bind: whether parameters may be bound to received memory. Say False for workers that train.
-        checksum: whether each update carries a checksum, which a worker verifies before it stages or applies it.
+        checksum: whether an update carries a checksum, which a worker verifies before it stages or applies it. None: it
+            does where gloo or nccl carries it, and not from memory to memory.
+        shared_memory: whether workers on the sender's machine take weights from its memory, which costs a fraction of
+            what a group does. Where False, gloo carries to all: as it would over a network.
         group: a process group of the user's, in which the sender and all workers are, to carry the weights: worker 0 is
             its first rank that is not the sender's, and so on. Otherwise each worker has a group of its own.
         store: where processes meet that have not been given a pickled scheme. A worker meets the first sender of its
@@ -67,7 +70,8 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         strategy: Any = "tensordict",
         host: str = "127.0.0.1",
         bind: bool = True,
-        checksum: bool = True,
+        checksum: bool | None = None,
+        shared_memory: bool = True,
         group: dist.ProcessGroup | None = None,
         store: Store | None = None,
     ) -> None:
@@ -75,6 +79,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         self.backend = backend
         self.host = host
         self.checksum = checksum
+        self.shared_memory = shared_memory
         self._group = group
         self._store = store
         self._dialled: Store | None = None  # that of torchrun's agent
@@ -98,7 +103,9 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         self._announced = False
 
     def _make_sender_end(self, num_workers: int) -> tuple[GroupSender, Seed]:
-        return network_sender(num_workers, self.host, self.backend, self._group, checksum=self.checksum)
+        return network_sender(
+            num_workers, self.host, self.backend, self._group, shared_memory=self.shared_memory, checksum=self.checksum
+        )
 
     def _make_receiver_end(self, seed: Seed | None) -> GroupReceiver:
         find = self._find_senders if seed is None else lambda worker, deadline: [seed]

@@ -6,8 +6,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from wsync.network.ends import device_of
-from wsync.network.group import Meeting, MeetingPlace
+from wsync.network.meeting import Meeting, MeetingPlace, device_of
 from wsync.network.receiver import GroupReceiver
 from wsync.network.rpc_calls import own_name
 from wsync.network.rpc_trainer import RpcDoor
@@ -42,7 +41,10 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         host: the sender's address, where groups are formed. Loopback, unless somebody says which interface may be
             reached from outside.
         bind: whether parameters may be bound to received memory. Say False for workers that train.
-        checksum: whether each update carries a checksum, which a worker verifies before it stages or applies it.
+        checksum: whether an update carries a checksum, which a worker verifies before it stages or applies it. None: it
+            does where gloo or nccl carries it, and not from memory to memory.
+        shared_memory: whether workers on the sender's machine take weights from its memory, which costs a fraction of
+            what a group does. Where False, gloo carries to all: as it would over a network.
         trainer: the name by which RPC knows the sender.
     """
 
@@ -59,13 +61,15 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         timeout: float | None = 60.0,
         host: str = "127.0.0.1",
         bind: bool = True,
-        checksum: bool = True,
+        checksum: bool | None = None,
+        shared_memory: bool = True,
         trainer: str = "trainer",
     ) -> None:
         super().__init__(strategy, sync, timeout=timeout, bind=bind)
         self.backend = backend
         self.host = host
         self.checksum = checksum
+        self.shared_memory = shared_memory
         self.trainer = trainer
 
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
@@ -79,11 +83,9 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         super().connect(worker_idx=worker_idx, weights=weights)
 
     def _make_sender_end(self, num_workers: int) -> tuple[GroupSender, RpcSeed]:
-        place = MeetingPlace(self.host, self.backend)
+        place = MeetingPlace(self.host, self.backend, num_workers, shared_memory=self.shared_memory)
         key = secrets.token_hex(16)
-        door, device = RpcDoor(key), device_of(self.backend)
-        end = GroupSender(num_workers, door, place.pair, place.close, device, checksum=self.checksum)
-        return end, RpcSeed(key, place.meeting)
+        return GroupSender(num_workers, RpcDoor(key), place, checksum=self.checksum), RpcSeed(key, place.meeting)
 
     def _make_receiver_end(self, seed: RpcSeed) -> GroupReceiver:
         return GroupReceiver(

@@ -33,7 +33,6 @@ import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -42,12 +41,12 @@ from wsync import native
 from wsync.errors import WeightSyncError
 from wsync.local import mutex
 from wsync.local.switch import BLOCK, NONE, Switch
+from wsync.memory import allocate, explain, whole_pages
 from wsync.sending.fast_path import FastUpdate
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
 from wsync.wire.checksum import checksum_of, damage
 
-_PAGE = mmap.PAGESIZE
 _SLOTS = 1024  # at the most
 _EXTRA_SPAN = 1 << 36  # bytes of (sparse) file between the extra states of two slots
 
@@ -63,8 +62,8 @@ class Arena:
 
     def __init__(self, layout: Layout, workers: int, fds: tuple[int, int] | None = None) -> None:
         self._layout = layout
-        self._span = -(-layout.nbytes // _PAGE) * _PAGE
-        self._base = -(-(workers * BLOCK + 2 * _SLOTS * 8) // _PAGE) * _PAGE
+        self._span = whole_pages(layout.nbytes)
+        self._base = whole_pages(workers * BLOCK + 2 * _SLOTS * 8)
         self._mapping = threading.Lock()  # an acting thread and the one that listens may want a slot at once
         self._buffers: list[Buffer] = []
         self.rooms: list[native.Room | None] = []  # of the slots that this end has mapped
@@ -84,7 +83,7 @@ class Arena:
     def _create(self) -> tuple[int, int]:
         memory = os.memfd_create("wsync-weights", os.MFD_CLOEXEC)
         extra = os.memfd_create("wsync-extra", os.MFD_CLOEXEC)
-        _allocate(memory, 0, self._base)
+        allocate(memory, 0, self._base)
         return memory, extra
 
     @property
@@ -101,7 +100,7 @@ class Arena:
         slot = len(self._buffers)
         if slot == _SLOTS:
             raise WeightSyncError(f"more than {_SLOTS} versions are in use at the same time")
-        _allocate(self.fds[0], self._base + slot * self._span, self._span)
+        allocate(self.fds[0], self._base + slot * self._span, self._span)
         self.buffer(slot)
         return slot
 
@@ -195,7 +194,7 @@ class Arena:
                 if written < len(blob):  # as much as there was room for
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError as error:
-                _explain(error, len(blob))
+                explain(error, len(blob))
         self._words[self._extra_sizes + slot] = len(blob)
 
     def read_extra(self, slot: int) -> bytes:
@@ -216,17 +215,3 @@ class Arena:
         for fd in self.fds:
             os.close(fd)
         self.fds = (NONE, NONE)
-
-
-def _allocate(fd: int, offset: int, size: int) -> None:
-    try:
-        os.posix_fallocate(fd, offset, size)
-    except OSError as error:
-        _explain(error, size)
-
-
-def _explain(error: OSError, size: int) -> NoReturn:
-    """Raise ``error`` again, in words if it is want of memory."""
-    if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-        raise error
-    raise WeightSyncError(f"no shared memory left: {size / 2**20:.1f} MiB more are needed ({error})") from error

@@ -10,15 +10,18 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
+from typing import Any
 
-import torch
 from torch.distributed import ProcessGroup
 
 from wsync.errors import NotConnected
-from wsync.network.group import BACKENDS, Meeting, MeetingPlace, Pair, UsersPair
+from wsync.network.group import UsersPair
+from wsync.network.meeting import BACKENDS, Meeting, MeetingPlace, UsersPlace, device_of
+from wsync.network.pair import Incoming
 from wsync.network.receiver import GroupReceiver
+from wsync.network.same_host import Whereabouts
 from wsync.network.sender import GroupSender
 from wsync.network.tcp import NetEndpoint, NetLine, NetListener, dial
 
@@ -48,7 +51,8 @@ class Seed:
     def dump(self) -> str:
         """As JSON, for a store in which processes meet."""
         end, meeting = self.endpoint, self.meeting
-        where = None if meeting is None else [meeting.host, meeting.port, meeting.backend]
+        memory = None if meeting is None or meeting.memory is None else astuple(meeting.memory)
+        where = None if meeting is None else [meeting.host, meeting.port, meeting.backend, memory]
         return json.dumps([[end.host, end.port, end.token.hex()], where, self.rank, self.tag])
 
     @classmethod
@@ -60,9 +64,7 @@ class Seed:
         """
         try:
             (host, port, token), where, rank, tag = json.loads(text)
-            seed = cls(
-                NetEndpoint(host, port, bytes.fromhex(token)), None if where is None else Meeting(*where), rank, tag
-            )
+            seed = cls(NetEndpoint(host, port, bytes.fromhex(token)), _meeting(where), rank, tag)
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError("this does not say where a sender is") from error
         end, meeting = seed.endpoint, seed.meeting
@@ -75,19 +77,33 @@ class Seed:
         return seed
 
 
+def _meeting(where: Any) -> Meeting | None:
+    """What was dumped; TypeError or ValueError if it is something else."""
+    if where is None:
+        return None
+    host, port, backend, memory = where
+    if memory is None:
+        return Meeting(host, port, backend)
+    pid, descriptor, name, base = memory
+    if not all(type(number) is int and number >= 0 for number in (pid, descriptor, base)) or not base:
+        raise ValueError("this is no memory's place")
+    return Meeting(host, port, backend, Whereabouts(pid, descriptor, str(name), base))
+
+
 FindSenders = Callable[[int, float | None], Iterable[Seed]]
 """``(worker, deadline) -> seeds``: the worker joins the first of these senders that is there."""
 
 
-def device_of(backend: str) -> torch.device:
-    """Where ``backend`` has weights packed and received."""
-    return torch.device("cuda" if backend == "nccl" else "cpu")
-
-
 def network_sender(
-    num_workers: int, host: str, backend: str, group: ProcessGroup | None = None, *, checksum: bool
+    num_workers: int,
+    host: str,
+    backend: str,
+    group: ProcessGroup | None = None,
+    *,
+    shared_memory: bool,
+    checksum: bool | None,
 ) -> tuple[GroupSender, Seed]:
-    """The trainer's end, listening on ``host``; pairs are in ``group``, or in groups of their own.
+    """The trainer's end, listening on ``host``; lines are in ``group``, or are formed as ``MeetingPlace`` does.
 
     Raises:
         NotConnected: this machine has no such address.
@@ -96,15 +112,11 @@ def network_sender(
     if group is not None:
         door = NetListener(host)
         seed = Seed(door.endpoint, None, group.rank(), zlib.crc32(door.endpoint.token) >> 1)
-
-        def pair(worker: int, generation: int, deadline: float | None) -> Callable[[], Pair]:
-            return lambda: UsersPair(group, worker + (worker >= seed.rank), seed.tag_of(generation))
-
-        return GroupSender(num_workers, door, pair, lambda: None, device_of(backend), checksum=checksum), seed
-    place = MeetingPlace(host, backend)
+        users = UsersPlace(group, seed.tag_of, device_of(backend))
+        return GroupSender(num_workers, door, users, checksum=checksum), seed
+    place = MeetingPlace(host, backend, num_workers, shared_memory=shared_memory)
     door = NetListener(host)
-    sender = GroupSender(num_workers, door, place.pair, place.close, device_of(backend), checksum=checksum)
-    return sender, Seed(door.endpoint, place.meeting)
+    return GroupSender(num_workers, door, place, checksum=checksum), Seed(door.endpoint, place.meeting)
 
 
 def network_receiver(
@@ -145,7 +157,7 @@ class _Route:
                 gone = error
         raise gone or NotConnected(f"worker {worker}: nobody says where a sender is")
 
-    def pair(self, worker: int, generation: int, deadline: float | None) -> Callable[[], Pair]:
+    def pair(self, worker: int, generation: int, deadline: float | None) -> Callable[[], Incoming]:
         assert self._seed is not None, "dial() comes first"
         if self._seed.meeting is not None:
             return self._seed.meeting.join(worker, generation, deadline)

@@ -31,7 +31,6 @@ class GroupFastSender:
         lose: hangs up on a worker whose line of tensors has broken.
         turns: where the newest version lies, and a free one: they take turns.
         nbytes: of one copy of the weights.
-        checksum: whether updates are announced with one.
     """
 
     def __init__(
@@ -41,13 +40,12 @@ class GroupFastSender:
         lose: Callable[[int, RuntimeError], None],
         turns: tuple[Buffer, Buffer],
         nbytes: int,
-        checksum: bool,
     ) -> None:
         self._lines = lines
         self._lanes = lanes
         self._lose = lose
         self._nbytes = nbytes
-        self._checksum = checksum
+        self._checked = any(lane.checked for lane in lanes)
         self._workers = range(len(lanes))
         self._turns = list(turns)
         self._contents = {buffer.slot: buffer.flat.numpy() for buffer in turns}
@@ -65,7 +63,7 @@ class GroupFastSender:
             return None
         packed = time.perf_counter()
         self._turns.reverse()
-        self._send(Parcel(Kind.NEWS, version, b"", buffer.slot), buffer)
+        self._send(Parcel(Kind.NEWS, version, buffer.slot), buffer)
         sent = time.perf_counter()
         try:
             acks = self._lines.collect(self._workers, version, deadline_in(timeout))
@@ -105,12 +103,14 @@ class GroupFastSender:
                 except RuntimeError as error:
                     self._lose(worker, error)
         finally:  # a signal may have struck: what was sent has to be announced
-            parcel.payload = seal(self._contents[buffer.slot]) if self._checksum else b""
-            news = Message(Kind.NEWS, -1, parcel.version, parcel.payload)
+            plain = sealed = Message(Kind.NEWS, -1, parcel.version)
+            if self._checked:
+                parcel.seal = seal(self._contents[buffer.slot])
+                sealed = plain._replace(payload=parcel.seal)
             for worker, lane in enumerate(self._lanes):
                 transit = lane.under_way
                 if transit is not None and transit.works:
-                    self._lines.say(worker, news)
+                    self._lines.say(worker, sealed if lane.checked else plain)
                     transit.announced = True
 
     def complete(self, partial: PartialDelivery, version: int) -> None:

@@ -10,19 +10,21 @@ import os
 import select
 import threading
 from collections.abc import Callable, Collection
+from typing import Generic, TypeVar
 
 from wsync.deadlines import wait_readable
 from wsync.errors import NotConnected, SyncTimeout
-from wsync.network.group import Pair
+from wsync.network.pair import Incoming, Outgoing
 from wsync.wire.words import Line
 
-FormPair = Callable[[int, int, float | None], Callable[[], Pair]]
+P = TypeVar("P", Incoming, Outgoing)
+FormPair = Callable[[int, int, float | None], Callable[[], P]]
 """``(worker, generation, deadline) -> form``: one half of the rendezvous of a pair; ``form`` waits for the other."""
 
 
 def formed(
-    form: Callable[[], Pair], signs: Collection[int], has_gone: Callable[[], bool], deadline: float | None
-) -> Pair | None:
+    form: Callable[[], P], signs: Collection[int], has_gone: Callable[[], bool], deadline: float | None
+) -> P | None:
     """What ``form`` makes; None if one of ``signs`` was readable meanwhile, and the other end ``has_gone``.
 
     Raises:
@@ -39,7 +41,7 @@ def formed(
         forming.close()
 
 
-def formed_beside(line: Line, form: Callable[[], Pair], worker_idx: int, deadline: float | None) -> Pair:
+def formed_beside(line: Line, form: Callable[[], Incoming], worker_idx: int, deadline: float | None) -> Incoming:
     """What ``form`` makes, in a worker that was let in. What is said on ``line`` is left to be read afterwards.
 
     Raises:
@@ -61,18 +63,18 @@ def formed_beside(line: Line, form: Callable[[], Pair], worker_idx: int, deadlin
     return pair
 
 
-class _Forming:
+class _Forming(Generic[P]):
     """A pair that is being formed.
 
     Args:
         form: makes it.
     """
 
-    def __init__(self, form: Callable[[], Pair]) -> None:
+    def __init__(self, form: Callable[[], P]) -> None:
         self._form = form
         self._done = os.eventfd(0, os.EFD_CLOEXEC)
         self._lock = threading.Lock()
-        self._pair: Pair | None = None
+        self._pair: P | None = None
         self._error: BaseException | None = None
         threading.Thread(target=self._run, name="wsync-forming", daemon=True).start()
 
@@ -100,7 +102,7 @@ class _Forming:
             raise TimeoutError("not in time")
         return self._done in ready
 
-    def result(self) -> Pair:
+    def result(self) -> P:
         """The pair, when it is over.
 
         Raises:

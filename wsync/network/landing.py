@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from wsync.errors import NotConnected
-from wsync.network.group import Pair, Work, finish, patience
+from wsync.network.group import finish, patience
+from wsync.network.pair import Incoming, Work
 from wsync.types import Update
 from wsync.weights.layout import Layout
 from wsync.wire.checksum import CHECKSUM, damage
@@ -58,11 +59,11 @@ class Landing:
         self.checksum = False
         self.taken = 0  # the newest version that was announced, and has arrived
         self.berths: list[Berth] = []
-        self._pair: Pair | None = None
+        self._pair: Incoming | None = None
         self._incoming: tuple[int, Work] | None = None  # begun, and not yet announced
         self._lock = threading.Lock()  # the acting thread installs, too
 
-    def join(self, pair: Pair) -> None:
+    def join(self, pair: Incoming) -> None:
         """From here on ``pair`` is the line: nothing more comes by the one before, and what has come may come again."""
         with self._lock:
             if self._incoming is not None:
@@ -74,7 +75,8 @@ class Landing:
     def prepare(self, plan: Plan) -> None:
         """What will come, and whether with a checksum."""
         if plan.layout is not None:
-            self.layout, self.checksum = plan.layout, plan.checksum
+            far = self._pair is not None and not self._pair.in_memory
+            self.layout, self.checksum = plan.layout, far if plan.checksum is None else plan.checksum
             self.expect()
 
     def expect(self) -> None:

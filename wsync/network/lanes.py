@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from wsync.errors import WeightSyncError
-from wsync.network.group import Pair, Work
+from wsync.network.pair import Outgoing, Work
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
 from wsync.wire.checksum import CHECKSUM, checksum_of
@@ -21,12 +20,23 @@ MOST_EXTRA = 1000 << 20  # bytes; who listens to a line takes longer messages fo
 
 @dataclass(slots=True, eq=False)
 class Parcel:
-    """A version to be sent: the word that announces it, and the buffer that it lies in."""
+    """A version to be sent: what is said of it, and the buffer that it lies in.
+
+    Attributes:
+        kind: of the word that announces it.
+        version: which.
+        slot: the buffer.
+        extra: the modules' extra state.
+        mark: the transaction, if it is only to be staged.
+        seal: the checksum, once there is one.
+    """
 
     kind: Kind
     version: int
-    payload: bytes
     slot: int
+    extra: bytes = b""
+    mark: bytes = b""
+    seal: bytes = b""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,14 +59,16 @@ class Lane:
 
     Attributes:
         latest: the newest version that was handed over for it: for who comes in its place.
+        checked: whether what it is told of comes with a checksum.
         overdue: the answer to what is under way has not come in time, or may have been lost.
     """
 
     latest: Parcel | None = None
-    pair: Pair | None = None
+    pair: Outgoing | None = None
     under_way: Transit | None = None
     waiting: deque[Parcel] = field(default_factory=deque)
     generation: int = 0
+    checked: bool = False
     overdue: bool = False
 
     def append(self, parcel: Parcel) -> None:
@@ -73,10 +85,8 @@ class Lane:
         self.waiting.clear()
 
     def drop(self, mark: bytes) -> None:
-        """Forget what was to be staged, if its payload begins with ``mark``."""
-        self.waiting = deque(
-            parcel for parcel in self.waiting if parcel.kind is not Kind.STAGE or not parcel.payload.startswith(mark)
-        )
+        """Forget what was to be staged in a transaction."""
+        self.waiting = deque(parcel for parcel in self.waiting if parcel.mark != mark)
 
     @property
     def parcels(self) -> Iterable[Parcel]:
@@ -85,18 +95,31 @@ class Lane:
         return (*(parcel for parcel in (self.latest, under_way) if parcel), *self.waiting)
 
 
+def require_room_for(extra: bytes) -> None:
+    """See that one message can have so much extra state.
+
+    Raises:
+        WeightSyncError: it cannot.
+    """
+    if len(extra) > MOST_EXTRA:
+        raise WeightSyncError(
+            f"the modules' extra state has {len(extra) / 2**20:.0f} MiB; a network carries up to "
+            f"{MOST_EXTRA / 2**20:.0f}: register what is large as buffers"
+        )
+
+
 class Flats:
     """Flat buffers of one layout, made when all others are taken.
 
     Args:
-        device: where they lie.
+        room: makes the bytes of one more.
 
     Attributes:
         given_away: from which somebody may take weights later, who is no worker any more: never written again.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, room: Callable[[int], Tensor]) -> None:
+        self._room = room
         self._buffers: list[Buffer] = []
         self.reserved: set[int] = set()
         self.given_away: set[int] = set()
@@ -106,8 +129,7 @@ class Flats:
         used = self.reserved | self.given_away | {parcel.slot for parcel in taken}
         slot = next((slot for slot in range(len(self._buffers)) if slot not in used), len(self._buffers))
         if slot == len(self._buffers):
-            flat = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self._device)
-            self._buffers.append(Buffer.over(layout, flat, slot))
+            self._buffers.append(Buffer.over(layout, self._room(layout.nbytes), slot))
         self.reserved.add(slot)
         return self._buffers[slot]
 
@@ -125,18 +147,17 @@ class Flats:
         self.reserved.clear()
         return newest, free
 
-    def sealed(self, slot: int, extra: bytes, checksum: bool) -> bytes:
-        """What is said beside the weights in a buffer: a checksum, if there is to be one, and the extra state.
+    def payload(self, parcel: Parcel, checked: bool) -> bytes:
+        """What is said of a parcel: the transaction, the checksum if it is to be ``checked``, and the extra state."""
+        if not checked:
+            return parcel.mark + parcel.extra
+        self.seal(parcel)
+        return parcel.mark + parcel.seal + parcel.extra
 
-        Raises:
-            WeightSyncError: that is more than one message may have.
-        """
-        if len(extra) > MOST_EXTRA:
-            raise WeightSyncError(
-                f"the modules' extra state has {len(extra) / 2**20:.0f} MiB; a network carries up to "
-                f"{MOST_EXTRA / 2**20:.0f}: register what is large as buffers"
-            )
-        return CHECKSUM.pack(checksum_of(self.flat(slot), extra)) + extra if checksum else extra
+    def seal(self, parcel: Parcel) -> None:
+        """Make its checksum, unless that has been done."""
+        if not parcel.seal:
+            parcel.seal = CHECKSUM.pack(checksum_of(self.flat(parcel.slot), parcel.extra))
 
     def flat(self, slot: int) -> Tensor:
         """All bytes of a buffer."""

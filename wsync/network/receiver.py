@@ -12,6 +12,7 @@ from wsync.errors import NotConnected, WeightSyncError
 from wsync.network.fast_receiver import GroupFastReceiver
 from wsync.network.forming import FormPair, formed_beside
 from wsync.network.landing import Landing
+from wsync.network.pair import Incoming
 from wsync.receiving.events import Closed, Decision, Event, Follower, News, Proposal, SlowPath, Stage
 from wsync.receiving.receiver_thread import LineHandler
 from wsync.types import ANY_VERSION, Ack, Update
@@ -53,7 +54,7 @@ class GroupReceiver:
     def __init__(
         self,
         dial: Callable[[int, float | None], WorkersLine],
-        form_pair: FormPair,
+        form_pair: FormPair[Incoming],
         *,
         retains: bool,
         device: torch.device,

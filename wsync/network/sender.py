@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
-import torch
+from torch import Tensor
 
 from wsync.errors import SyncTimeout
 from wsync.network.courier import Courier
 from wsync.network.fast_sender import GroupFastSender
-from wsync.network.forming import FormPair, formed
-from wsync.network.lanes import Flats, Lane, Parcel, Transit
+from wsync.network.forming import formed
+from wsync.network.lanes import Flats, Lane, Parcel, Transit, require_room_for
+from wsync.network.pair import Outgoing
 from wsync.sending.fast_path import FastEnd
 from wsync.types import Ack
 from wsync.weights.layout import Layout
@@ -28,36 +31,48 @@ from wsync.wire.plan import Plan
 from wsync.wire.words import TRANSACTION, Door, Kind, Message
 
 
+class Place(Protocol):
+    """Where lines of tensors are formed, and weights are packed."""
+
+    def pair(self, worker: int, generation: int, deadline: float | None) -> Callable[[], Outgoing]:
+        """The trainer's half of the rendezvous of a line; what is returned waits for the other half."""
+        ...
+
+    def room(self, nbytes: int) -> Tensor:
+        """A flat buffer ``uint8[nbytes]``, to be packed into; as large as all others."""
+        ...
+
+    def close(self) -> None:
+        """Let go of all that it has; harmless when repeated."""
+        ...
+
+
 class GroupSender:
     """The trainer's end (a ``SenderEnd``).
 
     Args:
         num_workers: how many workers there can be.
         door: where they knock.
-        form_pair: makes a worker's line of tensors.
-        close: lets go of what the pairs were formed with.
-        device: where weights are packed.
-        checksum: whether each update is announced with a checksum, which workers verify.
+        place: makes a worker's line of tensors; is closed with this.
+        checksum: whether each update is announced with a checksum, which workers verify; None: where it crosses a
+            network.
     """
 
     def __init__(
         self,
         num_workers: int,
         door: Door,
-        form_pair: FormPair,
-        close: Callable[[], None],
-        device: torch.device,
+        place: Place,
         *,
-        checksum: bool = False,
+        checksum: bool | None = False,
     ) -> None:
         self._lines = Lines(door, num_workers, self)
         self._num_workers = num_workers
-        self._form_pair = form_pair
-        self._let_go = close
+        self._place = place
         self._checksum = checksum
         self._layout: Layout | None = None
         self._lanes = [Lane() for _ in range(num_workers)]
-        self._flats = Flats(device)
+        self._flats = Flats(place.room)
         self._staged: dict[int, dict[int, Parcel]] = {}  # transaction -> worker -> what it is to install
         self._lock = threading.RLock()
         self._courier = Courier(self._lines, self._lock, self._somebody_waits)
@@ -112,7 +127,7 @@ class GroupSender:
         """Form the pair, and send what waits; if the worker dies meanwhile, whoever waits for its answer is told."""
         lane = self._lanes[worker]
         try:
-            form = self._form_pair(worker, lane.generation, deadline)
+            form = self._place.pair(worker, lane.generation, deadline)
             lane.pair = formed(form, self._lines.signs_of(worker), partial(self._has_gone, worker), deadline)
         except (RuntimeError, TimeoutError) as error:
             if not self._has_gone(worker):
@@ -120,6 +135,8 @@ class GroupSender:
                 raise SyncTimeout(
                     f"worker {worker} did not join its process group: {error}", {worker: str(error)}
                 ) from error
+        if lane.pair is not None:
+            lane.checked = not lane.pair.in_memory if self._checksum is None else self._checksum
         self._move_on(worker)
         self._courier.look_again()
 
@@ -150,16 +167,23 @@ class GroupSender:
                 return
             lane.under_way = Transit(lane.waiting.popleft())
         transit, parcel = lane.under_way, lane.under_way.parcel
+        if lane.pair.in_memory:
+            self._begin(worker, transit)
         if not transit.announced:
-            if self._checksum and not parcel.payload:  # the fast path was about to make it
-                parcel.payload = self._flats.sealed(parcel.slot, b"", checksum=True)
-            self._lines.say(worker, Message(parcel.kind, worker, parcel.version, parcel.payload))
+            said = self._flats.payload(parcel, lane.checked)
+            self._lines.say(worker, Message(parcel.kind, worker, parcel.version, said))
             transit.announced = True
-        if not transit.works:
-            try:
-                lane.pair.send(self._flats.flat(parcel.slot), transit.works)
-            except RuntimeError as error:
-                self._lose(worker, error)
+        self._begin(worker, transit)
+
+    def _begin(self, worker: int, transit: Transit) -> None:
+        """Begin a transfer, unless it has begun, or the worker has gone."""
+        pair = self._lanes[worker].pair
+        if pair is None or transit.works:
+            return
+        try:
+            pair.send(self._flats.flat(transit.parcel.slot), transit.works)
+        except RuntimeError as error:
+            self._lose(worker, error)
 
     def _lose(self, worker: int, error: RuntimeError) -> None:
         """A worker's line of tensors has broken."""
@@ -190,12 +214,13 @@ class GroupSender:
 
     def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
         """Send a packed buffer to workers who are ready for it; others get it, or a newer one, when they are."""
-        self._dispatch(
-            Parcel(Kind.NEWS, version, self._flats.sealed(buffer.slot, extra, self._checksum), buffer.slot), workers
-        )
+        require_room_for(extra)
+        self._dispatch(Parcel(Kind.NEWS, version, buffer.slot, extra), workers)
 
     def _dispatch(self, parcel: Parcel, workers: Collection[int]) -> None:
         with self._lock:
+            if any(self._lanes[worker].checked for worker in workers):
+                self._flats.seal(parcel)
             for worker in workers:
                 lane = self._lanes[worker]
                 lane.append(parcel)
@@ -221,17 +246,13 @@ class GroupSender:
             turns = self._flats.turns(layout, [lane.latest for lane in lanes if lane.latest])
             if turns is None:
                 return None
-            fast = GroupFastSender(self._lines, lanes, self._lose, turns, layout.nbytes, self._checksum)
+            fast = GroupFastSender(self._lines, lanes, self._lose, turns, layout.nbytes)
             return FastEnd(fast.update, fast.complete)
 
     def stage(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
         """Send a packed buffer for workers to check and keep."""
-        parcel = Parcel(
-            Kind.STAGE,
-            version,
-            TRANSACTION.pack(transaction) + self._flats.sealed(buffer.slot, extra, self._checksum),
-            buffer.slot,
-        )
+        require_room_for(extra)
+        parcel = Parcel(Kind.STAGE, version, buffer.slot, extra, TRANSACTION.pack(transaction))
         self._staged.setdefault(transaction, {}).update(dict.fromkeys(workers, parcel))
         self._dispatch(parcel, [worker for worker in workers if worker in self.workers])
 
@@ -239,8 +260,7 @@ class GroupSender:
         """Say the word."""
         with self._lock:
             for worker, staged in self._staged.pop(transaction).items():
-                said = staged.payload[TRANSACTION.size :]
-                self._lanes[worker].latest = Parcel(Kind.NEWS, staged.version, said, staged.slot)
+                self._lanes[worker].latest = replace(staged, kind=Kind.NEWS, mark=b"")
                 self._lines.say(worker, Message(Kind.DECIDE, worker, version, TRANSACTION.pack(transaction)))
 
     def drop(self, workers: Collection[int], transaction: int) -> None:
@@ -278,6 +298,6 @@ class GroupSender:
             self._closed = True
             self._courier.dismiss()
             self._lines.close()
-            self._let_go()
+            self._place.close()
             self._flats.clear()
         self._courier.close()

@@ -30,13 +30,13 @@ class Plan:
 
     Attributes:
         layout: of the weights; None until the sender knows.
-        checksum: whether each update has one.
+        checksum: whether each update has one; None: if it crosses a network.
         workers: how many there can be.
         generation: how many have joined in this worker's place, this one included.
     """
 
     layout: Layout | None
-    checksum: bool
+    checksum: bool | None
     workers: int = 1
     generation: int = 0
 
@@ -53,7 +53,7 @@ class Plan:
             ValueError: it is no plan, or one that would reach beyond its buffer; says why.
         """
         layout, checksum, workers, generation = _list(_parse(data), 4, "a plan")
-        if not isinstance(checksum, bool):
+        if not isinstance(checksum, bool | None):
             raise ValueError("a plan says whether there are checksums")
         return cls(
             None if layout is None else _layout(layout),

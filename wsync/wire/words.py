@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from wsync.types import Ack
 
-PROTOCOL = 8
+PROTOCOL = 9
 _HEADER = struct.Struct("<BxxxiQQdd")  # kind, worker, version, length, wait, apply
 HEADER_SIZE = _HEADER.size
 TRANSACTION = struct.Struct("<Q")  # what the payloads of STAGE, DROP and DECIDE begin with, where they have one

@@ -1,0 +1,60 @@
+"""A line of tensors between a trainer and one worker, as its two ends see it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Work(Protocol):
+    """A transfer under way."""
+
+    def wait(self, timeout: timedelta = ...) -> bool:
+        """Return when it is done; raises RuntimeError if it cannot be."""
+        ...
+
+
+class Outgoing(Protocol):
+    """The trainer's end.
+
+    Attributes:
+        in_memory: whether the worker takes weights out of the trainer's memory: then a transfer has to begin before the
+            worker is told of it, and nothing crosses a network.
+    """
+
+    in_memory: bool
+
+    def send(self, flat: Tensor, works: list[Work]) -> None:
+        """Begin to send, and add the transfer to ``works``; ``flat`` must not change until the worker has answered.
+
+        A signal may strike before that is done, and it is called once more.
+        """
+        ...
+
+    def close(self, under_way: Work | None = None) -> bool:
+        """Let go of the line.
+
+        Returns:
+            Whether the other end can take what is ``under_way`` later.
+        """
+        ...
+
+
+class Incoming(Protocol):
+    """The worker's end.
+
+    Attributes:
+        in_memory: as at the other end.
+    """
+
+    in_memory: bool
+
+    def receive(self, flat: Tensor) -> Work:
+        """Begin to receive into ``flat``."""
+        ...
+
+    def close(self, under_way: Work | None = None) -> bool:
+        """Let go of the line."""
+        ...
