@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("wsync", "collectors", "learning")
 BACKENDS = ROOT / "wsync" / "backends"
-GROUND = "deadlines", "errors", "native", "_native", "types"
+GROUND = "deadlines", "errors", "memory", "native", "_native", "types"
 FLOORS = {  # what stands on what: each folder, and what it may import of its package
     "wsync/weights": GROUND,
     "wsync/wire": (*GROUND, "weights"),

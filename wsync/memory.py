@@ -15,6 +15,22 @@ def whole_pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
+def memory_file(name: str, size: int = 0) -> int:
+    """A descriptor of a new file in memory, with ``size`` bytes; gone with who has it open, or mapped.
+
+    Raises:
+        WeightSyncError: the machine has no memory left for it.
+    """
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    if size:
+        try:
+            allocate(descriptor, 0, size)
+        except BaseException:
+            os.close(descriptor)
+            raise
+    return descriptor
+
+
 def allocate(descriptor: int, offset: int, size: int) -> None:
     """Have ``size`` bytes of a file.
 

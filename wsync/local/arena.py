@@ -41,7 +41,7 @@ from wsync import native
 from wsync.errors import WeightSyncError
 from wsync.local import mutex
 from wsync.local.switch import BLOCK, NONE, Switch
-from wsync.memory import allocate, explain, whole_pages
+from wsync.memory import allocate, explain, memory_file, whole_pages
 from wsync.sending.fast_path import FastUpdate
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
@@ -81,10 +81,7 @@ class Arena:
                 self.switches[w].reset()
 
     def _create(self) -> tuple[int, int]:
-        memory = os.memfd_create("wsync-weights", os.MFD_CLOEXEC)
-        extra = os.memfd_create("wsync-extra", os.MFD_CLOEXEC)
-        allocate(memory, 0, self._base)
-        return memory, extra
+        return memory_file("wsync-weights", self._base), memory_file("wsync-extra")
 
     @property
     def slots(self) -> int:

@@ -104,7 +104,7 @@ class Meeting:
 
 
 class MeetingPlace:
-    """The trainer's store, its memory, and its half of every pair (a ``sender.Place``).
+    """The trainer's store, its memory, and its half of every pair (a ``Place``).
 
     Args:
         host: the address that it listens on.
@@ -165,7 +165,7 @@ class MeetingPlace:
 
 
 class UsersPlace:
-    """A process group of the user's, in which all lines are (a ``sender.Place``).
+    """A process group of the user's, in which all lines are (a ``Place``).
 
     Args:
         group: has the trainer and all workers in it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
 
@@ -57,4 +58,20 @@ class Incoming(Protocol):
 
     def close(self, under_way: Work | None = None) -> bool:
         """Let go of the line."""
+        ...
+
+
+class Place(Protocol):
+    """Where lines of tensors are formed, and weights are packed."""
+
+    def pair(self, worker: int, generation: int, deadline: float | None) -> Callable[[], Outgoing]:
+        """The trainer's half of the rendezvous of a line; what is returned waits for the other half."""
+        ...
+
+    def room(self, nbytes: int) -> Tensor:
+        """A flat buffer ``uint8[nbytes]``, to be packed into; as large as all others."""
+        ...
+
+    def close(self) -> None:
+        """Let go of all that it has; harmless when repeated."""
         ...

@@ -18,6 +18,7 @@ import mmap
 import os
 import secrets
 import struct
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wsync.memory import allocate, whole_pages
+from wsync.memory import allocate, memory_file, whole_pages
 from wsync.network.pair import Work
 
 _SLOT_BITS = 16  # of a word; the rest is the generation
@@ -72,12 +73,11 @@ class HostMemory:
 
     def __init__(self, workers: int) -> None:
         self._pid = os.getpid()
-        name = f"wsync-{secrets.token_hex(16)}"
-        base = whole_pages(workers * _WORD.size)
-        self._descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+        name, base = f"wsync-{secrets.token_hex(16)}", whole_pages(workers * _WORD.size)
+        self._descriptor = memory_file(name, base)
         self.whereabouts = Whereabouts(self._pid, self._descriptor, name, base)
-        allocate(self._descriptor, 0, base)
         self._slots: dict[int, int] = {}  # by address
+        self._lock = threading.RLock()  # whoever forms a line that nobody wants any more closes it some time
 
     def room(self, nbytes: int) -> Tensor:
         """One more slot, ``uint8[nbytes]``, of as many bytes as all others.
@@ -99,18 +99,22 @@ class HostMemory:
 
     def revoke(self, worker: int, generation: int) -> None:
         """A worker is to take nothing more, whatever it is doing; not if somebody else is in its place by now."""
-        if os.getpid() == self._pid and _word(self._descriptor, worker) >> _SLOT_BITS == generation:
-            self._write(worker, 0)
+        with self._lock:
+            if self._descriptor < 0 or os.getpid() != self._pid:
+                return
+            if _word(self._descriptor, worker) >> _SLOT_BITS == generation:
+                self._write(worker, 0)
 
     def _write(self, worker: int, word: int) -> None:
         os.pwrite(self._descriptor, _WORD.pack(word), worker * _WORD.size)
 
     def close(self) -> None:
         """Close the descriptor; the memory goes with who has mapped it. Harmless when repeated."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
-        self._slots.clear()
+        with self._lock:
+            descriptor, self._descriptor = self._descriptor, -1
+            self._slots.clear()
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 class HostOutgoing:
@@ -164,9 +168,9 @@ class HostIncoming:
         """Copy the slot that this worker is pointed to into ``target``, ``uint8[nbytes]``.
 
         Raises:
-            RuntimeError: the trainer has given this worker up.
+            RuntimeError: the trainer has given this worker up, or the line is closed.
         """
-        word = _word(self._descriptor, self._worker)
+        word = _word(self._descriptor, self._worker) if self._descriptor >= 0 else 0
         generation, slot = word >> _SLOT_BITS, word & (1 << _SLOT_BITS) - 1
         if generation == self._generation:
             np.copyto(target, self._slot(slot, target.nbytes))
@@ -185,9 +189,9 @@ class HostIncoming:
 
     def close(self, under_way: Work | None = None) -> bool:
         """Let the memory go; harmless when repeated."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor, self._generation = -1, -1
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
         self._slots.clear()
         return False
 

@@ -9,19 +9,16 @@ on; while the trainer is away, a courier (`courier.py`) does.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
-
-from torch import Tensor
 
 from wsync.errors import SyncTimeout
 from wsync.network.courier import Courier
 from wsync.network.fast_sender import GroupFastSender
 from wsync.network.forming import formed
 from wsync.network.lanes import Flats, Lane, Parcel, Transit, require_room_for
-from wsync.network.pair import Outgoing
+from wsync.network.pair import Place
 from wsync.sending.fast_path import FastEnd
 from wsync.types import Ack
 from wsync.weights.layout import Layout
@@ -29,22 +26,6 @@ from wsync.weights.packing import Buffer
 from wsync.wire.lines import Lines
 from wsync.wire.plan import Plan
 from wsync.wire.words import TRANSACTION, Door, Kind, Message
-
-
-class Place(Protocol):
-    """Where lines of tensors are formed, and weights are packed."""
-
-    def pair(self, worker: int, generation: int, deadline: float | None) -> Callable[[], Outgoing]:
-        """The trainer's half of the rendezvous of a line; what is returned waits for the other half."""
-        ...
-
-    def room(self, nbytes: int) -> Tensor:
-        """A flat buffer ``uint8[nbytes]``, to be packed into; as large as all others."""
-        ...
-
-    def close(self) -> None:
-        """Let go of all that it has; harmless when repeated."""
-        ...
 
 
 class GroupSender:
