@@ -393,6 +393,29 @@ def test_a_successor_has_what_its_predecessor_was_sent(make_scheme: Any) -> None
         assert [worker.call("forward")[0] for worker in workers] == [2, 3]
 
 
+@pytest.mark.parametrize("make", [Small, Tail])
+def test_a_worker_that_was_dismissed_comes_back(make_scheme: Any, make: Any) -> None:
+    """By ``connect`` on the scheme that it has: with what it had had, what the others were sent, and what comes."""
+    model = fill(make(), 1)
+    with crew(2) as workers, make_scheme(timeout=20.0) as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        workers.follow(scheme, make)
+        for value in (2, 4, 6):
+            scheme.send(fill(model, value))
+            scheme.dismiss(1)
+            with suppress(RemoteError):  # the second time it is told that there will be no more, if not the first time
+                workers[1].call("receive", 20.0)
+                workers[1].call("receive", 20.0)
+            if value == 4:
+                scheme.send(fill(model, value + 0.5))
+            workers[1].start("connect")
+            scheme.readmit(1)
+            assert workers[1].result() == scheme.version
+            for later in (value + 1, value + 1.25, value + 1.5, value + 1.75):
+                scheme.send(fill(model, later))
+                assert workers.all("forward") == [model().tolist()] * 2
+
+
 def test_worker_that_leaves(make_scheme: Any) -> None:
     model = fill(Small(), 1)
     with crew(2) as workers, make_scheme() as scheme:

@@ -215,6 +215,7 @@ class LocalReceiver:
         self._line.close()
         self._line = None
         self._seat.quit()
+        self._seat, self._checked = native.seat() or Seat(), 0  # whoever comes back is given what it has had, too
         self._armed = None
         if self._arena is not None:
             self._arena.close()

@@ -264,7 +264,9 @@ class GroupReceiver:
             return
         _say_goodbye(self._line)
         self._line.close()
-        self._line = self._fast = self._armed = None
+        self._line = self._fast = self._armed = self.pending = self.said = None
+        self._kept.clear()
+        self._bound = -1
         self.landing.close()
 
 

@@ -71,6 +71,7 @@ class Receiver(Versions):
             NotConnected: no sender is there.
             SyncTimeout: there was no room at its door within ``timeout`` seconds.
         """
+        self._begin_anew()
         signs = self._end.knock(worker_idx, deadline_in(timeout))
         self._guard()
         return signs
@@ -85,10 +86,9 @@ class Receiver(Versions):
             RuntimeError: this worker is connected already; it stays so.
             Exception: whatever else the model raised when it was gated. The sender gets the same error in either case.
         """
-        if self._attached and not self._closed and self._end.alive():
-            raise RuntimeError(f"worker {self.worker_idx} is connected already: it calls connect() once")
+        self._begin_anew()
         self.worker_idx = worker_idx
-        self._attached = self._closed = False
+        self._closed = False
         self._end.connect(worker_idx, deadline_in(timeout))
         try:
             if self._end.layout is not None:
@@ -110,6 +110,15 @@ class Receiver(Versions):
             error = self._error
             self.close()
             raise WeightSyncError(f"worker {worker_idx} could not install its first weights:\n{error}")
+
+    def _begin_anew(self) -> None:
+        """Let go of the line before, if there was one: a worker that was dismissed may come back."""
+        if not self._attached:
+            return
+        if not self._closed and self._end.alive():
+            raise RuntimeError(f"worker {self.worker_idx} is connected already: it calls connect() once")
+        self.close()
+        self._attached, self._binding = False, None
 
     def _guard(self) -> None:
         guard(self.model)
