@@ -16,8 +16,9 @@ from torch import nn
 
 from wsync.deadlines import deadline_in, remaining
 from wsync.lifecycle import Lifecycle
+from wsync.paths import find_or_none
 from wsync.receiving.joining import Joining
-from wsync.roles import Trainer, Worker, find_or_none
+from wsync.roles import Trainer, Worker
 from wsync.types import ModelHolder, NumberedContext, SyncReport
 
 

@@ -45,3 +45,11 @@ def _follow(context: object, path: str) -> Any:
             raise LookupError(f"no '{path}' in {type(context).__name__}: {lacking}") from error
         end = step.end()
     return found
+
+
+def find_or_none(context: object, model_id: str) -> nn.Module | None:
+    """The context's model; None where only the workers have it, and every send brings its weights."""
+    try:
+        return find_model(context, model_id)
+    except LookupError:
+        return None

@@ -11,9 +11,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
+from wsync.counting import the_one_count
 from wsync.local.invitation import await_invitation, invite
 from wsync.ports import SendOnly
-from wsync.roles import Worker, the_one_count
+from wsync.roles import Worker
 from wsync.scheme import WeightSyncScheme
 from wsync.transport import TransportBackend
 from wsync.weights.strategy import Format

@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from wsync.counting import agreed_count
 from wsync.in_process import InProcessLine
 from wsync.leaving import close_at_exit
 from wsync.metrics import SyncMetrics
-from wsync.paths import find_model
+from wsync.paths import find_model, find_or_none
 from wsync.receiving.end import ReceiverEnd
 from wsync.receiving.receiver import Receiver
-from wsync.roles import SchemeView, Trainer, Worker, agreed_count, find_or_none
+from wsync.roles import SchemeView, Trainer, Worker
 from wsync.sending.end import SenderEnd
 from wsync.sending.sender import Sender
 from wsync.sending.source import DeviceMap, Source

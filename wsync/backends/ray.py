@@ -15,13 +15,14 @@ from typing import Any, Protocol, runtime_checkable
 import ray
 from ray.actor import ActorHandle
 
+from wsync.counting import the_one_count
 from wsync.errors import NotConnected, WeightSyncError
 from wsync.network.ends import Seed, network_receiver, network_sender
 from wsync.network.ray_actors import Actors, Calls
 from wsync.network.receiver import GroupReceiver
 from wsync.network.sender import GroupSender
 from wsync.ports import SenderPort
-from wsync.roles import Trainer, the_one_count
+from wsync.roles import Trainer
 from wsync.scheme import WeightSyncScheme
 
 _GRACE = 5.0  # seconds in which Ray is to hear that an actor has joined, or let go; of a busy one it hears later

@@ -1,0 +1,54 @@
+"""How many workers there are to be, from all that was said about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+from wsync.sending.source import per_worker
+
+
+def agreed_count(
+    num_workers: int | None, devices: Sequence[Any] | None, params_map: Mapping[int, Any] | None, workers: Sequence[Any]
+) -> int:
+    """The number of workers that all the given arguments agree on; 1 if none says.
+
+    Raises:
+        TypeError: one is no number, or no list.
+        ValueError: they contradict one another.
+    """
+    if num_workers is not None and not isinstance(num_workers, Integral):
+        raise TypeError(f"num_workers is a whole number, not {num_workers!r}")
+    if devices is not None and (isinstance(devices, str) or not isinstance(devices, Sequence)):
+        raise TypeError(f"devices is a list, one for each worker, not {devices!r}")
+    counts = {
+        "num_workers": num_workers,
+        "devices": None if devices is None else len(devices),
+        "params_map": None if params_map is None else len(params_map),
+        "the context's workers": len(workers) or None,
+    }
+    count = the_one_count(counts)
+    count = 1 if count is None else count
+    if count < 1:
+        raise ValueError(f"num_workers is at least 1, not {count}")
+    indices = sorted(worker.worker_idx for worker in workers)
+    if indices and indices != list(range(count)):
+        raise ValueError(f"the context's workers have the indices 0 to {count - 1}, not {indices}")
+    if params_map is not None and set(per_worker(params_map) or ()) != set(range(count)):
+        raise ValueError(
+            f"params_map is {{worker_idx: weights}} for workers 0 to {count - 1}, not for {list(params_map)}"
+        )
+    return count
+
+
+def the_one_count(counts: Mapping[str, int | None]) -> int | None:
+    """The number of workers that all of ``counts`` agree on, by who says it; None if nobody says.
+
+    Raises:
+        ValueError: they contradict one another.
+    """
+    said = {name: count for name, count in counts.items() if count is not None}
+    if len(set(said.values())) > 1:
+        raise ValueError("how many workers? " + ", ".join(f"{name}: {count}" for name, count in said.items()))
+    return next(iter(said.values()), None)
