@@ -15,9 +15,10 @@ from functools import partial
 
 from wsync.errors import SyncTimeout
 from wsync.network.courier import Courier
+from wsync.network.dispatch import Dispatch
 from wsync.network.fast_sender import GroupFastSender
 from wsync.network.forming import formed
-from wsync.network.lanes import Flats, Lane, Parcel, Transit, require_room_for
+from wsync.network.lanes import Flats, Lane, Parcel, require_room_for
 from wsync.network.pair import Place
 from wsync.sending.fast_path import FastEnd
 from wsync.types import Ack
@@ -39,14 +40,7 @@ class GroupSender:
             network.
     """
 
-    def __init__(
-        self,
-        num_workers: int,
-        door: Door,
-        place: Place,
-        *,
-        checksum: bool | None = False,
-    ) -> None:
+    def __init__(self, num_workers: int, door: Door, place: Place, *, checksum: bool | None = False) -> None:
         self._lines = Lines(door, num_workers, self)
         self._num_workers = num_workers
         self._place = place
@@ -56,7 +50,8 @@ class GroupSender:
         self._flats = Flats(place.room)
         self._staged: dict[int, dict[int, Parcel]] = {}  # transaction -> worker -> what it is to install
         self._lock = threading.RLock()
-        self._courier = Courier(self._lines, self._lock, self._somebody_waits)
+        self._dispatch = Dispatch(self._lines, self._lanes, self._flats)
+        self._courier = Courier(self._lines, self._lock, self._dispatch.somebody_waits)
         self._closed = False
 
     @property
@@ -109,16 +104,16 @@ class GroupSender:
         lane = self._lanes[worker]
         try:
             form = self._place.pair(worker, lane.generation, deadline)
-            lane.pair = formed(form, self._lines.signs_of(worker), partial(self._has_gone, worker), deadline)
+            lane.pair = formed(form, self._lines.signs_of(worker), partial(self._dispatch.has_gone, worker), deadline)
         except (RuntimeError, TimeoutError) as error:
-            if not self._has_gone(worker):
+            if not self._dispatch.has_gone(worker):
                 self._lines.forget(worker)
                 raise SyncTimeout(
                     f"worker {worker} did not join its process group: {error}", {worker: str(error)}
                 ) from error
         if lane.pair is not None:
             lane.checked = not lane.pair.in_memory if self._checksum is None else self._checksum
-        self._move_on(worker)
+        self._dispatch.move_on(worker)
         self._courier.look_again()
 
     def left(self, worker: int) -> None:
@@ -136,45 +131,7 @@ class GroupSender:
         lane = self._lanes[worker]
         if lane.under_way is not None and message.version >= lane.under_way.parcel.version:
             lane.under_way = None
-            self._move_on(worker)
-
-    def _move_on(self, worker: int) -> None:
-        """Send what is next; or what is left to be done of what is under way, where a signal has struck."""
-        lane = self._lanes[worker]
-        if lane.pair is None:
-            return
-        if lane.under_way is None:
-            if not lane.waiting:
-                return
-            lane.under_way = Transit(lane.waiting.popleft())
-        transit, parcel = lane.under_way, lane.under_way.parcel
-        if lane.pair.in_memory:
-            self._begin(worker, transit)
-        if not transit.announced:
-            said = self._flats.payload(parcel, lane.checked)
-            self._lines.say(worker, Message(parcel.kind, worker, parcel.version, said))
-            transit.announced = True
-        self._begin(worker, transit)
-
-    def _begin(self, worker: int, transit: Transit) -> None:
-        """Begin a transfer, unless it has begun, or the worker has gone."""
-        pair = self._lanes[worker].pair
-        if pair is None or transit.works:
-            return
-        try:
-            pair.send(self._flats.flat(transit.parcel.slot), transit.works)
-        except RuntimeError as error:
-            self._lose(worker, error)
-
-    def _lose(self, worker: int, error: RuntimeError) -> None:
-        """A worker's line of tensors has broken."""
-        if not self._has_gone(worker):
-            self._lines.lose(worker, f"its process group has broken: {error}")
-
-    def _has_gone(self, worker: int) -> bool:
-        """Whether a worker has gone: it may have said so, and why."""
-        self._lines.listen()
-        return worker not in self.workers
+            self._dispatch.move_on(worker)
 
     # --- slots ---
 
@@ -196,24 +153,12 @@ class GroupSender:
     def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
         """Send a packed buffer to workers who are ready for it; others get it, or a newer one, when they are."""
         require_room_for(extra)
-        self._dispatch(Parcel(Kind.NEWS, version, buffer.slot, extra), workers)
+        self._hand_over(Parcel(Kind.NEWS, version, buffer.slot, extra), workers)
 
-    def _dispatch(self, parcel: Parcel, workers: Collection[int]) -> None:
+    def _hand_over(self, parcel: Parcel, workers: Collection[int]) -> None:
         with self._lock:
-            if any(self._lanes[worker].checked for worker in workers):
-                self._flats.seal(parcel)
-            for worker in workers:
-                lane = self._lanes[worker]
-                lane.append(parcel)
-                if lane.under_way is not None and lane.overdue:
-                    lane.overdue = False
-                    self._lines.say(worker, Message(Kind.ASK, worker))  # its answer may have been lost
-                self._move_on(worker)
-            self._flats.reserved.discard(parcel.slot)
+            self._dispatch.hand_over(parcel, workers)
             self._courier.go()
-
-    def _somebody_waits(self) -> bool:
-        return any(lane.waiting for lane in self._lanes if lane.pair is not None)
 
     def fast_path(self, *, acknowledge: bool) -> FastEnd | None:
         """The fast path, while everybody is there and ready, and nothing is kept for a decision."""
@@ -227,7 +172,7 @@ class GroupSender:
             turns = self._flats.turns(layout, [lane.latest for lane in lanes if lane.latest])
             if turns is None:
                 return None
-            fast = GroupFastSender(self._lines, lanes, self._lose, turns, layout.nbytes)
+            fast = GroupFastSender(self._lines, lanes, self._dispatch.lose, turns, layout.nbytes)
             return FastEnd(fast.update, fast.complete)
 
     def stage(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
@@ -235,7 +180,7 @@ class GroupSender:
         require_room_for(extra)
         parcel = Parcel(Kind.STAGE, version, buffer.slot, extra, TRANSACTION.pack(transaction))
         self._staged.setdefault(transaction, {}).update(dict.fromkeys(workers, parcel))
-        self._dispatch(parcel, [worker for worker in workers if worker in self.workers])
+        self._hand_over(parcel, [worker for worker in workers if worker in self.workers])
 
     def decide(self, version: int, transaction: int) -> None:
         """Say the word."""
