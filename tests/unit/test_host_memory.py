@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -148,3 +150,52 @@ def test_another_users_process_is_not_looked_into(memory: HostMemory) -> None:
     code = f"import os; os.setuid(65534); os.readlink('/proc/{os.getpid()}/fd/{memory.whereabouts.descriptor}')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "PermissionError" in done.stderr
+
+
+def test_no_two_slots_lie_in_one_place_though_one_was_lost_as_it_was_made(memory: HostMemory) -> None:
+    """A signal has struck before anybody had it, and the next one may well lie at its address."""
+    memory.room(64)
+    slots = [memory.room(64).fill_(number) for number in range(1, 6)]
+    assert [int(slot[0]) for slot in slots] == [1, 2, 3, 4, 5]
+
+
+def held(name: str) -> int:
+    """How many descriptors of a memory this process has."""
+    count = 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            count += name in os.readlink(f"/proc/self/fd/{descriptor}")
+        except OSError:  # that by which the folder was read
+            continue
+    return count
+
+
+def test_what_nobody_has_closed_is_let_go_with_who_had_it() -> None:
+    """A signal may strike as a line is handed over; and one may be formed just as nobody waits for it any longer."""
+    memory = HostMemory(1)
+    name = memory.whereabouts.name
+    flat = memory.room(64)
+    outgoing, incoming = line_to(memory, 0)
+    send(outgoing, flat)
+    incoming.receive(torch.zeros(64, dtype=torch.uint8)).wait()
+    assert held(name) == 4  # at either end the file, and the slot in it
+    del incoming
+    gc.collect()
+    assert held(name) == 2
+    del memory, outgoing, flat
+    gc.collect()
+    assert held(name) == 0
+
+
+def test_what_cannot_be_mapped_cannot_be_taken(memory: HostMemory) -> None:
+    outgoing, incoming = line_to(memory, 0)
+    send(outgoing, memory.room(64))
+    begun, limits = incoming.receive(torch.zeros(64, dtype=torch.uint8)), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(RuntimeError, match="worker 0 cannot map the trainer's memory"):
+            begun.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    begun.wait()
+    incoming.close()

@@ -21,6 +21,7 @@ import struct
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ class HostMemory:
     """
 
     def __init__(self, workers: int) -> None:
-        self._pid = os.getpid()
+        self._pid, self._descriptor = os.getpid(), -1
         name, base = f"wsync-{secrets.token_hex(16)}", whole_pages(workers * _WORD.size)
         self._descriptor = memory_file(name, base)
         self.whereabouts = Whereabouts(self._pid, self._descriptor, name, base)
@@ -85,7 +86,8 @@ class HostMemory:
         Raises:
             WeightSyncError: the machine has no memory left for it.
         """
-        span, slot = whole_pages(nbytes), len(self._slots)
+        # Not how many there are: of one that was lost to a signal the address, and so the place here, may be had again.
+        span, slot = whole_pages(nbytes), next(slot for slot in count() if slot not in self._slots.values())
         offset = self.whereabouts.base + slot * span
         allocate(self._descriptor, offset, span)
         memory = mmap.mmap(self._descriptor, span, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=offset)
@@ -115,6 +117,11 @@ class HostMemory:
             self._slots.clear()
         if descriptor >= 0:
             os.close(descriptor)
+
+    def __del__(self) -> None:
+        """Nobody has closed it."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
 
 
 class HostOutgoing:
@@ -168,7 +175,7 @@ class HostIncoming:
         """Copy the slot that this worker is pointed to into ``target``, ``uint8[nbytes]``.
 
         Raises:
-            RuntimeError: the trainer has given this worker up, or the line is closed.
+            RuntimeError: the trainer has given this worker up, or the line is closed; or it cannot be mapped here.
         """
         word = _word(self._descriptor, self._worker) if self._descriptor >= 0 else 0
         generation, slot = word >> _SLOT_BITS, word & (1 << _SLOT_BITS) - 1
@@ -183,7 +190,10 @@ class HostIncoming:
         if content is None:
             span, flags = whole_pages(nbytes), mmap.MAP_SHARED | mmap.MAP_POPULATE
             offset = self._base + slot * span
-            memory = mmap.mmap(self._descriptor, span, flags=flags, prot=mmap.PROT_READ, offset=offset)
+            try:
+                memory = mmap.mmap(self._descriptor, span, flags=flags, prot=mmap.PROT_READ, offset=offset)
+            except OSError as error:  # no more descriptors, or addresses, in this process
+                raise RuntimeError(f"worker {self._worker} cannot map the trainer's memory: {error}") from error
             content = self._slots[slot] = np.frombuffer(memory, np.uint8, nbytes)
         return content
 
@@ -194,6 +204,10 @@ class HostIncoming:
             os.close(descriptor)
         self._slots.clear()
         return False
+
+    def __del__(self) -> None:
+        """Nobody has closed it: a signal struck as it was handed over, or whoever had it formed has just given up."""
+        self.close()
 
 
 class _Copy:
