@@ -134,6 +134,49 @@ def test_the_courier_hears_who_comes_while_it_waits(stage: Stage, monkeypatch: p
     stage.expect(1, Kind.NEWS, 4)  # though the trainer does nothing
 
 
+class Struck(BaseException):
+    """What a handler of a signal raises."""
+
+
+def strike(*_: Any) -> None:
+    raise Struck
+
+
+def test_an_answer_that_a_signal_took_away_is_asked_for(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.publish(1, 0)
+    stage.expect(0, Kind.NEWS, 1)
+    stage.answer(0, 1)
+    assert wait_readable(stage.end._lines.signs, deadline_in(10.0))
+    with monkeypatch.context() as patch, pytest.raises(Struck):
+        patch.setattr(stage.end, "answered", strike)
+        stage.end.listen()
+    stage.publish(2, 0)
+    stage.expect(0, Kind.ASK)
+    stage.answer(0, 1)
+    stage.expect(0, Kind.NEWS, 2)
+
+
+def test_a_courier_that_a_signal_kept_from_starting_is_started_later(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.publish(1, 0)
+    with monkeypatch.context() as patch, pytest.raises(Struck):
+        patch.setattr(threading.Thread, "start", strike)
+        stage.publish(2, 0)
+    stage.expect(0, Kind.NEWS, 1)
+    stage.publish(3, 0)
+    stage.answer(0, 1)
+    stage.expect(0, Kind.NEWS, 3)
+
+
+def test_a_courier_that_was_never_started_is_not_waited_for(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.publish(1, 0)
+    with monkeypatch.context() as patch, pytest.raises(Struck):
+        patch.setattr(threading.Thread, "start", strike)
+        stage.publish(2, 0)
+    stage.end.close()
+
+
 def test_a_worker_that_dies_before_its_pair_is_formed_is_waited_for_no_more() -> None:
     place, door = MeetingPlace("127.0.0.1", "gloo"), NetListener("127.0.0.1")
     end = GroupSender(1, door, place)

@@ -30,11 +30,11 @@ class Courier:
     @property
     def under_way(self) -> bool:
         """Whether it is listening."""
-        return self._thread is not None
+        return self._thread is not None and self._thread.ident is not None  # a signal may strike before it is started
 
     def go(self) -> None:
         """Begin, if there is need."""
-        if self._thread is None and self._waits():
+        if not self.under_way and self._waits():
             self._thread = threading.Thread(target=self._carry, name="wsync-courier", daemon=True)
             self._thread.start()
 
@@ -65,6 +65,6 @@ class Courier:
     def close(self) -> None:
         """Wait for its end."""
         thread = self._thread
-        if thread is not None:
+        if thread is not None and thread.ident is not None:
             thread.join()
         os.close(self._wake)

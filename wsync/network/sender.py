@@ -202,7 +202,12 @@ class GroupSender:
     def listen(self) -> None:
         """Take in what workers have said."""
         with self._lock:
-            self._lines.listen()
+            try:
+                self._lines.listen()
+            except BaseException:  # a signal has struck: what was read then is lost
+                for lane in self._lanes:
+                    lane.overdue = lane.under_way is not None
+                raise
 
     def collect(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
         """Wait for an answer, an error or the death of each of ``workers``."""
