@@ -45,3 +45,46 @@ def test_workers_are_told_when_a_trainer_ends_by_an_error(tmp_path: Path, backen
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (1, "told\n", "the trainer's own fault\n")
+
+
+FORSAKEN = """
+import sys
+import threading
+import torch.nn as nn
+import wsync
+from wsync.deadlines import deadline_in
+from wsync.network.tcp import dial
+
+
+def come_and_go():
+    line = dial(scheme._seed.endpoint, 0, deadline_in(20.0))
+    line.receive()
+    line.close()
+
+
+scheme = wsync.DistributedWeightSyncScheme(timeout=20.0, shared_memory="memory" in sys.argv)
+scheme.init_on_sender("policy", model=nn.Linear(4, 4), num_workers=1)
+visitor = threading.Thread(target=come_and_go)
+visitor.start()
+try:
+    scheme.connect()
+except wsync.WorkerDied:
+    print("told")
+visitor.join()
+if "shutdown" in sys.argv:
+    scheme.shutdown()
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("means", ["memory", "group"])
+@pytest.mark.parametrize("end", ["shutdown", "exit"])
+def test_a_trainer_whose_worker_died_as_its_line_was_formed_ends_well(tmp_path: Path, means: str, end: str) -> None:
+    """The thread that formed it was still in torch when the interpreter ended, which aborted the process."""
+    script = tmp_path / "trainer.py"
+    script.write_text(FORSAKEN, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, script, means, end], capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "told\n"), done.stderr

@@ -23,9 +23,20 @@ FormPair = Callable[[int, int, float | None], Callable[[], P]]
 
 
 def formed(
-    form: Callable[[], P], signs: Collection[int], has_gone: Callable[[], bool], deadline: float | None
+    form: Callable[[], P],
+    signs: Collection[int],
+    has_gone: Callable[[], bool],
+    deadline: float | None,
+    left: list[threading.Thread] | None = None,
 ) -> P | None:
     """What ``form`` makes; None if one of ``signs`` was readable meanwhile, and the other end ``has_gone``.
+
+    Args:
+        form: waits for the other half.
+        signs: descriptors.
+        has_gone: asked when one of these is readable.
+        deadline: of all this.
+        left: gets the thread, where it was left to itself.
 
     Raises:
         TimeoutError: neither, until ``deadline``.
@@ -39,6 +50,8 @@ def formed(
         return forming.result()
     finally:
         forming.close()
+        if left is not None and forming.thread.is_alive():
+            left.append(forming.thread)
 
 
 def formed_beside(line: Line, form: Callable[[], Incoming], worker_idx: int, deadline: float | None) -> Incoming:
@@ -76,7 +89,8 @@ class _Forming(Generic[P]):
         self._lock = threading.Lock()
         self._pair: P | None = None
         self._error: BaseException | None = None
-        threading.Thread(target=self._run, name="wsync-forming", daemon=True).start()
+        self.thread = threading.Thread(target=self._run, name="wsync-forming", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         try:

@@ -28,6 +28,8 @@ from wsync.wire.lines import Lines
 from wsync.wire.plan import Plan
 from wsync.wire.words import TRANSACTION, Door, Kind, Message
 
+_GRACE = 2.0  # seconds for a thread that has nothing to wait for any more
+
 
 class GroupSender:
     """The trainer's end (a ``SenderEnd``).
@@ -52,6 +54,7 @@ class GroupSender:
         self._lock = threading.RLock()
         self._dispatch = Dispatch(self._lines, self._lanes, self._flats)
         self._courier = Courier(self._lines, self._lock, self._dispatch.somebody_waits)
+        self._left: list[threading.Thread] = []  # that form what nobody waits for any more; they end with the place
         self._closed = False
 
     @property
@@ -104,7 +107,8 @@ class GroupSender:
         lane = self._lanes[worker]
         try:
             form = self._place.pair(worker, lane.generation, deadline)
-            lane.pair = formed(form, self._lines.signs_of(worker), partial(self._dispatch.has_gone, worker), deadline)
+            has_gone = partial(self._dispatch.has_gone, worker)
+            lane.pair = formed(form, self._lines.signs_of(worker), has_gone, deadline, self._left)
         except (RuntimeError, TimeoutError) as error:
             if not self._dispatch.has_gone(worker):
                 self._lines.forget(worker)
@@ -232,3 +236,5 @@ class GroupSender:
             self._place.close()
             self._flats.clear()
         self._courier.close()
+        for thread in self._left:  # one that came back into an interpreter that is ending would abort the process
+            thread.join(_GRACE)
