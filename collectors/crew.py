@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from multiprocessing import util
 from typing import Any, Literal, Required, TypedDict
 
 import torch
@@ -149,8 +148,7 @@ class CrewCollector(BaseCollector):
             pickled(thing, name)  # before any worker is started, and each alone: the error then says which it is
         self._members = Members(start(len(makers)), failure_policy, self.weight_sync_schemes, self.failures)
         self._deliver_in_spite = None if on_worker_failure == "raise" else self._members.deliver
-        self._at_exit = partial(_shut_down, weakref.ref(self))
-        atexit.register(self._at_exit)  # before multiprocessing's own, which would wait for workers
+        self._at_exit = util.Finalize(self, _shut_down, args=(weakref.ref(self),), exitpriority=1)  # as wsync.leaving
         try:
             for model_id, scheme in self.weight_sync_schemes.items():
                 scheme.init_on_sender(model_id, context=self, num_workers=len(makers))
@@ -213,7 +211,7 @@ class CrewCollector(BaseCollector):
         finally:
             for scheme in self.weight_sync_schemes.values():
                 scheme.shutdown()
-            atexit.unregister(self._at_exit)
+            self._at_exit.cancel()
 
 
 def _spread(device: Any, workers: int) -> list[str | None]:
