@@ -31,7 +31,6 @@ import mmap
 import os
 import threading
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future
 from functools import partial
 
 import torch
@@ -45,6 +44,7 @@ from wsync.memory import allocate, explain, memory_file, whole_pages
 from wsync.sending.fast_path import FastUpdate
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
+from wsync.weights.plainly import plainly
 from wsync.wire.checksum import checksum_of, damage
 
 _SLOTS = 1024  # at the most
@@ -121,26 +121,14 @@ class Arena:
         self._buffers[slot : slot + 1] = [buffer]
 
     def mapped(self, slot: int) -> Buffer:
-        """A slot, in tensors that nobody else has.
+        """A slot, in tensors that nobody else has."""
+        return plainly(self._map, slot)
 
-        Made by a thread of its own: PyTorch's modes are a thread's, and a forward that comes upon a new slot may be
-        inside ``torch.func.grad``, or be fed with fake tensors. Not an executor's: those take no work any more once the
-        main thread has ended, while others go on.
-        """
-        made: Future[Buffer] = Future()
-        thread = threading.Thread(target=self._map, args=(slot, made), name="wsync-mapping")
-        thread.start()
-        thread.join()
-        return made.result()
-
-    def _map(self, slot: int, made: Future[Buffer]) -> None:
-        try:
-            offset, flags = self._base + slot * self._span, mmap.MAP_SHARED | mmap.MAP_POPULATE
-            memory = mmap.mmap(self.fds[0], self._span, flags=flags, offset=offset)
-            flat = torch.frombuffer(memory, dtype=torch.uint8)[: self._layout.nbytes]
-            made.set_result(Buffer.over(self._layout, flat, slot, shared=True))
-        except Exception as error:  # noqa: BLE001  raised where somebody waits
-            made.set_exception(error)
+    def _map(self, slot: int) -> Buffer:
+        offset, flags = self._base + slot * self._span, mmap.MAP_SHARED | mmap.MAP_POPULATE
+        memory = mmap.mmap(self.fds[0], self._span, flags=flags, offset=offset)
+        flat = torch.frombuffer(memory, dtype=torch.uint8)[: self._layout.nbytes]
+        return Buffer.over(self._layout, flat, slot, shared=True)
 
     def views(self, slot: int) -> Sequence[Tensor]:
         """The tensors of a slot, in the layout's order."""

@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 from wsync import native
 from wsync.errors import LayoutMismatch
 from wsync.weights.layout import Layout, copy_all, same_bits
+from wsync.weights.plainly import plainly
 from wsync.weights.snapshot import ModuleIndex, describe
 
 
@@ -47,6 +48,20 @@ def unshare(model: nn.Module) -> None:
 
 def _is_stand_in(tensor: Tensor | None) -> bool:
     return tensor is not None and not isinstance(tensor, nn.Parameter)
+
+
+def _accumulators(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """What keeps alive the node by which autograd accumulates gradients of each parameter; it takes no memory.
+
+    PyTorch makes that node with a lock of the parameter's held, and asks for the interpreter's inside it; who binds the
+    parameter has the interpreter's, and asks for that one. So a thread that read a parameter outside the gate, and one
+    that installed an update, could wait for each other for ever. Where the node is there, nobody asks for two.
+    """
+    return [
+        (parameter.narrow(0, 0, 0) if parameter.dim() else parameter).clone()
+        for parameter in parameters
+        if parameter.requires_grad and type(parameter) is nn.Parameter and not parameter.is_inference()
+    ]
 
 
 class Binding:
@@ -103,6 +118,8 @@ class Binding:
         for parameter, _ in before:
             if id(parameter) not in seen:  # taken out of the model: what it is bound to will be written
                 parameter.data = parameter.data.clone()
+        bound = [parameter for parameter, _ in self._bound]
+        self._accumulators = plainly(_accumulators, bound) if bound else []
         self._index = index
         self._places = list(index.places.values())
         self._tensors = [where[key] for where, key in self._places]

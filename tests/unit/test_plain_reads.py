@@ -1,0 +1,52 @@
+"""Parameters that are read outside the gate may be of two versions; but nobody may wait for ever."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import sys
+import threading
+import torch
+from torch import nn
+from wsync.weights.binding import Binding
+from wsync.weights.layout import Layout
+from wsync.weights.snapshot import Snapshot
+
+model = nn.Linear(4, 2)
+layout = Layout.of(Snapshot({name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}))
+buffers = [layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8)) for _ in range(2)]
+binding = Binding(model, layout)
+installing = True
+sys.setswitchinterval(1e-5)
+
+
+def install():
+    while installing:
+        for views in buffers:
+            binding.install(views)
+
+
+thread = threading.Thread(target=install)
+thread.start()
+for _ in range(50_000):
+    model.weight.sum()
+installing = False
+thread.join()
+print("done")
+"""
+
+
+@pytest.mark.timeout(100)
+def test_who_reads_parameters_outside_the_gate_and_who_installs_do_not_wait_for_each_other() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=80, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
