@@ -14,7 +14,7 @@ import wsync
 sys.path.insert(0, str(Path(__file__).parent))  # workers unpickle what is written here
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))  # and there
 import crew
-from backends import BACKENDS, WORKERS
+from backends import BACKENDS, ENDS_OF_DISTRIBUTED, WORKERS
 from matrix import Cell, Matrix
 from stage import DEADLINE, Scene
 
@@ -46,8 +46,8 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture
 def make_scheme(request: pytest.FixtureRequest, backend: str) -> Callable[..., wsync.WeightSyncScheme]:
     once = request.node.get_closest_marker("above_the_ends") and not request.config.getoption("--reliability", None)
-    if backend == "ray" and once:  # actors take seconds to start anew
-        pytest.skip("is about what stands above the ends, and Ray's ends are those of distributed: see --reliability")
+    if backend in ENDS_OF_DISTRIBUTED and once:
+        pytest.skip("is about what stands above the ends, which are those of distributed: see --reliability")
     return BACKENDS[backend]
 
 

@@ -18,3 +18,5 @@ BACKENDS: dict[str, Callable[..., wsync.WeightSyncScheme]] = {
 }
 
 WORKERS = {"rpc": "rpc", "ray": "ray"}  # of another kind than plain processes
+
+ENDS_OF_DISTRIBUTED = ("distributed-gloo", "ray")  # as well: not once more what stands above the ends

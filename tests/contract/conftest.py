@@ -12,7 +12,7 @@ import wsync
 
 sys.path.insert(0, str(Path(__file__).parent))  # workers unpickle what is written here
 import crew
-from backends import BACKENDS, WORKERS
+from backends import BACKENDS, ENDS_OF_DISTRIBUTED, WORKERS
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -26,8 +26,8 @@ def no_cluster_is_left() -> Iterator[None]:
 @pytest.fixture(params=list(BACKENDS))
 def make_scheme(request: pytest.FixtureRequest) -> Iterator[Callable[..., wsync.WeightSyncScheme]]:
     """Makes a scheme of each backend in turn; ``crew`` then has the workers that it needs."""
-    if request.param == "ray" and request.node.get_closest_marker("above_the_ends"):
-        pytest.skip("is about what stands above the ends, and Ray's ends are those of distributed")
+    if request.param in ENDS_OF_DISTRIBUTED and request.node.get_closest_marker("above_the_ends"):
+        pytest.skip("is about what stands above the ends, which are those of distributed")
     crew.current_kind = WORKERS.get(request.param, "process")
     if crew.current_kind == "ray":
         import ray_crew  # Ray takes seconds to start: for those who need it
