@@ -234,13 +234,11 @@ def test_however_many_workers_there_are_usual_updates_take_the_fast_path(backend
             hosts[index % 2].result()
         sender: Any = scheme.sender
         scheme.send()  # there are slots enough
-        fast: list[bool] = []
+        before = sender._path
         for value in range(2, 5):
-            before = sender._path
             report = scheme.send(fill(model, value))
             assert report is not None and len(report.workers) == count
-            fast.append(before is not None and sender._path is before)
-        assert any(fast)  # what one of so many workers says of a slot may come late, and has one of them go on slowly
+        assert before is not None and sender._path is before
         for index in range(count):
             assert hosts[index % 2].call("forward", f"policy {index}")[0] == 4.0
 

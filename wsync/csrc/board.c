@@ -65,10 +65,10 @@ static Py_ssize_t free_slot(Board *self, Py_ssize_t slots, int retains)
     return -1;
 }
 
-/* Switch.publish. Returns 1 if that was done, 0 if somebody holds the mutex. */
+/* Switch.publish. Returns 1 if that was done, 0 if somebody holds the mutex: is stopped right there. */
 static int switch_to(Block *block, int64_t value, int *wants_call)
 {
-    if (!try_lock(block))
+    if (!lock_soon(block))
         return 0;
     block->switched = value;
     *wants_call = (int)block->call;

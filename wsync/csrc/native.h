@@ -142,19 +142,41 @@ typedef struct {
     int64_t switched, used, held, taken, call, awaited;
 } Block;
 
-/* Returns 1 if it is locked now, also where its owner has died; 0 if somebody holds it. */
+static inline pthread_mutex_t *mutex_of(Block *block)
+{
+    return (pthread_mutex_t *)block->mutex;
+}
+
+/* Whether the mutex is locked now, given what a call that locks it has returned: also where its owner has died. */
+static inline int is_ours(Block *block, int code)
+{
+    if (code == EOWNERDEAD)
+        code = pthread_mutex_consistent(mutex_of(block));
+    return !code;
+}
+
+/* Returns 1 if it is locked now; 0 if somebody holds it. */
 static inline int try_lock(Block *block)
 {
-    pthread_mutex_t *mutex = (pthread_mutex_t *)block->mutex;
-    int code = pthread_mutex_trylock(mutex);
-    if (code == EOWNERDEAD)
-        code = pthread_mutex_consistent(mutex);
-    return !code;
+    return is_ours(block, pthread_mutex_trylock(mutex_of(block)));
+}
+
+/* The same, but waits some milliseconds for who was sent off its core while it holds it. */
+static inline int lock_soon(Block *block)
+{
+    if (try_lock(block))
+        return 1;
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until); /* which the call goes by */
+    until.tv_nsec += 10000000;
+    until.tv_sec += until.tv_nsec / 1000000000;
+    until.tv_nsec %= 1000000000;
+    return is_ours(block, pthread_mutex_timedlock(mutex_of(block), &until));
 }
 
 static inline void unlock(Block *block)
 {
-    pthread_mutex_unlock((pthread_mutex_t *)block->mutex);
+    pthread_mutex_unlock(mutex_of(block));
 }
 
 /* --- lines (words.py, rendezvous.py) --- */

@@ -124,10 +124,8 @@ static void lock(Block *block)
 {
     if (try_lock(block))
         return;
-    pthread_mutex_t *mutex = (pthread_mutex_t *)block->mutex;
     Py_BEGIN_ALLOW_THREADS
-    if (pthread_mutex_lock(mutex) == EOWNERDEAD)
-        pthread_mutex_consistent(mutex);
+    is_ours(block, pthread_mutex_lock(mutex_of(block)));
     Py_END_ALLOW_THREADS
 }
 
