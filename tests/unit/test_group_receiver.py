@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
+from striking import struck_at
 from torch import nn
 
 import wsync
+from wsync import native
 from wsync.deadlines import deadline_in, wait_readable
 from wsync.network.ends import Seed, network_receiver
 from wsync.network.forming import formed
@@ -104,6 +107,133 @@ def test_an_interrupted_installation_is_made_good_by_the_next_forward() -> None:
             assert not sending.done()
             assert acting() == (value, value)
             assert dict(sending.result().workers) == {0: scheme.version}
+
+
+@contextmanager
+def in_the_habit(model: nn.Module, acting: nn.Module) -> Iterator[tuple[Any, Callable[[], Future[Any]], ByHand]]:
+    """A worker that has had a usual update, and whose line is read when the test does; the sender, what sends."""
+    if not native.available:
+        pytest.skip("the compiled fast path was not built here")
+    with connected(model, acting) as (scheme, hand, trainer):
+        first = trainer.submit(scheme.send)
+        assert hand.tell() and first.result()
+        yield scheme.sender, partial(trainer.submit, scheme.send), hand
+
+
+def acts(acting: Any) -> float:
+    with torch.no_grad():
+        return acting(torch.ones(4)).item()
+
+
+def acts_until(sending: Future[Any], acting: Any) -> float:
+    """What it gives once an update was sent, which ends in time in any case."""
+    while not sending.done():
+        acts(acting)
+    assert sending.result()
+    return acts(acting)
+
+
+def test_an_acting_thread_takes_what_the_listening_one_does_not_come_to() -> None:
+    model, acting = nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)
+    with in_the_habit(model, acting) as (_, send, hand):
+        for value in range(1, 300):  # announcements do not pile up
+            nn.init.constant_(model.weight, value)
+            assert acts_until(send(), acting) == 4 * value
+        assert hand.tell() and not hand.line.readable(), "one is left, of what it has"
+        assert hand.receiver.on_readable(), "the acting thread may have read what it was called for"
+        nn.init.zeros_(model.weight)
+        sending = send()
+        assert hand.tell() and sending.result() and acts(acting) == 0
+
+
+def test_an_acting_thread_leaves_what_was_said_before_an_update_to_the_listening_one() -> None:
+    model, acting = nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)
+    with in_the_habit(model, acting) as (sender, send, hand):
+        sender._end._lines.say(0, Message(Kind.ASK, 0))
+        nn.init.constant_(model.weight, 1.0)
+        sending = send()
+        assert hand.line.peek().kind is Kind.ASK
+        for _ in range(100):
+            assert acts(acting) != 4.0
+        assert hand.tell(), "this says once more what was said"
+        assert acts_until(sending, acting) == 4.0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # struck as a generator was closed
+def test_wherever_an_acting_thread_is_interrupted_the_next_forward_has_the_update_and_has_said_so() -> None:
+    model, acting = nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)
+    with in_the_habit(model, acting) as (_, send, hand):
+        for point in count(1):
+            nn.init.constant_(model.weight, point)
+            sending = send()
+            while (said := hand.line.peek()) is None or said.version < point + 2:
+                if said is not None:
+                    hand.line.receive()  # of before
+            finished = struck_at(point, partial(acts, acting))
+            assert acts_until(sending, acting) == 4 * point
+            if finished:
+                break
+        assert point > 80
+
+
+def test_what_the_listening_thread_comes_with_too_late_is_not_installed_again() -> None:
+    model, acting = nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)
+    fetched, over = threading.Event(), threading.Event()
+    with in_the_habit(model, acting) as (_, send, hand):
+        landing: Any = hand.receiver._landing  # pyright: ignore[reportAttributeAccessIssue]
+        fetch, late = landing.fetch, threading.Thread(target=hand.tell)
+
+        def come_late(version: int) -> int:
+            index = fetch(version)
+            fetched.set()
+            assert over.wait(10.0)
+            return index
+
+        def be_overtaken(version: int) -> int:
+            landing.fetch = come_late
+            late.start()
+            assert fetched.wait(10.0)
+            landing.fetch = fetch
+            return fetch(version)
+
+        landing.fetch = be_overtaken
+        for value in (1, 2):
+            nn.init.constant_(model.weight, value)
+            assert acts_until(send(), acting) == 4 * value
+        over.set()
+        late.join()
+        assert acting.weight.tolist() == [[2.0] * 4]
+
+
+@pytest.mark.parametrize("bind", [True, False])
+def test_both_threads_of_a_worker_may_take_an_update(bind: bool) -> None:
+    model, acting = nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)
+    seen: list[float] = []
+    with wsync.DistributedWeightSyncScheme(timeout=10.0, bind=bind) as scheme, ThreadPoolExecutor(2) as threads:
+        nn.init.zeros_(model.weight)
+        scheme.init_on_sender("policy", model=model, num_workers=1)
+        worker = pickle.loads(pickle.dumps(scheme))
+        worker.init_on_receiver("policy", model=acting, worker_idx=0)
+        connecting = threads.submit(scheme.connect)
+        worker.connect()
+        connecting.result()
+        over = threading.Event()
+
+        def act() -> None:
+            while not over.is_set():
+                seen.append(acts(acting))
+
+        forwards = threads.submit(act)
+        for value in range(1, 500):
+            nn.init.constant_(model.weight, value)
+            scheme.send()
+            before = len(seen)
+            assert acts(acting) == 4 * value
+            assert all(one == 4 * value for one in seen[before + 1 :])
+        over.set()
+        forwards.result()
+        assert seen == sorted(seen)
+        worker.shutdown()
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])

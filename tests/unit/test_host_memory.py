@@ -65,6 +65,27 @@ def test_each_worker_takes_what_it_was_pointed_to(nbytes: int, workers: int, upd
     memory.close()
 
 
+def test_a_worker_sees_that_it_is_pointed_to_something_that_it_has_not_taken(memory: HostMemory) -> None:
+    flats = [memory.room(64).fill_(number) for number in range(2)]
+    target = torch.zeros(64, dtype=torch.uint8)
+    outgoing, incoming = line_to(memory, 1)
+    _, neighbour = line_to(memory, 2)
+    assert not incoming.pointed()
+    for flat in (*flats, *flats):
+        send(outgoing, flat)
+        assert incoming.pointed() and incoming.pointed() and not neighbour.pointed()
+        incoming.receive(target).wait()
+        assert target.equal(flat) and not incoming.pointed()
+    send(outgoing, flats[0])
+    outgoing.close()
+    assert not incoming.pointed(), "it was given up"
+    send(line_to(memory, 1, generation=2)[0], flats[1])
+    assert not incoming.pointed(), "somebody else is in its place"
+    for line in (incoming, neighbour):
+        line.close()
+    assert not incoming.pointed()
+
+
 def test_a_worker_that_is_given_up_while_it_copies_has_taken_nothing(
     memory: HostMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +199,7 @@ def test_what_nobody_has_closed_is_let_go_with_who_had_it() -> None:
     outgoing, incoming = line_to(memory, 0)
     send(outgoing, flat)
     incoming.receive(torch.zeros(64, dtype=torch.uint8)).wait()
-    assert held(name) == 4  # at either end the file, and the slot in it
+    assert held(name) == 5  # at either end the file, and the slot in it; in the worker its word
     del incoming
     gc.collect()
     assert held(name) == 2

@@ -1,7 +1,13 @@
-"""The fast path of a worker's updates over a network: in as few steps as there are, while they are usual."""
+"""The fast path of a worker's updates over a network: in as few steps as there are, while they are usual.
+
+Who comes first takes an update: the thread that listens, or the acting thread, which sees on its way into a forward
+that the trainer has pointed to something in its memory. For in a process that does nothing but forward a small model,
+another thread waits for the interpreter, some milliseconds at a time.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,10 +16,35 @@ from wsync import native
 from wsync.network.landing import Landing
 from wsync.receiving.events import Event, SlowPath
 from wsync.receiving.gate import process_gate
+from wsync.receiving.receiver_thread import LineHandler
 from wsync.receiving.staged import staged
 from wsync.types import Update
 from wsync.wire.checksum import seal
 from wsync.wire.words import Kind, Line, Message
+
+
+class WorkersLine(Line, Protocol):
+    """A worker's end of a line, which can be looked into."""
+
+    def attach(self, receiver: LineHandler) -> None:
+        """Call ``receiver.on_readable()`` when there is something to ``receive``."""
+        ...
+
+    def detach(self, receiver: LineHandler) -> None:
+        """No more; return when no such call is under way, unless this is one."""
+        ...
+
+    def alive(self) -> bool:
+        """Whether the other end is there, where nobody would tell that it is not."""
+        ...
+
+    def readable(self) -> bool:
+        """Whether there is something to ``receive``, now."""
+        ...
+
+    def peek(self) -> Message | None:
+        """The next message, if all of it is there, and has no payload; it stays there."""
+        ...
 
 
 class End(Protocol):
@@ -47,14 +78,18 @@ class GroupFastReceiver:
     All else takes the slow path, by what ``receiver`` does with what ``end`` understands.
     """
 
-    def __init__(self, receiver: SlowPath, end: End, line: Line) -> None:
+    def __init__(self, receiver: SlowPath, end: End, line: WorkersLine) -> None:
         self._receiver = receiver
         self._end = end
         self._line = line
         self._landing = end.landing
         self._go_through = process_gate().turnstile.go_through
         self._installer: native.Installer | None = None
-        self._arrived: tuple[Message, int] | None = None  # and the buffer that it is in
+        self._arrived: list[tuple[Message, int]] = []  # an update, and the buffer that it is in; maybe twice
+        self._handled = 0  # the newest version among those that had arrived
+        self._unsaid: Message | None = None  # the answer to it, until it was sent
+        self._reading = threading.Lock()  # the line
+        self._looked = False  # whether the acting thread has read from it as well
 
     def arm(self, installer: native.Installer | None) -> None:
         """The model takes updates by ``installer``, while nothing is staged; None for the slow path."""
@@ -63,19 +98,22 @@ class GroupFastReceiver:
     def on_readable(self) -> bool:
         """Do what the sender has said; False when it is gone."""
         receiver, end = self._receiver, self._end
-        message = self._line.receive()
+        with self._reading:
+            if self._looked and not self._line.readable():
+                return True
+            message = self._line.receive()
         if message is None or message.kind is not Kind.NEWS or self._installer is None:
             return receiver.follow(end.understand(message))
         try:
-            index = self._landing.take(message.version)
+            index = self._landing.fetch(message.version)
         except RuntimeError:  # the line of tensors has broken, so there will be no more
             return receiver.follow(end.give_up())
-        if index < 0:
-            return True
-        if not self._is_whole(message.payload, index):
-            return receiver.follow(end.understand(message, index))
-        receiver.told_at = time.perf_counter()
-        self._arrived = message, index
+        if index >= 0:
+            if not self._is_whole(message.payload, index):
+                self._landing.took(message.version)
+                return receiver.follow(end.understand(message, index))
+            receiver.told_at = time.perf_counter()
+            self._arrived.append((message, index))
         self._go_through()
         receiver.told_at = 0.0  # the acting thread may have been first
         return True
@@ -86,24 +124,64 @@ class GroupFastReceiver:
 
     def enter(self) -> bool:
         """Install what has arrived."""
-        if self._arrived is None:
-            return self._receiver.enter() if self._end.pending is not None else False
+        if self._unsaid is not None:
+            self._answer(self._unsaid)
+        if not self._arrived and self._landing.pointed():
+            self._look()
+        while self._arrived:
+            message, index = self._arrived[0]
+            if message.version > self._handled:
+                return self._install(message, index)
+            del self._arrived[0]  # both threads had it
+        return self._receiver.enter() if self._end.pending is not None else False
+
+    def _look(self) -> None:
+        """Fetch what the trainer has pointed this worker to, if it has announced that by now, and nothing before it.
+
+        The announcement is left where it is until it is dealt with: a signal may strike between any two lines.
+        """
+        if self._installer is None or staged:
+            return
+        with self._reading:
+            while (message := self._line.peek()) is not None and message.kind is Kind.NEWS:
+                if message.version > self._handled:
+                    break
+                self._looked = True
+                self._line.receive()  # which the other thread has not come to
+            else:
+                return
+        try:
+            index = self._landing.fetch(message.version)
+        except RuntimeError:  # the line of tensors has broken: the other thread comes upon it, too, and hangs up
+            return
+        if index >= 0:
+            self._arrived.append((message, index))
+
+    def _install(self, message: Message, index: int) -> bool:
         started = time.perf_counter()
-        receiver, installer, (message, index) = self._receiver, self._installer, self._arrived
+        receiver, end, installer = self._receiver, self._end, self._installer
+        self._landing.took(message.version)
         if installer is None or staged or receiver.waiting or not installer.install(self._landing.berths[index].views):
-            self._end.understand(message, index)
-            self._arrived = None
+            end.understand(message, index)
+            self._forget(message)
             return receiver.enter()
         told_at, receiver.told_at = receiver.told_at, 0.0
         receiver.version = message.version
-        end = self._end
         end.stay(index)
         wait = started - told_at if told_at else 0.0
         answer = Message(Kind.ACK, end.worker, message.version, b"", wait, time.perf_counter() - started)
-        end.said = answer  # and if a signal strikes before it is sent: the sender asks for what was said last
-        self._arrived = None  # not before: a signal may strike between any two lines
-        end.say(answer)
+        self._unsaid = answer
+        self._forget(message)
+        self._answer(answer)
         return False
+
+    def _answer(self, answer: Message) -> None:
+        self._end.say(answer)
+        self._unsaid = None  # not before: a signal may strike between any two lines
+
+    def _forget(self, message: Message) -> None:
+        self._handled = message.version
+        del self._arrived[0]
 
     def leave(self) -> None:
         """Nothing is borrowed."""

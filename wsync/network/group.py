@@ -52,6 +52,10 @@ class GroupPair:
         """Begin to receive into ``flat``."""
         return self._group.recv([flat], self._other, self._tag)
 
+    def pointed(self) -> bool:
+        """Nobody can see that."""
+        return False
+
     def close(self, under_way: Work | None = None) -> bool:
         """Let go of the group; what is ``under_way`` in a group of our own ends with it, but not in a forked child.
 

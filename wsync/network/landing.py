@@ -60,8 +60,10 @@ class Landing:
         self.taken = 0  # the newest version that was announced, and has arrived
         self.berths: list[Berth] = []
         self._pair: Incoming | None = None
-        self._incoming: tuple[int, Work] | None = None  # begun, and not yet announced
+        self._incoming: tuple[int, Work] | None = None  # begun, and not yet taken
+        self._here = 0, -1  # the version that was fetched last, and the buffer that it is in
         self._lock = threading.Lock()  # the acting thread installs, too
+        self._fetching = threading.Lock()  # and may come first
 
     def join(self, pair: Incoming) -> None:
         """From here on ``pair`` is the line: nothing more comes by the one before, and what has come may come again."""
@@ -70,7 +72,7 @@ class Landing:
                 self.berths[self._incoming[0]].used = False
             if self._pair is not None:
                 self._pair.close()
-            self._incoming, self._pair, self.taken = None, pair, 0
+            self._incoming, self._here, self._pair, self.taken = None, (0, -1), pair, 0
 
     def prepare(self, plan: Plan) -> None:
         """What will come, and whether with a checksum."""
@@ -102,21 +104,41 @@ class Landing:
             self.berths[index].used = True
             self._incoming = index, self._pair.receive(self.berths[index].flat)
 
-    def take(self, version: int) -> int:
+    def pointed(self) -> bool:
+        """Whether something may have been announced that nobody ``took``: see ``Incoming``."""
+        return self._pair is not None and (self._here[0] > self.taken or self._pair.pointed())
+
+    def fetch(self, version: int) -> int:
         """What was announced, when it has arrived: which buffer it is in; -1 if that was announced, and taken, before.
+
+        It can be fetched once more, until it is ``took``: a signal may strike whoever does so.
 
         Raises:
             NotConnected: nobody knows what it is.
             RuntimeError: the line of tensors has broken.
         """
-        if version <= self.taken:
-            return -1
-        if self._incoming is None:
-            self._begin()
-        assert self._incoming is not None, "begun just now"
-        (index, work), self._incoming = self._incoming, None
-        finish(work, self._patience, self._device)
+        with self._fetching:
+            if version <= self.taken:
+                return -1
+            if self._here[0] != version:
+                if self._incoming is None:
+                    self._begin()
+                assert self._incoming is not None, "begun just now"
+                index, work = self._incoming
+                finish(work, self._patience, self._device)
+                self._here = version, index  # from here on a model may be bound to it
+            return self._here[1]
+
+    def took(self, version: int) -> None:
+        """What was fetched is somebody's; the next transfer goes elsewhere."""
+        self._incoming = None
         self.taken = version
+
+    def take(self, version: int) -> int:
+        """Both at once."""
+        index = self.fetch(version)
+        if index >= 0:
+            self.took(version)
         return index
 
     def read(self, index: int, version: int, said: bytes) -> Update:

@@ -56,6 +56,10 @@ class Incoming(Protocol):
         """Begin to receive into ``flat``."""
         ...
 
+    def pointed(self) -> bool:
+        """Whether something is there that was not received, as far as one can see that without asking anybody."""
+        ...
+
     def close(self, under_way: Work | None = None) -> bool:
         """Let go of the line."""
         ...

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
 from wsync import native
 from wsync.errors import NotConnected, WeightSyncError
-from wsync.network.fast_receiver import GroupFastReceiver
+from wsync.network.fast_receiver import GroupFastReceiver, WorkersLine
 from wsync.network.forming import FormPair, formed_beside
 from wsync.network.landing import Landing
 from wsync.network.pair import Incoming
@@ -21,22 +20,6 @@ from wsync.weights.layout import Layout
 from wsync.wire.entry import await_word, let_in
 from wsync.wire.plan import Plan, proposed
 from wsync.wire.words import TRANSACTION, Kind, Line, Message, unpacked
-
-
-class WorkersLine(Line, Protocol):
-    """A worker's end of a line, which tells a receiver when there is something to read."""
-
-    def attach(self, receiver: LineHandler) -> None:
-        """Call ``receiver.on_readable()`` when there is something to ``receive``."""
-        ...
-
-    def detach(self, receiver: LineHandler) -> None:
-        """No more; return when no such call is under way, unless this is one."""
-        ...
-
-    def alive(self) -> bool:
-        """Whether the other end is there, where nobody would tell that it is not."""
-        ...
 
 
 class GroupReceiver:

@@ -148,6 +148,14 @@ class WorkerLine:
         """The next message."""
         return self._inbox.get()
 
+    def readable(self) -> bool:
+        """Whether there is something to ``receive``, now."""
+        return self._inbox.waiting
+
+    def peek(self) -> Message | None:
+        """Never: what is there is being dealt with, by the call that has brought it."""
+        return None
+
     def alive(self) -> bool:
         """Whether the trainer is there: its process, if that runs on this machine, or else its answer to a call."""
         if self._peer.pid >= 0:

@@ -166,6 +166,17 @@ class HostIncoming:
         self._descriptor = descriptor
         self._worker, self._generation = worker, generation
         self._slots: dict[int, Any] = {}
+        self._words: memoryview | None = None
+        self._words = memoryview(self._map(0, whereabouts.base)).cast("Q")
+        self._taken = 0  # the word that said which slot was taken last
+
+    def pointed(self) -> bool:
+        """Whether this worker's word is another one than that of what it took last."""
+        words = self._words
+        if words is None:
+            return False
+        word = words[self._worker]
+        return word != self._taken and word >> _SLOT_BITS == self._generation
 
     def receive(self, flat: Tensor) -> Work:
         """What takes, once it is waited for, the slot that this worker is pointed to by then."""
@@ -182,20 +193,24 @@ class HostIncoming:
         if generation == self._generation:
             np.copyto(target, self._slot(slot, target.nbytes))
             if _word(self._descriptor, self._worker) == word:
+                self._taken = word
                 return
         raise RuntimeError(f"the trainer has given worker {self._worker} up")
 
     def _slot(self, slot: int, nbytes: int) -> Any:
         content = self._slots.get(slot)
         if content is None:
-            span, flags = whole_pages(nbytes), mmap.MAP_SHARED | mmap.MAP_POPULATE
-            offset = self._base + slot * span
-            try:
-                memory = mmap.mmap(self._descriptor, span, flags=flags, prot=mmap.PROT_READ, offset=offset)
-            except OSError as error:  # no more descriptors, or addresses, in this process
-                raise RuntimeError(f"worker {self._worker} cannot map the trainer's memory: {error}") from error
-            content = self._slots[slot] = np.frombuffer(memory, np.uint8, nbytes)
+            span = whole_pages(nbytes)
+            content = np.frombuffer(self._map(self._base + slot * span, span), np.uint8, nbytes)
+            self._slots[slot] = content
         return content
+
+    def _map(self, offset: int, nbytes: int) -> mmap.mmap:
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        try:
+            return mmap.mmap(self._descriptor, nbytes, flags=flags, prot=mmap.PROT_READ, offset=offset)
+        except OSError as error:  # no more descriptors, or addresses, in this process
+            raise RuntimeError(f"worker {self._worker} cannot map the trainer's memory: {error}") from error
 
     def close(self, under_way: Work | None = None) -> bool:
         """Let the memory go; harmless when repeated."""
@@ -203,6 +218,7 @@ class HostIncoming:
         if descriptor >= 0:
             os.close(descriptor)
         self._slots.clear()
+        self._words = None
         return False
 
     def __del__(self) -> None:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from wsync.deadlines import remaining
+from wsync.deadlines import NOW, remaining, wait_readable
 from wsync.errors import NotConnected
 from wsync.network.credentials import CLAIM, holds, new_claim, proof_for
 from wsync.network.listening import listen_on
@@ -140,6 +140,20 @@ class NetLine:
             self._rest = data[size:]
             return unpack(data, data[HEADER_SIZE:size])
         except (OSError, ValueError):
+            return None
+
+    def readable(self) -> bool:
+        """Whether there is something to ``receive``, now."""
+        return bool(wait_readable([self._socket.fileno()], NOW))
+
+    def peek(self) -> Message | None:
+        """The next message, if all of it is there, and has no payload; it stays there."""
+        try:
+            if self._expected or not self.readable():
+                return None
+            data = self._rest + self._socket.recv(HEADER_SIZE - len(self._rest), socket.MSG_PEEK)
+            return unpack(data, b"") if len(data) == HEADER_SIZE and not length_in(data) else None
+        except (OSError, ValueError):  # it was closed just now, or what has come is nonsense: ``receive`` says so
             return None
 
     def _prove(self) -> None:
