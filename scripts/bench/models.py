@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 
 import torch
 from tensordict.nn import TensorDictModule
@@ -32,9 +33,9 @@ class Revealing(nn.Module):
         self.weights = nn.ParameterList(nn.Parameter(torch.full((numel,), value)) for _ in range(tensors))
 
     def forward(self, whole: bool = True) -> Tensor:
-        """The smallest and the largest weight, or (if not ``whole``) the first and the last one: ``float32[2]``."""
+        """The smallest and the largest weight, or (if not ``whole``) of each tensor's first: ``float32[2]``."""
         with torch.no_grad():
-            return extremes(self) if whole else torch.stack([self.weights[0][0], self.weights[-1][-1]])
+            return extremes(self.weights if whole else [weight[:1] for weight in self.weights])
 
 
 class RevealingNetwork(nn.Module):
@@ -55,7 +56,7 @@ class RevealingNetwork(nn.Module):
     def forward(self, observation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The action (an index), the extremes of all weights (``float32[2]``), and this process."""
         with torch.no_grad():
-            return self.layers(observation).argmax(-1), extremes(self), torch.tensor(os.getpid())
+            return self.layers(observation).argmax(-1), extremes(self.parameters()), torch.tensor(os.getpid())
 
 
 def revealing_policy(mib: float, tensors: int) -> TensorDictModule:
@@ -63,9 +64,9 @@ def revealing_policy(mib: float, tensors: int) -> TensorDictModule:
     return TensorDictModule(RevealingNetwork(mib, tensors), ["observation"], ["action", "reveal", "process"])
 
 
-def extremes(module: nn.Module) -> Tensor:
-    """The smallest and the largest of all weights: ``float32[2]``."""
-    found = [torch.stack(torch.aminmax(parameter)) for parameter in module.parameters()]
+def extremes(weights: Iterable[Tensor]) -> Tensor:
+    """The smallest and the largest of all ``weights``: ``float32[2]``."""
+    found = [torch.stack(torch.aminmax(weight)) for weight in weights]
     stacked = torch.stack(found)
     return torch.stack([stacked[:, 0].min(), stacked[:, 1].max()])
 

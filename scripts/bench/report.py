@@ -82,8 +82,8 @@ def show(console: Console, rows: Sequence[Row]) -> None:
     console.print(
         "Times in µs, or in ms where it says so. copy: ratio of p50 to a plain copy of the same bytes, in turn in the "
         "same process. CPU: of the trainer and of all workers, until the call returned. mem: growth of the peak, of "
-        "the trainer and of the largest worker, MiB. pause: how much later than usual a forward with new weights "
-        "ended, in workers that do nothing but forward.",
+        "the trainer and of the largest worker, MiB. acting: of calls while the workers do nothing but forward. pause: "
+        "how much later than usual one of these forwards ended, with new weights.",
         style="dim",
         highlight=False,
     )
@@ -109,6 +109,8 @@ def _table(title: str, rows: Sequence[Row], wide: bool) -> Table:
         columns["CPU"] = lambda row: f"{_cell(row, 'trainer_cpu_us')} + {_cell(row, 'workers_cpu_us')}"
         columns["mem"] = _memory
     if any("acting" in row for row in rows):
+        columns["acting p50"] = lambda row: _cell(row.get("acting", {}), "p50_us")
+        columns["p95  "] = lambda row: _cell(row.get("acting", {}), "p95_us")
         columns["pause"] = lambda row: _cell(row.get("acting", {}), "pause_p50_us")
     if any("peer" in row for row in rows):
         columns["peer p50"] = lambda row: _cell(row.get("peer", {}), "p50_us")
