@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from scripts.check_torn import BACKENDS, REMOTE, STANDALONE, Tally, in_collector, standalone
+from check_torn import BACKENDS, STANDALONE, in_collector, standalone
+from torn.collected import REMOTE
+from torn.tally import Tally
 
 SHARE = 7_000  # forwards of each backend
 ACTING = {"shared_mem-published": SHARE, **dict.fromkeys(REMOTE, SHARE // 2)}  # `scripts/check_torn.py` takes millions
@@ -30,7 +32,7 @@ def test_no_forward_is_torn(backend: str) -> None:
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(("backend", "share"), ACTING.items())
 def test_no_forward_of_a_collector_is_torn(backend: str, share: int) -> None:
-    demand(in_collector(backend, forwards=share, workers=2, mib=0.25, seconds=60.0), share)
+    demand(in_collector(BACKENDS[backend], forwards=share, workers=2, mib=0.25, seconds=60.0), share)
 
 
 @pytest.mark.timeout(60)

@@ -140,8 +140,8 @@ class GroupFastReceiver:
 
         The announcement is left where it is until it is dealt with: a signal may strike between any two lines.
         """
-        if self._installer is None or staged:
-            return
+        if self._installer is None or staged or self._landing.checksum or self._reading.locked():
+            return  # nor does a forward wait while the other thread reads a long message
         with self._reading:
             while (message := self._line.peek()) is not None and message.kind is Kind.NEWS:
                 if message.version > self._handled:
