@@ -169,11 +169,13 @@ def test_wherever_an_acting_thread_is_interrupted_the_next_forward_has_the_updat
             while (said := hand.line.peek()) is None or said.version < point + 2:
                 if said is not None:
                     hand.line.receive()  # of before
-            finished = struck_at(point, partial(acts, acting))
+            with torch.no_grad():  # not within: it would not be left, where that is struck
+                finished = struck_at(point, partial(acting, torch.ones(4)))
             assert acts_until(sending, acting) == 4 * point
             if finished:
                 break
         assert point > 80
+        assert torch.is_grad_enabled()
 
 
 def test_what_the_listening_thread_comes_with_too_late_is_not_installed_again() -> None:
