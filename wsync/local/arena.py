@@ -115,6 +115,12 @@ class Arena:
                     self._keep(slot)
         return self._buffers[slot]
 
+    def map_all(self) -> None:
+        """Map the slots that there are, which takes longer than an update."""
+        slots = (os.fstat(self.fds[0]).st_size - self._base) // self._span
+        if slots:
+            self.buffer(slots - 1)
+
     def _keep(self, slot: int) -> None:
         buffer = self.mapped(slot)
         self.rooms[slot : slot + 1] = [buffer.room]  # not appended: a signal may have struck between the two

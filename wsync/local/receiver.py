@@ -80,6 +80,7 @@ class LocalReceiver:
             if len(message.fds) != 2 or self._worker >= plan.workers:
                 raise ValueError("a layout comes with its two memory files, to a worker that has a place there")
             arena = Arena(plan.layout, plan.workers, (message.fds[0], message.fds[1]))
+            arena.map_all()
             self._layout, self._checksum = plan.layout, plan.checksum is True
             self._switch = arena.switches[self._worker]
             self._seat.take(*self._switch.place)

@@ -75,6 +75,8 @@ class LocalSender:
         """Make the arena, and tell those who are connected already."""
         self._layout = layout
         self._arena = Arena(layout, self._num_workers)
+        for _ in range(2 if self._retains else 1):  # the update after the first one needs another in any case
+            self._arena.grow()
         for worker in self.workers:
             self._lines.say(worker, self._plan(Kind.LAYOUT, worker))
 
