@@ -53,7 +53,7 @@ class MaskResetCartPole(CartPoleVectorEnv):
         mask = None if options is None else options.get("reset_mask")
         if mask is None or self.state is None:
             return super().reset(seed=seed, options=options)
-        rows = np.flatnonzero(mask)
+        (rows,) = mask.nonzero()
         self.state[:, rows] = self.np_random.uniform(low=self.low, high=self.high, size=(4, rows.size))
         self.steps[rows] = 0
         return self.state.T.astype(np.float32), {}

@@ -125,13 +125,16 @@ class DiscreteActions:
                 f"an action for {num_envs} environment(s) with {self.n} choices is an index [{num_envs}] or "
                 f"scores [{num_envs}, {self.n}], not {list(action.shape)}"
             )
-        return index.astype(np.int64, copy=False) + self.start
+        taken = index.astype(np.int64)  # a copy, for an environment may keep it
+        if self.start:
+            taken += self.start
+        return taken
 
     def _known(self, index: Array) -> Array:
         if index.size == 1:  # the common cases first: they are looked at in every step
             if index.item() in range(self.n):
                 return index
-        elif index.dtype == np.int64 and index.view(np.uint64).max() < self.n:  # a negative one is huge
+        elif index.dtype == np.int64 and np.maximum.reduce(index.view(np.uint64)) < self.n:  # a negative one is huge
             return index
         known = np.isin(index, np.arange(self.n))
         if not known.all():

@@ -150,6 +150,7 @@ class InParts:
     ) -> None:
         self._policy, self._device = policy, device
         self._observation = torch.from_numpy(stepper.observation)  # with a leading dimension in any case
+        self._stays = device == self._observation.device
         # A model that is synchronised is gated where it is called, which its parts go around. Whether a scheme carries
         # this one does not matter: unlike any function, a network does not wait for another thread.
         with without_trace(policy, device), wsync.gate():
@@ -186,7 +187,8 @@ class InParts:
 
     def act(self, columns: Columns, t: int) -> tuple[Array, int]:
         """See Asking."""
-        version = self._act(self._observation.to(self._device), *next(self._rows), columns, t)
+        observation = self._observation if self._stays else self._observation.to(self._device)
+        version = self._act(observation, *next(self._rows), columns, t)
         return columns.action[t], version
 
     def finish(self, columns: Columns, first: int) -> None:
