@@ -102,6 +102,18 @@ def test_a_broken_pair_harms_no_other_worker(stage: Stage) -> None:
         assert time.monotonic() - before < 3.0
 
 
+def test_an_answer_that_is_said_once_more_takes_the_place_of_no_newer_one(stage: Stage) -> None:
+    """One thread of a worker may repeat it while another one answers what has come since."""
+    with stage.end._lock:
+        for version in (1, 2):
+            stage.publish(version, 0)
+            stage.answer(0, version)
+            assert stage.end._lines.read(deadline_in(10.0))
+        stage.answer(0, 1)
+        assert stage.end._lines.read(deadline_in(10.0))
+        assert [ack.version for ack in stage.end.collect([0], 2, deadline_in(10.0))] == [2]
+
+
 class Looks:
     """How often the courier has begun to wait; ``first`` and ``many`` are set by the first and the fiftieth."""
 

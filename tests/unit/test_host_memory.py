@@ -44,6 +44,13 @@ def send(line: HostOutgoing, flat: torch.Tensor) -> None:
     assert len(works) == 1 and works[0].wait()
 
 
+def begun(line: HostIncoming, flat: torch.Tensor) -> Work:
+    works: list[Work] = []
+    line.receive(flat, works)
+    (work,) = works
+    return work
+
+
 @given(nbytes=SIZES, workers=st.integers(1, 600), updates=st.lists(st.tuples(st.integers(0, 599), st.integers(0, 3))))
 def test_each_worker_takes_what_it_was_pointed_to(nbytes: int, workers: int, updates: list[tuple[int, int]]) -> None:
     memory = HostMemory(workers)
@@ -55,9 +62,9 @@ def test_each_worker_takes_what_it_was_pointed_to(nbytes: int, workers: int, upd
         if worker not in lines:
             lines[worker] = line_to(memory, worker)
         outgoing, incoming = lines[worker]
-        begun = incoming.receive(target)
+        work = begun(incoming, target)
         send(outgoing, slots[slot].fill_(count % 251))
-        begun.wait()
+        work.wait()
         assert target.eq(count % 251).all()
     for outgoing, incoming in lines.values():
         outgoing.close()
@@ -74,7 +81,7 @@ def test_a_worker_sees_that_it_is_pointed_to_something_that_it_has_not_taken(mem
     for flat in (*flats, *flats):
         send(outgoing, flat)
         assert incoming.pointed() and incoming.pointed() and not neighbour.pointed()
-        incoming.receive(target).wait()
+        begun(incoming, target).wait()
         assert target.equal(flat) and not incoming.pointed()
     send(outgoing, flats[0])
     outgoing.close()
@@ -102,10 +109,10 @@ def test_a_worker_that_is_given_up_while_it_copies_has_taken_nothing(
     send(outgoing, flat)
     monkeypatch.setattr(incoming, "_slot", slowly)
     with pytest.raises(RuntimeError, match="given worker 2 up"):
-        incoming.receive(target).wait()
+        begun(incoming, target).wait()
     assert set(target.tolist()) == {1, 2}, "this would have been torn"
     with pytest.raises(RuntimeError, match="given worker 2 up"):
-        incoming.receive(target).wait()
+        begun(incoming, target).wait()
     incoming.close()
 
 
@@ -115,10 +122,10 @@ def test_one_in_the_place_of_another_disturbs_neither_end_of_its_line(memory: Ho
     new, incoming = line_to(memory, 0, generation=2)
     send(new, flat)
     old.close()  # late
-    incoming.receive(target).wait()
+    begun(incoming, target).wait()
     assert target.eq(3).all()
     with pytest.raises(RuntimeError, match="given worker 0 up"):
-        stopped.receive(target).wait()
+        begun(stopped, target).wait()
     for line in (stopped, incoming):
         line.close()
 
@@ -133,7 +140,7 @@ def test_a_forked_child_revokes_nothing(memory: HostMemory) -> None:
         memory.close()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    incoming.receive(target).wait()
+    begun(incoming, target).wait()
     assert target.eq(5).all()
     incoming.close()
 
@@ -198,7 +205,7 @@ def test_what_nobody_has_closed_is_let_go_with_who_had_it() -> None:
     flat = memory.room(64)
     outgoing, incoming = line_to(memory, 0)
     send(outgoing, flat)
-    incoming.receive(torch.zeros(64, dtype=torch.uint8)).wait()
+    begun(incoming, torch.zeros(64, dtype=torch.uint8)).wait()
     assert held(name) == 5  # at either end the file, and the slot in it; in the worker its word
     del incoming
     gc.collect()
@@ -211,12 +218,12 @@ def test_what_nobody_has_closed_is_let_go_with_who_had_it() -> None:
 def test_what_cannot_be_mapped_cannot_be_taken(memory: HostMemory) -> None:
     outgoing, incoming = line_to(memory, 0)
     send(outgoing, memory.room(64))
-    begun, limits = incoming.receive(torch.zeros(64, dtype=torch.uint8)), resource.getrlimit(resource.RLIMIT_NOFILE)
+    work, limits = begun(incoming, torch.zeros(64, dtype=torch.uint8)), resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
         with pytest.raises(RuntimeError, match="worker 0 cannot map the trainer's memory"):
-            begun.wait()
+            work.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    begun.wait()
+    work.wait()
     incoming.close()

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from wsync import native
 from wsync.network.landing import Landing
+from wsync.network.pair import GivenUp
 from wsync.receiving.events import Event, SlowPath
 from wsync.receiving.gate import process_gate
 from wsync.receiving.receiver_thread import LineHandler
@@ -102,6 +103,8 @@ class GroupFastReceiver:
             if self._looked and not self._line.readable():
                 return True
             message = self._line.receive()
+        if message is None:
+            self._installer = None  # what may be left of the line means nothing
         if message is None or message.kind is not Kind.NEWS or self._installer is None:
             return receiver.follow(end.understand(message))
         try:
@@ -132,7 +135,7 @@ class GroupFastReceiver:
             message, index = self._arrived[0]
             if message.version > self._handled:
                 return self._install(message, index)
-            del self._arrived[0]  # both threads had it
+            del self._arrived[0]  # both threads had it, or a signal has struck
         return self._receiver.enter() if self._end.pending is not None else False
 
     def _look(self) -> None:
@@ -140,22 +143,29 @@ class GroupFastReceiver:
 
         The announcement is left where it is until it is dealt with: a signal may strike between any two lines.
         """
-        if self._installer is None or staged or self._landing.checksum or self._reading.locked():
-            return  # nor does a forward wait while the other thread reads a long message
+        if self._installer is None or staged or self._landing.checksum:
+            return
+        if self._reading.locked():  # a hint: the other thread may be reading a long message
+            return
         with self._reading:
-            while (message := self._line.peek()) is not None and message.kind is Kind.NEWS:
-                if message.version > self._handled:
-                    break
-                self._looked = True
-                self._line.receive()  # which the other thread has not come to
-            else:
-                return
+            message = self._announced()
+        if message is None:
+            return
         try:
             index = self._landing.fetch(message.version)
-        except RuntimeError:  # the line of tensors has broken: the other thread comes upon it, too, and hangs up
+        except GivenUp:  # the other thread comes upon it, too, and hangs up
             return
         if index >= 0:
             self._arrived.append((message, index))
+
+    def _announced(self) -> Message | None:
+        """The update that is announced next; what the other thread has not come to of those before is discarded."""
+        message = self._line.peek()
+        while message is not None and message.kind is Kind.NEWS and message.version <= self._handled:
+            self._looked = True
+            self._line.receive()
+            message = self._line.peek()
+        return message if message is not None and message.kind is Kind.NEWS else None
 
     def _install(self, message: Message, index: int) -> bool:
         started = time.perf_counter()
@@ -163,25 +173,23 @@ class GroupFastReceiver:
         self._landing.took(message.version)
         if installer is None or staged or receiver.waiting or not installer.install(self._landing.berths[index].views):
             end.understand(message, index)
-            self._forget(message)
+            self._handled = message.version
+            del self._arrived[0]
             return receiver.enter()
         told_at, receiver.told_at = receiver.told_at, 0.0
         receiver.version = message.version
         end.stay(index)
         wait = started - told_at if told_at else 0.0
         answer = Message(Kind.ACK, end.worker, message.version, b"", wait, time.perf_counter() - started)
-        self._unsaid = answer
-        self._forget(message)
+        # Between these no signal strikes: an update that may have been answered must not be installed once more.
+        self._unsaid, self._handled, end.pending = answer, message.version, None
+        del self._arrived[0]
         self._answer(answer)
         return False
 
     def _answer(self, answer: Message) -> None:
         self._end.say(answer)
         self._unsaid = None  # not before: a signal may strike between any two lines
-
-    def _forget(self, message: Message) -> None:
-        self._handled = message.version
-        del self._arrived[0]
 
     def leave(self) -> None:
         """Nothing is borrowed."""

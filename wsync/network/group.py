@@ -48,9 +48,9 @@ class GroupPair:
         """
         works.extend(map(self._group.send, [[flat]], [self._other], [self._tag]))
 
-    def receive(self, flat: Tensor) -> Work:
-        """Begin to receive into ``flat``."""
-        return self._group.recv([flat], self._other, self._tag)
+    def receive(self, flat: Tensor, works: list[Work]) -> None:
+        """Begin to receive into ``flat``, and add the transfer to ``works``; likewise."""
+        works.extend(map(self._group.recv, [[flat]], [self._other], [self._tag]))
 
     def pointed(self) -> bool:
         """Nobody can see that."""

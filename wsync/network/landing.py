@@ -60,7 +60,7 @@ class Landing:
         self.taken = 0  # the newest version that was announced, and has arrived
         self.berths: list[Berth] = []
         self._pair: Incoming | None = None
-        self._incoming: tuple[int, Work] | None = None  # begun, and not yet taken
+        self._incoming: tuple[int, list[Work]] | None = None  # the transfer, once it has begun; nobody took it
         self._here = 0, -1  # the version that was fetched last, and the buffer that it is in
         self._lock = threading.Lock()  # the acting thread installs, too
         self._fetching = threading.Lock()  # and may come first
@@ -87,22 +87,30 @@ class Landing:
         Raises:
             RuntimeError: the line of tensors has broken.
         """
-        if self._ahead and self._incoming is None and self.layout is not None:
+        if self._ahead and self.layout is not None:
             self._begin()
 
     def _begin(self) -> None:
+        """Begin a transfer; harmless when repeated, also where a signal has struck."""
         with self._lock:
-            if self._incoming is not None or self._pair is None:
+            if self._pair is None:
                 return
-            if self.layout is None:
-                raise NotConnected("weights were announced before their layout")
-            free = (index for index, berth in enumerate(self.berths) if not berth.used)
-            index = next(free, len(self.berths))
-            if index == len(self.berths):
-                flat = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=self._device)
-                self.berths.append(Berth(flat, self.layout.views(flat)))
-            self.berths[index].used = True
-            self._incoming = index, self._pair.receive(self.berths[index].flat)
+            if self._incoming is None:
+                index = self._free_berth()
+                self.berths[index].used, self._incoming = True, (index, [])
+            index, works = self._incoming
+            if not works:
+                self._pair.receive(self.berths[index].flat, works)
+
+    def _free_berth(self) -> int:
+        if self.layout is None:
+            raise NotConnected("weights were announced before their layout")
+        for index, berth in enumerate(self.berths):
+            if not berth.used:
+                return index
+        flat = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=self._device)
+        self.berths.append(Berth(flat, self.layout.views(flat)))
+        return len(self.berths) - 1
 
     def pointed(self) -> bool:
         """Whether something may have been announced that nobody ``took``: see ``Incoming``."""
@@ -121,18 +129,17 @@ class Landing:
             if version <= self.taken:
                 return -1
             if self._here[0] != version:
-                if self._incoming is None:
-                    self._begin()
+                self._begin()
                 assert self._incoming is not None, "begun just now"
-                index, work = self._incoming
-                finish(work, self._patience, self._device)
+                index, works = self._incoming
+                finish(works[0], self._patience, self._device)
                 self._here = version, index  # from here on a model may be bound to it
             return self._here[1]
 
     def took(self, version: int) -> None:
-        """What was fetched is somebody's; the next transfer goes elsewhere."""
-        self._incoming = None
-        self.taken = version
+        """What was fetched is somebody's; the next transfer goes elsewhere. Harmless when repeated."""
+        if version > self.taken:
+            self._incoming, self.taken = None, version
 
     def take(self, version: int) -> int:
         """Both at once."""

@@ -17,6 +17,10 @@ class Work(Protocol):
         ...
 
 
+class GivenUp(RuntimeError):
+    """The trainer does not wait for this worker any more."""
+
+
 class Outgoing(Protocol):
     """The trainer's end.
 
@@ -52,8 +56,11 @@ class Incoming(Protocol):
 
     in_memory: bool
 
-    def receive(self, flat: Tensor) -> Work:
-        """Begin to receive into ``flat``."""
+    def receive(self, flat: Tensor, works: list[Work]) -> None:
+        """Begin to receive into ``flat``, and add the transfer to ``works``.
+
+        A signal may strike before that is done, and it is called once more.
+        """
         ...
 
     def pointed(self) -> bool:

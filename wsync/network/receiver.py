@@ -215,11 +215,11 @@ class GroupReceiver:
 
     def stay(self, index: int) -> None:
         """The model has what is in a buffer; free the one that is no longer needed."""
-        if self._retains:
-            if index == self._bound:  # told once more, by whoever was interrupted
-                return
-            self._bound, index = index, self._bound
-        self.landing.free(index)
+        if not self._retains:
+            self.landing.free(index)
+        elif index != self._bound:  # else it is told once more, by whoever was interrupted
+            self.landing.free(self._bound)
+            self._bound = index
 
     def leave(self) -> None:
         """Nothing is borrowed."""
@@ -233,8 +233,11 @@ class GroupReceiver:
         self.said = answer
         try:
             self._connection().send(answer)
+        except ConnectionError:
+            return
+        try:
             self.landing.expect()
-        except (ConnectionError, RuntimeError):
+        except RuntimeError:  # the line of tensors has broken, as who takes the next version from it will find
             return
 
     def close(self) -> None:

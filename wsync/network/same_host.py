@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from wsync.memory import allocate, memory_file, whole_pages
-from wsync.network.pair import Work
+from wsync.network.pair import GivenUp, Work
 
 _SLOT_BITS = 16  # of a word; the rest is the generation
 _WORD = struct.Struct("=Q")
@@ -166,9 +166,8 @@ class HostIncoming:
         self._descriptor = descriptor
         self._worker, self._generation = worker, generation
         self._slots: dict[int, Any] = {}
-        self._words: memoryview | None = None
-        self._words = memoryview(self._map(0, whereabouts.base)).cast("Q")
-        self._taken = 0  # the word that said which slot was taken last
+        self._words: memoryview | None = memoryview(self._map(0, whereabouts.base)).cast("Q")
+        self._last = 0  # the word that said which slot was taken last
 
     def pointed(self) -> bool:
         """Whether this worker's word is another one than that of what it took last."""
@@ -176,26 +175,26 @@ class HostIncoming:
         if words is None:
             return False
         word = words[self._worker]
-        return word != self._taken and word >> _SLOT_BITS == self._generation
+        return word != self._last and word >> _SLOT_BITS == self._generation
 
-    def receive(self, flat: Tensor) -> Work:
-        """What takes, once it is waited for, the slot that this worker is pointed to by then."""
-        return _Copy(self, flat.numpy())
+    def receive(self, flat: Tensor, works: list[Work]) -> None:
+        """Add what takes, once it is waited for, the slot that this worker is pointed to by then."""
+        works.append(_Copy(self, flat.numpy()))
 
     def take(self, target: Any) -> None:
         """Copy the slot that this worker is pointed to into ``target``, ``uint8[nbytes]``.
 
         Raises:
-            RuntimeError: the trainer has given this worker up, or the line is closed; or it cannot be mapped here.
+            GivenUp: the trainer has given this worker up, or the line is closed; or it cannot be mapped here.
         """
         word = _word(self._descriptor, self._worker) if self._descriptor >= 0 else 0
         generation, slot = word >> _SLOT_BITS, word & (1 << _SLOT_BITS) - 1
         if generation == self._generation:
             np.copyto(target, self._slot(slot, target.nbytes))
             if _word(self._descriptor, self._worker) == word:
-                self._taken = word
+                self._last = word
                 return
-        raise RuntimeError(f"the trainer has given worker {self._worker} up")
+        raise GivenUp(f"the trainer has given worker {self._worker} up")
 
     def _slot(self, slot: int, nbytes: int) -> Any:
         content = self._slots.get(slot)
@@ -210,7 +209,7 @@ class HostIncoming:
         try:
             return mmap.mmap(self._descriptor, nbytes, flags=flags, prot=mmap.PROT_READ, offset=offset)
         except OSError as error:  # no more descriptors, or addresses, in this process
-            raise RuntimeError(f"worker {self._worker} cannot map the trainer's memory: {error}") from error
+            raise GivenUp(f"worker {self._worker} cannot map the trainer's memory: {error}") from error
 
     def close(self, under_way: Work | None = None) -> bool:
         """Let the memory go; harmless when repeated."""

@@ -31,7 +31,6 @@ from wsync.wire.words import HEADER_SIZE, PROTOCOL, Kind, Line, Message, length_
 
 _FRAME_TIMEOUT = 5.0  # seconds in which a begun message has to go on
 _MOST = 1 << 30  # bytes of one message; a longer one is a stranger's
-_USUAL = 8  # bytes of a payload: fewer than a header has, so that what is read with a message is never the next one
 _STEP = 1 << 20  # bytes: memory is taken as they come, not as they are announced
 _PROBES = (
     (socket.TCP_KEEPIDLE, 4),
@@ -70,7 +69,6 @@ class NetLine:
         self._proof = proof
         self._expected = expected
         self._peer = PeerProcess()
-        self._rest = b""  # that came with the last message: less than one
         self._outbox = Outbox(self._send)
         host, port, *_ = sock.getpeername()
         self._where = f"{host} port {port}"
@@ -131,29 +129,33 @@ class NetLine:
         try:
             if self._expected:
                 self._prove()
-            data = self._rest + self._socket.recv(HEADER_SIZE + _USUAL - len(self._rest))
-            data += self._more(HEADER_SIZE - len(data))
-            size = HEADER_SIZE + length_in(data)
-            if size > _MOST:
+            header = self._socket.recv(HEADER_SIZE)
+            header += self._more(HEADER_SIZE - len(header))
+            size = length_in(header)
+            if size > _MOST - HEADER_SIZE:
                 return None
-            data += self._more(size - len(data))
-            self._rest = data[size:]
-            return unpack(data, data[HEADER_SIZE:size])
+            return unpack(header, self._more(size))
         except (OSError, ValueError):
             return None
 
     def readable(self) -> bool:
-        """Whether there is something to ``receive``, now."""
-        return bool(wait_readable([self._socket.fileno()], NOW))
+        """Whether ``receive`` says something, now."""
+        descriptor = self._socket.fileno()
+        return descriptor < 0 or bool(wait_readable([descriptor], NOW))
 
     def peek(self) -> Message | None:
-        """The next message, if all of it is there, and has no payload; it stays there."""
+        """The next message, if all of it is there, and has no payload; it stays there.
+
+        To ``receive`` it then is one call: a signal strikes before it, or when the message has gone.
+        """
+        if self._expected or not self.readable():
+            return None
         try:
-            if self._expected or not self.readable():
-                return None
-            data = self._rest + self._socket.recv(HEADER_SIZE - len(self._rest), socket.MSG_PEEK)
-            return unpack(data, b"") if len(data) == HEADER_SIZE and not length_in(data) else None
-        except (OSError, ValueError):  # it was closed just now, or what has come is nonsense: ``receive`` says so
+            header = self._socket.recv(HEADER_SIZE, socket.MSG_PEEK)
+            return unpack(header, b"") if len(header) == HEADER_SIZE and not length_in(header) else None
+        except (OSError, ValueError) as error:  # it was closed just now, or this is nonsense: ``receive`` says so
+            if isinstance(error, OSError) and error.errno is None:
+                raise  # a signal handler's
             return None
 
     def _prove(self) -> None:

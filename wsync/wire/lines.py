@@ -220,7 +220,8 @@ class Lines:
             if message is None or message.kind not in _ANSWERS:
                 self.lose(worker, _why(line, message))
                 continue
-            if message.kind is not Kind.FREED:
+            known = self._answers.get(worker)  # what it says once more may come after something newer
+            if message.kind is not Kind.FREED and (known is None or known.version <= message.version):
                 error = message.payload.decode(errors="replace") if message.kind is Kind.FAILED else ""
                 self._answers[worker] = Ack(worker, message.version, error, wait=message.wait, apply=message.apply)
             self._owner.answered(worker, message)
