@@ -13,6 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from learning.reporting.console import microseconds
 from learning.reporting.files import writing
 from learning.reporting.sweep_runs import FIGURES, Column, Run, columns, common, groups, read_runs
 
@@ -58,7 +59,8 @@ def report(folder: Path, console: Console | None = None) -> None:
     with writing(folder / TABLE), open(folder / TABLE, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         shown = columns(runs)
-        writer.writerow(["run", *shown])
+        units = {microseconds: " (µs)"}  # what people are shown has them in each cell
+        writer.writerow(["run", *(name + units.get(told, "") for name, (_, told) in shown.items())])
         writer.writerows([run.folder.name, *(figure(run) for figure, _ in shown.values())] for run in runs)
     from learning.reporting import sweep_plots  # matplotlib takes most of a second to import
 

@@ -289,7 +289,7 @@ def test_a_sweep_ends_with_a_report_that_says_what_the_runs_say(runs: dict[str, 
         assert (row["backend"], row["status"]) == (told["weight_sync"]["scheme"], told["status"])
         assert float(row["frames/s"]) == told["frames_per_second"]
         p50 = told["weight_sync"]["latency_us"].get("p50")
-        assert row["sync p50"] == ("" if p50 is None else str(p50))
+        assert row["sync p50 (µs)"] == ("" if p50 is None else str(p50))
         assert f"<td>{told['frames_per_second']:,.0f}</td>" in page
         assert row["backend"] in printed
     assert page.count("data:image/png;base64,") == 2
