@@ -59,8 +59,9 @@ def report(folder: Path, console: Console | None = None) -> None:
     with writing(folder / TABLE), open(folder / TABLE, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         shown = columns(runs)
-        units = {microseconds: " (µs)"}  # what people are shown has them in each cell
-        writer.writerow(["run", *(name + units.get(told, "") for name, (_, told) in shown.items())])
+        # What people are shown has its unit in each cell.
+        names = [f"{name} (µs)" if told is microseconds else name for name, (_, told) in shown.items()]
+        writer.writerow(["run", *names])
         writer.writerows([run.folder.name, *(figure(run) for figure, _ in shown.values())] for run in runs)
     from learning.reporting import sweep_plots  # matplotlib takes most of a second to import
 
