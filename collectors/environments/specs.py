@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -117,30 +118,29 @@ class DiscreteActions:
             ValueError: another shape, an index that there is not, or scores of which none is the greatest (NaN).
         """
         if action.size == num_envs * self.n and action.shape[-1:] == (self.n,):
-            index = self._greatest(action.reshape(num_envs, self.n))
+            taken = self._greatest(action.reshape(num_envs, self.n))
         elif action.size == num_envs:
-            index = self._known(action.reshape(num_envs))
+            taken = self._known(action.reshape(num_envs))
         else:
             raise ValueError(
                 f"an action for {num_envs} environment(s) with {self.n} choices is an index [{num_envs}] or "
                 f"scores [{num_envs}, {self.n}], not {list(action.shape)}"
             )
-        taken = index.astype(np.int64)  # a copy, for an environment may keep it
         if self.start:
             taken += self.start
         return taken
 
     def _known(self, index: Array) -> Array:
-        if index.size == 1:  # the common cases first: they are looked at in every step
-            if index.item() in range(self.n):
-                return index
-        elif index.dtype == np.int64 and np.maximum.reduce(index.view(np.uint64)) < self.n:  # a negative one is huge
-            return index
+        """Return a copy, for an environment may keep it; each is looked at, in every step: the common cases first."""
+        if index.size == 1 and index.item() in range(self.n):
+            return index.astype(np.int64)
+        with suppress(ValueError, TypeError):  # there is one out of range; or they are no integers
+            return np.unravel_index(index, (self.n,))[0]  # a copy and the check in one, in half the time of both
         known = np.isin(index, np.arange(self.n))
         if not known.all():
             row = int(known.argmin())
             raise ValueError(f"the action for environment {row} is {index[row]}, and an index is 0 to {self.n - 1}")
-        return index
+        return index.astype(np.int64)
 
     def _greatest(self, scores: Array) -> Array:
         if scores.dtype.kind == "f" and (unknown := np.isnan(scores)).any():
