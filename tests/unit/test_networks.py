@@ -137,3 +137,11 @@ def test_critic_shapes_and_orthogonal_layers() -> None:
     assert critic(torch.randn(2, 3, 4)).shape == (2, 3)
     weight = critic.get_parameter("2.weight")
     torch.testing.assert_close(weight @ weight.T, 2.0 * torch.eye(32), atol=1e-5, rtol=0.0)
+
+
+def test_noise_is_finite_so_that_a_masked_choice_is_never_taken() -> None:
+    policy, parameters = policy_of(CHOICE), torch.zeros(2**18, 2)
+    torch.manual_seed(12)
+    assert (parameters.clone().uniform_() == 0).any()  # the seed is one that would show it
+    torch.manual_seed(12)
+    assert policy.noise(parameters).isfinite().all()
