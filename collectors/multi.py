@@ -52,7 +52,7 @@ class MultiCollector(CrewCollector):
 
 
 class MultiSyncCollector(MultiCollector):
-    """All workers gather their share of a batch, and then wait: a batch is of one version."""
+    """All workers gather their share of a batch, then wait: it is of one version, unless a thread updates meanwhile."""
 
     _sync = True
 

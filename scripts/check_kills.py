@@ -5,7 +5,7 @@ are being started anew. Checked are: the run ends; every kill has had one restar
 version that acted never goes back in a worker's place, over all who have had it; a synchronous batch is never acted
 with an older version than the last update; descriptors, threads and children are no more than before.
 
-    python scripts/check_kills.py                                   # 200 kills, shared memory, both kinds of collector
+    python scripts/check_kills.py                      # 200 kills with each kind of collector, shared memory
     python scripts/check_kills.py --backend ray --kills 20
 """
 

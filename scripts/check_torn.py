@@ -4,8 +4,8 @@ Every weight of version v is filled with the number v, and a forward reports the
 it met in each layer. So each forward tells whether it saw one version (*mixed* if not), whether versions went back,
 and whether it used a version older than one whose ``send`` had returned before the forward began (*stale*).
 
-    python scripts/check_torn.py --forwards 1000000                       # every backend, standalone
-    python scripts/check_torn.py --forwards 1000000 --collector           # inside a collector
+    python scripts/check_torn.py --forwards 1000000                       # plain processes: all but rpc and ray
+    python scripts/check_torn.py --forwards 1000000 --collector           # every backend, inside a collector
     python scripts/check_torn.py --bypass-gate --mib 8                    # the control, which does see mixed ones
 """
 
@@ -37,7 +37,9 @@ STANDALONE = [name for name in BACKENDS if name not in ("rpc", "ray")]  # whose 
 
 
 def main(
-    backend: Annotated[list[str] | None, typer.Option(help="Which backends; all by default.")] = None,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="All by default; rpc and ray only with --collector.")
+    ] = None,
     forwards: Annotated[int, typer.Option(min=1, help="Forwards in all, over the backends.")] = 1_000_000,
     workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 2,
     mib: Annotated[float, typer.Option(help="MiB of weights.")] = 1.0,

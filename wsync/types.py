@@ -96,7 +96,7 @@ class CollectorContext(Protocol):
 
     @property
     def remote_workers(self) -> Sequence[RemoteWorker]:
-        """The workers, in the order of their indices; empty for a collector in one process."""
+        """The workers, in the order of their indices."""
         ...
 
 

@@ -37,7 +37,7 @@ class Gathering(Protocol):
 
 
 class Together:
-    """All workers gather their share of a batch, and then wait: a batch is of one version.
+    """All workers gather their share of a batch, then wait: it is of one version, unless a thread updates meanwhile.
 
     Where a worker fails, the batch is what the others have gathered.
 

@@ -79,8 +79,8 @@ def stick(host: Any, fifo: str) -> None:
 
 
 def test_killed_inside_a_forward(cell: Cell, scene: Scene, tmp_path: Path) -> None:
-    """A worker is killed while its forward runs on weights in memory that it shares with the trainer. The wait for
-    its answer names it, and its memory is used again."""
+    """A worker is killed while its forward runs: in `shared_mem`, on weights in memory that it shares with the trainer,
+    which is used again. The wait for its answer names it."""
     os.mkfifo(fifo := tmp_path / "inside")
     with scene.play(Stuck) as stage:
         stage.victim.start("run", stick, str(fifo))
@@ -100,7 +100,7 @@ def test_killed_while_it_holds_its_switch(cell: Cell, scene: Scene, backend: str
     """A worker is killed inside the few instructions in which it holds the lock of its switch in shared memory. The
     lock passes to the trainer (a robust mutex): the send names the worker, and the others have the update."""
     if backend not in ("shared_mem", "shared_mem-published", "multiprocess"):
-        pytest.skip("there is no switch: nothing is shared but a line")
+        pytest.skip("there is no switch, and so no lock that a worker could hold")
     with scene.play() as stage:
         stage.victim.call("run", take_the_switch)
         stage.victim.kill()

@@ -1,5 +1,7 @@
 """``torch.distributed``: workers anywhere on a network, each in a group of two that disturbs nobody else's.
 
+Who is on the sender's machine takes the weights from its memory, and is in no group.
+
 The rendezvous is over a ``TCPStore``, whose address travels in the pickled scheme; or the user's store, or group.
 """
 
@@ -50,7 +52,8 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         checksum: whether an update carries a checksum, which a worker verifies before it stages or applies it. None: it
             does where gloo or nccl carries it, and not from memory to memory.
         shared_memory: whether workers on the sender's machine take weights from its memory, which costs a fraction of
-            what a group does. Where False, gloo carries to all: as it would over a network.
+            what a group does. Where False, gloo carries to all: as it would over a network; so does nccl in any
+            case, and a group of the user's.
         group: a process group of the user's, in which the sender and all workers are, to carry the weights: worker 0 is
             its first rank that is not the sender's, and so on. Otherwise each worker has a group of its own.
         store: where processes meet that have not been given a pickled scheme. A worker meets the first sender of its

@@ -1,4 +1,4 @@
-"""Multiprocess: every worker has a copy of its own, made from one that is alive only while it is on its way.
+"""Multiprocess: every worker has a copy of its own, made from the one slot of memory that all updates go through.
 
 The copy lies in a memory file whose descriptor went through the worker's socket, as tensors do that are put into a
 ``torch.multiprocessing`` queue; the message says which one is new. A worker that is slow finds only the newest.

@@ -1,4 +1,4 @@
-"""Ray: actors coordinate, ``torch.distributed`` carries.
+"""Ray: actors coordinate; memory carries on one machine, ``torch.distributed`` between several.
 
 The sender drives both ends of any actor that it is given: it has the actor join by a call through Ray. From then on
 news come by a line of their own, and are installed beside whatever the actor does; a Ray call for each update would
@@ -61,7 +61,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         checksum: whether an update carries a checksum, which an actor verifies before it stages or applies it. None: it
             does where gloo or nccl carries it, and not from memory to memory.
         shared_memory: whether actors on the sender's machine take weights from its memory, which costs a fraction of
-            what a group does. Where False, gloo carries to all: as it would over a network.
+            what a group does. Where False, gloo carries to all: as it would over a network; so does nccl in any case.
     """
 
     name = "ray"

@@ -1,4 +1,7 @@
-"""``torch.distributed.rpc`` tells the workers, ``torch.distributed`` carries; no thread of our own at either end."""
+"""``torch.distributed.rpc`` tells the workers; memory carries on one machine, ``torch.distributed`` between several.
+
+A worker that has joined has no thread of ours.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         checksum: whether an update carries a checksum, which a worker verifies before it stages or applies it. None: it
             does where gloo or nccl carries it, and not from memory to memory.
         shared_memory: whether workers on the sender's machine take weights from its memory, which costs a fraction of
-            what a group does. Where False, gloo carries to all: as it would over a network.
+            what a group does. Where False, gloo carries to all: as it would over a network; so does nccl in any case.
         trainer: the name by which RPC knows the sender.
     """
 

@@ -1,4 +1,4 @@
-"""The two ends of a line across a network: TCP for words, ``torch.distributed`` for weights.
+"""The two ends of a line across a network: TCP for words; for weights ``torch.distributed``, or memory (``same_host``).
 
 Neither a store nor a group can be waited for together with a deadline, a death and other lines, and a gloo ``recv``
 that timed out cannot be taken up again; so words go by a socket beside the group, and a transfer is waited for only

@@ -1,4 +1,4 @@
-"""The trainer's end of lines to workers anywhere: words by one way, weights by ``torch.distributed``.
+"""The trainer's end of lines to workers anywhere: words by one way, weights by another (``pair.py``).
 
 Each worker has a *lane*, with at most one parcel under way; what comes after it waits, and a newer version takes an
 older one's place there. So a slow worker delays nobody, finds the newest when it is ready, and memory is bounded: one

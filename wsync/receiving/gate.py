@@ -171,7 +171,7 @@ R = TypeVar("R")
 
 
 def gated(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that does what ``function`` does, inside ``gate()``; a fifth of the time that ``with`` takes."""
+    """A function that does what ``function`` does, inside ``gate()``; a fraction of the time that ``with`` takes."""
 
     @functools.wraps(function)
     def inside(*args: P.args, **kwargs: P.kwargs) -> R:
