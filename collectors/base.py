@@ -50,6 +50,9 @@ class BaseCollector(Updating):
             raise ValueError(f"frames_per_batch is at least 1, not {frames_per_batch}")
         if total_frames != -1 and total_frames < 1:
             raise ValueError(f"total_frames is at least 1, or -1 for no end, not {total_frames}")
+        if not isinstance(weight_sync_schemes, Mapping | None):
+            what = type(weight_sync_schemes).__name__
+            raise TypeError(f"weight_sync_schemes is {{model_id: scheme}}, {{'policy': …}} for instance, not a {what}")
         for model_id, scheme in (weight_sync_schemes or {}).items():
             if not isinstance(scheme, wsync.WeightSyncScheme):
                 what = scheme if isinstance(scheme, type | str) else type(scheme)

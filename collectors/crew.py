@@ -146,9 +146,11 @@ class CrewCollector(BaseCollector):
         carried = None if policy_factory is not None else policy
         for thing, name in ((carried, "policy"), (policy_factory, "policy_factory"), (makers, "create_env_fn")):
             pickled(thing, name)  # before any worker is started, and each alone: the error then says which it is
-        self._members = Members(start(len(makers)), failure_policy, self.weight_sync_schemes, self.failures)
+        pool = start(len(makers))
+        # When the process ends (in the order of wsync.leaving), or nobody has this collector any more.
+        self._leaving = util.Finalize(self, _leave, args=(weakref.ref(self), pool), exitpriority=1)
+        self._members = Members(pool, failure_policy, self.weight_sync_schemes, self.failures)
         self._deliver_in_spite = None if on_worker_failure == "raise" else self._members.deliver
-        self._at_exit = util.Finalize(self, _shut_down, args=(weakref.ref(self),), exitpriority=1)  # as wsync.leaving
         try:
             for model_id, scheme in self.weight_sync_schemes.items():
                 scheme.init_on_sender(model_id, context=self, num_workers=len(makers))
@@ -211,7 +213,7 @@ class CrewCollector(BaseCollector):
         finally:
             for scheme in self.weight_sync_schemes.values():
                 scheme.shutdown()
-            self._at_exit.cancel()
+            self._leaving.cancel()
 
 
 def _spread(device: Any, workers: int) -> list[str | None]:
@@ -223,7 +225,9 @@ def _spread(device: Any, workers: int) -> list[str | None]:
     return [str(one) for one in device]
 
 
-def _shut_down(reference: weakref.ref[CrewCollector]) -> None:
+def _leave(reference: weakref.ref[CrewCollector], pool: Pool[Any]) -> None:
     collector = reference()
     if collector is not None:
         collector.shutdown()
+    else:  # its schemes have gone with it
+        pool.close()

@@ -199,6 +199,8 @@ def stored_overrides(argv: Sequence[str]) -> list[str]:
     folder = argv[given["resume"]].partition("=")[2].strip("'\"") if "resume" in given else ""
     if folder in ("", "null"):
         return list(argv)
+    if "," in folder and not Path(folder).exists():
+        raise ConfigError(f"resume={folder}: it is one run's folder, and is not swept over; resume them one by one")
     replaced = set(given)
     for name in groups & given.keys():
         replaced |= _also_set(name, argv[given[name]].partition("=")[2])

@@ -43,7 +43,9 @@ class Lifecycle(SchemeSetup):
             if self._published:
                 role.receiver.quiet()
         else:
-            raise NotConnected("call init_on_sender() or init_on_receiver() before connect()")
+            raise NotConnected(
+                "call init_on_sender() or init_on_receiver() before connect(), and again after shutdown()"
+            )
 
     def dismiss(self, worker_idx: int) -> None:
         """On the sender: take a worker for dead, before anybody has noticed; nothing is sent to it any more.
@@ -55,7 +57,8 @@ class Lifecycle(SchemeSetup):
     def readmit(self, worker_idx: int, sentinel: int | None = None, timeout: float | None = None) -> None:
         """On the sender: meet a worker that calls ``connect`` in the place of one that has died.
 
-        It gets the newest version that was sent, as it joins; nobody else takes notice.
+        It gets the newest version that was sent, as it joins; nobody else takes notice. A predecessor that is still
+        there is hung up on first, as by ``dismiss``.
 
         Args:
             worker_idx: its predecessor's index.

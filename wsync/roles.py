@@ -201,13 +201,13 @@ class SchemeView(ABC):
     def _trainer(self, what: str) -> Trainer:
         role = self._role
         if not isinstance(role, Trainer):
-            where = "is initialised on a receiver" if role else "has not seen init_on_sender() yet"
+            where = "is initialised on a receiver" if role else "has not seen init_on_sender(), or was shut down"
             raise NotConnected(f"{what}() belongs to the sender, and this scheme {where}")
         return role
 
     def _worker(self, what: str) -> Worker:
         role = self._role
         if not isinstance(role, Worker):
-            where = "is initialised on the sender" if role else "is not initialised: call init_on_receiver() first"
+            where = "is initialised on the sender" if role else "has not seen init_on_receiver(), or was shut down"
             raise NotConnected(f"{what}() belongs to a receiver, and this scheme {where}")
         return role

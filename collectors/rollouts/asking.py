@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import nn
 
 import wsync
 from collectors.environments.probing import without_trace
@@ -111,7 +114,7 @@ class ByCalling:
         self._input = TensorDict(
             {"observation": self._observation}, self._observation.shape[:1] if batched else (), device=device
         )
-        with without_trace(policy, device):
+        with without_trace(policy, device), _explaining(policy):
             output = gate(lambda: policy(self._input.clone()))()
         self.outputs, read = _outputs(output, keys)
 
@@ -195,6 +198,20 @@ class InParts:
         """See Asking."""
         actions = torch.from_numpy(columns.action[first:]).to(self._device)
         columns.others["action_log_prob"][first:] = to_numpy(self._policy.log_prob(self._parameters, actions))
+
+
+@contextmanager
+def _explaining(policy: Policy) -> Iterator[None]:
+    """Add to what a module over tensors says of the TensorDict that it was given."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(policy, nn.Module) and not isinstance(policy, TensorDictModuleBase):
+            kind = type(policy).__name__
+            error.add_note(
+                f'a policy is called with a TensorDict: TensorDictModule({kind}(…), ["observation"], ["action"])'
+            )
+        raise
 
 
 def _outputs(output: TensorDictBase, keys: Collection[str] | None) -> tuple[Mapping[str, torch.Tensor], Read]:

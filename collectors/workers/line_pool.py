@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 from abc import abstractmethod
 from collections.abc import Collection
+from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 from collectors.workers.lines import Line
@@ -73,6 +74,8 @@ class LinePool(Pool[L]):
                 worker.ready(plan, line.accept(plan, count), num_envs)
             elif kind == "batch":
                 line.pull(worker.buffers[answer])
+            elif kind == "error":
+                wait([worker.sentinel], GRACE)  # it is told first, and then closes its environments and ends
         except BlockingIOError:
             return "stalled", "did not finish what it had begun to say"
         except (EOFError, OSError):

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -92,6 +93,16 @@ def collect_with(family, *, workers=2, workers_of=None, trained=None, env=cartpo
     options.setdefault("frames_per_batch", 16)
     kind = FAMILIES[family] if isinstance(family, str) else family
     return kind([env] * workers, policy() if trained is None else trained, **options)
+
+
+@every_family
+def test_the_workers_of_a_collector_that_nobody_has_any_more_end(family):
+    collector = collect_with(family)
+    next(collector)
+    left = weakref.ref(collector)
+    del collector
+    gc.collect()
+    assert left() is None and not multiprocessing.active_children()
 
 
 def chosen(batch) -> float:

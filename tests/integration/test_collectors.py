@@ -579,6 +579,7 @@ def test_a_collector_in_one_process_that_cannot_be_made_leaves_nothing():
         (dict(create_env_fn=[cartpole(2), cartpole(4)]), ValueError, r"cannot join .* \[2, 4\], \[4, 2\]"),
         (dict(total_frames=-7), ValueError, "total_frames"),
         (dict(weight_sync_schemes={"policy": "shared_mem"}), TypeError, "not 'shared_mem'"),
+        (dict(weight_sync_schemes=wsync.NoWeightSyncScheme()), TypeError, "{model_id: scheme}"),
         (dict(weight_sync_schemes={"policy": wsync.SharedMemWeightSyncScheme}), TypeError, "not <class"),
         (dict(weight_sync_schemes={"polcy": wsync.SharedMemWeightSyncScheme()}), wsync.WorkerFailed, "polcy"),
     ],

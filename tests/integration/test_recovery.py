@@ -281,6 +281,26 @@ def test_an_update_that_comes_upon_a_worker_that_raised_tells_what_it_raised(fai
         assert collector.failures.failed == {0: 1}
 
 
+class Costly(Still):
+    """Says when it is closed, which takes a while: a simulator is to be ended, say."""
+
+    def close(self) -> None:
+        time.sleep(0.2)  # longer than it takes the trainer to let a worker go
+        self.folder.with_name("closed").touch()
+
+
+@every_kind
+@pytest.mark.parametrize("failure", ["drop", "restart"])
+def test_the_environment_of_a_worker_that_raised_is_closed(kind, failure, events):
+    (events / "raise").touch()
+    (quiet := events.with_name("quiet")).mkdir()
+    makers = [lambda: GymEnv(Costly(events)), lambda: GymEnv(Still(quiet))]
+    with KINDS[kind](makers, policy(), frames_per_batch=16, on_worker_failure=failure) as collector:
+        while not collector.failures:
+            next(collector)
+        assert events.with_name("closed").exists()
+
+
 class Stuck(Still):
     """Raises, and then closing it takes for ever."""
 

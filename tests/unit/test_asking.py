@@ -368,3 +368,9 @@ def test_an_error_in_the_network_comes_out_and_the_next_batch_is_whole() -> None
     handle.remove()
     rollout.collect(batch)
     same(batch["action_log_prob"], log_probs(policy, batch))
+
+
+def test_a_module_over_tensors_is_told_how_a_policy_is_called() -> None:
+    with pytest.raises(Exception, match="linear") as caught:
+        Rollout(GymEnv("CartPole-v1", 2), nn.Linear(4, 2)).buffer(4)
+    assert "TensorDictModule(Linear(…)" in caught.value.__notes__[0]

@@ -341,4 +341,6 @@ def test_a_group_that_is_to_be_null_is_named(group: str) -> None:
 def test_resuming_from_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run is stored there"):
         learning.config.stored_overrides([f"resume={tmp_path}"])
+    with pytest.raises(learning.config.ConfigError, match="not swept over"):
+        learning.config.stored_overrides(["-m", f"resume={tmp_path},{tmp_path / 'other'}"])
     assert learning.config.stored_overrides(["seed=1", "resume=null"]) == ["seed=1", "resume=null"]
