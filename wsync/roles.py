@@ -208,6 +208,10 @@ class SchemeView(ABC):
     def _worker(self, what: str) -> Worker:
         role = self._role
         if not isinstance(role, Worker):
-            where = "is initialised on the sender" if role else "is not initialised, or was shut down: call init_on_receiver() first"
+            where = (
+                "is initialised on the sender"
+                if role
+                else "is not initialised, or was shut down: call init_on_receiver() first"
+            )
             raise NotConnected(f"{what}() belongs to a receiver, and this scheme {where}")
         return role
