@@ -1,4 +1,4 @@
-"""For all tests: no threads on busy cores, one fork server, a signal that shells ignore; fuzzing; who runs what."""
+"""For all tests: no threads on busy cores, one fork server, signals that may be ignored; fuzzing; who runs what."""
 
 import signal
 from multiprocessing import forkserver
@@ -12,6 +12,7 @@ from xdist.scheduler import LoadScopeScheduling
 settings.register_profile("long", max_examples=3_000, deadline=None)  # pytest --hypothesis-profile=long
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and theirs, ignore it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and what runs under nohup this one
 forkserver.set_forkserver_preload(["collectors.workers.worker"])  # there is one server: all gain
 
 
