@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from collectors.config import ConfigError, MultiAsyncConfig, MultiSyncConfig, RemoteConfig
 from collectors.environments.specs import Spec
-from learning.networks import ACTIVATIONS
+from learning.mlp import ACTIVATIONS
 
 if TYPE_CHECKING:
     from learning.config import TrainConfig

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor, distributions, nn
 
 from collectors.rollouts.sampled import SampledPolicy
+from learning.mlp import MLP
 
-ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
 
 
@@ -153,25 +152,12 @@ def _log_density(mean: Tensor, std: Tensor, action: Tensor) -> Tensor:
     return -(0.5 * ((action - mean) / std).square() + std.log() + LOG_SQRT_2PI).sum(-1)
 
 
-class Critic(nn.Sequential):
+class Critic(MLP):
     """A value function: observations ``[*B, obs]`` to values ``[*B]``."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the value of each observation of `input`."""
         return super().forward(input).squeeze(-1)
-
-
-def _layers(sizes: Sequence[int], activation: str, last_gain: float) -> list[nn.Module]:
-    """Make linear layers with activations between; orthogonal init, https://arxiv.org/abs/1312.6120."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {activation!r}: one of {', '.join(ACTIVATIONS)}")
-    layers: list[nn.Module] = []
-    for i, (fan_in, fan_out) in enumerate(pairwise(sizes)):
-        linear = nn.Linear(fan_in, fan_out)
-        nn.init.orthogonal_(linear.weight, last_gain if i == len(sizes) - 2 else math.sqrt(2.0))
-        nn.init.zeros_(linear.bias)
-        layers += [linear, ACTIVATIONS[activation]()]
-    return layers[:-1]
 
 
 def make_policy(
@@ -197,7 +183,7 @@ def make_policy(
     """
     if len(action_spec.shape) != 1:
         raise ValueError(f"a policy gives a choice or a vector, not an action of shape {list(action_spec.shape)}")
-    network = nn.Sequential(*_layers([observation_dim, *hidden, action_spec.shape[-1]], activation, last_gain=0.01))
+    network = MLP([observation_dim, *hidden, action_spec.shape[-1]], activation, last_gain=0.01)
     if not action_spec.dtype.is_floating_point:
         return CategoricalPolicy(network)
     if action_spec.low is None or action_spec.high is None:
@@ -209,4 +195,4 @@ def make_policy(
 
 def make_critic(observation_dim: int, hidden: Sequence[int] = (64, 64), activation: str = "tanh") -> Critic:
     """Make a value network, observations ``[*B, observation_dim]`` to values ``[*B]``; see :func:`make_policy`."""
-    return Critic(*_layers([observation_dim, *hidden, 1], activation, last_gain=1.0))
+    return Critic([observation_dim, *hidden, 1], activation)

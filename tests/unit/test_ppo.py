@@ -13,7 +13,7 @@ from torch import nn
 from collectors.environments.specs import Spec
 from learning import PPO, make_critic, make_policy
 from learning.adam import FlatAdam
-from learning.networks import CategoricalPolicy, Critic
+from learning.networks import CategoricalPolicy
 from learning.ppo import Diverged, Frames
 
 CHOICE = Spec(torch.Size([3]), torch.int64, n=3)
@@ -143,7 +143,8 @@ def test_the_batch_is_left_as_it_was() -> None:
 def test_a_trunk_that_policy_and_critic_share_is_moved_once() -> None:
     torch.manual_seed(0)
     trunk = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
-    learner = PPO(CategoricalPolicy(nn.Sequential(trunk, nn.Linear(8, 3))), Critic(trunk, nn.Linear(8, 1)))
+    critic = nn.Sequential(trunk, nn.Linear(8, 1), nn.Flatten(0))
+    learner = PPO(CategoricalPolicy(nn.Sequential(trunk, nn.Linear(8, 3))), critic)
     before = trunk[0].weight.detach().clone()
     n = 32
     observation, action = torch.randn(n, 4), torch.randint(3, (n,))
