@@ -17,6 +17,8 @@ class Turns:
         wake: a descriptor that is readable when whoever gathers shall not wait; -1 after ``close``.
     """
 
+    wake: int = -1
+
     def __init__(self) -> None:
         self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.RLock()
@@ -45,6 +47,10 @@ class Turns:
         wake, self.wake = self.wake, -1
         if wake >= 0:
             os.close(wake)
+
+    def __del__(self) -> None:
+        """Nobody has closed it: the collector was not shut down."""
+        self.close()
 
     @contextmanager
     def gathering(self) -> Iterator[None]:

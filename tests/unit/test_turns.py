@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import select
 import threading
 import time
@@ -20,6 +22,15 @@ def turns() -> Iterator[Turns]:
     made = Turns()
     yield made
     made.close()
+
+
+def test_a_descriptor_that_nobody_closes_goes_with_its_owner() -> None:
+    turns = Turns()
+    descriptor = turns.wake
+    del turns
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
 def wait_in(turns: Turns) -> bool:
