@@ -57,8 +57,8 @@ class MLP(nn.Module):
 def _tanh(fresh: Tensor) -> Tensor:
     """Return the tanh of a tensor that nobody else has: it may be overwritten.
 
-    By numpy, which on AMD's processors takes a sixth of the time of what torch has there (MKL's): that was a tenth of a
-    collector's time, and an eighth of the learner's.
+    By numpy, in a sixth of the time that torch's takes on an AMD EPYC: that is MKL's, whose kernel there is the one for
+    any processor. It was a tenth of a collector's time, and an eighth of a gradient step's forward and backward.
     """
     small = fresh.is_cpu and fresh.dtype in _BY_NUMPY and fresh.numel() <= _SMALL
     if not small or type(fresh) is not Tensor or _is_followed():
