@@ -11,7 +11,7 @@ ARGS ?=
 # What `make bench` measures of weight sync: minutes. `python scripts/bench_sync.py` measures everything.
 SYNC ?= mib=[1] policy_mib=[0.018] workers=[2] rounds=100 seconds=5 peer=torchrl
 
-.PHONY: install train test lint bench reliability clean
+.PHONY: install train test test-slow test-all lint bench reliability clean
 
 install: $(VENV)/.native
 
@@ -33,8 +33,16 @@ $(VENV)/.bench: $(VENV)/.native
 train: install
 	$(BIN)/python train.py $(ARGS)
 
+PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
+
 test: install
-	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: install
+	$(PYTEST) -m slow $(ARGS)
+
+test-all: install
+	$(PYTEST) $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""The chaos monkey: a thread that kills and stops workers while they work, to see what a run makes of it."""
+"""The chaos monkey: a thread that kills and stops workers at random, to test how a run handles it."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ from dataclasses import dataclass
 from typing import Self
 
 from collectors.base import BaseCollector
-from collectors.crew import CrewCollector
-from collectors.workers.hold import Hold
+from collectors.multi import WorkerCollector
+from collectors.workers.process_handle import ProcessHandle
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Strike:
-    """One fault to come.
+class Fault:
+    """One fault of the schedule.
 
     Attributes:
-        gap: seconds since the one before.
-        fault: ``kill`` or ``stop``.
-        lot: from 0 to 1; says which of the workers that there are then.
+        gap: seconds since the fault before.
+        kind: ``kill`` or ``stop``.
+        position: in [0, 1); selects one of the workers at that time.
     """
 
     gap: float
-    fault: str
-    lot: float
+    kind: str
+    position: float
 
 
-def schedule(faults: Sequence[str], rate: float, seed: int) -> Iterator[Strike]:
-    """Faults without end, ``rate`` per minute on average (a Poisson process); the same ones from the same seed."""
-    dice = random.Random(seed)
+def schedule(faults: Sequence[str], rate: float, seed: int) -> Iterator[Fault]:
+    """Yield faults without end: a Poisson process of ``rate`` per minute, determined by ``seed``."""
+    rng = random.Random(seed)
     while True:
-        yield Strike(dice.expovariate(rate / 60), dice.choice(faults), dice.random())
+        yield Fault(rng.expovariate(rate / 60), rng.choice(faults), rng.random())
 
 
 class Monkey:
-    """Harms the workers of a collector at random, from ``__enter__`` to ``__exit__``.
+    """Kills and stops workers of a collector at random, while it is used as a context manager.
 
-    Whoever is stopped goes on after ``pause`` seconds, or when the monkey ends.
+    A stopped worker continues after ``pause`` seconds, or when the context ends.
 
     Args:
-        collector: whose workers, each a process that the collector has started on this machine.
+        collector: its workers must be processes that it has started on this machine.
         faults: ``"kill"`` (SIGKILL) and ``"stop"`` (SIGSTOP); none: nothing is done, and no thread is started.
         rate: faults per minute, over all workers.
         seed: of the schedule.
-        pause: seconds until a stopped worker goes on (SIGCONT).
-        limit: it ends after so many faults; None: no limit.
+        pause: seconds until a stopped worker continues (SIGCONT).
+        limit: number of faults; None: no limit.
 
     Attributes:
-        counts: how many workers each fault has hit.
+        counts: number of workers that each kind of fault has hit.
 
     Raises:
-        ValueError: a fault that there is not, numbers out of range, or workers whose processes are out of reach.
+        ValueError: an unknown fault, numbers out of range, or workers without a process on this machine.
     """
 
     def __init__(
@@ -76,88 +76,88 @@ class Monkey:
         if rate <= 0 or pause <= 0 or (limit is not None and limit < 0):
             raise ValueError("chaos.rate and chaos.pause have to be more than 0, and chaos.limit at least 0, or null")
         self.counts = dict.fromkeys(faults, 0)
-        self._strikes = schedule(faults, rate, seed)
+        self._faults = schedule(faults, rate, seed)
         self._pause, self._limit = pause, limit
-        self._killed: set[Hold] = set()
-        self._stopped: dict[Hold, float] = {}  # until when, soonest first
-        self._enough = threading.Event()
+        self._killed: set[ProcessHandle] = set()
+        self._stopped: dict[ProcessHandle, float] = {}  # by the time at which they continue
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="chaos-monkey", daemon=True)
-        self._collector = _within_reach(collector) if faults else None
+        self._collector = _with_processes(collector) if faults else None
 
     @property
     def running(self) -> bool:
-        """Whether there is more to come."""
+        """Whether more faults are to come."""
         return self._thread.is_alive()
 
     def __enter__(self) -> Self:
-        """Begin."""
+        """Start."""
         if self.counts:
             self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End, with every worker going on."""
-        self._enough.set()
+        """End; continue stopped workers."""
+        self._ended.set()
         if self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:
         try:
             while self._limit is None or sum(self.counts.values()) < self._limit:
-                strike = next(self._strikes)
-                if not self._let_pass(time.monotonic() + strike.gap):
+                fault = next(self._faults)
+                if not self._wait_until(time.monotonic() + fault.gap):
                     return
-                self._hit(strike)
-            while self._stopped and self._let_pass(min(self._stopped.values())):
+                self._apply(fault)
+            while self._stopped and self._wait_until(min(self._stopped.values())):
                 pass
         finally:
-            self._wake_up(None)
+            self._continue(None)
 
-    def _let_pass(self, until: float) -> bool:
-        """Wait until then, and wake up whom it is time for; False if it was time to end before."""
+    def _wait_until(self, until: float) -> bool:
+        """Wait, and continue stopped workers meanwhile; return False if the context ended before."""
         while True:
             soonest = min([until, *self._stopped.values()])
-            if self._enough.wait(max(0.0, soonest - time.monotonic())):
+            if self._ended.wait(max(0.0, soonest - time.monotonic())):
                 return False
-            self._wake_up(time.monotonic())
+            self._continue(time.monotonic())
             if soonest >= until:
                 return True
 
-    def _hit(self, strike: Strike) -> None:
-        """Signal one of those who were not killed, and do not stand still if it is to be stopped."""
+    def _apply(self, fault: Fault) -> None:
+        """Signal a worker that was not killed, nor stopped already if it is to be stopped."""
         assert self._collector is not None
-        holds = {worker.hold: worker.worker_idx for worker in self._collector.remote_workers}
-        self._killed &= holds.keys()  # the others were let go
-        spared = self._killed | self._stopped.keys() if strike.fault == "stop" else self._killed
-        victims = [hold for hold in holds if hold not in spared]
+        workers = {worker.process_handle: worker.worker_idx for worker in self._collector.remote_workers}
+        self._killed &= workers.keys()  # the others were replaced
+        spared = self._killed | self._stopped.keys() if fault.kind == "stop" else self._killed
+        victims = [handle for handle in workers if handle not in spared]
         if not victims:
-            return  # all are down already
-        victim = victims[int(strike.lot * len(victims))]
-        if not victim.send(SIGNALS[strike.fault]):
-            return  # it has ended by itself
-        self.counts[strike.fault] += 1
-        _log.info("%s: worker %d", strike.fault, holds[victim])
-        if strike.fault == "kill":
+            return
+        victim = victims[int(fault.position * len(victims))]
+        if not victim.send(SIGNALS[fault.kind]):
+            return  # the process has ended by itself
+        self.counts[fault.kind] += 1
+        _log.info("%s: worker %d", fault.kind, workers[victim])
+        if fault.kind == "kill":
             self._killed.add(victim)
             self._stopped.pop(victim, None)
         else:
             self._stopped[victim] = time.monotonic() + self._pause
 
-    def _wake_up(self, now: float | None) -> None:
-        """Continue those whose time has come; None: everybody."""
-        for hold, until in list(self._stopped.items()):
+    def _continue(self, now: float | None) -> None:
+        """Continue the workers with a pause that is over; None: all stopped workers."""
+        for handle, until in list(self._stopped.items()):
             if now is None or until <= now:
-                hold.send(signal.SIGCONT)  # it may have been ended meanwhile, for not answering
-                del self._stopped[hold]
+                handle.send(signal.SIGCONT)  # the worker may have been killed meanwhile, for not answering
+                del self._stopped[handle]
 
 
-def _within_reach(collector: BaseCollector) -> CrewCollector:
+def _with_processes(collector: BaseCollector) -> WorkerCollector:
     name = type(collector).__name__
-    if not isinstance(collector, CrewCollector):
+    if not isinstance(collector, WorkerCollector):
         raise ValueError(f"chaos needs workers, and {name} works in the trainer's process: say chaos=none")
-    if strangers := [worker.worker_idx for worker in collector.remote_workers if worker.hold.empty]:
+    if external := [worker.worker_idx for worker in collector.remote_workers if worker.process_handle.empty]:
         raise ValueError(
             f"chaos reaches only processes that the collector has started on this machine, and {name} has not started "
-            f"worker(s) {strangers} so: say chaos=none, or take weight_sync=shared_mem, multiprocess or distributed"
+            f"worker(s) {external} so: say chaos=none, or take weight_sync=shared_mem, multiprocess or distributed"
         )
     return collector

@@ -1,35 +1,25 @@
-"""Structured configs of environments and collectors, and which collector can carry which weight sync scheme."""
+"""Structured configs of environments and collectors, and which collectors can carry a scheme."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import gymnasium
 from omegaconf import MISSING
 
 from collectors.envs import GymEnv
+from wsync import WeightSyncScheme
 from wsync.config import store_once
 
-LOCAL_SCHEMES = frozenset({"SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme", "NoWeightSyncScheme"})
-CARRIES = {
-    "collectors.MultiSyncCollector": LOCAL_SCHEMES,
-    "collectors.MultiAsyncCollector": LOCAL_SCHEMES,
-    "collectors.distributed.DistributedCollector": frozenset({"DistributedWeightSyncScheme", "NoWeightSyncScheme"}),
-    "collectors.distributed.RPCCollector": frozenset(
-        {"RPCWeightSyncScheme", "DistributedWeightSyncScheme", "NoWeightSyncScheme"}
-    ),
-    "collectors.distributed.RayCollector": frozenset(
-        {"RayWeightSyncScheme", "DistributedWeightSyncScheme", "NoWeightSyncScheme"}
-    ),
-}
-IN_PROCESS = "collectors.Collector"
 SOLVED_AT = {"Pendulum-v1": -200.0}
-"""Mean returns that count as solved, of environments for which Gymnasium registers none."""
+"""Mean returns that count as solved, of environments without a reward threshold in Gymnasium."""
 
 
 class ConfigError(ValueError):
-    """Settings that do not go together, or an environment that there is not; the message is one line."""
+    """Settings contradict each other, or there is no such environment; the message is one line."""
 
 
 @dataclass
@@ -38,8 +28,8 @@ class EnvConfig:
 
     Attributes:
         id: as registered; ``module:id`` imports the module first.
-        solved_at: mean return of 100 episodes that counts as solved; None: what is known of the id, if anything.
-        max_episode_steps: cut episodes after so many steps; None: the environment's own limit.
+        solved_at: mean return of 100 episodes that counts as solved; None: the known value of the id, if there is one.
+        max_episode_steps: episodes are truncated after this number of steps; None: the environment's own limit.
         kwargs: for ``gymnasium.make``.
     """
 
@@ -51,10 +41,10 @@ class EnvConfig:
 
 @dataclass
 class CollectorConfig:
-    """A collector; the number of workers, of environments and of frames per batch are the run's own, at top level.
+    """A collector; the numbers of workers, environments and frames per batch are settings of the run, at top level.
 
     Attributes:
-        init_random_frames: frames to collect with random actions first.
+        init_random_frames: number of first frames with random actions.
     """
 
     _target_: str = MISSING
@@ -63,20 +53,20 @@ class CollectorConfig:
 
 @dataclass
 class SingleConfig(CollectorConfig):
-    """Collects in this very process."""
+    """Collects in the trainer's process."""
 
-    _target_: str = IN_PROCESS
+    _target_: str = "collectors.Collector"
 
 
 @dataclass
-class CrewConfig(CollectorConfig):
-    """Several workers; some of them may fail.
+class WorkerCollectorConfig(CollectorConfig):
+    """Several workers.
 
     Attributes:
-        on_worker_failure: ``raise``; ``drop`` the worker and go on with the others; or ``restart`` it meanwhile.
+        on_worker_failure: ``raise``; ``drop`` the worker and continue; or ``restart`` it and continue meanwhile.
         worker_timeout: seconds in which a worker has to answer; null: no limit.
-        max_restarts: a worker that fails more often than this within `restart_window` seconds, or since its last batch,
-            ends the run after all.
+        max_restarts: more failures of a worker than this within `restart_window` seconds, or since its last batch, end
+            the run.
         restart_window: see `max_restarts`.
     """
 
@@ -87,38 +77,38 @@ class CrewConfig(CollectorConfig):
 
 
 @dataclass
-class MultiSyncConfig(CrewConfig):
-    """Worker processes; a batch has a share of each, and all wait for new weights."""
+class MultiSyncConfig(WorkerCollectorConfig):
+    """Worker processes; a batch has a share of every worker, and all wait for new weights."""
 
     _target_: str = "collectors.MultiSyncCollector"
     cat_results: Any = "stack"  # or a dimension, which is a number
 
 
 @dataclass
-class MultiAsyncConfig(CrewConfig):
-    """Worker processes that go on while the learner learns; a batch is one worker's."""
+class MultiAsyncConfig(WorkerCollectorConfig):
+    """Worker processes that collect while the learner learns; a batch is one worker's."""
 
     _target_: str = "collectors.MultiAsyncCollector"
 
 
 @dataclass
-class RemoteConfig(CrewConfig):
+class RemoteConfig(WorkerCollectorConfig):
     """Workers that are reached over a network.
 
     Attributes:
-        sync: whether a batch has a share of each worker, and all wait for new weights; otherwise it is one worker's.
-        timeout: seconds in which the workers have to be there.
+        sync: whether a batch has a share of every worker, and all wait for new weights; otherwise it is one worker's.
+        timeout: seconds in which the workers have to join.
     """
 
     sync: bool = True
     cat_results: Any = "stack"  # or a dimension, which is a number
     timeout: float = 60.0
-    _convert_: str = "all"  # lists and dictionaries reach the collector as such
+    _convert_: str = "all"  # the collector gets plain lists and dictionaries
 
 
 @dataclass
 class DistributedConfig(RemoteConfig):
-    """Workers that are reached over TCP: processes of this machine, or whatever joins; see ``DistributedCollector``."""
+    """Workers that are reached over TCP: processes of this machine, or workers that join; see DistributedCollector."""
 
     _target_: str = "collectors.distributed.DistributedCollector"
     launcher: str = "local"
@@ -128,7 +118,7 @@ class DistributedConfig(RemoteConfig):
 
 @dataclass
 class RPCConfig(RemoteConfig):
-    """Workers that are called by ``torch.distributed.rpc``; see ``RPCCollector``."""
+    """Workers that are called by ``torch.distributed.rpc``; see RPCCollector."""
 
     _target_: str = "collectors.distributed.RPCCollector"
     workers: list[str] | None = None
@@ -137,7 +127,7 @@ class RPCConfig(RemoteConfig):
 
 @dataclass
 class RayConfig(RemoteConfig):
-    """Ray actors; see ``RayCollector``."""
+    """Ray actors; see RayCollector."""
 
     _target_: str = "collectors.distributed.RayCollector"
     address: str | None = None
@@ -147,7 +137,7 @@ class RayConfig(RemoteConfig):
 
 @dataclass
 class ChaosConfig:
-    """Faults that are made on purpose, in the workers of a run; see ``collectors.chaos.Monkey``."""
+    """Faults that are injected into the workers of a run; see ``collectors.chaos.Monkey``."""
 
     _target_: str = "collectors.chaos.Monkey"
     faults: list[str] = field(default_factory=list)
@@ -157,30 +147,74 @@ class ChaosConfig:
     limit: int | None = None
 
 
-def check(collector: str, scheme: str, num_workers: int) -> None:
-    """Raise ConfigError if the `collector` cannot carry the `scheme` (dotted names), or not with so many workers."""
-    name, scheme_name = collector.rpartition(".")[2], scheme.rpartition(".")[2]
-    if collector == IN_PROCESS and num_workers != 1:
-        raise ConfigError(f"{name} works in the trainer's process: num_workers is 1 there, not {num_workers}")
-    carried = CARRIES.get(collector, frozenset({scheme_name}))  # somebody's own collector knows what it carries
-    if scheme.startswith("wsync.") and scheme_name not in carried:
-        raise ConfigError(f"{name} cannot carry {scheme_name}, only {', '.join(sorted(carried))}")
+BUNDLED: dict[str, CollectorConfig] = {
+    "single": SingleConfig(),
+    "multi_sync": MultiSyncConfig(),
+    "multi_async": MultiAsyncConfig(),
+    "distributed": DistributedConfig(),
+    "distributed_async": DistributedConfig(sync=False),
+    "rpc": RPCConfig(),
+    "rpc_async": RPCConfig(sync=False),
+    "ray": RayConfig(),
+    "ray_async": RayConfig(sync=False),
+}
+"""The collectors of this package, by the options of the group ``collector``."""
 
 
-_TAKEN = {
+def check(collector: Any, scheme: object, num_workers: int) -> None:
+    """Check that a collector can carry a scheme (``WeightSyncScheme.collectors``), and has a valid number of workers.
+
+    The collector in the trainer's process takes every scheme. Collectors of other packages are not checked.
+
+    Args:
+        collector: the collector's config.
+        scheme: the scheme.
+        num_workers: number of workers.
+
+    Raises:
+        ConfigError: it cannot, or `scheme` is none.
+    """
+    if not isinstance(scheme, WeightSyncScheme):
+        raise ConfigError("weight_sync is no scheme: name a subclass of WeightSyncScheme in its YAML file by _target_")
+    option = next((option for option, bundled in BUNDLED.items() if _kind(bundled) == _kind(collector)), None)
+    if option == "single":
+        if num_workers != 1:
+            raise ConfigError(f"Collector works in the trainer's process: num_workers is 1 there, not {num_workers}")
+    elif option is not None and option not in scheme.collectors:
+        can = f"choose collector={', '.join(scheme.collectors)}" if scheme.collectors else "no collector can"
+        raise ConfigError(f"collector={option} cannot carry {type(scheme).__name__}: {can}")
+
+
+def _kind(collector: Any) -> tuple[str, bool | None] | None:
+    """Return what tells the bundled collectors apart; None for a config that is not based on theirs."""
+    if not isinstance(collector, CollectorConfig):
+        return None
+    return collector._target_, collector.sync if isinstance(collector, RemoteConfig) else None
+
+
+_ARGUMENTS_OF_GYM_ENV = {
     "env": "say env.id=…",
     "num_envs": "say num_envs=…",
     "seed": "say seed=…",
     "max_frames_per_traj": "say env.max_episode_steps=…",
     "transforms": "they are given to GymEnv in Python",
 }
-"""What ``GymEnv`` would take for itself of an environment's keyword arguments."""
+"""Arguments of ``GymEnv`` itself, which would not reach the environment."""
+
+
+def env_factory(env: EnvConfig, num_envs: int) -> Callable[[], GymEnv]:
+    """Return what makes `num_envs` environments that are stepped together; picklable."""
+    return partial(GymEnv, env.id, num_envs, max_frames_per_traj=env.max_episode_steps, **env.kwargs)
 
 
 def sample(env: EnvConfig) -> GymEnv:
-    """Make one environment, to look at its specs; raise ConfigError if there is no such environment."""
-    for name in env.kwargs.keys() & _TAKEN.keys():
-        raise ConfigError(f"env.kwargs.{name} would not reach gymnasium.make: {_TAKEN[name]}")
+    """Make one environment, for its specs.
+
+    Raises:
+        ConfigError: there is no such environment, or it does not take the arguments.
+    """
+    for name in env.kwargs.keys() & _ARGUMENTS_OF_GYM_ENV.keys():
+        raise ConfigError(f"env.kwargs.{name} would not reach gymnasium.make: {_ARGUMENTS_OF_GYM_ENV[name]}")
     try:
         return GymEnv(env.id, **env.kwargs)
     except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
@@ -188,10 +222,10 @@ def sample(env: EnvConfig) -> GymEnv:
 
 
 def solved_at(env: EnvConfig) -> float | None:
-    """Return the mean return that counts as solved: the config's, else that of the id; None if nobody knows any."""
+    """Return the mean return that counts as solved: the config's, or the id's, or None."""
     if env.solved_at is not None:
         return env.solved_at
-    name = env.id.rpartition(":")[2]  # the module before the colon was imported by now
+    name = env.id.rpartition(":")[2]  # the module before the colon is imported already
     return SOLVED_AT.get(name, gymnasium.spec(name).reward_threshold)
 
 

@@ -18,13 +18,14 @@ from collectors.rollouts.rollout import Policy, Rollout
 class GymEnv:
     """One Gymnasium environment, or ``num_envs`` of them stepped together.
 
-    ``batch_size`` is ``[]`` for one environment and ``[E]`` for several. An ended episode begins anew within the same
-    step, so that every row is a real frame: ("next", "observation") is the true successor, also at an episode's end,
-    and ``observe()`` what to act on next.
+    ``batch_size`` is ``[]`` for one environment and ``[E]`` for several. ("next", "observation") is the true successor,
+    also at an episode's end, and ``observe()`` gives what to act on next: an ended episode starts again within the same
+    step. Only a vector environment with Gymnasium's autoreset mode NEXT_STEP takes a step for that, and then the bool
+    "mask" ``[E]`` is false for rows that a step has reset: they are not frames.
 
     Attributes:
-        transform: the transforms in their order; ``append_transform`` adds one. A collector's schemes find the module
-            of the first one by the name ``"env.transform[0].module"``.
+        transform: the transforms in their order; ``append_transform`` adds one. The model id of the first one's module
+            is ``"env.transform[0].module"`` in a collector's schemes.
     """
 
     def __init__(
@@ -45,18 +46,23 @@ class GymEnv:
             num_envs: how many (1 by default; a VectorEnv brings its own number).
             seed: for the first reset and random actions; row i is seeded as Gymnasium does.
             max_frames_per_traj: truncate episodes after so many steps.
-            vectorization_mode: "sync", "async" or "vector_entry_point"; by default Gymnasium's native vector
-                environment where rows of it can be reset when they end (CartPole), else "sync".
+            vectorization_mode: of several environments: "sync" (the default) or "async", in which an ended episode
+                starts again within the same step; "vector_entry_point", Gymnasium's native vector environment; or
+                "auto": the native one if it is registered and neither ``make_kwargs`` nor ``max_frames_per_traj`` are
+                given, else "sync". A native one resets an ended row in a step of its own, which is not a frame: "mask"
+                is false there.
             transforms: what changes observations and rewards on their way out; see ``append_transform``.
             **make_kwargs: for ``gymnasium.make``.
 
         Raises:
             TypeError: for an observation or action space that cannot be one tensor.
-            ValueError: for arguments that do not fit, or a vector environment that resets in the step after the end.
+            ValueError: for arguments that contradict each other, or a vector environment without an autoreset mode.
             gymnasium.error.Error: for an unknown id.
         """
         if num_envs is not None and num_envs < 1:
             raise ValueError(f"num_envs is at least 1, not {num_envs}")
+        if vectorization_mode == "auto" and max_frames_per_traj is not None:
+            vectorization_mode = "sync"
         self.stepper: Steps = Stepper(make_driver(env, num_envs, vectorization_mode, make_kwargs), seed)
         self.num_envs = self.stepper.num_envs
         self.batch_size = torch.Size(() if self.num_envs == 1 else (self.num_envs,))
@@ -65,29 +71,29 @@ class GymEnv:
         for transform in transforms:
             self.append_transform(transform)
 
-    if not TYPE_CHECKING:  # a misspelt name of GymEnv's own is still found out
+    if not TYPE_CHECKING:  # the type checker still reports a misspelt attribute of GymEnv
 
         def __getattr__(self, name: str) -> Any:
-            """What the one Gymnasium environment inside has: a model of it is ``"env.value_net"`` for a collector.
+            """Return an attribute of a single Gymnasium environment: ``"env.value_net"`` is a model id in a collector.
 
             Raises:
-                AttributeError: it has no such thing; or there are several environments, and so several such things.
+                AttributeError: the environment has no such attribute, or there are several environments.
             """
-            stepper = vars(self).get("stepper")  # not there yet while this is made or unpickled
+            stepper = vars(self).get("stepper")  # absent during __init__ and unpickling
             if stepper is None or not isinstance(stepper.driver, ScalarDriver):
                 raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
             return stepper.driver.env.get_wrapper_attr(name)
 
     def append_transform(self, transform: Transform) -> Self:
-        """Have ``transform`` change what comes out, after the transforms that are there; return this environment.
+        """Apply ``transform`` after the existing transforms; return this environment.
 
-        "observation" and ("next", "observation") are then what an encoder makes of them (``observation_spec`` follows),
-        ("next", "reward") what a reward model says; "episode_return" goes on counting the environment's own reward.
-        A rollout or a collector that has the environment already keeps what it was given.
+        An encoder replaces "observation" and ("next", "observation") (and ``observation_spec``), a reward model
+        ("next", "reward"); "episode_return" stays the sum of the environment's own rewards. A rollout or a collector
+        that was made with the environment before does not apply it.
 
         Raises:
-            TypeError: this is no transform, or one that gives no tensor.
-            ValueError: one of a wrong shape.
+            TypeError: not a transform, or its function returns no tensor.
+            ValueError: the function's result has a wrong shape.
         """
         if not isinstance(transform, Transform):
             raise TypeError(f"{transform!r} is not a transform: wrap a module in a ModuleTransform")
@@ -107,7 +113,7 @@ class GymEnv:
 
     @property
     def max_frames_per_traj(self) -> int | None:
-        """Steps after which an episode is truncated; None: when the environment says so."""
+        """Steps after which an episode is truncated; None: only the environment's own limit."""
         return self.stepper.max_frames_per_traj
 
     @max_frames_per_traj.setter
@@ -115,11 +121,11 @@ class GymEnv:
         self.stepper.max_frames_per_traj = limit
 
     def set_seed(self, seed: int) -> None:
-        """Make what follows reproducible; the next step begins with a reset."""
+        """Seed the random actions, and a reset that precedes the next step."""
         self.stepper.seed(seed)
 
     def reset(self, seed: int | None = None) -> TensorDict:
-        """Begin new episodes; return "observation" ``[*B, *obs]``."""
+        """Start new episodes; return "observation" ``[*B, *obs]``."""
         self.stepper.reset(seed)
         return self.observe()
 
@@ -137,7 +143,7 @@ class GymEnv:
 
         Raises:
             KeyError: without an "action".
-            ValueError: for actions of a wrong shape, or that there are not (an index out of range, scores of NaN).
+            ValueError: for actions of a wrong shape, an index out of range, or scores of NaN.
         """
         stepper = self.stepper
         if not stepper.is_reset:
@@ -156,6 +162,8 @@ class GymEnv:
         }
         successor = {key: self._tensor(column[:, None]) for key, column in columns.items()}
         successor["observation"] = self._tensor(stepper.observation)
+        if stepper.reset_step is not None:
+            td.set("mask", self._tensor(~stepper.reset_step))
         td.set("next", TensorDict(successor, self.batch_size))
         stepper.reset_ended()
         return td

@@ -1,36 +1,270 @@
-"""Collectors with worker processes on the trainer's machine: synchronous, and asynchronous."""
+"""Collectors with several workers: what they have in common, and those with processes on the trainer's machine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, Unpack
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from multiprocessing import util
+from typing import Any, ClassVar, Literal, Required, TypedDict, Unpack
 
-from collectors.crew import CrewCollector, CrewOptions
-from collectors.making import EnvMaker
-from collectors.workers.processes import ProcessPool
+import torch
+from tensordict import TensorDictBase
+
+import wsync
+from collectors.base import BaseCollector, UpdaterOrFactory
+from collectors.factories import EnvMaker, pickled
+from collectors.worker import WorkerOptions, WorkerSpec
+from collectors.workers.connection_pool import ProcessPool
+from collectors.workers.gathering import AsyncGathering, Gathering, SyncGathering
+from collectors.workers.group import WorkerGroup
+from collectors.workers.pool import WorkerHandle, WorkerPool
+from collectors.workers.records import FailurePolicy, OnFailure
 
 
-class MultiCollector(CrewCollector):
-    """Gathers batches in worker processes, each with its own environments and its own copy of the policy.
+class WorkerCollectorOptions(TypedDict, total=False):
+    """Arguments that all collectors with workers have; ``WorkerCollector`` documents them."""
 
-    ``MultiCollector(sync=True)`` is a ``MultiSyncCollector``, ``sync=False`` a ``MultiAsyncCollector``.
-    Batches come through shared memory.
+    policy_factory: Callable[[], Any] | None
+    frames_per_batch: Required[int]
+    total_frames: int
+    device: torch.device | str | Sequence[torch.device | str] | None
+    storing_device: torch.device | str | None
+    weight_sync_schemes: Mapping[str, wsync.WeightSyncScheme] | None
+    weight_updater: UpdaterOrFactory | None
+    max_frames_per_traj: int | None
+    init_random_frames: int
+    cat_results: int | Literal["stack"]
+    track_policy_version: bool
+    threads: int
+    on_worker_failure: OnFailure
+    worker_timeout: float | None
+    max_restarts: int
+    restart_window: float
+
+
+class WorkerCollector(BaseCollector):
+    """Collects batches with several workers, each with its own environments and its own copy of the policy.
 
     Args:
-        create_env_fn: one function per worker; each makes an environment (lambdas are fine).
-        policy: a module that reads "observation" and writes "action"; or any function of a TensorDict; None acts at
-            random. Workers get copies.
-        sync: whether all workers wait for each other, and for new weights.
-        options: as ``CrewCollector``.
+        create_env_fn: one function per worker; each makes an environment (lambdas work).
+        policy: a module that reads "observation" and writes "action", or any function of a TensorDict; None: random
+            actions. Workers get copies. The policy's other outputs are stored and not passed to it again: there is no
+            recurrence.
+        sync: whether a batch has a share of every worker, and all wait for new weights; otherwise it is one worker's.
+        start: starts a pool of the given number of workers.
+        policy_factory: makes the policy in each worker, instead of a copy of ``policy``.
+        frames_per_batch: frames of a batch, over all workers (asynchronous: of one worker).
+        total_frames: frames after which iteration ends; -1: no end.
+        device: of the acting policies; one for all, or one per worker.
+        storing_device: of the batches.
+        weight_sync_schemes: ``{model_id: scheme}``; by default one scheme for ``policy`` that fits the workers, if that
+            is a module with weights (with only a ``policy_factory`` there is no scheme, and the weights stay as they
+            are).
+        weight_updater: of the older API, deprecated; or a function that makes one.
+        max_frames_per_traj: episodes are truncated after this number of steps.
+        init_random_frames: number of first frames with random actions, over all workers.
+        cat_results: how the workers' batches are joined: ``"stack"`` with a new leading dimension, or along one of
+            their dimensions (0: environments; the last one is time, and joins unrelated frames).
+        track_policy_version: whether batches have ``policy_version``.
+        threads: torch threads of each worker.
+        on_worker_failure: what happens when a worker dies, raises, or does not answer in time: ``"raise"``; ``"drop"``:
+            continue without it (a synchronous batch is smaller by its share); or ``"restart"``: the others continue;
+            a new worker replaces it from the next batch on, with the newest weights of every model and an unused seed.
+            Frames of an unfinished batch are lost, and not counted.
+        worker_timeout: seconds in which a worker has to answer (a batch, its environments); a late one is killed.
+        max_restarts: more failures of a worker than this within ``restart_window`` seconds, or since its last batch,
+            are raised.
+        restart_window: see ``max_restarts``.
 
     Raises:
-        TypeError: neither ``sync=True`` nor ``sync=False``, or another than the class says; else as ``CrewCollector``.
+        TypeError: an object that a worker needs cannot be pickled.
+        ValueError: there is no environment, a number is out of range, or ``weight_updater`` contradicts the schemes.
+        wsync.WorkerFailed: a worker could not start; carries its traceback. All workers are ended.
+        wsync.WorkerDied: a worker ended.
+        wsync.SyncTimeout: a worker did not answer within ``worker_timeout``.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: EnvMaker | Sequence[EnvMaker],
+        policy: Any = None,
+        *,
+        sync: bool,
+        start: Callable[[int], WorkerPool[Any]],
+        policy_factory: Callable[[], Any] | None = None,
+        frames_per_batch: int,
+        total_frames: int = -1,
+        device: torch.device | str | Sequence[torch.device | str] | None = None,
+        storing_device: torch.device | str | None = None,
+        weight_sync_schemes: Mapping[str, wsync.WeightSyncScheme] | None = None,
+        weight_updater: UpdaterOrFactory | None = None,
+        max_frames_per_traj: int | None = None,
+        init_random_frames: int = 0,
+        cat_results: int | Literal["stack"] = "stack",
+        track_policy_version: bool = True,
+        threads: int = 1,
+        on_worker_failure: OnFailure = "raise",
+        worker_timeout: float | None = 600.0,
+        max_restarts: int = 10,
+        restart_window: float = 60.0,
+    ) -> None:
+        makers = _env_makers(create_env_fn)
+        self.num_workers = count = len(makers)
+        failure_policy = FailurePolicy(on_worker_failure, worker_timeout, max_restarts, restart_window)
+        super().__init__(
+            policy,
+            frames_per_batch=frames_per_batch,
+            total_frames=total_frames,
+            storing_device=storing_device,
+            weight_sync_schemes=weight_sync_schemes,
+            track_policy_version=track_policy_version,
+            weight_updater=weight_updater,
+        )
+        sync_gathering = SyncGathering(cat_results)
+        self._gathering: Gathering = sync_gathering if sync else AsyncGathering()
+        common = WorkerOptions(
+            worker_idx=0,
+            frames=self._gathering.share(frames_per_batch, count),
+            buffers=self._gathering.buffers,
+            init_random_frames=-(-init_random_frames // count),
+            max_frames_per_traj=max_frames_per_traj,
+            threads=threads,
+            log_level=logging.getLogger().getEffectiveLevel(),
+        )
+        devices = _device_of_each(device, count)
+        options = [replace(common, worker_idx=i, device=devices[i]) for i in range(count)]
+        sent_policy = None if policy_factory is not None else policy
+        for value, name in ((sent_policy, "policy"), (policy_factory, "policy_factory"), (makers, "create_env_fn")):
+            pickled(value, name)  # each alone and before workers are started: the error names the argument
+        pool = start(count)
+        # At exit (in the order of wsync's own finalizers), or when the collector is garbage.
+        self._finalizer = util.Finalize(self, _finalize, args=(weakref.ref(self), pool), exitpriority=1)
+        self._group = WorkerGroup(pool, failure_policy, self.weight_sync_schemes, self.failures)
+        schemes = self.weight_sync_schemes
+        self._start([WorkerSpec(make, sent_policy, policy_factory, schemes) for make in makers], options)
+
+    def _start(self, specs: Sequence[WorkerSpec], options: Sequence[WorkerOptions]) -> None:
+        try:
+            for model_id, scheme in self.weight_sync_schemes.items():
+                scheme.init_on_sender(model_id, context=self, num_workers=self.num_workers)
+            self._group.start([pickled(spec, "schemes") for spec in specs], options)  # with the schemes' addresses
+            self._gathering.check_shapes(self.remote_workers)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _gather(self) -> TensorDictBase:
+        try:
+            batch = self._gathering.gather(self._group)
+        except BaseException:  # also KeyboardInterrupt: the next batch would get answers to commands of this one
+            self.shutdown()
+            raise
+        self._group.batch_completed()
+        return batch
+
+    def _deliver(
+        self, send: Callable[[Any, Any], object], weights: Any, worker_ids: int | Sequence[int] | None
+    ) -> None:
+        """See BaseCollector; deaths and timeouts are handled as ``on_worker_failure`` says."""
+        raises = self._group.failure_policy.on_failure == "raise"
+        try:
+            if raises:
+                send(weights, worker_ids)
+            else:
+                self._group.deliver(send, weights, worker_ids)
+        except wsync.WeightSyncError as error:
+            try:
+                if raises and isinstance(error, wsync.WorkerDied | wsync.SyncTimeout):
+                    self._group.raise_worker_error(error)
+            finally:
+                if self._group.over:
+                    self.shutdown()
+            raise
+
+    def interrupt(self) -> None:
+        """See BaseCollector: a batch that is not complete two seconds after this call raises ``wsync.SyncTimeout``."""
+        if not self.closed:
+            self._group.interrupt()
+
+    @property
+    def remote_workers(self) -> Sequence[WorkerHandle]:
+        """The current workers, by index."""
+        return sorted(self._group.pool.workers, key=lambda worker: worker.worker_idx)
+
+    def set_seed(self, seed: int) -> int:
+        """Seed environment ``i`` of worker ``w`` with ``seed + w * num_envs + i``.
+
+        A restarted worker gets the next free seeds (random ones, if this method was never called).
+        """
+        return self._group.seed(seed)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See BaseCollector."""
+        super().load_state_dict(state_dict)
+        self._group.resume(self.frames)
+
+    def _refuse_restart(self, options: Mapping[str, Any], why: str) -> None:
+        if options.get("on_worker_failure") == "restart":
+            raise ValueError(f"{type(self).__name__} cannot restart these workers: {why}")
+
+    def _close(self) -> None:
+        try:
+            self._group.close()
+        finally:
+            for scheme in self.weight_sync_schemes.values():
+                scheme.shutdown()
+            self._finalizer.cancel()
+
+
+def _env_makers(create_env_fn: Any) -> list[EnvMaker]:
+    if callable(create_env_fn):
+        return [create_env_fn]
+    if not isinstance(create_env_fn, Iterable | None):
+        what = type(create_env_fn).__name__
+        raise TypeError(f"create_env_fn is a function that makes an environment, or a list of them, not a {what}")
+    makers: list[EnvMaker] = list(create_env_fn or ())
+    if not makers:
+        raise ValueError("no environment: create_env_fn is a list of functions, one for each worker")
+    return makers
+
+
+def _device_of_each(device: Any, workers: int) -> list[str | None]:
+    if device is None or isinstance(device, str | torch.device):
+        return [None if device is None else str(device)] * workers
+    if len(device) != workers:
+        raise ValueError(f"{len(device)} devices for {workers} workers")
+    return [str(one) for one in device]
+
+
+def _finalize(reference: weakref.ref[WorkerCollector], pool: WorkerPool[Any]) -> None:
+    collector = reference()
+    if collector is not None:
+        collector.shutdown()
+    else:  # the schemes were garbage as well, and have shut down
+        pool.close()
+
+
+class MultiCollector(WorkerCollector):
+    """Collects batches in worker processes on this machine; batches are in shared memory.
+
+    ``MultiCollector(sync=True)`` is a ``MultiSyncCollector``, ``sync=False`` a ``MultiAsyncCollector``.
+
+    Args:
+        create_env_fn: one function per worker; each makes an environment (lambdas work).
+        policy: as ``WorkerCollector``.
+        sync: whether a batch has a share of every worker, and all wait for new weights; otherwise it is one worker's.
+        options: as ``WorkerCollector``.
+
+    Raises:
+        TypeError: ``sync`` is missing, or contradicts the class; else as ``WorkerCollector``.
     """
 
     _sync: ClassVar[bool]
 
     def __new__(cls, *_: Any, sync: bool | None = None, **__: Any) -> MultiCollector:
-        """Choose the class that ``sync`` says."""
+        """Choose the class by ``sync``."""
         if cls is not MultiCollector:
             return super().__new__(cls)
         if sync is None:
@@ -44,7 +278,7 @@ class MultiCollector(CrewCollector):
         policy: Any = None,
         *,
         sync: bool | None = None,
-        **options: Unpack[CrewOptions],
+        **options: Unpack[WorkerCollectorOptions],
     ) -> None:
         if sync not in (None, self._sync):
             raise TypeError(f"{type(self).__name__} has sync={self._sync}; MultiCollector takes either")
@@ -52,12 +286,12 @@ class MultiCollector(CrewCollector):
 
 
 class MultiSyncCollector(MultiCollector):
-    """All workers gather their share of a batch, then wait: it is of one version, unless a thread updates meanwhile."""
+    """A batch has a share of every worker, with one version unless another thread updates the weights meanwhile."""
 
     _sync = True
 
 
 class MultiAsyncCollector(MultiCollector):
-    """Workers go on while the trainer learns; a batch is the next one that any worker has finished."""
+    """Workers collect while the trainer learns; a batch is the next one that any worker has completed."""
 
     _sync = False

@@ -1,4 +1,4 @@
-"""A transform whose module lives in a Ray actor of its own, and serves all environments that have a pickle of it."""
+"""A transform with its module in a Ray actor, shared by all environments that have a pickle of the transform."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _NAMESPACE = "wsync"
 
 
 class ModuleHost:
-    """What the actor is: a module, and the calls of the environments."""
+    """The actor: a module, and the methods that environments call."""
 
     def __init__(self, make_module: Callable[[], nn.Module]) -> None:
-        """Make the module; ``wsync.RayModuleTransformScheme`` finds it by the name ``"module"``."""
+        """Make the module; ``wsync.RayModuleTransformScheme`` finds it as ``"module"``."""
         self.module = make_module()
 
     def ready(self) -> None:
-        """Answer, which says that the module has been made."""
+        """Return once the module has been made."""
 
     def evaluate(self, *inputs: Array) -> Array:
         """Call the module, without gradients."""
@@ -39,11 +39,11 @@ class ModuleHost:
 
 
 class RayModuleTransform(Transform):
-    """A transform whose function is a module in a Ray actor, shared by all environments that have a pickle of it.
+    """A transform with a module in a Ray actor as its function, shared by all environments that have a pickle of it.
 
-    The pickle is an address: a process that has not joined a Ray cluster yet, such as a worker of a
-    ``MultiSyncCollector``, joins the actor's when it first needs the module. The one who made the transform updates the
-    module, and ends the actor::
+    A pickle has only the actor's address: a process that is not connected to a Ray cluster, such as a worker of a
+    ``MultiSyncCollector``, connects to the actor's cluster when it first needs the module. The process that has made
+    the transform updates the module, and ends the actor::
 
         scheme = wsync.RayModuleTransformScheme()
         scheme.init_on_sender("module", context=transform, model=trained)
@@ -51,14 +51,14 @@ class RayModuleTransform(Transform):
         scheme.send()
 
     Args:
-        make_module: called in the actor; what it makes takes the tensors of ``in_keys``, gives one tensor.
+        make_module: called in the actor; its module maps the tensors of ``in_keys`` to one tensor.
         in_keys: see ``Transform``.
         out_keys: see ``Transform``.
         timeout: seconds for the actor to start, and to answer a call; None for no limit.
         actor_options: Ray's options of an actor (``num_cpus``, 0 by default, ``num_gpus``, ``resources``).
 
     Raises:
-        ValueError: unknown keys, or keys that do not go together.
+        ValueError: keys are unknown, or do not fit together.
         wsync.NotConnected: Ray is not initialised.
         wsync.WorkerDied: the actor could not start; carries its error.
         wsync.SyncTimeout: it did not start in time.
@@ -83,7 +83,7 @@ class RayModuleTransform(Transform):
         options = {"num_cpus": 0, **actor_options, "name": self._name, "namespace": _NAMESPACE}
         actor: Any = ray.remote(ModuleHost).options(**options).remote(make_module)
         self._actor: ActorHandle | None = actor
-        self._connection = connection()  # in which the handle is good
+        self._connection = connection()  # the one in which the handle is valid
         try:
             self._answer(actor.ready.remote(), "start")
         except BaseException:
@@ -92,31 +92,31 @@ class RayModuleTransform(Transform):
 
     @property
     def actors(self) -> list[ActorHandle]:
-        """The actor, as a scheme wants it: a list of one.
+        """The actor, in a list as a scheme takes it.
 
         Raises:
             wsync.NotConnected: the transform is shut down, or the actor's cluster cannot be reached.
-            wsync.WorkerDied: the actor is gone.
+            wsync.WorkerDied: the actor is dead.
         """
         return [self._connected()]
 
     def evaluate(self, *inputs: Array) -> Array:
-        """Have the actor call the module.
+        """Call the module in the actor.
 
         Raises:
             wsync.NotConnected: the transform is shut down, or the actor's cluster cannot be reached.
             wsync.SyncTimeout: no answer within ``timeout`` seconds.
-            wsync.WorkerDied: the actor is gone.
+            wsync.WorkerDied: the actor is dead.
             wsync.WorkerFailed: the module raised; carries the traceback.
         """
         return self._answer(self._connected().evaluate.remote(*inputs), "call the module")
 
     def probe(self, *inputs: Array) -> Array:
-        """``evaluate``, in evaluation mode."""
+        """Call the module in evaluation mode; as ``evaluate``."""
         return self._answer(self._connected().probe.remote(*inputs), "call the module")
 
     def shutdown(self) -> None:
-        """End the actor, for everybody. Harmless when repeated, or after ``ray.shutdown``, which has ended it.
+        """End the actor for all environments. Idempotent; does nothing after ``ray.shutdown``, which has ended it.
 
         Raises:
             wsync.SyncTimeout: it has not ended within ``timeout`` seconds.
@@ -126,7 +126,7 @@ class RayModuleTransform(Transform):
             return
         ray.kill(actor)
         try:
-            ray.get(actor.ready.remote(), timeout=self.timeout)  # raises when it has ended
+            ray.get(actor.ready.remote(), timeout=self.timeout)  # raises once it has ended
         except RayActorError:
             return
         except GetTimeoutError as error:
@@ -147,7 +147,7 @@ class RayModuleTransform(Transform):
             raise NotConnected(f"{self} was shut down")
         if self._actor is None or self._connection != connection():
             try:
-                Cluster(self._address)  # joined until this process ends, or calls ray.shutdown()
+                Cluster(self._address)  # connected until this process ends, or calls ray.shutdown()
             except ConnectionError as error:
                 raise NotConnected(f"{self} cannot be reached: {error}") from error
             try:
@@ -158,14 +158,14 @@ class RayModuleTransform(Transform):
         return self._actor
 
     def __getstate__(self) -> dict[str, Any]:
-        """The way to the actor."""
+        """Return the state without the handle, which is valid in one connection only."""
         return {**self.__dict__, "_actor": None, "_connection": None}
 
     def __str__(self) -> str:
         return f"RayModuleTransform (actor {self._name})"
 
     def __enter__(self) -> Self:
-        """Use as a context manager: shut down at its end."""
+        """Return the transform."""
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""A collector in the trainer's own process."""
+"""A collector that acts in the trainer's process."""
 
 from __future__ import annotations
 
@@ -10,39 +10,37 @@ from tensordict import TensorDictBase
 from torch import nn
 
 import wsync
-from collectors.base import BaseCollector
+from collectors.base import BaseCollector, UpdaterOrFactory
 from collectors.envs import GymEnv
-from collectors.making import EnvMaker, make_env
-from collectors.pickling import copy_of
+from collectors.factories import EnvMaker, copy_of, make_env
 from collectors.rollouts.acting import Actor, policy_scheme
-from collectors.updating import UpdaterOrFactory
 
 
 class Collector(BaseCollector):
-    """Gathers batches in this process, with its own copy of the policy.
+    """Collects batches in this process, with a copy of the policy.
 
-    Every scheme can be given: nothing has to be carried, so weights go through the same gate and version count
-    straight into that copy. The policy itself reaches it only by ``update_policy_weights_``.
+    It accepts every scheme and transports nothing: an update passes the same gate and the same version count into the
+    copy. Changes of the policy itself reach the copy only by ``update_policy_weights_``.
 
     Args:
-        create_env_fn: makes the environment, or is one (a list of one is taken too).
-        policy: a module that reads "observation" and writes "action"; or any function of a TensorDict; None acts at
-            random. Whatever it wrote before is not handed to it again: there is no recurrence.
+        create_env_fn: a function that makes the environment, or the environment (or a list of one of these).
+        policy: a module that reads "observation" and writes "action", or any function of a TensorDict; None: random
+            actions. The policy's other outputs are stored and not passed to it again: there is no recurrence.
         policy_factory: makes the acting policy, instead of a copy of ``policy``.
-        frames_per_batch: frames in a batch, rounded up to a multiple of the environments.
-        total_frames: the end; -1 for none.
-        device: where the policy acts.
-        storing_device: where batches are put.
-        weight_sync_schemes: ``{model_id: scheme}``; by default one for ``policy``, if that is a module with weights
-            (where there is only a ``policy_factory``, there is none, and its weights stay as they are).
+        frames_per_batch: frames of a batch, rounded up to a multiple of the number of environments.
+        total_frames: frames after which iteration ends; -1: no end.
+        device: of the acting policy.
+        storing_device: of the batches.
+        weight_sync_schemes: ``{model_id: scheme}``; by default one scheme for ``policy``, if that is a module with
+            weights (with only a ``policy_factory`` there is no scheme, and the weights stay as they are).
         weight_updater: of the older API, deprecated; or a function that makes one.
-        max_frames_per_traj: episodes are truncated after so many steps.
-        init_random_frames: so many frames begin with random actions.
+        max_frames_per_traj: episodes are truncated after this number of steps.
+        init_random_frames: number of first frames with random actions.
         track_policy_version: whether batches have ``policy_version``.
 
     Raises:
-        TypeError: no environment; or a policy that cannot be copied.
-        ValueError: numbers out of range, or a weight_updater that the schemes contradict.
+        TypeError: there is no environment, or the policy cannot be copied.
+        ValueError: a number is out of range, or ``weight_updater`` contradicts the schemes.
     """
 
     def __init__(
@@ -95,19 +93,19 @@ class Collector(BaseCollector):
         self._steps = -(-frames_per_batch // self.env.num_envs)
 
     def _source(self, model_id: str) -> nn.Module | None:
-        """The trainer's model; None if only the acting side has it."""
+        """Return the trainer's model; None if only the acting side has one."""
         try:
             return super().get_model(model_id)
         except LookupError:
             return None
 
     def get_model(self, model_id: str) -> nn.Module:
-        """See BaseCollector; or one that only the acting side has: it is in this process."""
+        """See BaseCollector; a model that only the acting side has is found, too."""
         model = self._source(model_id)
         return self._actor.get_model(model_id) if model is None else model
 
     def cascade_weights(self, model_id: str) -> None:
-        """See BaseCollector; a model that only the acting side has acts already."""
+        """See BaseCollector. A model that only the acting side has needs no delivery."""
         if self._source(model_id) is not None:
             super().cascade_weights(model_id)
 
@@ -116,7 +114,7 @@ class Collector(BaseCollector):
         return rollout.collect(rollout.buffer(self._steps))
 
     def set_seed(self, seed: int) -> int:
-        """Environment ``i`` gets ``seed + i``."""
+        """Seed environment ``i`` with ``seed + i``."""
         self._actor.rollout.seed(seed)
         return seed + self.env.num_envs
 
@@ -126,10 +124,7 @@ class Collector(BaseCollector):
         self._actor.rollout.frames = self.frames
 
     def interrupt(self) -> None:
-        """Nobody is waited for here."""
-
-    def _look_into(self, error: wsync.WeightSyncError) -> None:
-        """It says it all: there is nobody else to ask."""
+        """Do nothing: a batch does not wait for workers."""
 
     def _close(self) -> None:
         for scheme in self.weight_sync_schemes.values():

@@ -1,4 +1,4 @@
-"""The older API's weight updaters: hooks that decide which weights go to whom; the collector's schemes carry them."""
+"""The older API's weight updaters: hooks that choose which weights each worker gets; the collector's schemes send."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, Self
+from numbers import Integral
+from typing import Any, ClassVar, Protocol, Self
 
 from torch import nn
 
@@ -16,7 +17,7 @@ _TENSORDICT = wsync.WeightStrategy("tensordict")
 
 
 class UpdatedCollector(Protocol):
-    """What an updater asks of the collector that it is registered with."""
+    """The collector that an updater is registered with."""
 
     num_workers: int
     weight_sync_schemes: dict[str, wsync.WeightSyncScheme]
@@ -27,26 +28,25 @@ class UpdatedCollector(Protocol):
         ...
 
     def get_model(self, model_id: str) -> nn.Module:
-        """The trainer's model."""
+        """Return the trainer's model."""
         ...
 
     def send_weights(
         self, weights: Any = None, worker_ids: Any = None, *, model_id: str | None = None, wait: bool = True
     ) -> None:
-        """Deliver, without asking the updater."""
+        """Deliver weights without the updater."""
         ...
 
 
 class WeightUpdaterBase:
-    """Deprecated. Decides which weights go to which worker when a collector's policy is updated.
+    """Deprecated. Chooses which weights go to which worker when a collector's policy is updated.
 
-    Override any of ``_get_server_weights``, ``_maybe_map_weights``, ``all_worker_ids``, ``_skip_update`` and
-    ``_sync_weights_with_worker``, and call the last one's ``super()`` to deliver. What one push delivers travels as one
-    update: one version, one wait, and one error that names whoever lacks it.
+    Override any of the methods marked as hooks; ``super()._sync_weights_with_worker(…)`` delivers. What one push
+    delivers is one update: one version, one wait, and one error that names all workers without it.
     """
 
     _collector: weakref.ref[Any] | None
-    _outbox: dict[int, Any] | None  # what the push under way has for each worker
+    _outbox: dict[int, Any] | None  # the weights of each worker, while a push is in progress
     post_hooks: list[Callable[[], object]]
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
@@ -63,14 +63,14 @@ class WeightUpdaterBase:
 
     @classmethod
     def from_policy(cls, policy: Any) -> WeightUpdaterBase | None:
-        """An updater made for ``policy``, where a collector is given the class; None: its constructor makes it."""
+        """Return an updater for ``policy``; None: it is made by the constructor. Called for a class as argument."""
         return None
 
     def register_collector(self, collector: UpdatedCollector) -> None:
-        """Be the updater of ``collector``, which calls this itself, before its workers begin.
+        """Become the updater of ``collector``. Called once, by the collector, before its workers start.
 
         Raises:
-            RuntimeError: it is another's already.
+            RuntimeError: the updater belongs to another collector.
             ValueError: the collector's scheme contradicts having an updater.
         """
         if self._collector is not None and self._collector() not in (None, collector):
@@ -84,32 +84,32 @@ class WeightUpdaterBase:
         self._collector = weakref.ref(collector)
 
     def register_post_hook(self, hook: Callable[[], object]) -> None:
-        """Have ``hook`` called after every push, in the order of registration."""
+        """Call ``hook`` after every push, in the order of registration."""
         self.post_hooks.append(hook)
 
     @property
     def collector(self) -> Any:
-        """The collector; None if there is none (any more)."""
+        """The collector, if there is one."""
         return None if self._collector is None else self._collector()
 
     def __call__(self, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
-        """As ``push_weights``."""
+        """Call ``push_weights``."""
         self.push_weights(policy_or_weights, worker_ids)
 
     def update_weights(self, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
-        """The oldest name of ``push_weights``, and what the collector calls."""
+        """Call ``push_weights``: the oldest name of it, which the collector calls."""
         self.push_weights(policy_or_weights, worker_ids)
 
     def push_weights(self, policy_or_weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
         """Update workers, then call the post-hooks.
 
         Args:
-            policy_or_weights: a module, a TensorDict or a state dict; None: what ``_get_server_weights`` says.
+            policy_or_weights: a module, a TensorDict or a state dict; None: the result of ``_get_server_weights``.
             worker_ids: one, several, or (None) those of ``all_worker_ids``.
 
         Raises:
-            RuntimeError: no collector; or called by one of its own hooks.
-            ValueError: there are no weights, or an unknown worker.
+            RuntimeError: there is no collector; or one of the updater's hooks has called this.
+            ValueError: there are no weights, or a worker is unknown.
             wsync.WeightSyncError: as ``WeightSyncScheme.send``.
         """
         self._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
@@ -139,38 +139,38 @@ class WeightUpdaterBase:
             self._deliver(outbox)
 
     def _get_server_weights(self) -> Any:
-        """Hook: the weights, where a push brings none. By default the collector's own policy's, as they are now."""
+        """Hook: return the weights of a push without any; by default the current ones of the collector's policy."""
         collector = self._registered()
         return _TENSORDICT.extract_weights(collector.get_model(collector.default_model_id))
 
     def _maybe_map_weights(self, server_weights: Any) -> Any:
-        """Hook: what is to be sent instead of ``server_weights``, a TensorDict. By default just that."""
+        """Hook: return the weights to send instead of ``server_weights``, a TensorDict; by default the same."""
         return server_weights
 
     def all_worker_ids(self) -> Sequence[int] | None:
-        """Hook: the workers that are updated when nobody says which. None, the default: all, as one."""
+        """Hook: return the workers of a push without ``worker_ids``. None, the default: all, as one."""
         return None
 
     def _skip_update(self, worker_id: int | None) -> bool:
-        """Hook: whether this push leaves a worker (None: all, as one) out. By default it does not."""
+        """Hook: return whether this push leaves out a worker (None: all, as one); by default False."""
         return False
 
     def _sync_weights_with_worker(self, *, worker_id: int | None = None, server_weights: Any) -> None:
-        """Hook: update one worker (None: all). By default ``server_weights`` are delivered to it, as this push ends."""
+        """Hook: update one worker (None: all); by default ``server_weights`` are delivered at the end of this push."""
         collector = self._registered()
         outbox = {} if self._outbox is None else self._outbox
         outbox.update(dict.fromkeys(range(collector.num_workers) if worker_id is None else [worker_id], server_weights))
-        if self._outbox is None:  # called by itself
+        if self._outbox is None:  # called outside a push
             self._deliver(outbox)
 
     def _deliver(self, outbox: Mapping[int, Any], *, wait: bool = True) -> None:
         collector = self._registered()
         workers = wsync.worker_list(outbox, collector.num_workers)
-        everyone = len(workers) == collector.num_workers  # whoever is away is to have it, too
+        to_all = len(workers) == collector.num_workers  # as None: the update is kept for workers that restart
         first = next(iter(outbox.values()))
         alike = all(weights is first for weights in outbox.values())
         weights = first if alike else dict(zip(workers, outbox.values(), strict=True))
-        collector.send_weights(weights, None if everyone else workers, wait=wait)
+        collector.send_weights(weights, None if to_all else workers, wait=wait)
 
     def _registered(self) -> UpdatedCollector:
         collector = self.collector
@@ -179,10 +179,119 @@ class WeightUpdaterBase:
         return collector
 
 
+def make_updater(
+    weight_updater: WeightUpdaterBase | Callable[[], WeightUpdaterBase], collector: UpdatedCollector, policy: Any
+) -> WeightUpdaterBase:
+    """Return the updater that a collector was given, or that the given factory makes, registered with the collector.
+
+    Raises:
+        TypeError: it is no updater.
+        RuntimeError, ValueError: as ``WeightUpdaterBase.register_collector``.
+    """
+    updater: Any = weight_updater
+    if isinstance(weight_updater, type) and issubclass(weight_updater, WeightUpdaterBase):
+        updater = weight_updater.from_policy(policy) or weight_updater()
+    elif not isinstance(weight_updater, WeightUpdaterBase) and callable(weight_updater):
+        updater = weight_updater()
+    if not isinstance(updater, WeightUpdaterBase):
+        raise TypeError(f"weight_updater is a WeightUpdaterBase or makes one, and this is a {type(updater).__name__}")
+    updater.register_collector(collector)
+    return updater
+
+
 def _level_of_caller() -> int:
-    """The stack level, for a warning of this function's caller, of the first frame outside this package."""
+    """Return the ``stacklevel`` of the first frame outside this package, for a warning by this function's caller."""
     package = __name__.partition(".")[0]
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
         level, frame = level + 1, frame.f_back
     return level
+
+
+class SchemeUpdater(WeightUpdaterBase):
+    """An updater for the collectors of some schemes.
+
+    Args:
+        source: returns the weights of a push without any; None: those of the collector's policy.
+        num_workers: number of workers that the collector must have; None: any.
+    """
+
+    backends: ClassVar[frozenset[str]]  # names of the schemes
+
+    def __init__(self, source: Callable[[], Any] | None = None, num_workers: int | None = None) -> None:
+        self._source, self._num_workers = source, num_workers
+
+    def register_collector(self, collector: UpdatedCollector) -> None:
+        """See WeightUpdaterBase; refuse a collector with another backend or another number of workers."""
+        name, model_id = type(self).__name__, collector.default_model_id
+        scheme = collector.weight_sync_schemes.get(model_id)
+        if scheme is None or scheme.name not in self.backends:
+            there = "none at all" if scheme is None else f"a {type(scheme).__name__}"
+            raise ValueError(
+                f"weight_updater and weight_sync_schemes contradict each other: {name} updates workers by "
+                f"{' or '.join(sorted(self.backends))}, and the scheme of '{model_id}' is {there}; "
+                "leave weight_updater out, and that scheme does it"
+            )
+        if self._num_workers not in (None, collector.num_workers):
+            raise ValueError(f"{name} is for {self._num_workers} worker(s); the collector has {collector.num_workers}")
+        super().register_collector(collector)
+
+    def all_worker_ids(self) -> Sequence[int] | None:
+        """Return every worker's index."""
+        return range(self._registered().num_workers)
+
+    def _get_server_weights(self) -> Any:
+        return super()._get_server_weights() if self._source is None else self._source()
+
+
+class VanillaWeightUpdater(SchemeUpdater):
+    """Deprecated. Updates the policy that acts in a collector, by any scheme that carries weights.
+
+    Args:
+        weight_getter: returns the weights of a push without any; None: those of the collector's policy.
+        policy_weights: a TensorDict that is updated in place with what was delivered.
+    """
+
+    backends = frozenset({"shared_mem", "multiprocess", "distributed", "rpc", "ray"})
+
+    def __init__(self, *, weight_getter: Callable[[], Any] | None = None, policy_weights: Any = None) -> None:
+        super().__init__(weight_getter)
+        self.policy_weights = policy_weights
+
+    @classmethod
+    def from_policy(cls, policy: Any) -> WeightUpdaterBase | None:
+        """Return an updater that pushes the weights of ``policy``; None if it has none."""
+        return cls(weight_getter=lambda: policy) if isinstance(policy, nn.Module) else None
+
+    def _deliver(self, outbox: Mapping[int, Any], *, wait: bool = True) -> None:
+        super()._deliver(outbox, wait=wait)
+        if self.policy_weights is not None:
+            _TENSORDICT.apply_weights(self.policy_weights, next(iter(outbox.values())))
+
+
+class MultiProcessedWeightUpdater(SchemeUpdater):
+    """Deprecated. Updates the workers of a collector with processes on this machine.
+
+    Args:
+        get_server_weights: returns the weights of a push without any; None: those of the collector's policy.
+        policy_weights: ``{device or worker: weights}``, updated in place with what was delivered (to that worker).
+    """
+
+    backends = frozenset({"shared_mem", "multiprocess"})
+
+    def __init__(
+        self, *, get_server_weights: Callable[[], Any] | None = None, policy_weights: Mapping[Any, Any] | None = None
+    ) -> None:
+        super().__init__(get_server_weights)
+        self.policy_weights = dict(policy_weights or {})
+
+    def _deliver(self, outbox: Mapping[int, Any], *, wait: bool = True) -> None:
+        super()._deliver(outbox, wait=wait)
+        for key, weights in self.policy_weights.items():
+            if key in outbox or not isinstance(key, Integral):
+                _TENSORDICT.apply_weights(weights, outbox.get(key, next(iter(outbox.values()))))
+
+
+def source_of(weights: Any) -> Callable[[], Any] | None:
+    """Return a function that returns ``weights``; None for None."""
+    return None if weights is None else lambda: weights

@@ -1,6 +1,5 @@
 """What is needed to train for real: policy networks, advantages, PPO."""
 
-import wsync  # isort: skip  # noqa: F401  before tensordict: see wsync/lean_import.py
 from learning.gae import gae
 from learning.networks import ActionSpec, CategoricalPolicy, GaussianPolicy, Policy, make_critic, make_policy
 from learning.ppo import PPO

@@ -1,4 +1,4 @@
-"""One file from which a run goes on: weights, optimizer, counters. Written whole or not at all."""
+"""Checkpoints: weights, optimizer state and counters in one file, replaced atomically."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ FORMAT = "wsync-checkpoint-1"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is missing, truncated, not ours, or of another model."""
+    """A checkpoint is missing, truncated, of another program, or of another model."""
 
 
 def save(folder: Path, state: dict[str, Any]) -> Path:
     """Write `state` (tensors and plain values) to ``folder/checkpoint.pt``, replacing an older one in one step.
 
     Raises:
-        CheckpointError: it could not be written (a full disk, say); the older one is as it was.
+        CheckpointError: it could not be written (a full disk, for example); an older one is unchanged.
     """
     path, unfinished = folder / FILE, folder / f"{FILE}.unfinished"
-    content = io.BytesIO()  # torch would report a full disk as a RuntimeError of its own
+    content = io.BytesIO()  # writing to disk, torch reports a full disk as a RuntimeError
     torch.save({"format": FORMAT, "state": state}, content)
     try:
         with open(unfinished, "wb") as file:
@@ -34,25 +34,25 @@ def save(folder: Path, state: dict[str, Any]) -> Path:
             os.fsync(file.fileno())
         os.replace(unfinished, path)
     except OSError as error:
-        with suppress(OSError):  # where nothing can be written, nothing can be removed either
+        with suppress(OSError):  # a read-only file system
             unfinished.unlink()
-        older = "the older one there is whole" if path.exists() else "there is no older one"
+        older = "the older one is unchanged" if path.exists() else "there is no older one"
         raise CheckpointError(f"{path} could not be written: {error.strerror}; {older}") from error
     return path
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """Read what `save` wrote. Nothing in the file is executed (``weights_only``).
+    """Return the state that `save` wrote. Nothing in the file is executed (``weights_only``).
 
     Raises:
-        CheckpointError: there is none, or the file is truncated or something else.
+        CheckpointError: there is no file, or it is truncated or not a checkpoint.
     """
     path = folder / FILE
     if not path.is_file():
         raise CheckpointError(f"no checkpoint in {folder}: {FILE} is missing")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # foreign bytes make the unpickler stumble in many ways (IndexError, TypeError, …)
+    except Exception as error:  # other bytes raise any error in the unpickler (IndexError, …)
         raise CheckpointError(f"{path} cannot be read: truncated, or not a checkpoint of train.py") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("state"), dict):
         raise CheckpointError(f"{path} is not a checkpoint of train.py (expected the format {FORMAT})")

@@ -1,100 +1,61 @@
-"""Structured configs of a training run, and how a run is resumed with those that it had."""
+"""Structured configs of a training run; its command line, errors, and the report of a sweep."""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from argparse import ArgumentParser
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
+from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
+import collectors.config
+import wsync.config
 from collectors.config import ConfigError
-from learning.checks import refuse_contradictions
-from learning.complaints import unknown
-from learning.limits import refuse_out_of_range
-from learning.reporting.files import FolderError
+from learning import validation
+from learning.checkpoint import CheckpointError
+from learning.config_errors import one_line
+from learning.options import NoLoggerConfig, PolicyConfig, PPOConfig, WandbConfig
+from learning.ppo import Diverged
+from learning.reporting.files import FolderError, writing
 from learning.reporting.sweep import report
+from learning.run import run_command
+from wsync import WeightSyncError
 from wsync.config import store_once
 
 _CONF = Path(__file__).resolve().parents[1] / "conf"
-
-
-@dataclass
-class PolicyConfig:
-    """Networks of the policy and of the critic; see ``learning.make_policy``."""
-
-    hidden: list[int] = field(default_factory=lambda: [64, 64])
-    activation: str = "tanh"
-    initial_std: float = 1.0
-
-
-@dataclass
-class PPOConfig:
-    """See ``learning.PPO`` for what each of them means."""
-
-    _target_: str = "learning.PPO"
-    gamma: float = 0.99
-    gae_lambda: float = 0.95
-    reward_scale: float = 1.0
-    epochs: int = 10
-    epochs_final: int | None = None
-    minibatch_size: int = 256
-    lr: float = 3e-4
-    lr_final: float | None = None
-    clip: float = 0.2
-    clip_final: float | None = None
-    anneal_frames: int = 100_000
-    value_coef: float = 0.5
-    value_clip: float | None = None
-    entropy_coef: float = 0.0
-    max_grad_norm: float = 0.5
-    target_kl: float | None = None
-    normalize_advantage: bool = True
-    adam_eps: float = 1e-5
-
-
-@dataclass
-class NoLoggerConfig:
-    """No dashboard: the run's folder is all there is."""
-
-    _target_: str = "learning.reporting.Reporter"
-
-
-@dataclass
-class WandbConfig:
-    """See ``learning.reporting.wandb_logger.WandbLogger``."""
-
-    _target_: str = "learning.reporting.wandb_logger.WandbLogger"
-    project: str = "wsync"
-    entity: str | None = None
-    group: str | None = None
-    tags: list[str] = field(default_factory=list)
-    mode: str | None = None
-    start_after: float = 10.0
-    close_within: float = 60.0
+_OF_HYDRA = (HydraException, OmegaConfBaseException, YAMLError)
+_EXPECTED = (*_OF_HYDRA, ConfigError, CheckpointError, Diverged, FolderError, WeightSyncError)
 
 
 @dataclass
 class TrainConfig:
-    """A training run. What Hydra composes from ``conf/train.yaml``; the groups are structured configs of their own.
+    """A training run, composed from ``conf/train.yaml``; the groups have structured configs of their own.
 
     Attributes:
         num_workers: processes that collect.
         num_envs: environments in each of them, stepped together.
-        frames_per_batch: over all workers and environments (of one worker, if they do not wait for each other); the
-            weights are sent once per batch.
+        frames_per_batch: over all workers and environments (in asynchronous collection, of one worker); the weights are
+            sent once per batch.
         total_frames: the run ends with the batch that reaches them, at the latest.
         stop_when_solved: end as soon as the mean of the last 100 returns reaches ``env.solved_at``.
-        seed: of everything; a resumed run goes on with other random numbers, made from it and the frames so far.
-        timeout: seconds that connecting and sending weights may take; None: for ever.
+        seed: of all random numbers; a resumed run derives another one from it and the frames so far.
+        timeout: seconds that connecting and sending weights may take; None: no limit.
         threads: of torch, in the trainer.
         checkpoint_every: seconds.
-        resume: folder of an earlier run to go on from.
+        resume: folder of an earlier run to continue.
     """
 
     num_workers: int = 2
@@ -117,79 +78,93 @@ class TrainConfig:
 
 
 class SweepReport(Callback):
-    """Hydra's callback that reports on a sweep when its last run has ended.
+    """Hydra's callback that reports on a sweep after its last run.
 
-    Hydra does not tell of the end of a sweep in which a run has failed: `make_up` is for that.
+    Hydra does not call it at the end of a sweep in which a run has failed: `run_command` calls `write` then.
     """
 
-    _under_way: ClassVar[list[Path]] = []
+    _pending: ClassVar[list[Path]] = []
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Remember the sweep's folder."""
-        self._under_way.append(Path(config.hydra.sweep.dir))
+        """Note the sweep's folder."""
+        self._pending.append(Path(config.hydra.sweep.dir))
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        """Print the table, and write the report into the sweep's folder; nothing if no run came to an end."""
-        self.make_up()
+        """Report on the sweep."""
+        self.write()
 
     @classmethod
-    def make_up(cls) -> None:
-        """Report on the sweep that has not been reported on, if there is one; see `on_multirun_end`.
+    def write(cls) -> None:
+        """Print the table and write the report of a sweep that has none yet; nothing if no run has ended in it.
 
-        That there can be no report is told, and not raised: the runs are what they are, and their errors come first.
+        A report that cannot be written is a line on stderr, not an error: the errors of runs come first.
         """
-        while cls._under_way:
-            folder = cls._under_way.pop()
+        while cls._pending:
+            folder = cls._pending.pop()
             if any(folder.glob("*/summary.json")):
                 try:
                     report(folder)
                 except FolderError as error:
-                    print(f"no report of the sweep: {error}", file=sys.stderr)  # Hydra has put its loggers away
+                    print(f"no report of the sweep: {error}", file=sys.stderr)  # Hydra has removed its log handlers
+
+
+def run_hydra(main: Callable[[], None]) -> NoReturn:
+    """Call `main`, a function decorated by ``hydra.main``, and end the process; see ``learning.run.run_command``."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
+
+    def command() -> None:
+        register_configs(_config_folders(sys.argv[1:]))
+        sys.argv[1:] = stored_overrides(sys.argv[1:])
+        main()
+
+    run_command(command, describe_error, on_error=SweepReport.write)
+
+
+def describe_error(error: BaseException) -> str | None:
+    """Return an error that a user can act on in one line, and one for each of its notes; None for any other error."""
+    if not isinstance(error, _EXPECTED):
+        return None
+    message = one_line(error, settings()) if isinstance(error, _OF_HYDRA) else str(error)
+    return "\n".join([message, *getattr(error, "__notes__", ())])
 
 
 def settings() -> dict[str, list[str]]:
-    """Return all settings that an override may name, and which options have them: ``{"policy.hidden": ["mlp"], …}``.
-
-    One at top level belongs to no option.
-    """
+    """Return all settings, each with the options of its group that have it: ``{"policy.hidden": ["mlp"], …}``."""
     names: dict[str, list[str]] = {field.name: [] for field in fields(TrainConfig)}
     for group, options in ConfigStore.instance().repo.items():
         if group in names and isinstance(options, dict):
             for option, stored in options.items():
-                for name in set(stored.node) - {"_target_"}:
-                    base = option.removeprefix("base_").removesuffix(".yaml")
-                    names.setdefault(f"{group}.{name}", []).append(base)
+                if option.startswith("base_"):
+                    for name in set(stored.node) - {"_target_"}:
+                        base = option.removeprefix("base_").removesuffix(".yaml")
+                        names.setdefault(f"{group}.{name}", []).append(base)
     return names
 
 
-def check(config: TrainConfig) -> None:
-    """Refuse what cannot be, before anything is started.
+def resolved(composed: DictConfig, run: HydraConf, folder: Path) -> TrainConfig:
+    """Return the checked config of a run, with that of the run it resumes; write it to ``folder/config.yaml``.
 
     Raises:
-        ConfigError: for the first thing found.
+        ConfigError: see ``learning.validation.check``.
+        FolderError: the file cannot be written.
     """
-    for name in _added(config):  # with a +, which Hydra allows; nobody would read it
-        raise ConfigError(unknown(name, settings()))
-    refuse_out_of_range(config)
-    refuse_contradictions(config)
-
-
-def _added(config: Any, prefix: str = "") -> Iterator[str]:
-    known = {field.name for field in fields(config)}
-    for name, value in vars(config).items():
-        if name not in known:
-            yield f"{prefix}{name}"
-        elif is_dataclass(value):
-            yield from _added(value, f"{prefix}{name}.")
+    cfg = OmegaConf.to_object(resumed(composed, run.overrides.task, run.runtime.choices))
+    assert isinstance(cfg, TrainConfig)
+    validation.check(cfg, settings())
+    if run.mode is RunMode.MULTIRUN and isinstance(cfg.logger, WandbConfig):
+        cfg.logger.group = cfg.logger.group or "-".join(Path(run.sweep.dir).parts[-2:])
+    with writing(folder / "config.yaml"):
+        OmegaConf.save(OmegaConf.structured(cfg), folder / "config.yaml")
+    return cfg
 
 
 def stored_overrides(argv: Sequence[str]) -> list[str]:
-    """Return the command line `argv`, with that of the run that it resumes (``resume=<folder>``) put into it.
+    """Return the command line `argv` with the overrides of the run that it resumes (``resume=<folder>``) inserted.
 
-    So that groups which the earlier run chose are chosen again; what `argv` says itself wins.
+    The groups that the earlier run chose are chosen again; overrides in `argv` take precedence.
 
     Raises:
-        ConfigError: if that folder is not a run's, or a group is to be null, which Hydra would not say.
+        ConfigError: the folder is not that of a run, or a group is null (Hydra's own message does not name it).
     """
     groups = {field.name for field in fields(TrainConfig) if field.type == "Any"} | {"experiment"}
     for argument in argv:
@@ -200,7 +175,7 @@ def stored_overrides(argv: Sequence[str]) -> list[str]:
     if folder in ("", "null"):
         return list(argv)
     if "," in folder and not Path(folder).exists():
-        raise ConfigError(f"resume={folder}: it is one run's folder, and is not swept over; resume them one by one")
+        raise ConfigError(f"resume={folder}: it is the folder of one run and is not swept over; resume runs one by one")
     replaced = set(given)
     for name in groups & given.keys():
         replaced |= _also_set(name, argv[given[name]].partition("=")[2])
@@ -209,31 +184,31 @@ def stored_overrides(argv: Sequence[str]) -> list[str]:
 
 
 def resumed(cfg: DictConfig, overrides: Sequence[str], choices: Mapping[str, str | None]) -> DictConfig:
-    """Return `cfg` as it was in the run that it resumes, except for what `overrides` name and groups chosen anew.
+    """Return `cfg` with the values of the run that it resumes, except for `overrides` and groups with another option.
 
     Args:
-        cfg: composed from today's defaults.
-        overrides: those that `cfg` was composed with, `stored_overrides` among them.
-        choices: today's option of each group.
+        cfg: composed from the current defaults.
+        overrides: those that `cfg` was composed with, including `stored_overrides`.
+        choices: the chosen option of each group.
     """
     if cfg.resume is None:
         return cfg
     stored = OmegaConf.to_container(OmegaConf.load(_stored(cfg.resume, "config")), resolve=False)
     before = OmegaConf.load(_stored(cfg.resume, "hydra")).hydra.runtime.choices
     assert isinstance(stored, dict)
-    anew = {group for group, choice in choices.items() if before.get(group) != choice}
-    kept = OmegaConf.merge(cfg, {name: value for name, value in stored.items() if name not in anew})
+    changed = {group for group, choice in choices.items() if before.get(group) != choice}
+    kept = OmegaConf.merge(cfg, {name: value for name, value in stored.items() if name not in changed})
     assert isinstance(kept, DictConfig)
-    said = {_name(override) for override in overrides if "=" in override} - set(choices)
-    for group in anew:
-        said |= _also_set(group, choices[group])
-    for name in said:
+    named = {_name(override) for override in overrides if "=" in override} - set(choices)
+    for group in changed:
+        named |= _also_set(group, choices[group])
+    for name in named:
         OmegaConf.update(kept, name, OmegaConf.select(cfg, name), force_add=True)
     return kept
 
 
 def _also_set(group: str, option: str | None) -> set[str]:
-    """Return the settings beside its own group that an option brings along (``collector=single`` has one worker)."""
+    """Return the settings outside its own group that an option sets (``collector=single`` sets num_workers)."""
     path = _CONF / group / f"{option}.yaml"
     if not path.is_file() or not path.read_text(encoding="utf-8").startswith("# @package _global_"):
         return set()
@@ -246,8 +221,15 @@ def _also_set(group: str, option: str | None) -> set[str]:
     return names
 
 
-def as_typed(overrides: Sequence[str]) -> list[str]:
-    """Return `overrides` without what the launcher of a sweep escapes in their values, a colon among others."""
+def facts(cfg: TrainConfig) -> dict[str, Any]:
+    """Return what the summary of a run tells of its settings."""
+    overrides = _as_typed(HydraConfig.get().overrides.task)
+    counts = {"num_workers": cfg.num_workers, "num_envs": cfg.num_envs}
+    return {"env": cfg.env.id, "seed": cfg.seed, **counts, "overrides": overrides}
+
+
+def _as_typed(overrides: Sequence[str]) -> list[str]:
+    """Return `overrides` without the escapes that the launcher of a sweep adds to values, of colons among others."""
     parser = OverridesParser.create()
     values = [None if text.startswith("~") else parser.parse_override(text).value() for text in overrides]
     return [
@@ -267,8 +249,18 @@ def _stored(folder: str, name: str) -> Path:
     return path
 
 
-def register_configs() -> None:
-    """Add the run, and the groups policy, algorithm and logger, to Hydra's ConfigStore, as ``base_<name>``."""
+def _config_folders(argv: Sequence[str]) -> list[Path]:
+    """Return the user's config folder, if the command line `argv` has one."""
+    parser = ArgumentParser(add_help=False)
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    folder = parser.parse_known_args(argv)[0].config_dir
+    return [] if folder is None else [folder]
+
+
+def register_configs(folders: Sequence[Path] = ()) -> None:
+    """Add all configs to Hydra's ConfigStore, the backends' as well; `folders` are config folders of the user."""
+    wsync.config.register_configs({"timeout": "${timeout}"}, folders=[_CONF, *folders])
+    collectors.config.register_configs()
     store_once(None, "base_train", TrainConfig)
     store_once("policy", "base_mlp", PolicyConfig)
     store_once("algorithm", "base_ppo", PPOConfig)

@@ -19,16 +19,16 @@ def gae(
     """Estimate advantages by GAE(lambda), equation 16 of Schulman et al., https://arxiv.org/abs/1506.02438.
 
     With ``delta_t = r_t + gamma V(s'_t) - V(s_t)``, the advantage is ``A_t = delta_t + gamma lambda A_{t+1}``.
-    Two kinds of end are told apart. A *terminated* episode has no future: there ``V(s'_t)`` counts as zero. One that
-    was cut (truncated by a time limit, or by the end of the batch) has one, and keeps ``V(s'_t)`` of its successor.
-    Neither looks past its own end: the sum stops wherever an episode is *done*, and at the last column.
+    The value ``V(s'_t)`` is zero where an episode is *terminated*. Where it is truncated by a time limit, or continues
+    after the last column, ``V(s'_t)`` is that of the true successor. The sum stops where an episode is *done*, and at
+    the last column.
 
     Args:
         reward: ``[*B, T]``, time last, as are all the others.
         value: ``[*B, T]``, the value ``V(s_t)`` of the observation acted on.
-        next_value: ``[*B, T]``, the value ``V(s'_t)`` of the true successor: an episode's final observation, never the
-            reset one.
-        terminated: bool ``[*B, T]``, the episode reached an end of its own.
+        next_value: ``[*B, T]``, the value ``V(s'_t)`` of the true successor: an episode's final observation, not the
+            first of the next episode.
+        terminated: bool ``[*B, T]``, the episode reached a terminal state.
         done: bool ``[*B, T]``, the episode ended, terminated or truncated.
         gamma: discount per step, in [0, 1].
         lmbda: the weight of longer estimates, in [0, 1]: 0 is the one-step error, 1 the whole discounted return.
@@ -37,7 +37,7 @@ def gae(
         Advantages, ``[*B, T]``. Adding ``value`` gives the lambda returns, the critic's targets.
 
     """
-    future = next_value.masked_fill(terminated, 0.0)  # a product would leave what is not a number
+    future = next_value.masked_fill(terminated, 0.0)  # a product would keep NaN
     delta = torch.add(reward - value, future, alpha=gamma)
     decay = done.logical_not().to(reward.dtype) * (gamma * lmbda)
     advantage = torch.zeros_like(delta[..., 0])

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from learning import checkpoint
 from learning.ppo import PPO, Diverged
-from learning.progress import Progress
+from learning.progress import Failures, Progress, summarise
 from learning.reporting import Reporter
-from learning.stop import StopRequest
-from learning.summary import Failures, summarise
+from learning.run import StopRequest
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -27,25 +26,25 @@ if TYPE_CHECKING:
 
 
 class Collector(Iterable[Any], Protocol):
-    """What the loop asks of a collector: batches, and new weights for whoever collects them."""
+    """The methods of a collector that the loop uses."""
 
     failures: Failures
 
     def interrupt(self) -> None:
-        """Do not wait much longer for the batch under way."""
+        """End the wait for the current batch soon. Called from a signal handler, on the main thread, at most once."""
 
     def update_policy_weights_(self, policy: nn.Module, /) -> Any:
-        """Deliver the weights of `policy` to every worker."""
+        """Send the weights of `policy` to every worker. Called after each batch; may raise WeightSyncError."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """When a run ends by itself.
+    """When a run ends.
 
     Attributes:
-        total_frames: at the latest with the batch that reaches so many.
+        total_frames: the run ends with the batch that reaches this number, at the latest.
         solved_at: mean return of the last 100 episodes at which the environment counts as solved; None: never.
-        stop_when_solved: end there, rather than at `total_frames`.
+        stop_when_solved: end as soon as it is solved, before `total_frames`.
     """
 
     total_frames: int
@@ -53,7 +52,7 @@ class Goal:
     stop_when_solved: bool = True
 
     def reached(self, progress: Progress) -> str | None:
-        """Return "solved" or "finished" when there is nothing left to do, else None."""
+        """Return "solved" or "finished" if the run has reached its goal, else None."""
         if self.stop_when_solved and progress.solved(self.solved_at):
             return "solved"
         return "finished" if progress.frames >= self.total_frames else None
@@ -61,20 +60,20 @@ class Goal:
 
 @dataclass
 class Training:
-    """A run: a learner, the scheme that carries its policy's weights to whoever collects, and a goal.
+    """A run: a learner, the scheme that sends its policy's weights to the workers, and a goal.
 
     Attributes:
-        learner: improves ``learner.policy``, of which the collector's workers have copies.
-        scheme: the collector's scheme for that policy; the loop only reads its version and its metrics.
-        goal: when to stop.
-        folder: where checkpoints go.
-        checkpoint_every: seconds between two checkpoints on the way; one is always written at the end.
-        started: when the process began, as of ``time.perf_counter``.
-        progress: the counters; those of a checkpoint, if the run was resumed.
+        learner: trains ``learner.policy``; the collector's workers have copies of it.
+        scheme: the collector's scheme for that policy; the loop reads its version and its metrics.
+        goal: when the run ends.
+        folder: for checkpoints.
+        checkpoint_every: seconds between two checkpoints; one more is written at the end.
+        started: when the process started, as of ``time.perf_counter``.
+        progress: the counters; in a resumed run they start with those of the checkpoint.
         resumed_from: the folder of that checkpoint.
-        reporters: who is told.
-        chaos: how many workers each fault has hit so far that is made on purpose.
-        facts: more entries for the summary (seed, number of workers, ...); ``env`` says whose returns are counted.
+        reporters: receive the rows and the summary.
+        chaos: number of injected faults of each kind so far.
+        facts: more entries for the summary (seed, number of workers, ...); ``env`` names the environment.
     """
 
     learner: PPO
@@ -90,29 +89,28 @@ class Training:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def run(self, collector: Collector, stop: StopRequest, config: Any) -> dict[str, Any]:
-        """Train until the goal is reached or somebody asks to stop; return the summary, which reporters get too.
+        """Train until the goal is reached or `stop` is requested; return the summary, which reporters get too.
 
-        Whatever ends the run, a checkpoint and the summary are written; but networks that have diverged are not, so
-        that the last checkpoint before is the one to go on from. An error is raised again afterwards, unless it came
-        after a request to stop: a signal to the whole process group ends the workers as well. What cannot be written
-        after it is a note on it, and does not take its place. After a ``KeyboardInterrupt``, which is a second
-        request, nothing else is waited for.
+        However the run ends, a checkpoint and the summary are written. Networks that have diverged are not: the last
+        checkpoint stays. An error is raised again afterwards, unless it came after a request to stop (a signal to the
+        process group ends the workers as well). A file that cannot be written then is a note on the first error. After
+        a ``KeyboardInterrupt``, which is the second request, reporters do not ``conclude``.
         """
-        patient = True
+        conclude = True
         try:
             return self._run(collector, stop, config)
         except KeyboardInterrupt:
-            patient = False
+            conclude = False
             raise
         finally:
-            if patient:
-                with ExitStack() as everyone:
+            if conclude:
+                with ExitStack() as steps:
                     for reporter in self.reporters:
-                        everyone.push(_written_by(reporter.conclude))
+                        steps.push(_last_step(reporter.conclude))
 
     def _run(self, collector: Collector, stop: StopRequest, config: Any) -> dict[str, Any]:
         status, diverged = "failed", False
-        stop.tell(collector.interrupt)
+        stop.add_callback(collector.interrupt)
         try:
             for reporter in self.reporters:
                 reporter.begin(self.folder, config)
@@ -129,11 +127,11 @@ class Training:
             raise
         finally:
             summary = self._summary(status, collector.failures)
-            with ExitStack() as everyone:  # last in, first called; each is told, even if the disk is full
+            with ExitStack() as steps:  # last in, first called; all are called, even if the disk is full
                 for reporter in reversed(self.reporters):
-                    everyone.push(_written_by(partial(reporter.finish, summary)))
+                    steps.push(_last_step(partial(reporter.finish, summary)))
                 if not diverged:
-                    everyone.push(_written_by(partial(checkpoint.save, self.folder, self.state_dict())))
+                    steps.push(_last_step(partial(checkpoint.save, self.folder, self.state_dict())))
         return summary
 
     def _loop(self, collector: Collector, stop: StopRequest) -> str:
@@ -156,22 +154,22 @@ class Training:
         return status
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a resumed run needs, as tensors and plain values."""
+        """Return what a resumed run needs, as tensors and plain values."""
         progress = self.progress.state_dict()
         return {"learner": self.learner.state_dict(), "progress": progress, "env": self.facts.get("env")}
 
     def resume(self, folder: Path) -> None:
-        """Go on from the checkpoint in `folder`.
+        """Continue from the checkpoint in `folder`.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or it is of another model or learner.
+            CheckpointError: there is no checkpoint, it is damaged, or it belongs to another model or learner.
         """
         state = checkpoint.load(folder)
         try:
             self.learner.load_state_dict(state["learner"])
             self.progress.load_state_dict(state["progress"])
             if state["env"] != self.facts.get("env"):
-                self.progress.forget_returns()  # it may not count as solved by what was reached in another one
+                self.progress.forget_returns()  # returns in another environment do not count
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             detail = " ".join(str(error).split())
             raise checkpoint.CheckpointError(f"{folder / checkpoint.FILE} does not fit this run: {detail}") from error
@@ -192,8 +190,8 @@ class Training:
 _Exit = Callable[[type[BaseException] | None, BaseException | None, "TracebackType | None"], None]
 
 
-def _written_by(step: Callable[[], object]) -> _Exit:
-    """Return what takes `step` when an ``ExitStack`` is left; what cannot be written is a note on an earlier error."""
+def _last_step(step: Callable[[], object]) -> _Exit:
+    """Return an exit callback for `step`; a failure to write a file becomes a note on an earlier error, if any."""
     before = sys.exception()
 
     def leave(_: object, error: BaseException | None, __: object) -> None:
@@ -203,7 +201,7 @@ def _written_by(step: Callable[[], object]) -> _Exit:
         except (OSError, checkpoint.CheckpointError) as late:
             if not isinstance(first, Exception):
                 raise
-            if str(late) != str(first):  # a file that is full is full when it is closed, too
+            if str(late) != str(first):  # closing a file that is full raises the same error again
                 first.add_note(str(late))
 
     return leave

@@ -1,23 +1,23 @@
-"""Policies that act on TensorDicts, and critics."""
+"""Policies that act on TensorDicts, and value networks."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor, distributions, nn
 
 from collectors.rollouts.sampled import SampledPolicy
-from learning.mlp import MLP
 
-LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
+ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 
 
 class ActionSpec(Protocol):
-    """What a policy must know of the actions it may take; an integer ``dtype`` says that they are discrete."""
+    """The shape, dtype and bounds of one environment's action; an integer ``dtype`` means a discrete action."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -26,7 +26,7 @@ class ActionSpec(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """A floating one for continuous actions."""
+        """Floating for continuous actions, integer for discrete ones."""
         ...
 
     @property
@@ -40,21 +40,45 @@ class ActionSpec(Protocol):
         ...
 
 
+def mlp(sizes: Sequence[int], activation: str = "tanh", last_gain: float = 1.0) -> nn.Sequential:
+    """Return linear layers with activations between them: ``[*B, sizes[0]]`` to ``[*B, sizes[-1]]``.
+
+    Weights are orthogonal (https://arxiv.org/abs/1312.6120) with a gain of the square root of 2; biases are zero.
+
+    Args:
+        sizes: widths of the input, the hidden layers and the output.
+        activation: one of ``tanh``, ``relu``, ``elu``, ``silu``.
+        last_gain: gain of the last layer's weight.
+
+    Raises:
+        ValueError: an unknown `activation`.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {activation!r}: one of {', '.join(ACTIVATIONS)}")
+    gains = [math.sqrt(2.0)] * (len(sizes) - 2) + [last_gain]
+    layers: list[nn.Module] = []
+    for (fan_in, fan_out), gain in zip(pairwise(sizes), gains, strict=True):
+        linear = nn.Linear(fan_in, fan_out)
+        nn.init.orthogonal_(linear.weight, gain)
+        nn.init.zeros_(linear.bias)
+        layers += [linear, ACTIVATIONS[activation]()]
+    return nn.Sequential(*layers[:-1])
+
+
 class Policy(SampledPolicy):
-    """A distribution over actions that a network gives the parameters of; see :class:`SampledPolicy`."""
+    """A distribution over actions with the output of a network as its parameters; see :class:`SampledPolicy`.
+
+    Args:
+        network: maps observations ``[*B, obs]`` to the parameters of the distribution.
+    """
 
     def __init__(self, network: nn.Module) -> None:
-        """Wrap `network`, which maps observations ``[*B, obs]`` to what the distribution depends on."""
         super().__init__()
         self.network = network
 
     @abstractmethod
     def distribution(self, observation: Tensor) -> distributions.Distribution:
-        """Return the distribution of actions at `observation` ``[*B, obs]``."""
-
-    @abstractmethod
-    def log_prob_and_entropy(self, observation: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the log-probability of `action` and the entropy at `observation`, both ``[*B]``, in nats."""
+        """Return the distribution of actions at `observation` ``[*B, obs]``, batch shape ``[*B]``."""
 
 
 class CategoricalPolicy(Policy):
@@ -65,99 +89,94 @@ class CategoricalPolicy(Policy):
         return self.network(observation)
 
     def noise(self, parameters: Tensor, *steps: int) -> Tensor:
-        """See SampledPolicy: Gumbel noise, -log(-log u); in half the time of ``exponential_``."""
-        # In float32 at least: what is added to it is rounded as it is, and would not be what log_prob is told.
+        """See SampledPolicy: Gumbel noise, -log(-log u)."""
+        # At least float32: in a lower precision, the rounded sum would not follow the distribution of log_prob.
         dtype = torch.promote_types(parameters.dtype, torch.float32)
         uniform = parameters.new_empty((*steps, *parameters.shape), dtype=dtype).uniform_(torch.finfo(dtype).tiny, 1)
-        return uniform.log_().neg_().log_().neg_()  # finite: a choice whose score is -inf is never taken
+        return uniform.log_().neg_().log_().neg_()  # finite: a choice with a score of -inf is never taken
 
     def choose(self, parameters: Tensor, noise: Tensor | None) -> Tensor:
-        """See SampledPolicy: Gumbel-max, https://arxiv.org/abs/1611.01144, in a quarter of multinomial's time."""
+        """See SampledPolicy: the Gumbel-max method, https://arxiv.org/abs/1611.01144."""
         return (parameters if noise is None else parameters + noise).argmax(-1)
 
     def log_prob(self, parameters: Tensor, action: Tensor) -> Tensor:
         """See SampledPolicy."""
-        return _of_choice(parameters.log_softmax(-1), action)
+        return parameters.log_softmax(-1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
 
     def distribution(self, observation: Tensor) -> distributions.Categorical:
         """Return the distribution over the n choices at `observation` ``[*B, obs]``."""
         return distributions.Categorical(logits=self.network(observation), validate_args=False)
 
-    def log_prob_and_entropy(self, observation: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the log-probability of `action` ``[*B]`` and the entropy at `observation`, both ``[*B]``, in nats."""
-        log_probs = self.network(observation).log_softmax(-1)
-        return _of_choice(log_probs, action), -(log_probs.exp() * log_probs).sum(-1)
-
-
-def _of_choice(log_probs: Tensor, action: Tensor) -> Tensor:
-    return log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
-
 
 class GaussianPolicy(Policy):
     """A diagonal Gaussian over continuous actions; ``action`` is float32 ``[*B, dim]``.
 
-    The network's output is in units of half the action range, around its middle; the spread is learnt, and the same for
-    all observations. A sample may leave the range: the environment clips it, and its log-probability is that before the
-    clip, as in https://arxiv.org/abs/1707.06347. The parameters are mean and standard deviation, in the environment's
-    units, ``[*B, 2 * dim]``.
+    The network's output is the mean, in units of half the action range around its middle. The standard deviation is a
+    parameter, the same for all observations. A sample may leave the range: the environment clips it, and its
+    log-probability is that of the sample before clipping, as in https://arxiv.org/abs/1707.06347. The parameters of the
+    distribution are mean and standard deviation, in the environment's units, ``[*B, 2 * dim]``.
+
+    Args:
+        network: maps observations ``[*B, obs]`` to scaled means ``[*B, dim]``.
+        low: lower bounds of the action, ``[dim]``.
+        high: upper bounds, ``[dim]``. Where a range is infinite or empty, the scale is 1 and the middle 0.
+        initial_std: standard deviation at the start, in units of half the range.
     """
 
     center: Tensor
     half_range: Tensor
 
     def __init__(self, network: nn.Module, low: Tensor, high: Tensor, initial_std: float = 1.0) -> None:
-        """Make a policy over the box from `low` to `high`, ``[dim]`` each; an infinite or empty range is no scale."""
         super().__init__(network)
-        bounded = (high - low).isfinite() & (low < high)  # a spread of 0, where both are equal, has no density
+        bounded = (high - low).isfinite() & (low < high)  # a standard deviation of 0 has no density
         self.register_buffer("center", torch.where(bounded, low / 2 + high / 2, 0.0))
         self.register_buffer("half_range", torch.where(bounded, (high - low) / 2, 1.0))
         self.log_std = nn.Parameter(torch.full_like(self.center, math.log(initial_std)))
 
     def distribution_parameters(self, observation: Tensor) -> Tensor:
         """See SampledPolicy."""
-        return torch.cat(self._mean_and_std(observation), -1)
-
-    def _mean_and_std(self, observation: Tensor) -> tuple[Tensor, Tensor]:
-        mean = torch.addcmul(self.center, self.half_range, self.network(observation))
-        return mean, (self.half_range * self.log_std.exp()).expand_as(mean)
+        mean = self.center + self.half_range * self.network(observation)
+        return torch.cat([mean, (self.half_range * self.log_std.exp()).expand_as(mean)], -1)
 
     def noise(self, parameters: Tensor, *steps: int) -> Tensor:
         """See SampledPolicy: standard normal, ``[*steps, *B, dim]``."""
-        mean, _ = parameters.chunk(2, -1)
-        return mean.new_empty((*steps, *mean.shape)).normal_()
+        *batch, size = parameters.shape
+        return parameters.new_empty((*steps, *batch, size // 2)).normal_()
 
     def choose(self, parameters: Tensor, noise: Tensor | None) -> Tensor:
         """See SampledPolicy."""
         mean, std = parameters.chunk(2, -1)
-        return mean if noise is None else torch.addcmul(mean, std, noise)
+        return mean if noise is None else mean + std * noise
 
     def log_prob(self, parameters: Tensor, action: Tensor) -> Tensor:
         """See SampledPolicy."""
-        mean, std = parameters.chunk(2, -1)
-        return _log_density(mean, std, action)
+        return _normal(parameters).log_prob(action)
 
     def distribution(self, observation: Tensor) -> distributions.Independent:
         """Return the Gaussian over actions at `observation` ``[*B, obs]``, in the environment's units."""
-        mean, std = self._mean_and_std(observation)
-        return distributions.Independent(distributions.Normal(mean, std, validate_args=False), 1, validate_args=False)
-
-    def log_prob_and_entropy(self, observation: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the log-density of `action` ``[*B, dim]`` and the entropy at `observation`, both ``[*B]``, in nats."""
-        mean, std = self._mean_and_std(observation)
-        return _log_density(mean, std, action), (std.log() + LOG_SQRT_2PI + 0.5).sum(-1)
+        return _normal(self.distribution_parameters(observation))
 
 
-def _log_density(mean: Tensor, std: Tensor, action: Tensor) -> Tensor:
-    """Return the density of `action` under independent normal distributions, ``[*B, dim]`` to ``[*B]``, in nats."""
-    return -(0.5 * ((action - mean) / std).square() + std.log() + LOG_SQRT_2PI).sum(-1)
+def _normal(parameters: Tensor) -> distributions.Independent:
+    """Return independent normal distributions for mean and standard deviation, ``[*B, 2 * dim]``."""
+    mean, std = parameters.chunk(2, -1)
+    return distributions.Independent(distributions.Normal(mean, std, validate_args=False), 1, validate_args=False)
 
 
-class Critic(MLP):
-    """A value function: observations ``[*B, obs]`` to values ``[*B]``."""
+class Critic(nn.Module):
+    """A value function: observations ``[*B, obs]`` to values ``[*B]``.
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the value of each observation of `input`."""
-        return super().forward(input).squeeze(-1)
+    Args:
+        network: observations ``[*B, obs]`` to ``[*B, 1]``.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, observation: Tensor) -> Tensor:
+        """Return the value of each observation."""
+        return self.network(observation).squeeze(-1)
 
 
 def make_policy(
@@ -175,15 +194,15 @@ def make_policy(
             :class:`CategoricalPolicy`.
         hidden: widths of the hidden layers.
         activation: one of ``tanh``, ``relu``, ``elu``, ``silu``.
-        initial_std: spread of a continuous policy at the start, in units of half the action range.
+        initial_std: standard deviation of a continuous policy at the start, in units of half the action range.
 
     Raises:
-        ValueError: an unknown `activation`, a continuous action without bounds, or one that is no vector.
+        ValueError: an unknown `activation`, a continuous action without bounds, or an action that is not a vector.
 
     """
     if len(action_spec.shape) != 1:
         raise ValueError(f"a policy gives a choice or a vector, not an action of shape {list(action_spec.shape)}")
-    network = MLP([observation_dim, *hidden, action_spec.shape[-1]], activation, last_gain=0.01)
+    network = mlp([observation_dim, *hidden, action_spec.shape[-1]], activation, last_gain=0.01)
     if not action_spec.dtype.is_floating_point:
         return CategoricalPolicy(network)
     if action_spec.low is None or action_spec.high is None:
@@ -195,4 +214,4 @@ def make_policy(
 
 def make_critic(observation_dim: int, hidden: Sequence[int] = (64, 64), activation: str = "tanh") -> Critic:
     """Make a value network, observations ``[*B, observation_dim]`` to values ``[*B]``; see :func:`make_policy`."""
-    return Critic([observation_dim, *hidden, 1], activation)
+    return Critic(mlp([observation_dim, *hidden, 1], activation))

@@ -1,4 +1,4 @@
-"""What a run has reached so far: counters, returns, staleness; a row of figures for each batch."""
+"""The counters of a run: frames, returns, staleness; a row of figures for each batch, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     from wsync import SyncMetrics, SyncReport
 
-WINDOW = 100  # episodes in the mean that says whether an environment is solved
+WINDOW = 100  # episodes in the mean return that is compared with the threshold of a solved environment
 RECENT = 1000  # updates in a row's percentiles; the summary's are over all of them
 
 
 @dataclass(frozen=True)
 class SyncRow:
-    """What the weight sync after one batch cost, times in microseconds; the percentiles are over recent updates."""
+    """The cost of the weight sync after one batch, times in microseconds; the percentiles are over recent updates."""
 
     latency_us: float
     p50_us: float
@@ -35,7 +35,7 @@ class SyncRow:
 
     @classmethod
     def of(cls, report: SyncReport, recent_us: Sequence[float]) -> SyncRow:
-        """Take the figures from the report of one update; `recent_us` are recent latencies, this one's included."""
+        """Return the row for the report of one update; `recent_us` are the recent latencies, including this one."""
         return cls(
             latency_us=report.seconds * 1e6,
             p50_us=percentile(recent_us, 0.5),
@@ -49,19 +49,20 @@ class SyncRow:
 
 @dataclass(frozen=True)
 class Row:
-    """One turn of the loop: a batch collected, learnt from, and the weights sent. A line of ``metrics.jsonl``.
+    """One iteration of the loop: a batch collected, learnt from, and the weights sent. A line of ``metrics.jsonl``.
 
     Attributes:
-        frames: collected since the run began (the first one, if it was resumed).
+        frames: collected so far, including those before a resume.
         seconds: since the first environment step, interruptions not counted.
         frames_per_second: of this process, since its first environment step.
         episodes: ended so far.
         episode_return_mean_100: over the last 100 episodes, or all while there are fewer; None before the first.
         episode_returns: of the episodes that ended in this batch, in the order of time.
-        version: of the weights last sent; each process counts from 1, that of a resumed run, too.
-        staleness: how many versions the batch's frames were behind when they were learnt from, mean over frames.
-        weight_sync: what the update cost; None where there was none.
-        learning: the learner's figures.
+        version: of the weights last sent; it restarts at 1 when a run is resumed.
+        staleness: versions between the weights that acted and the newest ones when the batch was learnt from, mean
+            over frames.
+        weight_sync: cost of the update; None if there was none.
+        learning: the learner's statistics.
     """
 
     frames: int
@@ -76,7 +77,7 @@ class Row:
     learning: Mapping[str, float]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values, as JSON has them."""
+        """Return plain values that JSON can hold."""
         return asdict(self)
 
 
@@ -88,8 +89,8 @@ class Progress:
     episodes: int = 0
     seconds_before: float = 0.0
     frames_before: int = 0
-    acted_frames: int = 0  # not those with random actions
-    versions_behind: float = 0.0  # summed over them
+    acted_frames: int = 0  # frames in which the policy acted, not those with random actions
+    versions_behind: float = 0.0  # summed over `acted_frames`
     version: int = 0
     window: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     first_mean: float | None = None
@@ -102,39 +103,43 @@ class Progress:
     _recent_us: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def begin(self, version: int = 0) -> None:
-        """Start the clock: the first environment step follows, with `version` of the weights."""
+        """Start the clock, before the first environment step; workers have `version` of the weights."""
         self._began, self.version = time.perf_counter(), version
 
     @property
     def seconds(self) -> float:
-        """Since the first environment step, summed over resumptions."""
+        """Seconds since the first environment step, summed over resumed runs."""
         return self.seconds_before + (0.0 if self._began is None else time.perf_counter() - self._began)
 
     @property
     def frames_per_second(self) -> float:
-        """Of this process."""
+        """Frames per second of this process, without those before a resume."""
         spent = self.seconds - self.seconds_before
         return (self.frames - self.frames_before) / spent if spent > 0 else 0.0
 
     @property
     def return_mean(self) -> float | None:
-        """The mean return of the last 100 episodes, or of all while there are fewer."""
+        """Mean return of the last 100 episodes, or of all while there are fewer; None before the first."""
         return float(np.mean(self.window)) if self.window else None
 
     @property
     def staleness_mean(self) -> float:
-        """Over all frames in which a policy acted."""
+        """Mean staleness over all frames in which the policy acted."""
         return self.versions_behind / self.acted_frames if self.acted_frames else 0.0
 
     def solved(self, threshold: float | None) -> bool:
-        """Whether 100 episodes have reached `threshold` in the mean."""
+        """Whether the last 100 episodes reach `threshold` in the mean."""
         mean = self.return_mean
         return threshold is not None and mean is not None and len(self.window) == WINDOW and mean >= threshold
 
     def collected(self, batch: TensorDictBase, version: int) -> None:
-        """Count a batch ``[*B, T]``, about to be learnt from when `version` is the newest that was sent."""
+        """Count a batch ``[*B, T]`` before it is learnt from; `version` is the newest that was sent.
+
+        Where a batch has a bool "mask" ``[*B, T]``, only its true entries are frames.
+        """
+        mask = batch.get("mask", None)
         acted = batch.get("policy_version")
-        acted = acted[acted >= 0]  # no policy chose a random frame
+        acted = acted[acted >= 0 if mask is None else (acted >= 0) & mask]  # -1: a random action
         self._staleness = version - float(acted.double().mean()) if acted.numel() else 0.0
         self.versions_behind += self._staleness * acted.numel()
         self.acted_frames += acted.numel()
@@ -142,7 +147,7 @@ class Progress:
             oldest, newest = int(acted.min()), int(acted.max())
             before = self.acted_on or (oldest, newest)
             self.acted_on = min(oldest, before[0]), max(newest, before[1])
-        self.frames += batch.numel()
+        self.frames += batch.numel() if mask is None else int(mask.sum())
 
         step = batch.get("next")
         done, returns = (step.get(key).movedim(-2, 0) for key in ("done", "episode_return"))  # time first
@@ -153,11 +158,11 @@ class Progress:
             self.first_mean = self.return_mean
 
     def synchronised(self, learning: Mapping[str, float], metrics: SyncMetrics, version: int) -> Row:
-        """Return the row of the batch last counted, once it was learnt from and the new weights were sent."""
+        """Return the row of the batch counted last, after it was learnt from and the new weights were sent."""
         if self.first_update_at is None:
             self.first_update_at = time.perf_counter()
         report, self.version, sync = metrics.last, version, None
-        if report is not None and report is not self._reported:  # a send that does not wait is reported later, or never
+        if report is not None and report is not self._reported:  # a send that does not wait is reported later
             self._reported = report
             self._recent_us.append(report.seconds * 1e6)
             sync = SyncRow.of(report, self._recent_us)
@@ -175,7 +180,7 @@ class Progress:
         )
 
     def forget_returns(self) -> None:
-        """Returns so far are of another environment."""
+        """Drop the returns of a run in another environment."""
         self.window.clear()
         self.first_mean = None
 
@@ -193,10 +198,89 @@ class Progress:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting from where `state_dict` was taken."""
+        """Continue counting from where `state_dict` was taken."""
         self.frames = self.frames_before = state["frames"]
         self.episodes = state["episodes"]
         self.acted_frames, self.versions_behind = state["acted_frames"], state["versions_behind"]
         self.seconds_before, self.version = state["seconds"], state["version"]
         self.window.extend(state["window"])
         self.first_mean = state["first_mean"]
+
+
+class Failures(Protocol):
+    """Counts of worker failures; false if there were none. ``str`` gives them in words."""
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        """Return ``{what was done: {worker: count}}``."""
+        ...
+
+
+def summarise(
+    status: str,
+    progress: Progress,
+    solved_at: float | None,
+    metrics: SyncMetrics,
+    failures: Failures | None = None,
+    chaos: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """Return the content of ``summary.json``.
+
+    Args:
+        status: "solved", "finished" (`total_frames` were collected), "interrupted" or "failed".
+        progress: the counters.
+        solved_at: mean return that counts as solved; None if the environment has none.
+        metrics: cost of the updates.
+        failures: failures of workers; None if there are no workers.
+        chaos: number of injected faults of each kind.
+    """
+    sync = metrics.summary()
+    sync.setdefault("latency_us", dict.fromkeys(("p50", "p95", "p99", "max")))
+    sync.setdefault("phases_us", {})
+    sentences = [verdict(status, progress, solved_at)]
+    sentences += [f"{failures}."] if failures else []
+    if chaos and any(chaos.values()):
+        counts = ", ".join(f"{count} × {fault}" for fault, count in chaos.items())
+        sentences.append(f"Made on purpose: {counts}.")
+    return {
+        "status": status,
+        "solved": progress.solved(solved_at),
+        "verdict": " ".join(sentences),
+        "frames": progress.frames,
+        "seconds": progress.seconds,
+        "frames_per_second": progress.frames_per_second,
+        "episodes": progress.episodes,
+        "episode_return_mean_100": progress.return_mean,
+        "solved_at": solved_at,
+        "weight_sync": {**sync, "version": progress.version, "staleness_mean": progress.staleness_mean},
+        "worker_failures": failures.as_dict() if failures else {},
+        "chaos": dict(chaos or {}),
+    }
+
+
+_TO_CONTINUE = {"solved": "Set stop_when_solved=false to continue.", "finished": "Raise total_frames to continue."}
+"""Advice for a resumed run that has already reached its goal, by status."""
+
+
+def verdict(status: str, progress: Progress, solved_at: float | None) -> str:
+    """Return how the run ended, in a sentence; with a second one if the workers never received an update."""
+    if status in _TO_CONTINUE and progress.frames == progress.frames_before:
+        return f"Nothing was left to do: {status} after {progress.frames:,} frames. {_TO_CONTINUE[status]}"
+    mean, count, solved = progress.return_mean, len(progress.window), progress.solved(solved_at)
+    how = {"solved": "Solved", "finished": "Finished"}.get(status, status.capitalize())
+    if solved_at is not None and status != "solved":
+        how += ", solved," if solved else ", not solved,"
+    text = f"{how} after {progress.frames:,} frames in {progress.seconds:.1f} s: "
+    text += "no episode ended" if mean is None else f"mean return {mean:.1f} over the last {count} episodes"
+    text += "" if solved_at is None else f" (solved at {solved_at:g})"
+    return f"{text}." if progress.version or progress.acted_on is None else f"{text}. {_control(progress, solved)}"
+
+
+def _control(progress: Progress, solved: bool) -> str:
+    """Return the verdict on a run in which the workers kept their first weights (``weight_sync=none``)."""
+    mean, first = progress.return_mean, progress.first_mean
+    text = "Nothing reached the workers: version 0 acted in all frames"
+    if solved:
+        return f"{text}. It was solved all the same: the task needs no learning, or storage is shared by accident."
+    if mean is None or first is None or progress.episodes < 2 * WINDOW:
+        return f"{text}, and it did not learn."
+    return f"{text}, and it did not learn: mean return {first:.1f} at the start, {mean:.1f} at the end."

@@ -25,6 +25,7 @@ import typer
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from rich.console import Console
 from rich.table import Table
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
 import wsync
@@ -76,18 +77,18 @@ def bare_loop(width: int, steps: int) -> Iterator[Turn]:
 @contextmanager
 def rollout(width: int, steps: int) -> Iterator[Turn]:
     """Run the loop that every collector uses, in this process: whole batches, with log-probabilities and versions."""
-    env = GymEnv(ENV, width, seed=0)
+    env = GymEnv(ENV, width, seed=0, vectorization_mode="auto")
     loop = Rollout(env, policy())
     batch = loop.buffer(steps)
-    yield lambda: loop.collect(batch).numel()
+    yield lambda: frames_in(loop.collect(batch))
     env.close()
 
 
 @contextmanager
 def collector(width: int, steps: int, workers: int) -> Iterator[Turn]:
-    """Iterate a synchronous collector whose workers are fed through shared memory."""
+    """Iterate a synchronous collector that feeds its workers through shared memory."""
     with MultiSyncCollector(
-        [functools.partial(GymEnv, ENV, num_envs=width)] * workers,
+        [functools.partial(GymEnv, ENV, num_envs=width, vectorization_mode="auto")] * workers,
         policy(),
         frames_per_batch=steps * width * workers,
         total_frames=-1,
@@ -95,7 +96,12 @@ def collector(width: int, steps: int, workers: int) -> Iterator[Turn]:
         cat_results="stack",
     ) as batches:
         iterator = iter(batches)
-        yield lambda: next(iterator).numel()
+        yield lambda: frames_in(next(iterator))
+
+
+def frames_in(batch: TensorDictBase) -> int:
+    """Count the frames of a batch; reset steps of Gymnasium's native vector environment are masked."""
+    return int(batch.get("mask").sum()) if "mask" in batch.keys() else batch.numel()  # noqa: SIM118  (not a dict)
 
 
 @contextmanager

@@ -22,19 +22,19 @@ from typing import Annotated, Any
 
 import matplotlib
 import typer
+from harness.backends import BACKENDS, check
+from harness.console import progress_bar
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-BACKENDS = ("shared_mem", "multiprocess", "distributed", "rpc", "ray")
 PEER = "stable-baselines3"
 Outcome = dict[str, Any]
 Results = Mapping[str, Sequence[Outcome]]
 
 
 def train(backend: str, seed: int) -> Outcome:
-    """One run of ours."""
+    """Run train.py once; return its outcome."""
     with tempfile.TemporaryDirectory() as folder:
         settings = [f"weight_sync={backend}", f"seed={seed}", "logger=none", f"hydra.run.dir={folder}"]
         subprocess.run([sys.executable, "train.py", *settings], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
@@ -43,7 +43,7 @@ def train(backend: str, seed: int) -> Outcome:
 
 
 def train_peer(seed: int) -> Outcome:
-    """One run of the peer's."""
+    """Run the peer once; return its outcome."""
     command = [sys.executable, "scripts/bench/sb3_ppo.py", str(seed)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, env=environment)
@@ -51,7 +51,7 @@ def train_peer(seed: int) -> Outcome:
 
 
 def table(results: Results) -> Table:
-    """All contenders, and how many times longer the peer took."""
+    """Return a table of all contenders, with the peer's time over ours."""
     shown = Table("", "solved", "seconds, median", "(all)", "frames", "frames/s", "peer took", box=None)
     for column in shown.columns[1:]:
         column.justify = "right"
@@ -72,7 +72,7 @@ def table(results: Results) -> Table:
 
 
 def picture(results: Results, path: Path) -> None:
-    """A dot for each run, a bar at each median."""
+    """Plot a dot for each run, and a bar at each median."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -98,15 +98,16 @@ def main(
 ) -> None:
     """Measure, show, and write."""
     chosen = BACKENDS if backends == "all" else tuple(backends.split(","))
-    unknown = sorted(set(chosen) - set(BACKENDS))
-    if unknown:
-        raise typer.BadParameter(f"no backend {', '.join(unknown)}; there are {', '.join(BACKENDS)}")
+    try:
+        check(chosen, BACKENDS)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     if peer and find_spec("stable_baselines3") is None:
         raise typer.BadParameter("stable-baselines3 is not installed here: pip install -e '.[bench]', or say --no-peer")
     names = [*chosen, *([PEER] if peer else [])]
     results: dict[str, list[Outcome]] = {name: [] for name in names}
     console = Console()
-    with Progress(TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn(), console=console) as bar:
+    with progress_bar(console) as bar:
         task = bar.add_task("", total=seeds * len(names))
         for seed in range(seeds):
             for name in names:

@@ -1,9 +1,9 @@
-"""Kill collecting workers at random, many times, while the trainer gathers and updates without a pause.
+"""Kill collecting workers at random, many times, while the trainer collects and updates without a pause.
 
-Kills (SIGKILL, from a thread that knows nothing of what goes on) hit workers while they act, wait, install weights and
-are being started anew. Checked are: the run ends; every kill has had one restart; frames are those of the batches; the
-version that acted never goes back in a worker's place, over all who have had it; a synchronous batch is never acted
-with an older version than the last update; descriptors, threads and children are no more than before.
+Kills (SIGKILL, at random times) hit workers while they act, wait, install weights and restart. Checked are: the run
+ends; every kill is followed by one restart; the frame count is that of the batches; the version that acts never goes
+back at a worker index, over all its restarts; a synchronous batch is never acted with an older version than that of the
+last update; there are no more descriptors, threads and children than before.
 
     python scripts/check_kills.py                      # 200 kills with each kind of collector, shared memory
     python scripts/check_kills.py --backend ray --kills 20
@@ -26,26 +26,25 @@ from typing import Annotated, Any
 
 import gymnasium
 import numpy as np
-import torch
 import typer
+from harness.backends import BACKENDS as ALL_BACKENDS
+from harness.backends import check as check_names
+from harness.backends import collector_class
+from harness.console import progress_bar
+from harness.models import RevealingPolicy, fill
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from tensordict import TensorDictBase
-from torch import nn
 
-import collectors.distributed
-from collectors import MultiAsyncCollector, MultiSyncCollector
-from collectors.workers.processes import ProcessWorker
+from collectors.workers.connection_pool import ConnectedWorker
 from wsync import WeightSyncScheme
 
-REMOTE = {"distributed": "DistributedCollector", "ray": "RayCollector"}
-BACKENDS = ("shared_mem", "multiprocess", *REMOTE)
-_PATIENCE = 60.0  # seconds in which everybody has to be back at the end
+BACKENDS = tuple(name for name in ALL_BACKENDS if name != "rpc")  # RPC's workers cannot be restarted
+_TIMEOUT = 60.0  # seconds in which all workers have to be active again at the end
 
 
-class Placed(gymnasium.Env):
-    """Its observation is the index of its worker."""
+class IndexEnv(gymnasium.Env):
+    """Its observation is its worker's index."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -54,43 +53,28 @@ class Placed(gymnasium.Env):
         self._observation = np.array([worker], np.float32)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
-        """Begin."""
+        """See ``gymnasium.Env``."""
         super().reset(seed=seed)
         return self._observation, {}
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Go on."""
+        """See ``gymnasium.Env``."""
         return self._observation, 0.0, False, False, {}
-
-
-class Signed(nn.Module):
-    """A policy that writes down its process, and the number that all its weights are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ParameterList(nn.Parameter(torch.ones(4096)) for _ in range(8))
-
-    def forward(self, observation: TensorDictBase) -> TensorDictBase:
-        """Write "action", "process" and "extremes"."""
-        extremes = torch.stack([extreme for layer in self.layers for extreme in layer.aminmax()])
-        observation.set("extremes", torch.stack([extremes.min(), extremes.max()]))
-        observation.set("process", torch.tensor(os.getpid()))
-        return observation.set("action", torch.tensor(0))
-
-    @torch.no_grad()
-    def become(self, version: int) -> None:
-        """Fill every weight with ``version``."""
-        for layer in self.layers:
-            layer.fill_(version)
 
 
 @dataclass
 class Tally:
-    """What was seen.
+    """Counts of a run.
 
     Attributes:
-        newest: by worker, the newest version that acted.
-        wrong: frames that were not as they must be, by what was wrong.
+        kills: workers that were killed.
+        batches: batches that were collected.
+        frames: frames of these batches.
+        updates: updates that were delivered.
+        seconds: duration.
+        longest: seconds of the longest batch.
+        newest: by worker index, the newest version that acted.
+        wrong: number of wrong frames, by kind of error.
     """
 
     kills: int = 0
@@ -102,20 +86,20 @@ class Tally:
     newest: dict[int, int] = field(default_factory=dict)
     wrong: dict[str, int] = field(default_factory=dict)
 
-    def see(self, batch: TensorDictBase, floor: int) -> None:
-        """Judge a batch, all of whose frames must be acted with version ``floor`` or newer."""
+    def check(self, batch: TensorDictBase, floor: int) -> None:
+        """Check a batch: all frames must be acted with version ``floor`` or a newer one."""
         self.batches += 1
         self.frames += batch.numel()
         columns: Any = batch
-        versions, places = columns["policy_version"].flatten(), columns["observation"][..., 0].flatten()
-        extremes = columns["extremes"].reshape(-1, 2)
+        versions, indices = columns["policy_version"].flatten(), columns["observation"][..., 0].flatten()
+        extremes = columns["reveal"].reshape(-1, 2)
         self._count("torn", int((extremes != versions.unsqueeze(-1)).any(-1).sum()))
         self._count("stale", int((versions < floor).sum()))
-        for place in places.unique().int().tolist():
-            mine = versions[places == place]
-            back = int((mine.diff() < 0).sum()) + int(mine[0] < self.newest.get(place, 0))
+        for index in indices.unique().int().tolist():
+            mine = versions[indices == index]
+            back = int((mine.diff() < 0).sum()) + int(mine[0] < self.newest.get(index, 0))
             self._count("went back", back)
-            self.newest[place] = int(mine[-1])
+            self.newest[index] = int(mine[-1])
 
     def _count(self, what: str, number: int) -> None:
         self.wrong[what] = self.wrong.get(what, 0) + number
@@ -125,25 +109,27 @@ class Killer(threading.Thread):
     """Kills ``kills`` workers, one after the other, at random times.
 
     Args:
-        victims: the processes that there are now.
+        victims: returns the current worker processes.
+        kills: number of kills.
         pause: mean seconds between two kills.
+        seed: of the times and victims.
     """
 
     def __init__(self, victims: Callable[[], list[int]], kills: int, pause: float, seed: int) -> None:
         super().__init__(daemon=True)
         self.done = 0
         self._victims = victims
-        self._kills, self._pause, self._dice = kills, pause, random.Random(seed)
-        self._enough = threading.Event()
+        self._kills, self._pause, self._rng = kills, pause, random.Random(seed)
+        self._ended = threading.Event()
 
     def run(self) -> None:
         """Kill."""
         killed: set[int] = set()
-        while self.done < self._kills and not self._enough.wait(self._dice.expovariate(1 / self._pause)):
+        while self.done < self._kills and not self._ended.wait(self._rng.expovariate(1 / self._pause)):
             alive = sorted(set(self._victims()) - killed)
             if not alive:
                 continue
-            victim = self._dice.choice(alive)
+            victim = self._rng.choice(alive)
             killed.add(victim)
             try:
                 os.kill(victim, signal.SIGKILL)
@@ -152,35 +138,34 @@ class Killer(threading.Thread):
             self.done += 1
 
     def end(self) -> None:
-        """Kill no more."""
-        self._enough.set()
+        """Stop killing."""
+        self._ended.set()
         self.join()
 
 
 def open_now() -> tuple[int, int, int]:
-    """Descriptors, threads and children of this process."""
+    """Return the numbers of descriptors, threads and children of this process."""
     gc.collect()  # a memory map keeps a descriptor
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     names = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
-    kept = [name for name in names if "wsync-weights" not in name]  # the arena may have one slot more than before
+    # The arena may have grown; and a restarted TCP worker has its batches in shared memory.
+    kept = [name for name in names if "memfd:wsync-" not in name]
     return len(kept), threading.active_count(), len(children)
 
 
 def check(
     backend: str, sync: bool, *, kills: int, workers: int, pause: float, seed: int, tell: Callable[..., object]
 ) -> Tally:
-    """One long run; ``tell(completed=…)`` hears how many were killed so far.
+    """Run once; ``tell(completed=…)`` is called with the number of kills.
 
     Raises:
-        AssertionError: something does not add up.
-        wsync.WeightSyncError: the collector gave up.
+        AssertionError: a count is wrong.
+        wsync.WeightSyncError: the collector has raised a failure.
     """
-    policy, tally, seen = Signed(), Tally(), {}
-    local = MultiSyncCollector if sync else MultiAsyncCollector
-    kind: Any = partial(getattr(collectors.distributed, REMOTE[backend]), sync=sync) if backend in REMOTE else local
+    policy, tally, seen = RevealingPolicy(0.125), Tally(), {}
     scheme = WeightSyncScheme.from_backend(backend)
-    with kind(
-        [partial(Placed, worker) for worker in range(workers)],
+    with collector_class(backend, sync)(
+        [partial(IndexEnv, worker) for worker in range(workers)],
         policy,
         frames_per_batch=64 * workers if sync else 64,
         weight_sync_schemes={"policy": scheme},
@@ -189,16 +174,17 @@ def check(
     ) as collector:
 
         def victims() -> list[int]:
-            own = [w.process.pid for w in list(collector.remote_workers) if isinstance(w, ProcessWorker)]
+            workers = [one for one in collector.remote_workers if isinstance(one, ConnectedWorker)]
+            own = [one.process.pid for one in workers if one.process is not None]
             return [pid for pid in (*own, *list(seen.values())) if pid]
 
         def turn() -> None:
             before, floor = time.monotonic(), scheme.version if sync else 0
             batch = next(collector)
             tally.longest = max(tally.longest, time.monotonic() - before)
-            tally.see(batch, floor)
+            tally.check(batch, floor)
             seen.update(zip(batch["observation"].flatten().tolist(), batch["process"].flatten().tolist(), strict=True))
-            policy.become(scheme.version + 1)
+            fill(policy, scheme.version + 1)
             collector.update_policy_weights_()
             tally.updates += 1
 
@@ -210,22 +196,22 @@ def check(
             turn()
             tell(completed=killer.done)
         killer.end()
-        tally.kills, deadline = killer.done, time.monotonic() + _PATIENCE
+        tally.kills, deadline = killer.done, time.monotonic() + _TIMEOUT
         failures = collector.failures
         while failures.restarted.total() < killer.done or len(collector.remote_workers) < workers:
             turn()
             assert time.monotonic() < deadline, f"{killer.done} kills, but {failures}"
-        back: set[int] = set()  # everybody has delivered again
+        back: set[int] = set()  # workers that have delivered again
         while len(back) < workers:
             mark = dict(tally.newest)
             turn()
-            back |= {place for place, version in tally.newest.items() if version != mark.get(place)}
+            back |= {index for index, version in tally.newest.items() if version != mark.get(index)}
             assert time.monotonic() < deadline, f"only worker(s) {back} deliver"
         tally.seconds = time.monotonic() - started
         assert failures.failed.total() == failures.restarted.total() == killer.done, f"{killer.done} kills: {failures}"
         assert collector.frames == tally.frames, f"{collector.frames} frames counted, {tally.frames} delivered"
         after = open_now()
-        # A successor has a pipe where a TCP worker has two connections; Ray's threads come and go.
+        # The number of Ray's threads varies.
         less = all(now <= then for now, then in zip(after, before, strict=True))
         assert backend == "ray" or less, f"descriptors, threads, children: {before} before, {after} after"
     return tally
@@ -238,26 +224,25 @@ def main(
     pause: Annotated[float, typer.Option(min=0.001, help="Mean seconds between two kills.")] = 0.5,
     seed: Annotated[int, typer.Option(help="Of the kills.")] = 0,
 ) -> None:
-    """Kill workers at random; fail if anything does not add up."""
+    """Kill workers at random; fail if a count is wrong."""
     logging.getLogger("collectors").setLevel(logging.ERROR)  # a line for each kill is too many
     chosen = backend or ["shared_mem"]
-    if unknown := set(chosen) - set(BACKENDS):
-        raise typer.BadParameter(f"unknown backend {', '.join(sorted(unknown))}: choose from {', '.join(BACKENDS)}")
+    try:
+        check_names(chosen, BACKENDS)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     table = Table(title=f"{workers} workers, a kill every {pause:g} s on average")
     columns = ("backend", "collector", "kills", "batches", "frames", "updates", "torn", "went back", "stale")
     for column in (*columns, "longest batch", "s"):
         table.add_column(column, justify="left" if column in columns[:2] else "right", no_wrap=True)
     bad, console = 0, Console(width=140)
-    shown = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    progress = Progress(*shown, console=console, transient=True)
     for name in chosen:
         for sync in (True, False):
             how = "sync" if sync else "async"
-            with progress:
+            with progress_bar(console) as progress:
                 task = progress.add_task(f"kills, {name}, {how}", total=kills)
                 tell = partial(progress.update, task)
                 tally = check(name, sync, kills=kills, workers=workers, pause=pause, seed=seed, tell=tell)
-                progress.remove_task(task)
             counts = (tally.kills, tally.batches, tally.frames, tally.updates, *tally.wrong.values())
             last = (f"{tally.longest * 1e3:.0f} ms", f"{tally.seconds:.0f}")
             table.add_row(name, how, *(f"{count:,}" for count in counts), *last)

@@ -1,39 +1,29 @@
 """Look for torn policies: workers forward without a pause while the trainer sends as fast as it can.
 
-Every weight of version v is filled with the number v, and a forward reports the smallest and the largest number that
-it met in each layer. So each forward tells whether it saw one version (*mixed* if not), whether versions went back,
-and whether it used a version older than one whose ``send`` had returned before the forward began (*stale*).
+Every weight of version v is filled with the number v, and a forward reports the smallest and the largest number of all
+weights. So each forward shows whether it used one version (*mixed* if not), whether versions went back, and whether it
+used a version older than one for which ``send`` had returned before the forward began (*stale*).
 
     python scripts/check_torn.py --forwards 1000000                       # plain processes: all but rpc and ray
     python scripts/check_torn.py --forwards 1000000 --collector           # every backend, inside a collector
-    python scripts/check_torn.py --bypass-gate --mib 8                    # the control, which does see mixed ones
+    python scripts/check_torn.py --bypass-gate --mib 8                    # the control, which does see mixed versions
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Annotated
 
 import typer
+from harness.backends import check, needs_cluster, variants
+from harness.console import progress_bar
+from harness.torn import Tally, in_collector, standalone
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from torn.collected import in_collector
-from torn.standalone import standalone
 
-import wsync
-
-BACKENDS: dict[str, Callable[[], wsync.WeightSyncScheme]] = {
-    "shared_mem": partial(wsync.SharedMemWeightSyncScheme),
-    "shared_mem-published": partial(wsync.SharedMemWeightSyncScheme, acknowledge="published"),
-    "multiprocess": partial(wsync.MultiProcessWeightSyncScheme),
-    "distributed": partial(wsync.DistributedWeightSyncScheme),
-    "distributed-gloo": partial(wsync.DistributedWeightSyncScheme, shared_memory=False),
-    "rpc": partial(wsync.RPCWeightSyncScheme),
-    "ray": lambda: wsync.RayWeightSyncScheme(),  # Ray is imported when it is asked for
-}
-STANDALONE = [name for name in BACKENDS if name not in ("rpc", "ray")]  # whose workers are plain processes
+BACKENDS = variants()
+STANDALONE = [name for name in BACKENDS if not needs_cluster(name)]
+__all__ = ["BACKENDS", "STANDALONE", "Tally", "in_collector", "standalone"]
 
 
 def main(
@@ -52,25 +42,23 @@ def main(
         raise typer.BadParameter("a collector's workers always act through the gate")
     known = list(BACKENDS) if collector else STANDALONE
     chosen = backend or known
-    if unknown := set(chosen) - set(known):
-        raise typer.BadParameter(f"unknown backend {', '.join(sorted(unknown))}: choose from {', '.join(known)}")
+    try:
+        check(chosen, known)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     share = -(-forwards // len(chosen))
     table = Table(title=f"{'collector' if collector else 'standalone'}, {workers} workers, {mib:g} MiB")
     for column in ("backend", "forwards", "sends", "versions seen", "mixed", "went back", "stale", "s"):
         table.add_column(column, justify="left" if column == "backend" else "right", no_wrap=True)
-    bad: list[str] = []
-    console = Console(width=110)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    progress = Progress(*columns, console=console, transient=True)
+    bad, console = list[str](), Console(width=110)
+    options = {"forwards": share, "workers": workers, "mib": mib, "seconds": seconds}
     for name in chosen:
-        options = {"forwards": share, "workers": workers, "mib": mib, "seconds": seconds}
-        with progress:
-            task = progress.add_task(name, total=share if collector else None)  # only a collector tells meanwhile
+        with progress_bar(console) as progress:
+            task = progress.add_task(name, total=share if collector else None)  # standalone reports at the end only
             if collector:
                 tally = in_collector(BACKENDS[name], **options, tell=partial(progress.update, task))
             else:
                 tally = standalone(BACKENDS[name], **options, bypass=bypass_gate)
-            progress.remove_task(task)
         counts = (tally.forwards, tally.updates, tally.versions, tally.mixed, tally.backwards, tally.stale)
         table.add_row(name, *(f"{count:,}" for count in counts), f"{tally.seconds:.1f}")
         if tally.example:

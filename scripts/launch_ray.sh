@@ -17,7 +17,7 @@ cd "$(dirname "$0")/.."
 
 case $what in
 head)
-    # A node without RAY_AUTH_MODE=token lets in whoever reaches the port: keep it on a network of your own.
+    # Without RAY_AUTH_MODE=token a node accepts every process that reaches the port: use a private network.
     exec ray start --head --port "${PORT:-6379}" --disable-usage-stats "$@"
     ;;
 worker)

@@ -6,7 +6,7 @@
 #   NODES=2 NODE_RANK=1 MASTER=10.0.0.1 scripts/launch_torchrun.sh 4    # on the second: 5 processes on each,
 #                                                                       # a trainer and 9 workers in all
 #
-# Whatever follows the number goes to train.py: scripts/launch_torchrun.sh 4 env=acrobot collector=distributed_async
+# Arguments after the number go to train.py: scripts/launch_torchrun.sh 4 env=acrobot collector=distributed_async
 set -eu
 
 workers=${1:?"usage: $0 WORKERS [train.py's overrides]"}
@@ -24,7 +24,7 @@ else
         --master-addr "$host" --master-port "${MASTER_PORT:-29400}")
 fi
 
-# Weights and batches come from the first node. Keep both on a network that nobody else can listen to.
+# Weights and batches come from the first node. Keep both on a private network: nothing is encrypted.
 exec "${PYTHON:-python}" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$processes" train.py \
     weight_sync=distributed weight_sync.host="$host" \
     collector=distributed collector.launcher=join collector.host="$host" \

@@ -1,12 +1,11 @@
-"""Where the microseconds of one small update go, phase by phase, with caches that are warm and that are not.
+"""The cost of one small update, phase by phase, with warm and with cold caches.
 
     python scripts/profile_sync.py                                   # shared memory, published: 18 KiB to 2 workers
     python scripts/profile_sync.py --backend multiprocess --mib 1 --tensors 20
-    python scripts/profile_sync.py --functions 25                    # and the functions that the trainer spends it in
+    python scripts/profile_sync.py --functions 25                    # and the functions in which the trainer spends it
 
-The compiled fast path (``wsync/csrc``) and the slow one, in Python, in turn. *warm*: updates one behind another.
-*cold*: before each, 16 MiB and twenty thousand objects go through the caches, as they do where a trainer learns or
-waits between two updates.
+The compiled code (``wsync/csrc``) and its Python twin, in turn. *warm*: updates one after another. *cold*: before each,
+16 MiB and twenty thousand objects pass through the caches, as when a trainer learns or waits between two updates.
 """
 
 from __future__ import annotations
@@ -16,82 +15,37 @@ import multiprocessing
 import os
 import pstats
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from functools import partial
-from multiprocessing.connection import Connection
 from typing import Annotated, Any
 
 import torch
 import typer
+from harness.backends import check, needs_cluster, variants
+from harness.models import RevealingModel
+from harness.processes import receive_updates, worker_processes
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 import wsync
-from wsync import native
+from wsync import loops
 
 Cost = dict[str, float]
 Costs = tuple[Cost, Cost]
-"""Warm, and cold: microseconds of each phase."""
+"""Microseconds of each phase, warm and cold."""
 
-SCHEMES: dict[str, Callable[[], wsync.WeightSyncScheme]] = {
-    "published": partial(wsync.SharedMemWeightSyncScheme, acknowledge="published"),
-    "installed": wsync.SharedMemWeightSyncScheme,
-    "multiprocess": wsync.MultiProcessWeightSyncScheme,
-    "distributed": wsync.DistributedWeightSyncScheme,
-    "distributed, gloo": partial(wsync.DistributedWeightSyncScheme, shared_memory=False),
-}
-
-
-def model(mib: float, tensors: int) -> nn.Module:
-    """So many parameters of one size."""
-    size = max(1, int(mib * 2**18 / tensors))
-    return nn.ParameterList([nn.Parameter(torch.zeros(size)) for _ in range(tensors)])
-
-
-def worker(pipe: Connection, scheme: wsync.WeightSyncScheme, index: int, mib: float, tensors: int) -> None:
-    """Be there until the trainer hangs up."""
-    torch.set_num_threads(1)
-    scheme.init_on_receiver("policy", model=model(mib, tensors), worker_idx=index)
-    scheme.connect()
-    try:
-        pipe.recv()
-    except EOFError:
-        scheme.shutdown()
-
-
-@contextmanager
-def workers(scheme: wsync.WeightSyncScheme, count: int, mib: float, tensors: int) -> Iterator[None]:
-    """Workers that have connected."""
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for index in range(count):
-        mine, theirs = context.Pipe()
-        process = context.Process(target=worker, args=(theirs, scheme, index, mib, tensors), daemon=True)
-        process.start()
-        theirs.close()
-        pipes.append(mine)
-        processes.append(process)
-    scheme.connect()
-    try:
-        yield
-    finally:
-        for pipe in pipes:
-            pipe.close()
-        for process in processes:
-            process.join(10)
+_OLDER_NAMES = {"published": "shared_mem-published", "installed": "shared_mem", "distributed, gloo": "distributed-gloo"}
+VARIANTS = {name: make for name, make in variants().items() if not needs_cluster(name)}
 
 
 def stir(large: torch.Tensor) -> None:
-    """Send something else through the caches."""
+    """Replace the contents of the caches."""
     large.add_(1.0)
     sum({str(number): number for number in range(20_000)}.values())
 
 
 def measure(scheme: wsync.WeightSyncScheme, rounds: int, between: Callable[[], object]) -> Cost:
-    """Median microseconds of each phase, and of all."""
+    """Return the median microseconds of each phase, and of all together."""
     reports = []
     for _ in range(rounds):
         between()
@@ -104,11 +58,12 @@ def measure(scheme: wsync.WeightSyncScheme, rounds: int, between: Callable[[], o
 
 
 def profile(backend: str, mib: float, tensors: int, count: int, rounds: int, functions: int) -> Costs:
-    """What an update costs in this process, warm and cold."""
+    """Measure updates in this process, warm and cold."""
     torch.set_num_threads(1)
-    scheme, large = SCHEMES[backend](), torch.zeros(4 << 20)
-    scheme.init_on_sender("policy", model=model(mib, tensors), num_workers=count)
-    with workers(scheme, count, mib, tensors), scheme:
+    scheme, large = VARIANTS[backend](), torch.zeros(4 << 20)
+    scheme.init_on_sender("policy", model=RevealingModel(mib, tensors), num_workers=count)
+    with worker_processes(receive_updates, count, scheme, mib, tensors), scheme:
+        scheme.connect()
         costs = measure(scheme, rounds, lambda: None), measure(scheme, max(1, rounds // 10), lambda: stir(large))
         if functions:
             profiler = cProfile.Profile()
@@ -118,14 +73,14 @@ def profile(backend: str, mib: float, tensors: int, count: int, rounds: int, fun
 
 
 def elsewhere(compiled: bool, *arguments: Any) -> Costs:
-    """``profile`` in a process of its own, which takes the compiled path or not; and so do its workers."""
+    """Call ``profile`` in a process of its own, which uses the compiled code or not, as its workers do."""
     os.environ["WSYNC_NATIVE"] = str(int(compiled))
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as one:
         return one.submit(profile, *arguments).result()
 
 
 def main(
-    backend: Annotated[str, typer.Option(help=f"One of {', '.join(SCHEMES)}.")] = "published",
+    backend: Annotated[str, typer.Option(help=f"One of {', '.join(VARIANTS)}.")] = "shared_mem-published",
     mib: Annotated[float, typer.Option(help="MiB of all weights together.")] = 0.018,
     tensors: Annotated[int, typer.Option(min=1)] = 6,
     count: Annotated[int, typer.Option("--workers", min=1)] = 2,
@@ -134,9 +89,12 @@ def main(
     functions: Annotated[int, typer.Option(help="Show so many functions by their own time, for each way.")] = 0,
 ) -> None:
     """Measure, and show."""
-    if backend not in SCHEMES:
-        raise typer.BadParameter(f"no backend '{backend}'; there are {', '.join(SCHEMES)}")
-    ways = (True, False) if native.available else (False,)
+    backend = _OLDER_NAMES.get(backend, backend)
+    try:
+        check([backend], VARIANTS)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    ways = (True, False) if loops.COMPILED else (False,)
     taken: dict[bool, list[Costs]] = {way: [] for way in ways}
     for turn in range(turns):
         for way in ways:
@@ -159,7 +117,7 @@ def main(
 
 
 def middle(costs: list[Cost]) -> Cost:
-    """The median of each phase, over the turns."""
+    """Return the median of each phase over the turns."""
     return {name: statistics.median(cost[name] for cost in costs) for name in costs[0]}
 
 

@@ -1,9 +1,9 @@
-"""A policy, and a second model that is learnt beside it and kept in step with its copies: random network distillation.
+"""A policy and a second model that are trained and synchronised together: random network distillation.
 
-The car of MountainCar-v0 is paid for nothing but reaching the goal, which a random policy does not do. What drives it
-is a bonus for what it has not seen often: the error of a network that learns to predict another, random one
-(Burda et al., https://arxiv.org/abs/1810.12894). A transform computes the bonus in the environment. After each batch
-the trainer sends the policy and the curiosity.
+The reward in MountainCar-v0 is 1 for reaching the goal and 0 otherwise, and a random policy does not reach it. A bonus
+for rare observations helps: the error of a network that learns to predict another, random one (Burda et al.,
+https://arxiv.org/abs/1810.12894). A transform computes the bonus in the environment. After each batch the trainer
+sends the policy and the curiosity.
 
     python scripts/train_curiosity.py                      # the predictor in a Ray actor that all workers share
     python scripts/train_curiosity.py --transform local    # a copy in each worker, updated at once with the policy
@@ -24,8 +24,8 @@ import gymnasium as gym
 import numpy as np
 import torch
 import typer
+from harness.console import progress_bar
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -34,7 +34,7 @@ from collectors import GymEnv, ModuleTransform, MultiCollector, MultiSyncCollect
 from learning import PPO, make_critic, make_policy
 from learning.progress import Progress as Counters
 from learning.reporting.console import microseconds, number
-from learning.stop import StopRequest
+from learning.run import StopRequest
 
 Where = StrEnum("Where", ["ray", "local"])
 PPO_SETTINGS: dict[str, Any] = {
@@ -105,8 +105,8 @@ class Curiosity(nn.Module):
 
 
 @dataclass(frozen=True)
-class Crew:
-    """The workers, and the way to them."""
+class Workers:
+    """A collector, and the function that updates its workers."""
 
     collector: MultiCollector
     schemes: Mapping[str, wsync.WeightSyncScheme]
@@ -114,19 +114,19 @@ class Crew:
 
 
 @contextmanager
-def local_crew(policy: nn.Module, curiosity: Curiosity, num_envs: int, **options: Any) -> Iterator[Crew]:
-    """Each worker has a copy of both models; an update switches both at once."""
+def local_workers(policy: nn.Module, curiosity: Curiosity, num_envs: int, **options: Any) -> Iterator[Workers]:
+    """Give each worker a copy of both models; an update switches both at once."""
     make_env = partial(GymEnv, mountain_car, num_envs, transforms=[ModuleTransform(curiosity, **KEYS)])
     names = {"policy": policy, "env.transform[0].module": curiosity}
     schemes: dict[str, wsync.WeightSyncScheme] = {name: wsync.SharedMemWeightSyncScheme() for name in names}
     with MultiSyncCollector([make_env] * 2, policy, weight_sync_schemes=schemes, **options) as collector:
-        told = dict(zip(["policy", "curiosity"], schemes.values(), strict=True))
-        yield Crew(collector, told, lambda: collector.update_policy_weights_(weights_dict=names))
+        shown = dict(zip(["policy", "curiosity"], schemes.values(), strict=True))
+        yield Workers(collector, shown, lambda: collector.update_policy_weights_(weights_dict=names))
 
 
 @contextmanager
-def ray_crew(policy: nn.Module, curiosity: Curiosity, num_envs: int, **options: Any) -> Iterator[Crew]:
-    """Each worker has a copy of the policy; the curiosity is in one Ray actor."""
+def ray_workers(policy: nn.Module, curiosity: Curiosity, num_envs: int, **options: Any) -> Iterator[Workers]:
+    """Give each worker a copy of the policy; the curiosity is in one Ray actor."""
     from collectors import RayModuleTransform  # Ray is slow to import
     from collectors.distributed.ray_cluster import Cluster
 
@@ -142,7 +142,7 @@ def ray_crew(policy: nn.Module, curiosity: Curiosity, num_envs: int, **options: 
                 collector.update_policy_weights_(policy)
                 own.send()
 
-            yield Crew(collector, {"policy": shared, "curiosity": own}, send)
+            yield Workers(collector, {"policy": shared, "curiosity": own}, send)
 
 
 def main(
@@ -153,7 +153,7 @@ def main(
     scale: Annotated[float, typer.Option(help="of the bonus")] = 0.5,
     seed: int = 0,
 ) -> None:
-    """Train, and print what came of it."""
+    """Train, and print the results."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     space = GymEnv(mountain_car)
@@ -163,18 +163,17 @@ def main(
     curiosity.observe(space.rollout(2000).get("observation"))  # how large an error is, to begin with
 
     counters, bonuses = Counters(), list[float]()
-    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[told]}")
-    crew_of = local_crew if transform is Where.local else ray_crew
+    workers_for = local_workers if transform is Where.local else ray_workers
     with (
         StopRequest() as stop,
-        crew_of(policy, curiosity, num_envs, frames_per_batch=batch) as crew,
-        Progress(*columns) as bar,
+        workers_for(policy, curiosity, num_envs, frames_per_batch=batch) as workers,
+        progress_bar(field="status") as bar,
     ):
-        task, scheme = bar.add_task("", total=frames, told=""), crew.schemes["policy"]
-        crew.collector.set_seed(seed)
+        task, scheme = bar.add_task("", total=frames, status=""), workers.schemes["policy"]
+        workers.collector.set_seed(seed)
         counters.begin()
         while counters.frames < frames and not stop.requested:
-            rows = next(crew.collector)
+            rows = next(workers.collector)
             counters.collected(rows, scheme.version)
             step = rows.get("next")
             bonuses.append((step.get("reward") - step.get("terminated").float()).mean().item())
@@ -182,23 +181,23 @@ def main(
             seen = step.get("observation").flatten(0, -2)
             curiosity.observe(seen)
             curiosity.learn(seen, optimizer)
-            crew.send()
+            workers.send()
             row = counters.synchronised(stats, scheme.metrics, scheme.version)
-            told = f"goals {number(row.episode_return_mean_100, 2)}  bonus {bonuses[-1]:.4f}"
-            bar.update(task, completed=min(counters.frames, frames), told=told)
+            status = f"goals {number(row.episode_return_mean_100, 2)}  bonus {bonuses[-1]:.4f}"
+            bar.update(task, completed=min(counters.frames, frames), status=status)
         if bonuses:
-            Console().print(table(transform, counters, bonuses, crew))
+            Console().print(table(transform, counters, bonuses, workers))
     raise typer.Exit(stop.exit_status)
 
 
-def table(transform: Where, counters: Counters, bonuses: list[float], crew: Crew) -> Table:
-    """Lay out what came of a run; a return is 1 where the goal was reached."""
+def table(transform: Where, counters: Counters, bonuses: list[float], workers: Workers) -> Table:
+    """Return a table of the results; an episode's return is 1 if the goal was reached."""
     result = Table("", "at the start", "at the end", title=f"Curiosity, transform {transform}")
     result.add_row("frames", "0", f"{counters.frames:,} in {counters.seconds:.0f} s")
     result.add_row("mean return of 100 episodes", number(counters.first_mean, 2), number(counters.return_mean, 2))
     result.add_row("mean bonus of a batch", *(f"{bonuses[i]:.4f}" for i in (0, -1)))
     result.add_section()
-    for name, scheme in crew.schemes.items():
+    for name, scheme in workers.schemes.items():
         latency = microseconds(statistics.median(scheme.metrics.latencies_us))
         result.add_row(name, f"{scheme.name}, p50 {latency}", f"version {scheme.version}")
     return result

@@ -1,6 +1,7 @@
-"""For all tests: no threads on busy cores, one fork server, signals that may be ignored; fuzzing; who runs what."""
+"""For all tests: threads, the fork server, signals, fuzzing, and which process runs which tests."""
 
 import signal
+import sys
 from multiprocessing import forkserver
 from typing import Any
 
@@ -9,22 +10,39 @@ import torch
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+from wsync.testing.workers import PRELOADED_MODULES
+
 settings.register_profile("long", max_examples=3_000, deadline=None)  # pytest --hypothesis-profile=long
 torch.set_num_threads(1)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and theirs, ignore it
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and what runs under nohup this one
-forkserver.set_forkserver_preload(["collectors.workers.worker"])  # there is one server: all gain
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
+PRELOADED_MODULES.append("collectors.worker")
+forkserver.set_forkserver_preload(PRELOADED_MODULES)  # one server starts all workers
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """With several processes at work, one of them does all that needs the same things: they take long to start."""
-    return ByNeed(config, log)
+    """Of several processes, one runs all tests that share something that takes long to start."""
+    return SharedResources(config, log)
 
 
-class ByNeed(LoadScopeScheduling):
-    """The tests of a file stay together; of the faults, those of a backend do."""
+class SharedResources(LoadScopeScheduling):
+    """The tests of a class or file stay together; of the faults, those of a backend do; and so do all that need Ray."""
 
     def _split_scope(self, nodeid: str) -> str:
+        if needs_ray(nodeid):
+            return "ray"
         file, _, case = nodeid.partition("::")
-        return case.partition("[")[2] if file.startswith("tests/chaos/") else file
+        return case.partition("[")[2] if file.startswith("tests/chaos/") else nodeid.rpartition("::")[0]
+
+
+def needs_ray(nodeid: str) -> bool:
+    """Whether a test belongs to those that share a Ray cluster: its file, class or parameters say so."""
+    return nodeid.startswith("tests/cluster/") or "TestRay" in nodeid or nodeid.endswith("[ray]")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Tests that do not need Ray begin without it."""
+    if "ray" in sys.modules and (nextitem is None or not needs_ray(nextitem.nodeid)):
+        sys.modules["ray"].shutdown()

@@ -1,36 +1,34 @@
 """Weight synchronization for reinforcement learning: a trainer's weights, in every worker, whole and in order."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
-from wsync import lean_import  # isort: skip  # noqa: F401  before anything else imports tensordict
 from wsync.backends.distributed import DistributedTransport, DistributedWeightSyncScheme
 from wsync.backends.multiprocess import MPTransport, MultiProcessWeightSyncScheme
 from wsync.backends.none import NoWeightSyncScheme
+from wsync.backends.ray import RayModuleTransformScheme, RayTransport, RayWeightSyncScheme
 from wsync.backends.rpc import RPCTransport, RPCWeightSyncScheme
 from wsync.backends.shared_mem import SharedMemTransport, SharedMemWeightSyncScheme
+from wsync.control.listener import listen_on
 from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, WeightSyncError, WorkerDied, WorkerFailed
-from wsync.legacy import WeightReceiver, WeightSender
+from wsync.gate import gate, gated
+from wsync.legacy.api import WeightReceiver, WeightSender
 from wsync.metrics import SyncMetrics
-from wsync.network.listening import listen_on
 from wsync.paths import find_model
-from wsync.receiving.gate import gate, gated
+from wsync.registry import register_backend, registered_backends
+from wsync.rendezvous import Rendezvous, SocketRendezvous, StoreRendezvous
 from wsync.scheme import WeightSyncScheme
 from wsync.sending.membership import worker_list
 from wsync.sending.source import per_worker
 from wsync.transaction import synchronize
-from wsync.transport import TransportBackend
+from wsync.transport import Closing, FlatTransport, TransportBackend
 from wsync.types import CascadingContext, CollectorContext, RemoteWorker, SyncReport
 from wsync.weights.strategy import WeightStrategy
 
-if TYPE_CHECKING:
-    from wsync.backends.ray import RayModuleTransformScheme, RayTransport, RayWeightSyncScheme
-
 __all__ = [
     "CascadingContext",
+    "Closing",
     "CollectorContext",
     "DistributedTransport",
     "DistributedWeightSyncScheme",
+    "FlatTransport",
     "LayoutMismatch",
     "MPTransport",
     "MultiProcessWeightSyncScheme",
@@ -42,8 +40,11 @@ __all__ = [
     "RayTransport",
     "RayWeightSyncScheme",
     "RemoteWorker",
+    "Rendezvous",
     "SharedMemTransport",
     "SharedMemWeightSyncScheme",
+    "SocketRendezvous",
+    "StoreRendezvous",
     "SyncMetrics",
     "SyncReport",
     "SyncTimeout",
@@ -60,15 +61,8 @@ __all__ = [
     "gated",
     "listen_on",
     "per_worker",
+    "register_backend",
+    "registered_backends",
     "synchronize",
     "worker_list",
 ]
-
-_WITH_RAY = {"RayModuleTransformScheme", "RayTransport", "RayWeightSyncScheme"}
-
-
-def __getattr__(name: str) -> object:
-    """What needs Ray is imported when it is asked for: Ray is slow to import, and most runs do without."""
-    if name in _WITH_RAY:
-        return getattr(import_module("wsync.backends.ray"), name)
-    raise AttributeError(f"module 'wsync' has no attribute '{name}'")

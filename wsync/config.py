@@ -1,124 +1,163 @@
-"""Structured configs of the schemes, for Hydra's ``ConfigStore``."""
+"""Hydra configs of the backends: structured configs, made from the signatures of their schemes.
+
+So a scheme that Hydra builds and one that is built in Python have the same options and defaults.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import field, make_dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from wsync.registry import registered_backends
+from wsync.scheme import WeightSyncScheme
+
+_PLAIN = (bool, int, float, str)
 
 
-@dataclass
-class SharedMemConfig:
-    """``SharedMemWeightSyncScheme``."""
+def register_configs(defaults: Mapping[str, Any] | None = None, folders: Sequence[Path] = ()) -> None:
+    """Add every backend to Hydra's ConfigStore: those that are registered, and YAML files of the group ``weight_sync``.
 
-    _target_: str = "wsync.SharedMemWeightSyncScheme"
-    strategy: str = "tensordict"
-    auto_register: bool = True
-    sync: bool = True
-    per_worker_weights: bool = False
-    timeout: float | None = 60.0
-    acknowledge: str = "published"
-    bind: bool = True
-    checksum: bool = False
+    ==============================  =================================================================================
+    ``weight_sync/base_<name>``     structured config of a registered backend, for the defaults list of a YAML file
+    ``weight_sync/<name>``          the same, as an option; left out where one of ``folders`` has a file of that name
+    ``weight_sync/schema/<name>``   structured config of the scheme that is the ``_target_`` of such a file
+    ``collector/for/<name>``        the collector option that the scheme names first (``WeightSyncScheme.collectors``)
+    ==============================  =================================================================================
 
+    A file without ``_target_`` is about the backend in its defaults list, or the one of its own name. A scheme that
+    cannot be imported, or accepts any option (``**options``), has a config that accepts any option.
 
-@dataclass
-class MultiProcessConfig:
-    """``MultiProcessWeightSyncScheme``."""
+    Args:
+        defaults: replace the defaults of schemes that have an option of that name, ``{"timeout": "${timeout}"}``.
+        folders: Hydra's config folders, in Hydra's order.
 
-    _target_: str = "wsync.MultiProcessWeightSyncScheme"
-    strategy: str = "tensordict"
-    sync: bool = True
-    timeout: float | None = 60.0
-    checksum: bool = False
-
-
-@dataclass
-class DistributedConfig:
-    """``DistributedWeightSyncScheme``."""
-
-    _target_: str = "wsync.DistributedWeightSyncScheme"
-    backend: str = "gloo"
-    sync: bool = True
-    strategy: str = "tensordict"
-    timeout: float | None = 60.0
-    host: str = "127.0.0.1"
-    bind: bool = True
-    checksum: bool | None = None
-    shared_memory: bool = True
+    Raises:
+        ValueError: the store has another config of one of these names.
+    """
+    overriding = tuple((defaults or {}).items())
+    targets = {name: scheme.replace(":", ".") for name, scheme in registered_backends().items()}
+    paths = [path for folder in reversed(folders) for path in sorted((folder / "weight_sync").glob("*.yaml"))]
+    files = {path.stem: _target_of(path, targets) for path in paths}
+    for name, target in targets.items():
+        store_once("weight_sync", f"base_{name}", config_of(target, overriding))
+        if name not in files:
+            store_once("weight_sync", name, config_of(target, overriding))
+    for name, target in files.items():
+        if target is not None:
+            store_once("weight_sync/schema", name, config_of(target, overriding))
+    for name, target in {**targets, **files}.items():
+        store_once("collector/for", name, {"defaults": [f"/collector/{_default_collector(target)}@_here_"]})
 
 
-@dataclass
-class RPCConfig:
-    """``RPCWeightSyncScheme``."""
-
-    _target_: str = "wsync.RPCWeightSyncScheme"
-    strategy: str = "tensordict"
-    backend: str = "gloo"
-    sync: bool = True
-    timeout: float | None = 60.0
-    host: str = "127.0.0.1"
-    bind: bool = True
-    checksum: bool | None = None
-    shared_memory: bool = True
-    trainer: str = "trainer"
+def _target_of(path: Path, targets: Mapping[str, str]) -> str | None:
+    """Return the ``_target_`` of a YAML file; None if there is none, or it cannot be read, which Hydra reports."""
+    try:
+        content = OmegaConf.load(path)
+    except (OSError, YAMLError, OmegaConfBaseException):
+        return None
+    if not isinstance(content, DictConfig):
+        return None
+    names = [str(entry).removeprefix("base_") for entry in content.get("defaults") or ()]
+    known = [targets[name] for name in (*names, path.stem) if name in targets]
+    return content.get("_target_") or next(iter(known), None)
 
 
-@dataclass
-class RayConfig:
-    """``RayWeightSyncScheme``."""
-
-    _target_: str = "wsync.RayWeightSyncScheme"
-    strategy: str = "tensordict"
-    backend: str = "gloo"
-    sync: bool = True
-    timeout: float | None = 60.0
-    host: str = "127.0.0.1"
-    bind: bool = True
-    checksum: bool | None = None
-    shared_memory: bool = True
+def _imported(target: str | None) -> Any:
+    """Return the class or function with the dotted name ``target``; None if it cannot be imported."""
+    module, _, attribute = (target or "").rpartition(".")
+    try:
+        return getattr(import_module(module), attribute)
+    except Exception:  # noqa: BLE001  (of any module; Hydra reports it if the backend is chosen)
+        return None
 
 
-@dataclass
-class RayModuleTransformConfig(RayConfig):
-    """``RayModuleTransformScheme``."""
-
-    _target_: str = "wsync.RayModuleTransformScheme"
-
-
-@dataclass
-class NoneConfig:
-    """``NoWeightSyncScheme``."""
-
-    _target_: str = "wsync.NoWeightSyncScheme"
+def _default_collector(target: str | None) -> str:
+    scheme = _imported(target)
+    known = isinstance(scheme, type) and issubclass(scheme, WeightSyncScheme)
+    return next(iter(scheme.collectors if known else ()), WeightSyncScheme.collectors[0])
 
 
-CONFIGS: dict[str, type] = {
-    "shared_mem": SharedMemConfig,
-    "multiprocess": MultiProcessConfig,
-    "distributed": DistributedConfig,
-    "rpc": RPCConfig,
-    "ray": RayConfig,
-    "ray_module_transform": RayModuleTransformConfig,
-    "none": NoneConfig,
-}
+@cache  # two configs of one scheme have to be of one type to be merged
+def config_of(target: str, defaults: tuple[tuple[str, Any], ...] = ()) -> Any:
+    """Return the config of a scheme: a dataclass with ``_target_`` and one field per option.
+
+    A ``Literal`` of strings is a ``str`` (the scheme checks the value); what OmegaConf has no type for is ``Any``. If
+    the scheme cannot be imported, or has ``**options``, the config is a dictionary, to which options can be added.
+
+    Args:
+        target: dotted name of the scheme's class, or of a function that returns a scheme.
+        defaults: ``(option, value)`` pairs that replace the scheme's own defaults, for options that it has.
+    """
+    scheme = _imported(target)
+    found = list(_options(scheme)) if callable(scheme) else None
+    options = [(name, kind, dict(defaults).get(name, default)) for name, kind, default in found or ()]
+    if found is None or _accepts_any(scheme):
+        return {"_target_": target, **{name: default for name, _, default in options}}
+    fields: list[tuple[str, Any, Any]] = [("_target_", str, field(default=target))]
+    fields += [(name, _config_type(kind), field(default=default)) for name, kind, default in options]
+    made = make_dataclass(f"{scheme.__name__}Config", fields)
+    made.__doc__ = f"The options of ``{scheme.__name__}``."
+    made.__module__ = __name__
+    return made
 
 
-def store_once(group: str | None, name: str, node: type) -> None:
-    """Put `node` into Hydra's ConfigStore; again is harmless, another one of the same name a ValueError.
+def _accepts_any(scheme: Callable[..., Any]) -> bool:
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(scheme).parameters.values())
 
-    The store itself would overwrite the first in silence.
+
+def _options(scheme: Callable[..., Any]) -> Iterable[tuple[str, Any, Any]]:
+    """Yield each option's name, annotation and default; those with a default that no config can hold are left out."""
+    try:
+        hints = typing.get_type_hints(scheme.__init__ if isinstance(scheme, type) else scheme)
+    except NameError:  # names that are imported for type checkers only
+        hints = {}
+    for parameter in inspect.signature(scheme).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if parameter.default is parameter.empty:
+            yield parameter.name, hints.get(parameter.name, Any), "???"
+        elif parameter.default is None or isinstance(parameter.default, _PLAIN):
+            yield parameter.name, hints.get(parameter.name, Any), parameter.default
+
+
+def _config_type(annotation: Any) -> Any:
+    if get_origin(annotation) is Literal:
+        return str if all(isinstance(value, str) for value in get_args(annotation)) else Any
+    if annotation in _PLAIN:
+        return annotation
+    if get_origin(annotation) in (Union, types.UnionType):
+        inner = [one for one in get_args(annotation) if one is not type(None)]
+        if len(inner) == 1 and _config_type(inner[0]) is not Any:
+            return _config_type(inner[0]) | None
+    return Any
+
+
+def store_once(group: str | None, name: str, node: Any) -> None:
+    """Put ``node`` into Hydra's ConfigStore. The same one again is harmless.
+
+    Raises:
+        ValueError: the store has another config of this name, which it would overwrite without a word.
     """
     store = ConfigStore.instance()
-    present = store.repo.get(group, {}) if group else store.repo
+    present: Any = store.repo
+    for part in group.split("/") if group else ():
+        present = present.get(part, {})
     if f"{name}.yaml" not in present:
         store.store(group=group, name=name, node=node)
-    elif OmegaConf.get_type(present[f"{name}.yaml"].node) is not node:
+        return
+    known = present[f"{name}.yaml"].node
+    same = OmegaConf.get_type(known) is node if isinstance(node, type) else known == OmegaConf.create(node)
+    if not same:
         raise ValueError(f"the config store has another {group or ''}/{name} already")
-
-
-def register_configs() -> None:
-    """Put ``weight_sync/base_<name>`` into the store, once; ValueError as ``store_once``."""
-    for name, config in CONFIGS.items():
-        store_once("weight_sync", f"base_{name}", config)

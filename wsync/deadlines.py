@@ -1,35 +1,53 @@
-"""Every wait has a deadline: a moment on ``time.monotonic``'s clock, or ``None`` for no limit."""
+"""Deadlines: moments on ``time.monotonic``'s clock, or None for no limit."""
 
 from __future__ import annotations
 
-import math
 import select
 import time
 from collections.abc import Iterable
+from datetime import timedelta
 
 NOW = 0.0
-"""A deadline that is over: look, and do not wait."""
-_LONGEST = float(2**31 - 1)  # milliseconds that ``poll`` takes: 24 days are as good as any later deadline
+"""A deadline that has passed: look, and do not wait."""
+_MAX_MILLISECONDS = float(2**31 - 1)  # of ``poll``
+_LONGEST = 10.0**9  # seconds: longer timeouts are none (30 years)
+
+
+def as_timeout(seconds: float | None) -> float | None:
+    """Return a timeout in seconds; None for None, and for more than thirty years."""
+    return None if seconds is None or seconds > _LONGEST else seconds
+
+
+def deadline_in(timeout: float | None) -> float | None:
+    """Return the moment ``timeout`` seconds from now; None for None, and for more than thirty years."""
+    timeout = as_timeout(timeout)
+    return None if timeout is None else time.monotonic() + timeout
 
 
 def remaining(deadline: float | None) -> float | None:
-    """Seconds until ``deadline``, not below 0; ``None`` for no deadline."""
+    """Return the seconds until ``deadline``, not below 0; None for no deadline."""
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def milliseconds(deadline: float | None) -> float | None:
-    """Whole milliseconds until ``deadline``, rounded up, as far as ``poll`` takes them; ``None`` for no deadline."""
+    """Return the milliseconds until ``deadline``, rounded up, as ``poll`` takes them; None for no deadline."""
     left = remaining(deadline)
-    return None if left is None else min(-(-left * 1000 // 1), _LONGEST)
+    return None if left is None else min(-(-left * 1000 // 1), _MAX_MILLISECONDS)
 
 
-def deadline_in(timeout: float | None) -> float | None:
-    """The moment ``timeout`` seconds from now; ``None`` for none (and for infinitely many)."""
-    return None if timeout is None or timeout == math.inf else time.monotonic() + timeout
+def as_timedelta(timeout: float | None) -> timedelta:
+    """Return a timeout in seconds as ``torch.distributed`` takes it; a year for None."""
+    return timedelta(days=365) if timeout is None else timedelta(seconds=timeout)
+
+
+def time_until(deadline: float | None) -> timedelta:
+    """Return the time until ``deadline`` as ``torch.distributed`` takes it: never 0, which would mean no limit."""
+    left = remaining(deadline)
+    return as_timedelta(None if left is None else max(left, 0.001))
 
 
 def wait_readable(descriptors: Iterable[int], deadline: float | None) -> list[int]:
-    """Those of ``descriptors`` that are readable (or closed), as soon as one is; empty at the deadline."""
+    """Return those of ``descriptors`` that are readable or closed, as soon as one is; empty at the deadline."""
     poller = select.poll()
     for descriptor in descriptors:
         poller.register(descriptor, select.POLLIN)

@@ -31,8 +31,8 @@ class WorkerError(WeightSyncError):
 
     Attributes:
         workers: ``{worker_idx: cause}`` for each worker that failed.
-        version: the update that they lack, and the others have; None if nobody was given one.
-        refused: those among them whose model raised; all others died, or did not answer.
+        version: the update that they lack, and the others have; None if no worker was given one.
+        refused: those among them in which the model raised; all others died, or did not answer.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class WorkerError(WeightSyncError):
 
 
 class SyncTimeout(WorkerError, TimeoutError):
-    """The deadline passed before a worker answered; the message names who is missing."""
+    """The deadline passed before a worker answered; the message names the missing workers."""
 
 
 class WorkerFailed(WorkerError):

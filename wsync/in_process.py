@@ -1,4 +1,4 @@
-"""Both ends in one process: nothing has to be carried, so an update goes straight through the gate."""
+"""Both ends in one process: nothing has to be carried, and an update goes through the gate into the model."""
 
 from __future__ import annotations
 
@@ -6,153 +6,158 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from wsync.receiving import staged
-from wsync.receiving.events import Event, Follower, Proposal, SlowPath, Stage
-from wsync.receiving.gate import process_gate
-from wsync.receiving.receiver_thread import LineHandler
-from wsync.sending.fast_path import FastEnd
+from wsync.control.receiver_thread import MessageHandler
+from wsync.fast_path import FastCalls
+from wsync.gate import process_gate
+from wsync.receiving import prepared
+from wsync.receiving.protocols import CheckLayout, Event, Poller, Prepare, UpdateReceiver
 from wsync.types import Ack, Update
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
 
 
-class InProcessLine:
-    """A ``SenderEnd`` and a ``ReceiverEnd`` at once; worker 0 is this process.
+class InProcessChannel:
+    """A ``SendChannel`` and a ``ReceiveChannel`` at once; worker 0 is this process.
 
     Weights are packed into one private buffer, and copied from there into the model inside the gate.
 
     Args:
-        arrive: makes the receiver connect: the rendezvous, as the sender drives it.
+        connect: the receiver's; called when the sender connects.
     """
 
-    def __init__(self, arrive: Callable[[], None]) -> None:
-        self._arrive = arrive
+    binds = False
+    first_version = 1
+
+    def __init__(self, connect: Callable[[], None]) -> None:
+        self._connect_receiver = connect
         self.layout: Layout | None = None
         self.workers: Collection[int] = (0,)
         self._buffer: Buffer | None = None
         self._pending: Update | None = None
-        self._receiver: SlowPath | None = None
+        self._receiver: UpdateReceiver | None = None
         self._acks: list[Ack] = []
 
-    # --- the sender's end ---
+    # --- SendChannel ---
 
-    def propose(self, layout: Layout, version: int) -> None:
-        """Ask the receiver."""
-        assert self._receiver is not None, "admit() comes first"
-        self._receiver.follow([Proposal(version, layout)])
+    def _connected(self) -> UpdateReceiver:
+        assert self._receiver is not None, "wait_for_workers() comes first"
+        return self._receiver
 
-    def prepare(self, layout: Layout) -> None:
-        """Make the buffer."""
+    def check_layout(self, layout: Layout, version: int) -> None:
+        """See ``SendChannel``."""
+        self._connected().process([CheckLayout(version, layout)])
+
+    def set_layout(self, layout: Layout) -> None:
+        """See ``SendChannel``."""
         self.layout = layout
         self._buffer = Buffer.over(layout, torch.zeros(layout.nbytes, dtype=torch.uint8))
 
-    def admit(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
-        """Bring the receiver here, unless it is."""
+    def wait_for_workers(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
+        """See ``SendChannel``: connect the receiver, unless that has been done."""
         if self._receiver is None:
-            self._arrive()
+            self._connect_receiver()
 
-    def forget(self, worker: int) -> None:
-        """This process is not dead."""
+    def disconnect(self, worker: int) -> None:
+        """See ``SendChannel``: this process is not dead."""
 
     def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
-        """The buffer: the model does not stay bound to it, and what was not installed is not any more.
+        """See ``SendChannel``: the one buffer, to which the model is never bound.
 
         Raises:
             RuntimeError: called inside the gate, where nothing is installed.
         """
-        assert self._buffer is not None, "prepare() comes first"
+        assert self._buffer is not None, "set_layout() comes first"
         if process_gate().held_here:
-            raise RuntimeError("send() inside a forward, or wsync.gate(), would wait for itself: leave it first")
-        with process_gate().turnstile.lock:
-            self._pending = None  # of a send that was interrupted
+            raise RuntimeError("call send() outside any forward and any wsync.gate() block")
+        with process_gate().gate_lock.lock:
+            self._pending = None  # of a send that a signal handler has interrupted
         return self._buffer
 
     def release(self, buffers: Sequence[Buffer]) -> None:
-        """Nothing was taken."""
+        """See ``SendChannel``."""
 
     def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
-        """Pass through the gate with it: whoever is inside is waited for."""
+        """See ``SendChannel``; waits for a forward that is running."""
         self._pending = Update(version, buffer.views, extra)
-        process_gate().turnstile.go_through()
+        process_gate().gate_lock.pass_through()
 
-    def fast_path(self, *, acknowledge: bool) -> FastEnd | None:
-        """There is no fast path."""
+    def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
+        """See ``SendChannel``: there is none."""
         return None
 
-    def stage(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
-        """Have the receiver check it and keep it, as in any worker."""
-        assert self._receiver is not None, "admit() comes first"
-        self._receiver.follow([Stage(transaction, Update(version, buffer.views, extra))])
+    def prepare(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
+        """See ``SendChannel``."""
+        self._connected().process([Prepare(transaction, Update(version, buffer.views, extra))])
 
-    def decide(self, version: int, transaction: int) -> None:
-        """Install all models of the transaction in one passage of the gate: the others' ``decide`` finds it done."""
-        process_gate().call(staged.decide, transaction, True)
+    def commit(self, version: int, transaction: int) -> None:
+        """See ``SendChannel``: all models of the transaction at once; for the second one nothing is left to do."""
+        process_gate().call(prepared.decide, transaction, True)
 
-    def drop(self, workers: Collection[int], transaction: int) -> None:
-        """Forget what was kept."""
-        process_gate().call(staged.decide, transaction, False)
+    def abort(self, workers: Collection[int], transaction: int) -> None:
+        """See ``SendChannel``."""
+        process_gate().call(prepared.decide, transaction, False)
 
-    def listen(self) -> None:
-        """Whoever answered has told this object."""
+    def drain(self) -> None:
+        """See ``SendChannel``: acknowledgements are in the list already."""
 
-    def collect(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
-        """The answer, which is there already."""
+    def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
+        """See ``SendChannel``."""
         acks, self._acks = self._acks, []
         return [ack for ack in acks if ack.version >= version][-1:]
 
-    # --- the receiver's end ---
+    # --- ReceiveChannel ---
 
-    def knock(self, worker_idx: int, deadline: float | None) -> Sequence[int]:
-        """The sender is here."""
+    def begin_connect(self, worker_idx: int, deadline: float | None) -> Sequence[int]:
+        """See ``ReceiveChannel``: the sender is in this process."""
         return ()
 
     def connect(self, worker_idx: int, deadline: float | None) -> None:
-        """The sender is here."""
+        """See ``ReceiveChannel``: the sender is in this process."""
 
-    def feed(self, receiver: SlowPath) -> Follower:
-        """There is no faster path."""
+    def poller(self, receiver: UpdateReceiver) -> Poller:
+        """See ``ReceiveChannel``."""
         self._receiver = receiver
         return receiver
 
-    def arm(self, binding: Binding) -> None:
-        """There is no faster path."""
+    def enable_fast_path(self, binding: Binding) -> None:
+        """See ``ReceiveChannel``: there is none."""
 
-    def attach(self, receiver: LineHandler) -> None:
-        """Nobody has to be told: the sender comes through the gate itself."""
+    def attach(self, handler: MessageHandler) -> None:
+        """See ``ReceiveChannel``: the sender enters the gate itself."""
 
-    def detach(self, receiver: LineHandler) -> None:
-        """As ``attach``."""
+    def detach(self, handler: MessageHandler) -> None:
+        """See ``ReceiveChannel``."""
 
-    def alive(self) -> bool:
-        """It is this process."""
-        return True
-
-    def events(self) -> Sequence[Event]:
-        """None: see ``attach``."""
+    def receive_events(self) -> Sequence[Event]:
+        """See ``ReceiveChannel``: there are no messages."""
         return ()
 
-    def call(self, wanted: bool) -> None:
-        """Nobody needs to be called."""
+    def sender_is_alive(self) -> bool:
+        """See ``ReceiveChannel``: it is this process."""
+        return True
 
-    def may_refuse(self) -> None:
-        """The model has memory of its own."""
+    def set_wakeups(self, wanted: bool) -> None:
+        """See ``ReceiveChannel``: there is nothing to wake."""
 
-    def enter(self) -> Update | None:
-        """What was published and not installed."""
+    def hold_previous(self) -> None:
+        """See ``ReceiveChannel``: the model has memory of its own."""
+
+    def poll_update(self) -> Update | None:
+        """See ``ReceiveChannel``."""
         update, self._pending = self._pending, None
         return update
 
-    def installed(self, update: Update, error: str) -> None:
-        """The model has memory of its own: nothing to remember."""
+    def on_installed(self, update: Update, error: str) -> None:
+        """See ``ReceiveChannel``: the model has memory of its own."""
 
-    def leave(self) -> None:
-        """Nothing is in use."""
+    def forward_ended(self) -> None:
+        """See ``ReceiveChannel``: nothing is in use."""
 
-    def answer(self, ack: Ack, *, staged: bool = False) -> None:
-        """Tell the sender."""
+    def answer(self, ack: Ack, *, prepared: bool = False) -> None:
+        """See ``ReceiveChannel``."""
         self._acks.append(ack)
 
     def close(self) -> None:
-        """Let the buffer and the receiver go."""
+        """See ``SendChannel`` and ``ReceiveChannel``."""
         self._buffer = self._receiver = None

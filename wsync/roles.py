@@ -1,217 +1,117 @@
-"""What a scheme is on either end: a trainer's role, or a worker's. State that one end has, the other has not."""
+"""The two roles that a scheme can have: state that only one end has stands in that end's role."""
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from dataclasses import dataclass, field
+from multiprocessing import util
+from numbers import Integral
+from typing import Any
+from weakref import ref
 
 from torch import nn
 
-from wsync.errors import NotConnected
-from wsync.ports import ReceiverPort, SenderPort
-from wsync.receiving.gate import process_gate
-from wsync.receiving.joining import Joining
-from wsync.receiving.receiver import Receiver
-from wsync.sending.end import SenderEnd
-from wsync.sending.sender import Sender
+from wsync.receiver import Receiver
+from wsync.receiving.joining import BackgroundConnect
+from wsync.sender import Sender
+from wsync.sending.protocols import SendChannel
 from wsync.sending.source import per_worker
-from wsync.transport import TransportBackend
-from wsync.types import RemoteWorker
-from wsync.weights.snapshot import snapshot
-from wsync.weights.strategy import WeightStrategy
 
 
 @dataclass(frozen=True, slots=True)
-class Trainer:
-    """The sender's role."""
+class SenderRole:
+    """A scheme that was initialised on the sender.
+
+    Attributes:
+        address: what a worker needs to find the sender; picklable.
+        sentinels: by worker, a descriptor that is readable when its process has ended.
+        in_process_receiver: the receiver, where both ends are in this process.
+    """
 
     model_id: str
     context: Any
     model: Any
     sender: Sender
-    end: SenderEnd
+    channel: SendChannel
+    address: Any
     sentinels: Mapping[int, int]
-    pid: int
-    local: Receiver | None = None  # the other end, where it is in this process
+    in_process_receiver: Receiver | None = None
+    pid: int = field(default_factory=os.getpid)
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
-    """A receiver's role."""
+class ReceiverRole:
+    """A scheme that was initialised on a receiver.
+
+    Attributes:
+        background_connect: the connection that ``init_on_worker`` has begun, which the receiver thread completes.
+    """
 
     model_id: str
     context: Any
     model: nn.Module
     receiver: Receiver
     worker_idx: int | None
-    joining: Joining | None = None  # its rendezvous, where the thread does that
+    background_connect: BackgroundConnect | None = None
 
 
-class SchemeView(ABC):
-    """What can be seen of a scheme, whichever role it has.
+def agreed_count(
+    num_workers: int | None, devices: Sequence[Any] | None, params_map: Mapping[int, Any] | None, workers: Sequence[Any]
+) -> int:
+    """Return the number of workers on which all given arguments agree; 1 if none names it.
 
-    The role is read once wherever something is asked of it: another thread's ``shutdown`` may take it away.
+    Raises:
+        TypeError: one is no number, or no list.
+        ValueError: they contradict one another.
     """
+    if num_workers is not None and not isinstance(num_workers, Integral):
+        raise TypeError(f"num_workers is a whole number, not {num_workers!r}")
+    if devices is not None and (isinstance(devices, str) or not isinstance(devices, Sequence)):
+        raise TypeError(f"devices is a list, one for each worker, not {devices!r}")
+    counts = {
+        "num_workers": num_workers,
+        "devices": None if devices is None else len(devices),
+        "params_map": None if params_map is None else len(params_map),
+        "the context's workers": len(workers) or None,
+    }
+    count = single_count(counts)
+    count = 1 if count is None else count
+    if count < 1:
+        raise ValueError(f"num_workers is at least 1, not {count}")
+    indices = sorted(worker.worker_idx for worker in workers)
+    if indices and indices != list(range(count)):
+        raise ValueError(f"the context's workers have the indices 0 to {count - 1}, not {indices}")
+    if params_map is not None and set(per_worker(params_map) or ()) != set(range(count)):
+        raise ValueError(
+            f"params_map is {{worker_idx: weights}} for workers 0 to {count - 1}, not for {list(params_map)}"
+        )
+    return count
 
-    _transport: ClassVar[type[SenderPort]] = SenderPort  # the sender's line to some workers
-    _strategy: WeightStrategy
-    _timeout: float | None
-    _role: Trainer | Worker | None
 
-    @abstractmethod
-    def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
-        """The rendezvous, which a line of this scheme's calls for: see ``Lifecycle``."""
+def single_count(counts: Mapping[str, int | None]) -> int | None:
+    """Return the number on which all of ``counts``, by the name of the argument, agree; None if all are None.
 
-    @property
-    def context(self) -> Any:
-        """The collector (or other context) of this end, if any."""
-        return self._role.context if self._role else None
+    Raises:
+        ValueError: they contradict one another.
+    """
+    given = {name: count for name, count in counts.items() if count is not None}
+    if len(set(given.values())) > 1:
+        raise ValueError("how many workers? " + ", ".join(f"{name}: {count}" for name, count in given.items()))
+    return next(iter(given.values()), None)
 
-    @property
-    def model(self) -> Any:
-        """The model of this end, if it has one."""
-        return self._role.model if self._role else None
 
-    @property
-    def model_id(self) -> str | None:
-        """The model's name; None before init."""
-        return self._role.model_id if self._role else None
+def close_at_exit(channel: SendChannel) -> None:
+    """Close ``channel`` before this process waits for its children, unless that has been done.
 
-    @property
-    def strategy(self) -> WeightStrategy:
-        """The format in which weights are handed out.
+    A trainer that ends by an error has not shut down, and ``multiprocessing`` waits for its children, which may wait
+    for weights. Its own finalizers run before that wait, also in a process that it has started; a forked child has
+    none.
+    """
+    util.Finalize(channel, _close, args=(ref(channel),), exitpriority=0)
 
-        Raises:
-            AttributeError: set: another one would have no say in what is sent.
-        """
-        return self._strategy
 
-    @strategy.setter
-    def strategy(self, _: object) -> NoReturn:
-        why = "it is chosen when the scheme is made, by name, and has no say in what is sent"
-        raise AttributeError(f"no strategy can be set: {why} (device_map_fn has)")
-
-    @property
-    def worker_idx(self) -> int | None:
-        """Which worker this is; None on the sender."""
-        role = self._role
-        if not isinstance(role, Worker):
-            return None
-        connected = role.receiver.worker_idx
-        return connected if connected >= 0 else role.worker_idx
-
-    @property
-    def version(self) -> int:
-        """The newest version sent; on a receiver, the one that the model has. 0 before the first."""
-        role = self._role
-        if isinstance(role, Trainer):
-            return role.sender.version
-        return role.receiver.version if role else 0
-
-    @property
-    def weights(self) -> Any:
-        """This end's weights, live, in the strategy's format; None if there are none yet."""
-        role = self._role
-        if isinstance(role, Worker):
-            return process_gate().call(role.receiver.weights)
-        source = role.sender.source.weights if role else None
-        if source is None:
-            return None
-        apart = per_worker(source)
-        if apart is not None:
-            return {worker: self.strategy.extract_weights(weights) for worker, weights in apart.items()}
-        return self.strategy.express(snapshot(source))
-
-    @property
-    def timeout(self) -> float | None:
-        """Seconds for ``connect`` and ``send``, from the next one on; None for no limit.
-
-        Raises:
-            ValueError: set to something else.
-        """
-        return self._timeout
-
-    @timeout.setter
-    def timeout(self, seconds: float | None) -> None:
-        if seconds is not None and not seconds > 0:
-            raise ValueError(f"timeout is a number of seconds above 0, or None, not {seconds}")
-        self._timeout = None if seconds == math.inf else seconds
-        role = self._role
-        if isinstance(role, Trainer):
-            role.sender.timeout = self._timeout
-
-    @property
-    def num_workers(self) -> int:
-        """How many workers there are to be; 0 before init."""
-        role = self._role
-        return role.sender.num_workers if isinstance(role, Trainer) else 0
-
-    @property
-    def sender_transports(self) -> dict[int, TransportBackend]:
-        """On the sender, the line to each worker; empty on a receiver."""
-        if not isinstance(self._role, Trainer):
-            return {}
-        return {worker: self.create_transport(worker_ids=[worker]) for worker in range(self.num_workers)}
-
-    @property
-    def shared_transport(self) -> TransportBackend | None:
-        """On the sender, one line to all workers, where the backend has such a thing."""
-        return None
-
-    @property
-    def receiver_transport(self) -> TransportBackend | None:
-        """On a receiver, the line to the sender."""
-        role = self._role
-        return ReceiverPort(role.receiver, self.connect) if isinstance(role, Worker) else None
-
-    def create_transport(
-        self, pipe_or_context: Any = None, *, worker_ids: Sequence[int] | None = None
-    ) -> TransportBackend:
-        """The sender's line to some workers (None: all).
-
-        Args:
-            pipe_or_context: the older API's way to say whom: a worker (``RemoteWorker``), or a context, which means all
-                of them; and see ``PipedScheme``.
-            worker_ids: whom.
-        """
-        if isinstance(pipe_or_context, RemoteWorker):
-            worker_ids = [pipe_or_context.worker_idx]
-        return self._port(self._trainer("create_transport"), worker_ids)
-
-    def _port(self, role: Trainer, worker_ids: Sequence[int] | None) -> TransportBackend:
-        """A backend's own kind of line, for ``create_transport``."""
-        return self._transport(role.sender, self.connect, worker_ids)
-
-    @property
-    def sender(self) -> Sender:
-        """The send path, for ``synchronize`` and collectors."""
-        return self._trainer("sender").sender
-
-    @property
-    def receiver(self) -> Receiver:
-        """The receive path, for collectors; also of a scheme whose both ends are in this process."""
-        role = self._role
-        if isinstance(role, Trainer) and role.local is not None:
-            return role.local
-        return self._worker("receiver").receiver
-
-    def _trainer(self, what: str) -> Trainer:
-        role = self._role
-        if not isinstance(role, Trainer):
-            where = "is initialised on a receiver" if role else "has not seen init_on_sender(), or was shut down"
-            raise NotConnected(f"{what}() belongs to the sender, and this scheme {where}")
-        return role
-
-    def _worker(self, what: str) -> Worker:
-        role = self._role
-        if not isinstance(role, Worker):
-            where = (
-                "is initialised on the sender"
-                if role
-                else "is not initialised, or was shut down: call init_on_receiver() first"
-            )
-            raise NotConnected(f"{what}() belongs to a receiver, and this scheme {where}")
-        return role
+def _close(reference: ref[SendChannel]) -> None:
+    channel = reference()
+    if channel is not None:
+        channel.close()

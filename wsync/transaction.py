@@ -1,4 +1,4 @@
-"""Several models at once, on every worker or on none: staged and checked everywhere, then switched."""
+"""Several models at once, on every worker or on none: prepared and checked everywhere, then committed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from wsync.errors import WorkerError
 from wsync.scheme import WeightSyncScheme
+from wsync.sender import Sender
 from wsync.sending.in_flight import InFlight
-from wsync.sending.sender import Sender
 from wsync.types import SyncReport
 
 
@@ -19,14 +19,13 @@ def synchronize(
 ) -> dict[str, SyncReport]:
     """Send an update of several models, all or nothing.
 
-    Every worker first checks every model's new weights and keeps them beside the live ones. When all have said yes,
-    the decision reaches each worker as one word, for all its models: no forward sees some of them old and some new.
-    If anybody says no, everybody goes on with the versions before. Once it is decided the survivors switch, whoever
-    dies meanwhile.
+    Every worker first checks every model's new weights and keeps them beside the current ones. When all have confirmed,
+    each worker gets one commit for all its models: no forward sees some of them old and some new. If one refuses, all
+    keep the versions that they have. After the commit the survivors switch, even if others die meanwhile.
 
     Args:
-        updates: ``{scheme: weights}``, schemes that are connected; weights as for ``send``. One that carries nothing
-            (``NoWeightSyncScheme``) is left out.
+        updates: ``{scheme: weights}``, schemes that are connected; weights as for ``send``. A scheme that carries
+            nothing (``NoWeightSyncScheme``) is left out.
         worker_ids: one, several, or (None) all workers.
 
     Returns:
@@ -35,44 +34,43 @@ def synchronize(
     Raises:
         ValueError: two schemes have one model_id; nothing was applied anywhere.
         LayoutMismatch: weights that do not fit; nothing was applied anywhere.
-        WorkerDied, WorkerFailed, SyncTimeout: somebody could not stage them, and nothing was applied anywhere; or, if
-            the message says that it had been decided, the others have all of them.
+        WorkerDied, WorkerFailed, SyncTimeout: a worker could not prepare them, and nothing was applied anywhere; or, if
+            the message says that it was committed, the other workers have all of them.
     """
     transaction = secrets.randbits(63)
     carried = {scheme: weights for scheme, weights in updates.items() if scheme.carries}
     senders = {str(scheme.model_id): (scheme.sender, weights) for scheme, weights in carried.items()}
     if len(senders) < len(carried):
         raise ValueError(f"each scheme must have a model_id of its own, not {[s.model_id for s in carried]}")
-    with ExitStack() as alone:  # another thread's send must not come between staging and decision
-        for sender in sorted((sender for sender, _ in senders.values()), key=id):  # everybody in one order
-            alone.enter_context(sender.alone())
+    with ExitStack() as stack:  # another thread's send must not come between prepare and commit
+        for sender in sorted((sender for sender, _ in senders.values()), key=id):  # one order, against deadlocks
+            stack.enter_context(sender.exclusive())
         return _synchronize(senders, worker_ids, transaction)
 
 
 def _synchronize(
     senders: Mapping[str, tuple[Sender, Any]], worker_ids: int | Sequence[int] | None, transaction: int
 ) -> dict[str, SyncReport]:
-    """As ``synchronize``, by senders that nobody else uses meanwhile."""
-    staged: dict[str, tuple[Sender, InFlight]] = {}
+    prepared: dict[str, tuple[Sender, InFlight]] = {}
     try:
         for model_id, (sender, weights) in senders.items():
-            staged[model_id] = (sender, sender.stage(weights, worker_ids, transaction))
+            prepared[model_id] = (sender, sender.prepare(weights, worker_ids, transaction))
     except BaseException:
         for sender, _ in senders.values():
-            sender.drop(transaction)
+            sender.abort(transaction)
         raise
-    for sender, posted in staged.values():
-        sender.decide(posted, transaction)
+    for sender, update in prepared.values():
+        sender.commit(update, transaction)
     reports: dict[str, SyncReport] = {}
     errors: list[WorkerError] = []
-    for model_id, (sender, posted) in staged.items():
+    for model_id, (sender, update) in prepared.items():
         try:
-            reports[model_id] = sender.settle(posted)
+            reports[model_id] = sender.finish(update)
         except WorkerError as error:
             errors.append(error)
     if errors:
         first = errors[0]
-        message = f"it had been decided, so the other workers have all of {sorted(staged)}: {first}"
+        message = f"it was committed, so the other workers have all of {sorted(prepared)}: {first}"
         causes = {w: c for error in errors for w, c in error.workers.items()}
         refused = [worker for error in errors for worker in error.refused]
         raise type(first)(message, causes, first.version, refused)

@@ -1,45 +1,52 @@
-"""The line between a trainer and its workers as the interface has it: weights in, weights out."""
+"""How weights get from a sender to a worker: the interface that every backend implements.
+
+A custom backend is a class with the four methods of ``TransportBackend``, and a scheme that returns it from
+``create_transport``::
+
+    class MyScheme(WeightSyncScheme):
+        name = "mine"
+
+        def create_transport(self, worker_idx=None):
+            return MyTransport(self.folder, worker_idx)
+
+Versions, acknowledgements, deadlines, deaths, restarts and all-or-nothing updates are not a transport's concern: the
+scheme handles them.
+
+The other protocols here are optional capabilities. Each is looked for once, when a worker connects.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from wsync.weights.strategy import WeightStrategy
 
 
 @runtime_checkable
 class TransportBackend(Protocol):
-    """A line between a trainer and one worker (or all of them), for use without a scheme's lifecycle.
+    """Moves the weights of one model between a sender and one worker.
 
-    Stateless towards model and strategy: whoever calls brings them.
+    Each end has an instance of its own: ``scheme.create_transport(worker_idx)`` is called once per worker on the
+    sender, and once in the worker, each time the worker connects or reconnects.
+
+    A transport keeps no model and no strategy. It may also be used standalone (without a scheme); ``model``, and
+    ``weights`` of the set-up, exist only for that.
     """
 
-    def send_weights(self, weights: Any) -> None:
-        """Deliver ``weights`` to the worker(s) at the other end, and wait for their answer."""
-        ...
-
-    def receive_weights(
-        self,
-        timeout: float | None = None,
-        *,
-        weights: Any = None,
-        model: nn.Module | None = None,
-        strategy: WeightStrategy | None = None,
-    ) -> Any | None:
-        """The next weights; None if none came within ``timeout`` seconds.
-
-        Args:
-            timeout: seconds; None for no limit.
-            weights: a buffer (TensorDict or state dict) to receive into.
-            model: applied to this model as well, through the gate.
-            strategy: how they are applied, and the format of the result; None for the default one.
-        """
-        ...
-
     def setup_connection_and_weights_on_sender(self) -> None:
-        """The sender's half of the rendezvous."""
+        """Set up the sender's half.
+
+        Called once per connection, in a dedicated thread of the trainer, before any ``send_weights``. May wait for the
+        worker's half, which runs at the same time. May raise anything: ``connect`` then raises ``SyncTimeout`` naming
+        the worker. Where it has not returned at the deadline of ``connect``, or when the worker has gone, ``close()``
+        is called, if the transport has such a method.
+        """
         ...
 
     def setup_connection_and_weights_on_receiver(
@@ -50,5 +57,154 @@ class TransportBackend(Protocol):
         model: nn.Module | None = None,
         strategy: WeightStrategy | None = None,
     ) -> Any | None:
-        """The receiver's half of the rendezvous; the first weights, if they come with it."""
+        """Set up the worker's half.
+
+        Called once per connection, in a dedicated thread of the worker, before any ``receive_weights``. Under a scheme
+        ``weights`` and ``model`` are None, the result is ignored, and the first weights arrive by ``receive_weights``
+        like all others. A standalone transport may deliver the first weights here. May raise anything: ``connect`` then
+        raises ``NotConnected``.
+
+        Args:
+            worker_idx: the worker's index.
+            weights: a buffer (TensorDict or state dict) for the first weights.
+            model: the model to which the first weights are applied.
+            strategy: how they are applied, and the format of the result.
+
+        Returns:
+            The first weights, or None.
+        """
         ...
+
+    def send_weights(self, weights: Any) -> None:
+        """Send one version to the worker.
+
+        Called once per update, by a thread in the trainer that is dedicated to this worker, one call at a time. May
+        block until the worker receives. Where it has not returned at the deadline of the update, ``close()`` is called,
+        if the transport has such a method, and the worker is disconnected. What it raises is raised in the trainer as
+        ``WorkerFailed``, naming the worker.
+
+        Args:
+            weights: in the scheme's format (``strategy``): its leaves are views of the packed buffer, which stays
+                unchanged until the call has returned. They must not be written. Standalone: a module, a
+                TensorDict or a state dict.
+        """
+        ...
+
+    def receive_weights(
+        self,
+        timeout: float | None = None,
+        *,
+        weights: Any = None,
+        model: nn.Module | None = None,
+        strategy: WeightStrategy | None = None,
+    ) -> Any | None:
+        """Return the next version, or None if none arrived within ``timeout`` seconds.
+
+        Under a scheme it is called by the worker's receiver thread when the sender has announced an update, while
+        ``send_weights`` runs or after it has returned. It is called again if it returned None, or (detected by the
+        checksum) another version. What it raises is raised in the trainer as ``WorkerFailed``.
+
+        Args:
+            timeout: seconds; None for no limit.
+            weights: a buffer in the strategy's format; a transport may copy the received tensors into it and return it,
+                or return tensors of its own.
+            model: None under a scheme; otherwise the weights are applied to it, inside ``wsync.gate()``.
+            strategy: how they are applied, and the format of the result.
+        """
+        ...
+
+
+@runtime_checkable
+class Closing(Protocol):
+    """A transport that has resources to release."""
+
+    def close(self) -> None:
+        """Release it, and end a call that blocks.
+
+        Called when the worker has gone, at a deadline, at shutdown, and after a set-up that failed. May be called by
+        another thread than the one inside ``send_weights``, and more than once.
+        """
+        ...
+
+
+class Transfer(Protocol):
+    """An asynchronous transfer in progress (``torch.distributed.Work``)."""
+
+    def wait(self, timeout: timedelta = ...) -> bool:
+        """Return when the transfer is complete; raises RuntimeError if it failed, or at the timeout."""
+        ...
+
+
+@runtime_checkable
+class FlatTransport(Protocol):
+    """A transport that moves the packed buffer as one asynchronous message.
+
+    Under a scheme only these methods are called, so those of ``TransportBackend`` are not required; a transport has
+    both only if it may also be used standalone.
+
+    Attributes:
+        device: the device on which the packed buffers have to be.
+        receives_ahead: whether a worker begins to receive before an update is announced.
+    """
+
+    device: torch.device
+    receives_ahead: bool
+
+    def form(self, store: Store, rank: int, generation: int, host: str, deadline: float | None) -> None:
+        """Form the connection to the other half.
+
+        Called once per connection, in a dedicated thread of the trainer and in one of the worker.
+
+        Args:
+            store: shared by the two halves only, over their authenticated connection.
+            rank: 0 on the sender, 1 in the worker.
+            generation: 1 for the first worker at this index, +1 per replacement (or reconnection).
+            host: the address of this end by which the other end reaches it.
+            deadline: on ``time.monotonic``'s clock; None for none.
+
+        Raises:
+            RuntimeError: it could not be formed.
+        """
+        ...
+
+    def begin_send(self, flat: Tensor, transfers: list[Transfer]) -> None:
+        """Begin to send, and append the transfer to ``transfers``.
+
+        Called under the sender's lock, by the thread that called ``scheme.send`` or, for an update that had to wait for
+        the worker, by the sender's background thread.
+
+        Args:
+            flat: ``uint8[nbytes]``; unchanged until the worker has answered.
+            transfers: an empty list; the scheme takes the transfer as begun exactly if the list is filled. If a signal
+                handler raises during the call and the list is still empty, ``begin_send`` is called again. Begin and
+                append in one C call, so that no transfer is begun twice.
+
+        Raises:
+            RuntimeError: the connection has broken: the scheme then treats the worker as dead.
+        """
+        ...
+
+    def begin_receive(self, flat: Tensor, transfers: list[Transfer]) -> None:
+        """Begin to receive into ``flat``, and append the transfer to ``transfers``, like ``begin_send``.
+
+        Called by the worker's receiver thread, or by the thread that runs the model's forward.
+
+        Raises:
+            RuntimeError: the connection has broken.
+        """
+        ...
+
+    def close(self, pending: Transfer | None = None) -> bool:
+        """Release the connection. Called once, when the worker has gone or at shutdown.
+
+        Args:
+            pending: a transfer that has not been completed.
+
+        Returns:
+            If True, the peer may still read or write the buffer, so the caller must never reuse it.
+        """
+        ...
+
+
+TransportFactory = Callable[[int], TransportBackend]
+"""``scheme.create_transport``, called with the worker's index."""

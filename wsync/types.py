@@ -1,4 +1,4 @@
-"""The few values that cross the house, in the order in which an update meets them."""
+"""The values that the parts of the library exchange, and the interfaces of a scheme's context."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-ANY_VERSION = 2**62  # newer than every version: an answer to whichever the sender waits for
+ANY_VERSION = 2**62  # newer than every version: an answer to any version that the sender waits for
 PHASES = ("extract", "pack", "transfer", "wait", "apply", "acknowledge")
 
 
@@ -18,8 +18,8 @@ class Update(NamedTuple):
         version: counts up by one with each update of a model; the first is 1.
         views: one tensor per entry of the layout, in its order.
         extra: the pickled ``extra_state`` of the model's modules; empty where there is none.
-        slot: where in a shared arena the views lie; -1 where they are private.
-        acknowledge: whether the sender waits for an answer.
+        slot: the slot or buffer of the views; -1 for none.
+        acknowledge: whether the sender waits for an acknowledgement.
         damage: why it must not be applied, if it did not arrive as it was packed; else empty.
     """
 
@@ -36,10 +36,10 @@ class Ack(NamedTuple):
 
     Attributes:
         worker: its index.
-        version: what it has installed (or staged, or failed to install).
+        version: that it has installed, has prepared, or has failed to install.
         error: the remote traceback; empty if all went well.
-        died: the process ended instead of answering.
-        wait: seconds from being told to having the gate.
+        died: whether the process has ended instead of answering.
+        wait: seconds from the arrival of the message until the worker had the gate.
         apply: seconds spent on installing.
     """
 
@@ -60,7 +60,7 @@ class SyncReport(NamedTuple):
         seconds: from the call to the moment when the promise of ``send`` held.
         phases: seconds spent in each of ``extract``, ``pack``, ``transfer``, ``wait``, ``apply`` and ``acknowledge``,
             ``seconds`` in all; the worker's two (wait, apply) are those of the slowest worker.
-        workers: ``{worker_idx: version}`` as acknowledged (or as published, where nobody acknowledges).
+        workers: ``{worker_idx: version}`` as acknowledged (or as published, without acknowledgements).
     """
 
     version: int
@@ -77,7 +77,7 @@ class SyncReport(NamedTuple):
 
 @runtime_checkable
 class RemoteWorker(Protocol):
-    """What a scheme needs to know of a worker that somebody else runs."""
+    """A worker of a collector, as a scheme needs it."""
 
     @property
     def worker_idx(self) -> int:
@@ -92,7 +92,7 @@ class RemoteWorker(Protocol):
 
 @runtime_checkable
 class CollectorContext(Protocol):
-    """What a scheme asks of a collector that it is initialised with on the sender."""
+    """A collector that a scheme is initialised with on the sender."""
 
     @property
     def remote_workers(self) -> Sequence[RemoteWorker]:
@@ -102,25 +102,25 @@ class CollectorContext(Protocol):
 
 @runtime_checkable
 class CascadingContext(Protocol):
-    """A receiver's context that has workers of its own, and passes an update on to them."""
+    """A receiver's context that has workers of its own, to which updates are passed on."""
 
     def cascade_weights(self, model_id: str) -> None:
-        """Send the model's weights, just installed, to the workers below."""
+        """Send the model's weights to the workers below. Called outside the gate, after each installed update."""
         ...
 
 
 @runtime_checkable
 class ModelContext(Protocol):
-    """A context that finds models by name itself."""
+    """A context that finds models by their ids."""
 
     def get_model(self, model_id: str) -> object:
-        """The model called ``model_id``."""
+        """Return the model called ``model_id``."""
         ...
 
 
 @runtime_checkable
 class NumberedContext(Protocol):
-    """A context that knows which worker it is."""
+    """A context with the worker's index."""
 
     worker_idx: int
 

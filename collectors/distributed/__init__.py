@@ -1,4 +1,4 @@
-"""Collectors whose workers are reached by other means than pipes: TCP, RPC, Ray."""
+"""Collectors that reach their workers over TCP, RPC or Ray."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ __all__ = [
     "join_trainer",
 ]
 
-# Ray is heavy, and RPC starts nothing but is not everybody's: who does not use them does not import them.
+# Imported on first use: Ray is slow to import, and RPC is not needed by most programs.
 _LAZY = {"RPCCollector": "collectors.distributed.rpc", "RayCollector": "collectors.distributed.ray_collector"}
 
 

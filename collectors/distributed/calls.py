@@ -1,13 +1,15 @@
-"""Workers that are called: each command is a call, and what it returns the answer."""
+"""Workers that execute each command in a remote call (RPC, Ray): the trainer's pool, and the worker's end."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
+import traceback
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
@@ -15,17 +17,18 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from collectors.workers.pool import GRACE, Event, Pool, Worker
+from collectors.worker import RolloutWorker, WorkerOptions
+from collectors.workers.pool import SHUTDOWN_GRACE, Event, WorkerHandle, WorkerPool
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a call returned.
+class Reply:
+    """What a call returns.
 
     Attributes:
-        kind: ``ready``, ``connected``, ``batch``, ``ended``, ``error`` or ``died``; none after ``seed``, ``resume``.
-        value: what goes with it.
-        payload: a batch's bytes, uint8: whichever of the two the calls carry without a copy.
+        kind: as ``Event.kind``, or ``ended``; empty after a command that has no answer.
+        value: as ``Event.value``; after ``ready``: layout, number of buffers, number of environments.
+        payload: the bytes of a batch, ``uint8[nbytes]``, as the type that the calls transport without a copy.
     """
 
     kind: str = ""
@@ -33,104 +36,159 @@ class Answer:
     payload: torch.Tensor | np.ndarray | None = None
 
 
+_NO_ANSWER = Reply()
+
+
+class CommandExecutor:
+    """The worker's end: executes commands, and returns errors as replies.
+
+    After a failed command the worker is closed, and later commands have no answer.
+
+    Args:
+        configure: applies the options to this process; called before anything is built.
+    """
+
+    def __init__(self, configure: Callable[[WorkerOptions], object]) -> None:
+        self._configure = configure
+        self._worker: RolloutWorker | None = None
+        self._buffers: list[torch.Tensor] = []
+        self._failed = False
+
+    def execute(self, command: str, argument: Any) -> Reply:
+        """Execute ``build`` (spec, options), then the commands of ``RolloutWorker.execute``."""
+        if self._failed:
+            return _NO_ANSWER
+        try:
+            with ExitStack() as on_error:
+                on_error.callback(self.close)  # at once: the trainer may drop the worker without another call
+                reply = self._build(*argument) if self._worker is None else self._work(self._worker, command, argument)
+                on_error.pop_all()
+            return reply
+        except Exception:  # noqa: BLE001  any error is raised again in the trainer, with this traceback
+            self._failed = True
+            return Reply("error", traceback.format_exc())
+
+    def _build(self, spec: bytes, options: WorkerOptions) -> Reply:
+        self._configure(options)
+        self._worker = worker = RolloutWorker(spec, options)
+        self._buffers = worker.layout.allocate(options.buffers)
+        worker.use_buffers(self._buffers)
+        return Reply("ready", (worker.layout, options.buffers, worker.num_envs))
+
+    def _work(self, worker: RolloutWorker, command: str, argument: Any) -> Reply:
+        answer = worker.execute(command, argument)
+        if answer is None:
+            return _NO_ANSWER
+        kind, value = answer
+        return Reply(kind, value, self._buffers[value] if kind == "batch" else None)
+
+    def close(self) -> None:
+        """Shut the schemes down and close the environments. Idempotent."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
+
+
 class WakeEvent:
-    """A descriptor that another thread makes readable; setting it after ``close`` is harmless."""
+    """A descriptor that another thread makes readable. ``set`` after ``close`` does nothing."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._descriptor: int | None = os.eventfd(0, os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
-        """The descriptor."""
+        """Return the descriptor."""
         if self._descriptor is None:
-            raise ValueError("this signal is closed")
+            raise ValueError("this event is closed")
         return self._descriptor
 
     def set(self) -> None:
-        """Make it readable."""
+        """Make the descriptor readable."""
         with self._lock:
             if self._descriptor is not None:
                 os.eventfd_write(self._descriptor, 1)
 
     def clear(self) -> None:
-        """Wait until it is readable, and make it not so."""
+        """Wait until the descriptor is readable; make it not readable."""
         os.eventfd_read(self.fileno())
 
     def close(self) -> None:
-        """Close the descriptor; harmless when repeated."""
+        """Close the descriptor. Idempotent."""
         with self._lock:
             if self._descriptor is not None:
                 os.close(self._descriptor)
                 self._descriptor = None
 
 
-class CalledWorker(Worker):
-    """A worker whose commands are calls."""
+class CalledWorker(WorkerHandle):
+    """A worker that executes commands in calls."""
 
     @abstractmethod
-    def call(self, command: str, argument: Any, answered: Callable[[Answer], None]) -> None:
-        """Have the worker obey, after what it was told before; ``answered`` is called later, in some thread.
+    def call(self, command: str, argument: Any, on_reply: Callable[[Reply], None]) -> None:
+        """Call the worker after all earlier calls; ``on_reply`` is called once, later, in any thread.
 
-        A worker that has ended answers ``died``, and the error that the call has raised.
+        The reply of a worker that has ended is ``died`` with the error of the call.
         """
 
-    def last_words(self, error: str) -> str:
-        """What there is to say of its end, when a call has raised ``error``, in an error that begins with its name."""
+    def exit_reason(self, error: str) -> str:
+        """Return how the worker has ended, as the predicate of a sentence, after a call has raised ``error``."""
         return error
 
 
 C = TypeVar("C", bound=CalledWorker)
 
 
-class CallPool(Pool[C]):
-    """Calls workers, and waits for what any of them returns: a call to one that has ended returns too."""
+class CallPool(WorkerPool[C]):
+    """Calls workers, and waits for the replies of all of them at once; a call to a worker that has ended returns."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._answers: deque[tuple[C, Answer]] = deque()
-        self._some = WakeEvent()
+        self._replies: deque[tuple[C, Reply]] = deque()
+        self._replied = WakeEvent()
 
-    def tell(self, workers: Collection[C], command: str, argument: Any = None) -> None:
-        """See Pool."""
+    def send(self, workers: Collection[C], command: str, argument: Any = None) -> None:
+        """See WorkerPool."""
         for worker in workers:
-            worker.call(command, argument, lambda answer, worker=worker: self._put(worker, answer))
+            worker.call(command, argument, lambda reply, worker=worker: self._put(worker, reply))
 
-    def _put(self, worker: C, answer: Answer) -> None:
-        self._answers.append((worker, answer))
-        self._some.set()
+    def _put(self, worker: C, reply: Reply) -> None:
+        self._replies.append((worker, reply))
+        self._replied.set()
 
-    def listen(self, workers: Collection[C], wake: int, timeout: float | None) -> list[Event[C]]:
-        """See Pool."""
-        if self._some.fileno() not in wait([self._some.fileno(), wake], timeout):
+    def poll(self, workers: Collection[C], wakeup_fd: int, timeout: float | None) -> list[Event[C]]:
+        """See WorkerPool."""
+        if self._replied.fileno() not in wait([self._replied.fileno(), wakeup_fd], timeout):
             return []
-        self._some.clear()
-        heard: list[Event[C]] = []
-        while self._answers:
-            worker, answer = self._answers.popleft()
+        self._replied.clear()
+        events: list[Event[C]] = []
+        while self._replies:
+            worker, reply = self._replies.popleft()
             if worker not in workers:
-                continue  # it was let go
-            if answer.kind == "ready":
-                plan, count, num_envs = answer.value
-                worker.ready(plan, plan.allocate(count), num_envs)
-            elif answer.payload is not None:
-                np.copyto(worker.buffers[answer.value].numpy(), np.asarray(answer.payload))
-            if answer.kind:
-                died = answer.kind == "died"
-                heard.append((worker, answer.kind, worker.last_words(answer.value) if died else answer.value))
-        return heard
+                continue  # it was discarded
+            value = reply.value
+            if reply.kind == "ready":
+                layout, count, num_envs = value
+                worker.set_ready(layout, layout.allocate(count), num_envs)
+            elif reply.payload is not None:
+                np.copyto(worker.buffers[value].numpy(), np.asarray(reply.payload))
+            elif reply.kind == "died":
+                value = worker.exit_reason(value)
+            if reply.kind:
+                events.append(Event(worker, reply.kind, value))
+        return events
 
-    def _end_work(self) -> None:
-        """Tell all workers to end their work, and wait until they have, or died, or do not in time."""
-        ended: list[Answer] = []
-        some = WakeEvent()
+    def _end_workers(self) -> None:
+        """Have all workers close; wait until each has, has died, or has exceeded the grace period."""
+        ended: list[Reply] = []
+        replied = WakeEvent()
 
-        def on_end(answer: Answer) -> None:
-            ended.append(answer)
-            some.set()
+        def on_reply(reply: Reply) -> None:
+            ended.append(reply)
+            replied.set()
 
         for worker in self.workers:
-            worker.call("end", None, on_end)
-        deadline = time.monotonic() + GRACE
-        while len(ended) < len(self.workers) and wait([some.fileno()], max(0.0, deadline - time.monotonic())):
-            some.clear()
-        some.close()
+            worker.call("end", None, on_reply)
+        deadline = time.monotonic() + SHUTDOWN_GRACE
+        while len(ended) < len(self.workers) and wait([replied.fileno()], max(0.0, deadline - time.monotonic())):
+            replied.clear()
+        replied.close()

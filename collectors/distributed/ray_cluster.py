@@ -1,4 +1,4 @@
-"""The Ray cluster that a collector's actors live in: the one that there is, one to connect to, or one of its own."""
+"""The Ray cluster of a collector: the connected one, one to connect to, or one that is started on this machine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any
 
 import ray
 
-from collectors.distributed import ray_janitor
+from collectors.distributed import cluster_cleanup
 
-_REACH = 5.0  # seconds in which an address has to answer
+_CONNECT_TIMEOUT = 5.0  # seconds in which an address has to answer
 
 
 def starts_one(address: str | None) -> bool:
@@ -27,7 +27,7 @@ def starts_one(address: str | None) -> bool:
 
 
 def connection() -> tuple[str, str] | None:
-    """Which connection to Ray this process has; None: it has none. The handle of an actor is good in one only."""
+    """Identify this process's connection to Ray; None: there is none. An actor's handle is valid in one connection."""
     if not ray.is_initialized():
         return None
     context = ray.get_runtime_context()
@@ -35,20 +35,20 @@ def connection() -> tuple[str, str] | None:
 
 
 class Cluster:
-    """A connection to Ray, which this process needs only one of.
+    """A connection of this process to Ray.
 
     Args:
-        address: of a cluster, as ``ray.init`` takes it. None: the one that ``ray.init`` or ``RAY_ADDRESS`` has chosen;
-            without them, one is started on this machine, and stopped by ``close``.
+        address: of a cluster, as ``ray.init`` takes it. None: the connected cluster, or that of ``RAY_ADDRESS``;
+            without both, a cluster is started on this machine, and stopped by ``close``.
 
     Raises:
-        ConnectionError: there is no cluster at ``address``; or this process is connected to another one.
+        ConnectionError: there is no cluster at ``address``, or this process is connected to another one.
     """
 
     def __init__(self, address: str | None) -> None:
         self._started = False
         self._connection: tuple[str, str] | None = None
-        self._janitor: subprocess.Popen[bytes] | None = None
+        self._cleanup: subprocess.Popen[bytes] | None = None
         if ray.is_initialized():
             here = ray.get_runtime_context().gcs_address
             if address not in (None, "auto", "local", here):
@@ -58,15 +58,15 @@ class Cluster:
         address = address or os.environ.get("RAY_ADDRESS") or "local"
         self._started = True
         if address == "local":
-            # Nobody else looks at this cluster: no dashboard, no report to anybody, and its logs go with it.
+            # Used by this process alone: no dashboard, no usage reports, and the logs are removed with it.
             folder = tempfile.mkdtemp(prefix="wsync-ray-")
-            command = [sys.executable, "-I", "-S", ray_janitor.__file__, folder]
-            self._janitor = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+            command = [sys.executable, "-I", "-S", cluster_cleanup.__file__, folder]
+            self._cleanup = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             options = {"include_dashboard": False, "_temp_dir": folder, "_node_ip_address": "127.0.0.1"}
             self._init(address, logging_level=logging.ERROR, **options)
             return
-        _reach(address)
+        _check_reachable(address)
         self._init(address, logging_level=logging.WARNING)
 
     def _init(self, address: str, **options: Any) -> None:
@@ -75,39 +75,39 @@ class Cluster:
             try:
                 with _signals_kept():
                     ray.init(address, **options)
-            except Exception as error:  # Ray raises this very class where a node does not start in time
+            except Exception as error:
                 raise ConnectionError(f"no Ray cluster can be reached at {address} ({error})") from error
             failing.pop_all()
         self._connection = connection()
 
     @property
     def connected(self) -> bool:
-        """Whether this process still has the connection: nobody has called ``ray.shutdown``."""
+        """Whether the connection still exists: ``ray.shutdown`` was not called."""
         return self._connection is not None and self._connection == connection()
 
     def require(self) -> None:
-        """Before a call through Ray, which would start another cluster where there is no connection.
+        """Check the connection before a call, which would otherwise start another cluster.
 
         Raises:
-            ConnectionError: it has ended.
+            ConnectionError: the connection has ended.
         """
         if not self.connected:
             raise ConnectionError("ray.shutdown() has ended this process's connection to the Ray cluster")
 
     def close(self) -> None:
-        """Disconnect, and stop what was started, if this was the one who did."""
+        """Disconnect from a cluster that this object has connected to, and stop one that it has started. Idempotent."""
         if self._started:
             self._started = False
             if self.connected or self._connection is None:
                 ray.shutdown()
-        if self._janitor is not None:
-            self._janitor.communicate()  # hangs up, and waits
-            self._janitor = None
+        if self._cleanup is not None:
+            self._cleanup.communicate()  # closes its input, and waits for its end
+            self._cleanup = None
 
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Keep the program's handlers: Ray puts one for SIGTERM below Python's, which prints a trace and aborts."""
+    """Keep the program's signal handlers: Ray installs one for SIGTERM that prints a trace and aborts."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -117,13 +117,17 @@ def _signals_kept() -> Iterator[None]:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _reach(address: str) -> None:
-    """Find out whether anybody listens at ``host:port``: Ray itself would try for a minute."""
+def _check_reachable(address: str) -> None:
+    """Check that ``host:port`` accepts connections: Ray itself would try for a minute.
+
+    Raises:
+        ConnectionError: it does not.
+    """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         return  # "auto" and the like, which Ray answers at once
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _REACH).close()
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT).close()
     except OSError as error:
         raise ConnectionError(
             f"no Ray cluster can be reached at {address} ({error}): start one there (ray start --head), or leave the "

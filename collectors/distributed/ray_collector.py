@@ -1,40 +1,54 @@
-"""The collector whose workers are Ray actors."""
+"""The collector that runs its workers as Ray actors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import wait
 from typing import Any, Unpack
 
+import numpy as np
+import ray
+import torch
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
 import wsync
-from collectors.crew import CrewCollector, CrewOptions
-from collectors.distributed.ray_cluster import starts_one
-from collectors.distributed.ray_pool import RayPool
-from collectors.making import EnvMaker
+from collectors.distributed.calls import CalledWorker, CallPool, CommandExecutor, Reply, WakeEvent
+from collectors.distributed.ray_cluster import Cluster, starts_one
+from collectors.factories import EnvMaker
+from collectors.multi import WorkerCollector, WorkerCollectorOptions
+from collectors.workers.pool import SHUTDOWN_GRACE
+from wsync import SyncTimeout
 
 
-class RayCollector(CrewCollector):
-    """Gathers batches with Ray actors, one per worker; batches come through Ray's object store.
+class RayCollector(WorkerCollector):
+    """Collects batches with Ray actors, one per worker; batches are in Ray's object store.
 
-    The actors must be able to import what the environments and policies come from (on other nodes: installed there,
-    or by a ``runtime_env`` in ``resources``). They end with this collector, or with this process.
+    The actors must be able to import the modules of the environments and policies (on other nodes: installed there, or
+    by a ``runtime_env`` in ``resources``). They end with this collector, or with this process.
 
     Args:
-        create_env_fn: one function per worker; each makes an environment (lambdas are fine).
-        policy: as ``CrewCollector``.
-        sync: whether all workers wait for each other, and for new weights; otherwise a batch is one worker's.
-        address: of a Ray cluster, as ``ray.init`` takes it. None: the one that this process is connected to, or that
-            ``RAY_ADDRESS`` says; without them, one is started on this machine, and stopped at ``shutdown``.
-        resources: of each actor, as options of ``ray.remote``: ``num_cpus`` (0 unless said), ``num_gpus``, ``memory``,
+        create_env_fn: one function per worker; each makes an environment (lambdas work).
+        policy: as ``WorkerCollector``.
+        sync: whether a batch has a share of every worker, and all wait for new weights; otherwise it is one worker's.
+        address: of a Ray cluster, as ``ray.init`` takes it. None: the connected cluster, or that of ``RAY_ADDRESS``;
+            without both, a cluster is started on this machine, and stopped by ``shutdown``.
+        resources: of each actor, as options of ``ray.remote``: ``num_cpus`` (0 by default), ``num_gpus``, ``memory``,
             ``resources``, ``runtime_env`` …
         scheduling_strategy: where actors are placed: ``"DEFAULT"``, ``"SPREAD"``, or an object of Ray's.
-        timeout: seconds in which the cluster has to find a place for all of them.
-        options: as ``CrewCollector``.
+        timeout: seconds in which the cluster has to place all actors.
+        options: as ``WorkerCollector``.
 
     Raises:
-        ConnectionError: no cluster at ``address``, or this process is connected to another.
-        wsync.SyncTimeout: the cluster had no place for an actor; says what it needs and what there is.
-        Exception: else as ``CrewCollector``.
+        ConnectionError: there is no cluster at ``address``, or this process is connected to another one.
+        wsync.SyncTimeout: the cluster had no place for an actor; names the required and the available resources.
+        Exception: else as ``WorkerCollector``.
     """
 
     def __init__(
@@ -47,7 +61,7 @@ class RayCollector(CrewCollector):
         resources: Mapping[str, Any] | None = None,
         scheduling_strategy: Any = "DEFAULT",
         timeout: float = 60.0,
-        **options: Unpack[CrewOptions],
+        **options: Unpack[WorkerCollectorOptions],
     ) -> None:
         self._own_cluster = starts_one(address)
         start = partial(
@@ -61,3 +75,167 @@ class RayCollector(CrewCollector):
 
     def _default_scheme(self) -> wsync.WeightSyncScheme:
         return wsync.WeightSyncScheme.from_backend("ray", host="127.0.0.1" if self._own_cluster else "node")
+
+
+class RayWorkerActor:
+    """The actor. It executes commands in order; the concurrency group ``weights`` receives updates meanwhile.
+
+    Args:
+        path: the trainer's ``sys.path``.
+    """
+
+    def __init__(self, path: Sequence[str]) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C may reach the whole process group
+        sys.path.extend(entry for entry in path if entry not in sys.path)
+        # Ray configures logging.
+        self._executor = CommandExecutor(lambda options: torch.set_num_threads(options.threads))
+
+    def lifetime(self) -> None:
+        """Never return. The trainer's call fails when the process ends."""
+        threading.Event().wait()
+
+    def ready(self) -> None:
+        """Return once the actor exists."""
+
+    def execute(self, command: str, argument: Any) -> Reply:
+        """Execute a command; ``end`` is the last one."""
+        if command == "end":
+            self._executor.close()
+            return Reply("ended")
+        reply = self._executor.execute(command, argument)
+        return reply if reply.payload is None else replace(reply, payload=np.asarray(reply.payload))
+
+
+class RayWorker(CalledWorker):
+    """An actor.
+
+    Args:
+        worker_idx: its index.
+        actor: owned by this handle.
+        cluster: of the actor.
+    """
+
+    def __init__(self, worker_idx: int, actor: ActorHandle, cluster: Cluster) -> None:
+        super().__init__(worker_idx)
+        self.actor = actor
+        self._cluster = cluster
+        self._ended = WakeEvent()
+        lifetime: Any = actor.lifetime
+        self._on_reply(lifetime.options(concurrency_group="lifetime").remote(), lambda _: self._ended.set())
+
+    @property
+    def sentinel(self) -> int:
+        """Readable when the worker or its process has ended."""
+        return self._ended.fileno()
+
+    def call(self, command: str, argument: Any, on_reply: Callable[[Reply], None]) -> None:
+        """See CalledWorker."""
+        try:
+            self._cluster.require()
+            self._on_reply(self.actor.execute.remote(command, argument), on_reply)
+        except (RayError, ConnectionError) as error:
+            on_reply(self._died(error))
+
+    def _on_reply(self, reference: Any, on_reply: Callable[[Reply], None]) -> None:
+        def on_done(future: Any) -> None:
+            error = future.exception()
+            on_reply(future.result() if error is None else self._died(error))
+
+        reference.future().add_done_callback(on_done)
+
+    def _died(self, error: BaseException) -> Reply:
+        return Reply("died", f"(a Ray actor) died: {str(error).strip()}")
+
+    def ready(self) -> Any:
+        """Return a reference that is ready when the actor exists."""
+        return self.actor.ready.remote()
+
+    def kill(self) -> None:
+        """Kill the actor's process; without a connection to its cluster, it has ended already."""
+        if self._cluster.connected:
+            ray.kill(self.actor, no_restart=True)
+
+    def close(self) -> None:
+        """Release the resources of this end."""
+        self._ended.close()
+
+
+class RayPool(CallPool[RayWorker]):
+    """Actors of a Ray cluster.
+
+    Args:
+        count: number of actors.
+        address: see ``Cluster``.
+        resources: options of each actor, as ``ray.remote`` takes them.
+        scheduling_strategy: where they are placed, as Ray takes it.
+        timeout: seconds in which the cluster has to place all actors.
+
+    Raises:
+        ConnectionError: see ``Cluster``.
+        SyncTimeout: the cluster had no place for an actor in time.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        address: str | None,
+        resources: Mapping[str, Any],
+        scheduling_strategy: Any,
+        timeout: float,
+    ) -> None:
+        super().__init__()
+        self._cluster = Cluster(address)
+        self._placed = False
+        remote: Any = ray.remote
+        kind = remote(concurrency_groups={"weights": 1, "lifetime": 1})(RayWorkerActor)
+        self._kind = kind.options(**{"num_cpus": 0, **resources, "scheduling_strategy": scheduling_strategy})
+        try:
+            for i in range(count):
+                self.start_worker(i)
+            self._wait_for_actors(resources, timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait_for_actors(self, resources: Mapping[str, Any], timeout: float) -> None:
+        references = {worker.ready(): worker.worker_idx for worker in self.workers}
+        ready, missing = ray.wait(list(references), num_returns=len(references), timeout=timeout)
+        if missing:
+            names = {references[one]: "never started" for one in missing}
+            raise SyncTimeout(
+                f"worker(s) {', '.join(map(str, sorted(names)))} had no place in the Ray cluster within {timeout:g} s: "
+                f"each needs {dict(resources) or 'nothing special'}, and there is {ray.available_resources()}",
+                names,
+            )
+        self._placed = True
+        ray.get(ready)  # raises the error of an actor's constructor
+
+    def start_worker(self, worker_idx: int) -> RayWorker:
+        """See WorkerPool. The placement has no deadline of its own: that of the first answer includes it."""
+        self._cluster.require()
+        worker = RayWorker(worker_idx, self._kind.remote(sys.path), self._cluster)
+        self.workers.append(worker)
+        return worker
+
+    def discard(self, worker: RayWorker) -> None:
+        """See WorkerPool."""
+        self.workers.remove(worker)
+        worker.kill()
+        worker.close()
+
+    def close(self) -> None:
+        """See WorkerPool."""
+        if self._cluster.connected:
+            if self._placed:
+                self._end_workers()
+            for worker in self.workers:
+                worker.kill()
+            deadline = time.monotonic() + SHUTDOWN_GRACE
+            for worker in self.workers:
+                wait([worker.sentinel], max(0.0, deadline - time.monotonic()))
+        for worker in self.workers:
+            worker.close()
+        self.workers = []
+        self._replied.close()
+        self._cluster.close()

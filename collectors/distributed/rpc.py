@@ -1,40 +1,56 @@
-"""The collector whose workers are reached by ``torch.distributed.rpc``."""
+"""The collector that calls its workers by ``torch.distributed.rpc``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Unpack
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, NoReturn, Unpack
+
+from torch.distributed import rpc
+from torch.futures import Future
 
 import wsync
-from collectors.crew import CrewCollector, CrewOptions
-from collectors.distributed.rpc_pool import RpcPool
-from collectors.making import EnvMaker
+from collectors.distributed import rpc_worker
+from collectors.distributed.calls import CalledWorker, CallPool, Reply, WakeEvent
+from collectors.distributed.rpc_group import host_store, is_member, join_or_end, leave_group
+from collectors.factories import EnvMaker
+from collectors.multi import WorkerCollector, WorkerCollectorOptions
+from collectors.workers.pool import SHUTDOWN_GRACE
+from collectors.workers.process_handle import ProcessHandle
+from collectors.workers.processes import exit_reason, join_or_kill, kill, pipe, start
+from wsync import SyncTimeout, WorkerDied
+
+_TIMED_OUT = "RPCErr:1:"  # prefix of torch's message for a call that has timed out
 
 
-class RPCCollector(CrewCollector):
-    """Gathers batches with workers that are called by RPC (TensorPipe).
+class RPCCollector(WorkerCollector):
+    """Collects batches with workers that are called by RPC (TensorPipe).
 
-    By default it starts its workers itself, on this machine, and a group in which the trainer is ``"trainer"`` and
-    they are ``"worker0"``, ``"worker1"`` …; both end with it. Or it uses members of a group that this process has
-    joined by ``init_rpc``; those stay in it afterwards.
+    By default it starts its workers itself, on this machine, and a group in which the trainer is ``"trainer"`` and they
+    are ``"worker0"``, ``"worker1"`` …; both end with it. Or it uses members of a group that this process has joined by
+    ``init_rpc``; those stay in it afterwards.
 
     Args:
-        create_env_fn: one function per worker; each makes an environment (lambdas are fine).
-        policy: as ``CrewCollector``.
-        sync: whether all workers wait for each other, and for new weights; otherwise a batch is one worker's.
-        workers: names in the group that this process belongs to, one per worker.
-        host: the interface of a group that is started. Unless ``TP_SOCKET_IFNAME`` says otherwise, a loopback address
-            keeps all of its traffic on the loopback interface.
-        timeout: seconds in which the workers have to be there.
-        options: as ``CrewCollector``.
+        create_env_fn: one function per worker; each makes an environment (lambdas work).
+        policy: as ``WorkerCollector``.
+        sync: whether a batch has a share of every worker, and all wait for new weights; otherwise it is one worker's.
+        workers: names in the group of this process, one per worker.
+        host: the interface of a group that is started. Unless ``TP_SOCKET_IFNAME`` is set, a loopback address keeps all
+            of its traffic on the loopback interface.
+        timeout: seconds in which the workers have to join.
+        options: as ``WorkerCollector``.
 
     Raises:
-        RuntimeError: a process has one group: there is one and no ``workers``, or ``workers`` and none.
+        RuntimeError: there is a group already and no ``workers``, or ``workers`` and no group.
         wsync.SyncTimeout: a worker did not join in time.
         wsync.NotConnected: it cannot listen on ``host``, or that would be on every interface.
         ValueError: ``on_worker_failure="restart"``.
-        Exception: else as ``CrewCollector``.
+        Exception: else as ``WorkerCollector``.
     """
 
     def __init__(
@@ -46,7 +62,7 @@ class RPCCollector(CrewCollector):
         workers: Sequence[str] | None = None,
         host: str = "127.0.0.1",
         timeout: float = 60.0,
-        **options: Unpack[CrewOptions],
+        **options: Unpack[WorkerCollectorOptions],
     ) -> None:
         self._refuse_restart(
             options,
@@ -59,3 +75,204 @@ class RPCCollector(CrewCollector):
 
     def _default_scheme(self) -> wsync.WeightSyncScheme:
         return wsync.DistributedWeightSyncScheme(host=self._host)
+
+
+class RpcWorker(CalledWorker):
+    """A member of the RPC group.
+
+    Args:
+        worker_idx: its index.
+        name: in the group.
+        token: identifies the collector.
+    """
+
+    def __init__(self, worker_idx: int, name: str, token: str) -> None:
+        super().__init__(worker_idx)
+        self.name = name
+        self._token = token
+        self._number = 0
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the resources of this end."""
+
+    def call(self, command: str, argument: Any, on_reply: Callable[[Reply], None]) -> None:
+        """See CalledWorker."""
+
+        def on_done(future: Future[Reply]) -> None:
+            try:
+                reply = future.value()
+            except Exception as error:  # noqa: BLE001  the error of a call is its reply; it reaches the trainer as such
+                reply = Reply("died", _first_line(error))
+            on_reply(reply)
+
+        number, self._number = self._number, self._number + 1
+        arguments = (self._token, number, command, argument)
+        try:
+            rpc.rpc_async(self.name, rpc_worker.command, args=arguments, timeout=0).add_done_callback(on_done)
+        except RuntimeError as error:
+            on_reply(Reply("died", _first_line(error)))
+
+
+class LocalRpcWorker(RpcWorker):
+    """A worker in a process that this process has started."""
+
+    def __init__(self, worker_idx: int, token: str, process: BaseProcess, channel: Connection) -> None:
+        super().__init__(worker_idx, f"worker{worker_idx}", token)
+        self.process = process
+        self.channel = channel
+        self.process_handle = ProcessHandle(process.pid)
+
+    @property
+    def sentinel(self) -> int:
+        """Readable when the process has ended."""
+        return self.process.sentinel
+
+    def exit_reason(self, error: str) -> str:
+        """See CalledWorker."""
+        if wait([self.process.sentinel], SHUTDOWN_GRACE):
+            return exit_reason(self.process)
+        return f"(process {self.process.pid}) cannot be reached any more: {error}"
+
+    def close(self) -> None:
+        """See RpcWorker."""
+        self.channel.close()
+        self.process_handle.close()
+
+
+class ExternalRpcWorker(RpcWorker):
+    """A worker in a process that a user has started; a call that stays open detects its end."""
+
+    def __init__(self, worker_idx: int, name: str, token: str) -> None:
+        super().__init__(worker_idx, name, token)
+        self._ended = WakeEvent()
+        call = rpc.rpc_async(name, rpc_worker.lifetime, args=(token,), timeout=0)
+        call.add_done_callback(lambda _: self._ended.set())
+
+    @property
+    def sentinel(self) -> int:
+        """Readable when the worker or its process has ended."""
+        return self._ended.fileno()
+
+    def exit_reason(self, error: str) -> str:
+        """See CalledWorker."""
+        return f"('{self.name}' of the RPC group) cannot be reached any more: {error}"
+
+    def close(self) -> None:
+        """See RpcWorker."""
+        self._ended.close()
+
+
+class RpcPool(CallPool[RpcWorker]):
+    """Workers of an RPC group.
+
+    Args:
+        count: number of workers.
+        names: of members of a group that this process belongs to; None starts workers and a group.
+        host: the interface of a group that is started.
+        timeout: seconds in which the workers have to join.
+
+    Raises:
+        WorkerDied: a worker ended before it had joined, or cannot be reached.
+        SyncTimeout: the group was not complete in time, or a member did not answer.
+        NotConnected: this machine cannot listen on ``host``.
+        RuntimeError: there is a group and no names, or names and no group.
+        ValueError: ``names`` has another length than ``count``, or a name twice.
+    """
+
+    def __init__(self, count: int, *, names: Sequence[str] | None, host: str, timeout: float) -> None:
+        super().__init__()
+        self._token = secrets.token_hex(8)
+        self._store: Any = None
+        self._joined = False
+        if names is None and is_member():
+            raise RuntimeError(
+                "this process belongs to an RPC group already: give the names of its workers (workers=[…]), "
+                "or shut the other collector down (rpc.shutdown() ends a group of your own)"
+            )
+        try:
+            if names is None:
+                self._start_group(count, host, timeout)
+            else:
+                self._enlist(count, names, timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def _enlist(self, count: int, names: Sequence[str], timeout: float) -> None:
+        if not is_member():
+            raise RuntimeError("workers=[…] are names in an RPC group: call torch.distributed.rpc.init_rpc() first")
+        if len(names) != count:
+            raise ValueError(f"{len(names)} names of workers for {count} environment functions")
+        if len(set(names)) < count:
+            raise ValueError(f"a process can be one worker, and names has one twice: {', '.join(names)}")
+        calls: dict[int, Future[None]] = {}
+        failed: dict[int, RuntimeError] = {}
+        try:
+            for i, name in enumerate(names):  # all at once, with one deadline
+                calls[i] = rpc.rpc_async(name, rpc_worker.enlist, args=(self._token,), timeout=timeout)
+            for i, call in calls.items():
+                try:
+                    call.wait()
+                    self.workers.append(ExternalRpcWorker(i, names[i], self._token))
+                except RuntimeError as error:
+                    failed[i] = error
+        finally:
+            for i in calls.keys() - {worker.worker_idx for worker in self.workers}:
+                rpc.rpc_async(names[i], rpc_worker.cancel, args=(self._token,))  # ``enlist`` may arrive later
+        if failed:
+            _raise_for(failed, names, timeout)
+
+    def _start_group(self, count: int, host: str, timeout: float) -> None:
+        self._store, address = host_store(host)
+        deadline = time.monotonic() + timeout
+        for i in range(count):
+            mine, theirs = pipe()
+            process = start(rpc_worker.main, i, theirs, i, count + 1, address, self._token, timeout)
+            theirs.close()
+            self.workers.append(LocalRpcWorker(i, self._token, process, mine))
+        own = [worker for worker in self.workers if isinstance(worker, LocalRpcWorker)]
+        for worker in own:
+            index = worker.worker_idx
+            if not worker.channel.poll(max(0.0, deadline - time.monotonic())):
+                raise SyncTimeout(f"worker {index} did not start within {timeout:g} s", {index: "never joined"})
+        dead = join_or_end(count + 1, address, [worker.sentinel for worker in own], timeout)
+        for worker in own:
+            if worker.sentinel == dead:
+                cause = f"{exit_reason(worker.process)}, before it had joined"
+                raise WorkerDied(f"worker {worker.worker_idx} {cause}", {worker.worker_idx: cause})
+        self._joined = True
+
+    def discard(self, worker: RpcWorker) -> None:
+        """See WorkerPool. A user's process continues; its worker ends when the call arrives."""
+        self.workers.remove(worker)
+        if isinstance(worker, LocalRpcWorker):
+            kill(worker.process)
+        else:  # otherwise the open ``lifetime`` call would block a graceful rpc.shutdown() for ever
+            worker.call("end", None, lambda _: None)
+        worker.close()
+
+    def close(self) -> None:
+        """See WorkerPool."""
+        if self._joined or not isinstance(next(iter(self.workers), None), LocalRpcWorker):
+            self._end_workers()
+        if self._joined:
+            leave_group()  # before the workers: torch logs errors in the member that is left alone
+            self._joined = False
+        for worker in self.workers:
+            worker.close()
+        join_or_kill([worker.process for worker in self.workers if isinstance(worker, LocalRpcWorker)])
+        self.workers, self._store = [], None
+        self._replied.close()
+
+
+def _raise_for(failed: Mapping[int, RuntimeError], names: Sequence[str], timeout: float) -> NoReturn:
+    late = f"did not answer within {timeout:g} s"
+    causes = {i: late if _TIMED_OUT in str(error) else _first_line(error) for i, error in failed.items()}
+    lines = [f"worker {i} ('{names[i]}' of the RPC group): {cause}" for i, cause in causes.items()]
+    kind = SyncTimeout if all(cause is late for cause in causes.values()) else WorkerDied
+    raise kind("\n".join(lines), causes) from next(iter(failed.values()))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,7 +1,7 @@
-"""A ``torch.distributed.rpc`` group of the trainer and the workers that it has started; and how to leave it quietly.
+"""A ``torch.distributed.rpc`` group of the trainer and the workers that it has started.
 
-No port is guessed: the trainer's store listens on one that the system has chosen. And a group can be made again and
-again in one process, which ``torch`` does not foresee: what it counts per process is set back.
+The trainer's store listens on a port that the system has chosen. A process may form several groups, one after another,
+which torch does not support: its per-process counters are reset for each group.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torch.distributed import (
 )
 
 from collectors.distributed.calls import WakeEvent
-from collectors.distributed.doors import Address
 from wsync import SyncTimeout, listen_on
 
 TRAINER = "trainer"
+Address = tuple[str, int]
 _LOOPBACK = {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 _stores: dict[str, Store] = {}  # by the name in the address that torch is given
 
@@ -44,7 +44,7 @@ register_rendezvous_handler("wsync", _existing_store)
 
 
 def host_store(host: str) -> tuple[Store, Address]:
-    """A store that listens on a free port of ``host``; and where that is.
+    """Return a store that listens on a free port of ``host``, and its address.
 
     Raises:
         NotConnected: it cannot listen there, or that would be on every interface.
@@ -65,20 +65,20 @@ def is_member() -> bool:
 
 
 def join_group(name: str, rank: int, size: int, address: Address, timeout: float) -> None:
-    """Join the group whose store is at ``address``, as soon as all the others do."""
+    """Join the group that has its store at ``address``; wait for all other members."""
     limit = timedelta(seconds=timeout)
     store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=limit)
     key = f"{name}-{address[1]}"
     _stores[key] = store
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"wsync://{key}", rpc_timeout=timeout)
-    with _as_the_first_group(), _loopback(address), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)  # torch's own affair
+    with _reset_counters(), _loopback(address), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
         rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)
 
 
 @contextmanager
-def _as_the_first_group() -> Iterator[None]:
-    """Have torch count from 0: the count is part of names on which all members must agree, young and old processes."""
+def _reset_counters() -> Iterator[None]:
+    """Make torch count from 0: the counts are part of keys on which all members must agree."""
     before, gathered = rpc._init_counter, dict(rpc.api._all_gather_sequence_id)
     rpc._init_counter = 0
     rpc.api._all_gather_sequence_id.clear()
@@ -92,7 +92,7 @@ def _as_the_first_group() -> Iterator[None]:
 
 @contextmanager
 def _loopback(address: Address) -> Iterator[None]:
-    """Have gloo and TensorPipe talk over the loopback interface, if the store does and nobody has said otherwise."""
+    """Make gloo and TensorPipe use the loopback interface if the store does, unless the environment sets another."""
     mine = {name: value for name, value in _LOOPBACK.items() if name not in os.environ}
     if not ip_address(address[0]).is_loopback:
         mine = {}
@@ -105,12 +105,12 @@ def _loopback(address: Address) -> Iterator[None]:
 
 
 def join_or_end(size: int, address: Address, sentinels: Sequence[int], timeout: float) -> int | None:
-    """Join as the trainer; or, if one of ``sentinels`` becomes readable first, return that one.
+    """Join as the trainer; return None, or the descriptor of ``sentinels`` that became readable first.
 
-    torch cannot be told to give up: another thread waits for it, and ends when the store goes.
+    torch's call cannot be interrupted: another thread makes it, and ends when the store is closed.
 
     Raises:
-        SyncTimeout: the others did not join in time.
+        SyncTimeout: the other members did not join in time.
     """
     done, errors = WakeEvent(), []
 
@@ -136,10 +136,10 @@ def join_or_end(size: int, address: Address, sentinels: Sequence[int], timeout: 
 
 
 def leave_group() -> None:
-    """Leave, whoever else is still there.
+    """Leave the group without waiting for its other members.
 
-    A graceful end needs everybody, and works once in a process (torch counts). The other end makes torch complain of
-    each connection that it closes itself: those lines are left out.
+    A graceful shutdown needs all members, and works once per process. The other kind makes torch log each connection
+    that it closes: these lines are suppressed.
     """
     with _without_lines("tensorpipe_agent.cpp"):
         rpc.shutdown(graceful=False)
@@ -147,7 +147,7 @@ def leave_group() -> None:
 
 @contextmanager
 def _without_lines(word: str) -> Iterator[None]:
-    """Hold back what is written to stderr's descriptor, and pass on all lines but those with ``word``."""
+    """Suppress lines with ``word`` that are written to stderr's descriptor."""
     stderr, held = os.dup(2), os.memfd_create("wsync-stderr", os.MFD_CLOEXEC)
     os.dup2(held, 2)
     try:

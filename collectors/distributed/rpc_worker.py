@@ -1,4 +1,4 @@
-"""A worker's side over RPC: takes commands from RPC's threads, and obeys them one after another."""
+"""The worker's side over RPC: takes commands from RPC's threads, and executes them in order."""
 
 from __future__ import annotations
 
@@ -11,117 +11,123 @@ from typing import Any
 from torch.distributed import rpc
 from torch.futures import Future
 
-from collectors.distributed.called import CalledCore
-from collectors.distributed.calls import Answer
-from collectors.distributed.doors import Address
-from collectors.distributed.rpc_group import join_group, leave_group
-from collectors.workers.worker import WorkerOptions, be_a_worker
+from collectors.distributed.calls import CommandExecutor, Reply
+from collectors.distributed.rpc_group import Address, join_group, leave_group
+from collectors.worker import WorkerOptions, configure_process
 
-_servants: dict[str, Servant] = {}  # by the collector that each serves
-_disbanded: set[str] = set()  # collectors that have given up, whose call to enlist may come yet
-_enlisting = threading.Lock()  # calls come on several threads
+_services: dict[str, RpcWorkerService] = {}  # by the token of the collector
+_cancelled: set[str] = set()  # tokens of collectors that gave up; their ``enlist`` call may still arrive
+_lock = threading.Lock()  # calls arrive on several threads
 
 
-class Servant:
-    """Obeys one trainer. RPC's threads may bring commands out of order; they are numbered.
+class RpcWorkerService:
+    """Executes the commands of one trainer. RPC's threads may deliver commands out of order: they are numbered.
 
     Args:
-        alone: whether this process is nothing but this worker.
+        exclusive: whether this process runs this worker and nothing else.
+
+    Attributes:
+        lifetime: completed when the worker has ended.
     """
 
-    def __init__(self, *, alone: bool) -> None:
-        self._alone = alone
-        self._core = CalledCore(self._settle)
-        self._commands: dict[int, tuple[str, Any, Future[Answer]]] = {}
-        self._come = threading.Condition()
-        self.life: Future[None] = Future()
+    def __init__(self, *, exclusive: bool) -> None:
+        self._exclusive = exclusive
+        self._executor = CommandExecutor(self._configure)
+        self._commands: dict[int, tuple[str, Any, Future[Reply]]] = {}
+        self._arrived = threading.Condition()
+        self.lifetime: Future[None] = Future()
 
-    def take(self, number: int, command: str, argument: Any) -> Future[Answer]:
-        """Have a command done when it is its turn."""
-        reply: Future[Answer] = Future()
-        with self._come:
+    def submit(self, number: int, command: str, argument: Any) -> Future[Reply]:
+        """Queue a command; return its reply. Called by RPC's threads."""
+        reply: Future[Reply] = Future()
+        with self._arrived:
             self._commands[number] = command, argument, reply
-            self._come.notify()
+            self._arrived.notify()
         return reply
 
-    def serve(self) -> None:
-        """Do commands until one is ``end``."""
+    def run(self) -> None:
+        """Execute commands until ``end``. Called once, by the worker's thread.
+
+        Raises:
+            Exception: what an environment raises when it is closed; the replies are given before.
+        """
         number = 0
         while True:
             command, argument, reply = self._next(number)
             if command == "end":
                 self._end(reply)
                 return
-            reply.set_result(self._core.obey(command, argument))
+            reply.set_result(self._executor.execute(command, argument))
             number += 1
 
-    def _next(self, number: int) -> tuple[str, Any, Future[Answer]]:
-        with self._come:
-            self._come.wait_for(lambda: number in self._commands)
+    def _next(self, number: int) -> tuple[str, Any, Future[Reply]]:
+        with self._arrived:
+            self._arrived.wait_for(lambda: number in self._commands)
             return self._commands.pop(number)
 
-    def _settle(self, options: WorkerOptions) -> None:
-        if self._alone:
-            be_a_worker(options)
+    def _configure(self, options: WorkerOptions) -> None:
+        if self._exclusive:
+            configure_process(options)
 
-    def _end(self, reply: Future[Answer]) -> None:
+    def _end(self, reply: Future[Reply]) -> None:
         try:
-            self._core.close()
-            if self._alone:
-                # When the trainer leaves the group torch complains, and there is nothing left to say here.
+            self._executor.close()
+            if self._exclusive:
+                # torch logs errors when the trainer leaves the group first; this process has nothing more to log.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        finally:  # the trainer, and whoever shuts the group down, wait for both, whatever an environment raises
-            reply.set_result(Answer("ended"))
-            self.life.set_result(None)
+        finally:  # the trainer, and a graceful rpc.shutdown(), wait for both
+            reply.set_result(Reply("ended"))
+            self.lifetime.set_result(None)
 
 
 def enlist(token: str) -> None:
-    """Called by a trainer in a process of the user's own: a thread of it becomes a worker."""
-    with _enlisting:
-        if token in _disbanded:
+    """Start a worker in a thread of this process. Called by the trainer, in a process that a user has started."""
+    with _lock:
+        if token in _cancelled:
             return
-        servant = _servants[token] = Servant(alone=False)
-    threading.Thread(target=_serve, args=(token, servant), name="collector-worker", daemon=True).start()
+        service = _services[token] = RpcWorkerService(exclusive=False)
+    threading.Thread(target=_serve, args=(token, service), name="collector-worker", daemon=True).start()
 
 
-def _serve(token: str, servant: Servant) -> None:
+def _serve(token: str, service: RpcWorkerService) -> None:
     try:
-        servant.serve()
+        service.run()
     finally:
-        with _enlisting:
-            _servants.pop(token, None)
+        with _lock:
+            _services.pop(token, None)
 
 
-def disband(token: str) -> None:
-    """Called by a trainer that has given up before it has told this worker anything, and whether or not it enlisted."""
-    with _enlisting:
-        _disbanded.add(token)
-        servant = _servants.pop(token, None)
-    if servant is not None:
-        servant.take(0, "end", None)
-
-
-@rpc.functions.async_execution
-def command(token: str, number: int, what: str, argument: Any) -> Future[Answer]:
-    """Called by a trainer: see ``Servant.take``."""
-    return _servants[token].take(number, what, argument)
+def cancel(token: str) -> None:
+    """End a worker that has no commands yet. Called by a trainer that gives up, before or after ``enlist`` arrives."""
+    with _lock:
+        _cancelled.add(token)
+        service = _services.pop(token, None)
+    if service is not None:
+        service.submit(0, "end", None)
 
 
 @rpc.functions.async_execution
-def life(token: str) -> Future[None]:
-    """Called by a trainer: returns when the worker ends."""
-    return _servants[token].life
+def command(token: str, number: int, name: str, argument: Any) -> Future[Reply]:
+    """Call ``RpcWorkerService.submit``. Called by the trainer."""
+    return _services[token].submit(number, name, argument)
 
 
-def main(line: Connection, worker_idx: int, size: int, address: Address, token: str, timeout: float) -> None:
-    """The main function of a process that the trainer has started: it says when it is here, and ends when hung up on.
+@rpc.functions.async_execution
+def lifetime(token: str) -> Future[None]:
+    """Return when the worker has ended. Called by the trainer, which detects the end of this process by it."""
+    return _services[token].lifetime
 
-    RPC is there before any scheme connects.
+
+def main(channel: Connection, worker_idx: int, size: int, address: Address, token: str, timeout: float) -> None:
+    """Run a worker in a process that the trainer has started.
+
+    The process reports that it has started, joins the group before any scheme connects, and leaves it when the trainer
+    has closed ``channel``.
     """
-    servant = _servants[token] = Servant(alone=True)
-    line.send("here")
+    service = _services[token] = RpcWorkerService(exclusive=True)
+    channel.send("started")
     join_group(f"worker{worker_idx}", worker_idx + 1, size, address, timeout)
-    servant.serve()
+    service.run()
     with suppress(EOFError, ConnectionError):
-        line.recv()
+        channel.recv()
     leave_group()

@@ -1,40 +1,55 @@
-"""The collector whose workers are reached over TCP: on this machine, or on any."""
+"""The collector that reaches its workers over TCP, on this machine or on others."""
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Unpack
+from multiprocessing.connection import wait
+from typing import Any, Literal, Unpack
 
 import wsync
-from collectors.crew import CrewCollector, CrewOptions
-from collectors.distributed.tcp_pool import Launcher, TcpPool, default_host
-from collectors.making import EnvMaker
+from collectors.distributed import torchrun
+from collectors.distributed.tcp_worker import key_from_environment, resolved
+from collectors.factories import EnvMaker
+from collectors.multi import WorkerCollector, WorkerCollectorOptions
+from collectors.workers.connection_pool import ConnectedWorker, ConnectionPool
+from collectors.workers.connections import WorkerConnection
+from collectors.workers.processes import exit_reason
+from wsync import NotConnected, SyncTimeout, WorkerDied
+from wsync.control import Listener, Message, SocketConnection
+
+Launcher = Literal["local", "join"]
+_log = logging.getLogger(__name__)
 
 
-class DistributedCollector(CrewCollector):
-    """Gathers batches with workers that are reached over TCP; batches come as plain bytes.
+class DistributedCollector(WorkerCollector):
+    """Collects batches with workers that are reached over TCP; batches are sent as plain bytes.
 
-    By default it starts its workers itself, on this machine. With ``launcher="join"`` it waits for workers that others
-    start, on any machine, and that call ``collectors.distributed.join_trainer``: under torchrun, where this process has
-    rank 0, all the other ranks; else processes with ``WSYNC_TRAINER=host:port`` in their environment. Those and this
-    process then share a secret in ``WSYNC_AUTHKEY``. Whoever knows it can run code here: see ``doors``.
+    By default it starts its workers itself, on this machine. With ``launcher="join"`` it waits for workers that are
+    started elsewhere, on any machine, and call ``collectors.distributed.join_trainer``: under torchrun, where this
+    process has rank 0, all the other ranks; else processes with ``WSYNC_TRAINER=host:port`` in their environment, which
+    share a secret in ``WSYNC_AUTHKEY`` with this process. A process with that secret can run code here, and
+    nothing is encrypted: batches must not cross a network that others can read.
 
     Args:
-        create_env_fn: one function per worker; each makes an environment (lambdas are fine).
-        policy: as ``CrewCollector``.
-        sync: whether all workers wait for each other, and for new weights; otherwise a batch is one worker's.
-        host: the interface to listen on; by default this machine's own, or torchrun's when there are several nodes.
-        port: to listen on; 0: any that is free (it is logged).
+        create_env_fn: one function per worker; each makes an environment (lambdas work).
+        policy: as ``WorkerCollector``.
+        sync: whether a batch has a share of every worker, and all wait for new weights; otherwise it is one worker's.
+        host: the interface to listen on; by default loopback, or torchrun's master address if there are several nodes.
+        port: to listen on; 0: any free port (it is logged).
         launcher: ``"local"`` or ``"join"``.
         timeout: seconds in which the workers have to join.
-        options: as ``CrewCollector``.
+        options: as ``WorkerCollector``.
 
     Raises:
         wsync.SyncTimeout: a worker did not join in time; names it.
         wsync.NotConnected: it cannot listen there, or that would be on every interface.
         ValueError: ``on_worker_failure="restart"`` for workers that join.
-        Exception: else as ``CrewCollector``.
+        Exception: else as ``WorkerCollector``.
     """
 
     def __init__(
@@ -47,19 +62,131 @@ class DistributedCollector(CrewCollector):
         port: int = 0,
         launcher: Launcher = "local",
         timeout: float = 60.0,
-        **options: Unpack[CrewOptions],
+        **options: Unpack[WorkerCollectorOptions],
     ) -> None:
         if launcher not in ("local", "join"):
             raise ValueError(f"launcher is 'local' or 'join', not {launcher!r}")
         if launcher == "join":
             self._refuse_restart(
                 options,
-                "workers that join were started by others (torchrun), who alone can start them anew: "
+                "workers that join were started by another program (torchrun), which alone can restart them: "
                 "use on_worker_failure=drop, or launcher=local",
             )
-        self._host = default_host(launcher) if host is None else host
-        start = partial(TcpPool, host=self._host, port=port, launcher=launcher, timeout=timeout)
+        if host is None:
+            host = torchrun.trainer_host() if launcher == "join" and torchrun.under_torchrun() else "127.0.0.1"
+        self._host = host
+        start = partial(TcpPool, host=host, port=port, launcher=launcher, timeout=timeout)
         super().__init__(create_env_fn, policy, sync=sync, start=start, **options)
 
     def _default_scheme(self) -> wsync.WeightSyncScheme:
         return wsync.DistributedWeightSyncScheme(host=self._host)
+
+
+class TcpPool(ConnectionPool):
+    """Waits until all workers have joined, and stops listening on TCP then.
+
+    A worker on this machine has one connection, and joins with the key that it was started with. A worker in another
+    program registers two: one for messages, and one without traffic, which ends when the process at its other end does.
+    A restarted worker connects to a Unix socket.
+
+    Args:
+        count: number of workers.
+        host: the interface to listen on.
+        port: 0: any free port.
+        launcher: ``"local"`` starts workers on this machine; ``"join"`` waits for workers that are started elsewhere.
+        timeout: seconds in which they have to join.
+
+    Raises:
+        SyncTimeout: workers did not join; names them.
+        WorkerDied: a worker that this process has started ended before it joined.
+        ValueError: torchrun has started another number of workers, or there is no key.
+        NotConnected: it cannot listen there.
+    """
+
+    def __init__(self, count: int, *, host: str, port: int, launcher: Launcher, timeout: float) -> None:
+        self._count = count
+        self._registered: dict[str, dict[str, SocketConnection]] = {}  # of workers with one connection so far
+        by_torchrun = launcher == "join" and torchrun.under_torchrun()
+        token = None if launcher == "local" or by_torchrun else key_from_environment(os.environ)
+        if by_torchrun and torchrun.world_size() != count + 1:
+            raise ValueError(
+                f"torchrun has started {torchrun.world_size()} processes: a trainer and "
+                f"{torchrun.world_size() - 1} workers, not {count}; set num_workers to that"
+            )
+        if not host:
+            raise NotConnected("host is empty: it has to be an address of this machine, by which workers reach it")
+        super().__init__(Listener(resolved(host), port, token))
+        store: Any = None
+        try:
+            if by_torchrun:
+                store = torchrun.publish(self.listener.address, timeout)
+            elif launcher == "local":
+                for i in range(count):
+                    self.start_worker(i)
+            else:
+                address = self.listener.address
+                _log.info("waiting at %s:%s for %d workers to join", address.host, address.port, count)
+            self._wait_for_workers(timeout)
+            self.listener.close()
+            self.listener = Listener()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            del store  # which had to live until all workers have read it
+
+    def _wait_for_workers(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while missing := self._missing():
+            starting = {worker.sentinel: worker for worker in self.workers if worker.connection is None}
+            left = deadline - time.monotonic()
+            ready = wait([self.listener.fileno(), *starting], max(0.0, left))
+            if not ready or left <= 0:  # foreign connections may keep the listener readable
+                raise SyncTimeout(
+                    f"worker(s) {', '.join(map(str, missing))} did not join within {timeout:g} s",
+                    {i: "never joined" for i in missing},
+                )
+            self._accept()
+            for worker in (starting[fd] for fd in ready if isinstance(fd, int) and fd in starting):
+                if worker.connection is None and worker.process is not None:
+                    index, reason = worker.worker_idx, exit_reason(worker.process)
+                    raise WorkerDied(f"worker {index} {reason}, before it had joined", {index: "died"})
+        self.workers.sort(key=lambda worker: worker.worker_idx)
+
+    def _missing(self) -> list[int]:
+        joined = {worker.worker_idx for worker in self.workers if worker.connection is not None}
+        return sorted(set(range(self._count)) - joined)
+
+    def _register(self, connection: SocketConnection, greeting: Message) -> None:
+        """Register one connection; a worker in another program has joined with its second one."""
+        if not greeting.payload.startswith(b"{"):
+            super()._register(connection, greeting)
+            return
+        registration = json.loads(greeting.payload)
+        both = self._registered.setdefault(registration["key"], {})
+        both[registration["purpose"]] = connection
+        if len(both) < 2:
+            return
+        del self._registered[registration["key"]]
+        channel, liveness = both["messages"], both["liveness"]
+        missing = self._missing()
+        index = greeting.worker if greeting.worker >= 0 or not missing else missing[0]
+        for end in (liveness, channel):  # also authenticates this end
+            if index in missing:
+                WorkerConnection(end).send("accepted", index)
+            else:
+                reason = f"there is a worker {index} already, or there are only {self._count}"
+                WorkerConnection(end).send("refused", reason)
+                end.close()
+        if index in missing:
+            worker = ConnectedWorker(index, b"", liveness=liveness, name=registration["name"])
+            self.workers.append(worker)
+            self._attach(worker, channel)
+
+    def close(self) -> None:
+        """See WorkerPool."""
+        super().close()
+        for half in self._registered.values():
+            for connection in half.values():
+                connection.close()
+        self._registered = {}

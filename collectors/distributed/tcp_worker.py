@@ -1,18 +1,20 @@
-"""A worker's side over TCP: find the trainer, join it, serve it."""
+"""The worker's side over TCP: find the trainer, join it, execute its commands."""
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
 import time
 from collections.abc import Mapping
+from multiprocessing.connection import wait
 
 from collectors.distributed import torchrun
-from collectors.distributed.doors import Address, Hello, knock
-from collectors.workers.lines import StreamLine, serve
-from collectors.workers.worker import end_with, leave_signals_to_the_trainer
+from collectors.worker import exit_with_descriptor, ignore_interrupts, serve
+from collectors.workers.connections import WorkerConnection
 from wsync import NotConnected
+from wsync.control import Address, SocketConnection, connect
 
 TRAINER, AUTHKEY = "WSYNC_TRAINER", "WSYNC_AUTHKEY"
 
@@ -23,35 +25,35 @@ def is_worker(env: Mapping[str, str] = os.environ) -> bool:
 
 
 def join_trainer(*, timeout: float = 60.0) -> int:
-    """Be a worker of a ``DistributedCollector(launcher="join")``, until it is shut down.
+    """Run this process as a worker of a ``DistributedCollector(launcher="join")``, until it is shut down.
 
-    It is found under the address in ``WSYNC_TRAINER`` (``host:port``) with the key in ``WSYNC_AUTHKEY``; or, under
-    torchrun, where rank 0 has said that it is. If the trainer's process ends, so does this one, at once, with status 1.
+    The trainer's address is that of ``WSYNC_TRAINER`` (``host:port``), the key that of ``WSYNC_AUTHKEY``; or, under
+    torchrun, those that rank 0 has published. If the trainer's process ends, this one ends at once, with status 1.
 
     Args:
-        timeout: seconds in which the trainer has to be found.
+        timeout: seconds in which the trainer has to be reached.
 
     Returns:
-        The exit status for this process: 0. What has gone wrong in this worker is raised in the trainer.
+        The exit status for this process: 0. Errors in this worker are raised in the trainer.
 
     Raises:
-        NotConnected: there is no trainer, or it did not let this worker in.
-        SyncTimeout: rank 0 has not said where it is.
-        ValueError: an address that is none, or no key.
+        NotConnected: there is no trainer, or it did not accept this worker.
+        SyncTimeout: rank 0 has not published its address.
+        ValueError: an address cannot be parsed, or there is no key.
     """
-    leave_signals_to_the_trainer()
+    ignore_interrupts()
     if TRAINER in os.environ:
-        address, authkey, worker_idx = _address(os.environ[TRAINER]), own_key(os.environ), -1
+        address, worker_idx = _address(os.environ[TRAINER], key_from_environment(os.environ)), -1
     elif is_worker():
-        (address, authkey), worker_idx = torchrun.look_up(timeout), torchrun.rank() - 1
+        address, worker_idx = torchrun.look_up(timeout), torchrun.rank() - 1
     else:
-        raise ValueError(f"where is the trainer? Start this under torchrun with a rank above 0, or set {TRAINER}")
-    join(address, authkey, worker_idx, timeout)
+        raise ValueError(f"no trainer is given: start this under torchrun with a rank above 0, or set {TRAINER}")
+    join(address, worker_idx, timeout)
     return 0
 
 
-def own_key(env: Mapping[str, str]) -> bytes:
-    """The key of ``WSYNC_AUTHKEY``.
+def key_from_environment(env: Mapping[str, str]) -> bytes:
+    """Return the key in ``WSYNC_AUTHKEY``.
 
     Raises:
         ValueError: there is none.
@@ -61,28 +63,60 @@ def own_key(env: Mapping[str, str]) -> bytes:
     return env[AUTHKEY].encode()
 
 
-def _address(text: str) -> Address:
+def resolved(host: str) -> str:
+    """Return the IP address of ``host``; both ends authenticate by it, whatever name each of them was given."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return host  # the error of listening there, or of connecting, is the better one
+
+
+def _address(text: str, key: bytes) -> Address:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(f"{TRAINER} is host:port, not {text!r}")
-    return host.strip("[]"), int(port)
+    return Address(resolved(host.strip("[]")), int(port), key)
 
 
-def join(address: Address, authkey: bytes, worker_idx: int, timeout: float) -> None:
-    """Join the trainer at ``address``, and serve it until it hangs up."""
-    pair, name = secrets.token_bytes(16), f"(process {os.getpid()} on {socket.gethostname()})"
-    deadline = time.monotonic() + timeout
-    life = knock(address, authkey, Hello("life", pair, worker_idx, name), deadline)
-    line = knock(address, authkey, Hello("line", pair, worker_idx, name), deadline)
+def join(address: Address, worker_idx: int, timeout: float) -> None:
+    """Join the trainer at ``address``, and execute its commands until it closes the connection.
+
+    Args:
+        address: of the trainer's listener.
+        worker_idx: the index to have; -1: any.
+        timeout: seconds in which the trainer has to accept.
+
+    Raises:
+        NotConnected: there is no trainer, or it did not accept this worker.
+    """
+    deadline, key = time.monotonic() + timeout, secrets.token_hex(16)
+    name = f"(process {os.getpid()} on {socket.gethostname()})"
+    ends: dict[str, SocketConnection] = {}
     try:
-        verdict, reason = line.recv()
-    except (EOFError, OSError) as error:
-        raise NotConnected(f"the trainer has gone, or has its workers already ({error})") from error
+        for purpose in ("liveness", "messages"):
+            registration = json.dumps({"purpose": purpose, "key": key, "name": name})
+            ends[purpose] = connect(address, worker_idx, deadline, registration.encode())
+        for end in ends.values():
+            _require_accepted(end, address, deadline)
+        stop_watching = exit_with_descriptor(ends["liveness"].fileno())
+        try:
+            serve(WorkerConnection(ends["messages"]))
+        finally:
+            stop_watching()
+    finally:
+        for end in ends.values():
+            end.close()
+
+
+def _require_accepted(end: SocketConnection, address: Address, deadline: float) -> None:
+    where = f"{address.host}:{address.port}"
+    if not wait([end.fileno()], max(0.0, deadline - time.monotonic())):
+        raise NotConnected(f"the trainer at {where} does not answer: is it stopped?")
+    try:
+        verdict, reason, _ = WorkerConnection(end).receive()
+    except EOFError as error:
+        raise NotConnected(
+            f"the trainer at {where} did not accept this worker: another key? Or it has its workers already"
+        ) from error
     if verdict == "refused":
         raise NotConnected(f"the trainer does not take this worker: {reason}")
-    stop = end_with(life.fileno())
-    try:
-        serve(StreamLine(line))
-    finally:
-        stop()
-        life.close()

@@ -1,8 +1,7 @@
-"""Where torchrun has put this process, and the store of its agent, in which the trainer says where it is."""
+"""The environment that torchrun sets, and the store of its agent, in which the trainer publishes its address."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -15,30 +14,30 @@ from torch.distributed import (
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-from collectors.distributed.doors import Address
 from wsync import NotConnected, SyncTimeout
+from wsync.control import Address
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _KEY = "trainer"
 
 
 def under_torchrun(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun (or somebody who sets what it sets) has started this process."""
+    """Whether torchrun, or a program that sets the same variables, has started this process."""
     return all(name in env for name in _NAMES)
 
 
 def rank() -> int:
-    """This process's rank; 0 is the trainer."""
+    """Return this process's rank; 0 is the trainer."""
     return int(os.environ["RANK"])
 
 
 def world_size() -> int:
-    """The trainer and its workers."""
+    """Return the number of processes: the trainer and its workers."""
     return int(os.environ["WORLD_SIZE"])
 
 
-def trainers_host() -> str:
-    """The interface on which workers reach the trainer: rank 0 is on the master's node."""
+def trainer_host() -> str:
+    """Return the interface on which workers reach the trainer; rank 0 is on the master's node."""
     one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     return "127.0.0.1" if one_node else os.environ["MASTER_ADDR"]
 
@@ -53,30 +52,29 @@ def _store(timeout: float) -> Store:
             f"rank {rank()}: the store at {host} port {port} (MASTER_ADDR, MASTER_PORT) cannot be "
             f"{'opened' if hosts else 'reached: has rank 0 been started?'} ({error})"
         ) from error
-    # A run that torchrun has started again must not find the trainer of the one before.
+    # After torchrun has restarted the processes, workers must not find the address of the trainer before.
     return PrefixStore(f"wsync-collector/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def publish(address: Address, authkey: bytes, timeout: float) -> Store:
-    """Say where the trainer is. The store must live until all workers have read it: keep it so long."""
+def publish(address: Address, timeout: float) -> Store:
+    """Publish the trainer's address. Keep the returned store until all workers have read it."""
     store = _store(timeout)
-    store.set(_KEY, json.dumps([*address, authkey.hex()]))
+    store.set(_KEY, address.dump())
     return store
 
 
-def look_up(timeout: float) -> tuple[Address, bytes]:
-    """Wait until the trainer has said where it is; its address and key.
+def look_up(timeout: float) -> Address:
+    """Wait until the trainer has published its address; return it.
 
     Raises:
-        NotConnected: there is no store in which it could.
-        SyncTimeout: it did not, in ``timeout`` seconds.
+        NotConnected: the store cannot be reached.
+        SyncTimeout: the trainer has published nothing within ``timeout`` seconds.
     """
     store = _store(timeout)
     try:
-        host, port, key = json.loads(store.get(_KEY))
+        return Address.load(store.get(_KEY))
     except DistStoreError as error:
         raise SyncTimeout(
             f"rank {rank()}: the trainer (rank 0) did not open a DistributedCollector(launcher='join') "
             f"within {timeout:g} s"
         ) from error
-    return (host, port), bytes.fromhex(key)

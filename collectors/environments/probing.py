@@ -1,4 +1,4 @@
-"""Calling something to see what it gives, without any trace of the call."""
+"""Calling a function for the shape of its result, without side effects."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 
 
 @contextmanager
-def without_trace(function: object, device: torch.device | str = "cpu") -> Iterator[None]:
-    """What is drawn meanwhile is drawn again afterwards, and ``function``, if it is a module, updates no statistics."""
+def without_side_effects(function: object, device: torch.device | str = "cpu") -> Iterator[None]:
+    """Restore the random number generators at the end; a module ``function`` is in evaluation mode inside."""
     drawing = torch.device(device)
     training = [part for part in function.modules() if part.training] if isinstance(function, nn.Module) else []
     numpys, pythons = np.random.get_state(), random.getstate()

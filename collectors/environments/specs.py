@@ -1,4 +1,4 @@
-"""What an environment takes and gives, as tensors: specs, and the codecs between Gymnasium's spaces and them."""
+"""Specs of observations and actions as tensors, and codecs between them and Gymnasium's spaces."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Spec:
     """Shape, dtype and bounds of one environment's observation or action (without batch dimensions).
 
     A discrete action of ``n`` choices has ``n`` set, ``dtype`` int64 (it is stored as an index) and ``shape`` ``(n,)``,
-    as one-hot, which is how many scores a network has to give. Otherwise ``n`` is None.
-    ``low`` and ``high`` are tensors of ``shape``, or None where there are no bounds to speak of (one-hot, discrete).
+    the number of scores that a network has to give. Otherwise ``n`` is None.
+    ``low`` and ``high`` are tensors of ``shape``, or None for a discrete action.
     """
 
     shape: torch.Size
@@ -50,10 +50,10 @@ class ObservationCodec(Protocol):
 
 
 class BoxCodec:
-    """Box and MultiBinary: the same numbers as float32, whatever the environment gives; uint8 (images) stays uint8."""
+    """Box and MultiBinary: the same numbers as float32; uint8 (images) stays uint8."""
 
     def __init__(self, space: spaces.Box | spaces.MultiBinary) -> None:
-        """Take the shape, and the bounds where there are some, from ``space``."""
+        """Take shape and bounds from ``space``."""
         shape = torch.Size(space.shape or (1,))
         image = isinstance(space, spaces.Box) and space.dtype == np.uint8
         dtype = torch.uint8 if image else torch.float32
@@ -87,7 +87,7 @@ def observation_codec(space: spaces.Space) -> ObservationCodec:
     """Return the codec for ``space``.
 
     Raises:
-        TypeError: for a space without one tensor to it (Dict, Tuple, Text, Graph, Sequence).
+        TypeError: for a space that is not one tensor (Dict, Tuple, Text, Graph, Sequence).
     """
     if isinstance(space, spaces.Box | spaces.MultiBinary):
         return BoxCodec(space)
@@ -115,7 +115,7 @@ class DiscreteActions:
         """Return the environment's own numbers, int64 ``[E]``.
 
         Raises:
-            ValueError: another shape, an index that there is not, or scores of which none is the greatest (NaN).
+            ValueError: another shape, an index out of range, or scores of NaN.
         """
         if action.size == num_envs * self.n and action.shape[-1:] == (self.n,):
             taken = self._greatest(action.reshape(num_envs, self.n))
@@ -131,11 +131,11 @@ class DiscreteActions:
         return taken
 
     def _known(self, index: Array) -> Array:
-        """Return a copy, for an environment may keep it; each is looked at, in every step: the common cases first."""
+        """Return a checked copy: an environment may keep it. The first two branches are the common cases."""
         if index.size == 1 and index.item() in range(self.n):
             return index.astype(np.int64)
-        with suppress(ValueError, TypeError):  # there is one out of range; or they are no integers
-            return np.unravel_index(index, (self.n,))[0]  # a copy and the check in one, in half the time of both
+        with suppress(ValueError, TypeError):  # an index is out of range, or not an integer
+            return np.unravel_index(index, (self.n,))[0]  # checks and copies in one call
         known = np.isin(index, np.arange(self.n))
         if not known.all():
             row = int(known.argmin())
@@ -145,8 +145,8 @@ class DiscreteActions:
     def _greatest(self, scores: Array) -> Array:
         if scores.dtype.kind == "f" and (unknown := np.isnan(scores)).any():
             row = int(unknown.any(-1).argmax())
-            told = scores[row].tolist()
-            raise ValueError(f"the scores of actions 0 to {self.n - 1} for environment {row} are {told}")
+            values = scores[row].tolist()
+            raise ValueError(f"the scores of actions 0 to {self.n - 1} for environment {row} are {values}")
         return scores.argmax(-1)
 
     def from_env(self, action: Array) -> Array:
@@ -155,7 +155,7 @@ class DiscreteActions:
 
 
 class BoxActions:
-    """A vector within bounds; what lies outside is clipped on its way into the environment.
+    """A vector; values out of bounds are clipped before they reach the environment.
 
     ``uniform_log_prob`` is the log-density of a random action, in nats; NaN where the bounds are infinite.
     """

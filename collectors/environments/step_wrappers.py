@@ -1,4 +1,4 @@
-"""Steppers around steppers: what a transform's function makes of observations, or of rewards."""
+"""Steppers that apply a transform's function to the observations or the rewards of another stepper."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Function = Callable[..., Array]
 
 
 class StepsWrapper:
-    """A stepper (see ``Stepper``) that shares the arrays of the one inside it, but for those that it replaces."""
+    """A stepper (see ``Stepper``) that shares the arrays of an inner one, except for those that it replaces."""
 
     def __init__(self, inner: Steps) -> None:
         self.inner, self.driver, self.num_envs = inner, inner.driver, inner.num_envs
@@ -31,6 +31,11 @@ class StepsWrapper:
     def is_reset(self) -> bool:
         """See Steps."""
         return self.inner.is_reset
+
+    @property
+    def reset_step(self) -> Array | None:
+        """See Stepper."""
+        return self.inner.reset_step
 
     @property
     def max_frames_per_traj(self) -> int | None:
@@ -63,13 +68,13 @@ class StepsWrapper:
 
 
 class EncodedSteps(StepsWrapper):
-    """Observations are what ``encode`` makes of the inner ones, also at an episode's end and where one begins."""
+    """Replaces observations by ``encode(observations)``, also at the end and the start of an episode."""
 
     def __init__(self, inner: Steps, encode: Function, probe: Function, name: str) -> None:
-        """Probe for the shape once, with the observation that is there.
+        """Call ``probe`` once, with the current observation, for the shape.
 
         Raises:
-            ValueError: not one row per environment.
+            ValueError: the result has not one row per environment.
         """
         super().__init__(inner)
         self._encode, self._name = encode, name
@@ -114,24 +119,24 @@ class EncodedSteps(StepsWrapper):
 
     def _checked(self, encoded: Array, rows: int) -> Array:
         if encoded.shape != (rows, *self._row):
-            told = f"{self._name} gave observations of shape {list(encoded.shape)} for {rows} environment(s)"
-            raise ValueError(f"{told}: it has to give one row for each, {[rows, *self._row]}")
+            message = f"{self._name} gave observations of shape {list(encoded.shape)} for {rows} environment(s)"
+            raise ValueError(f"{message}: it has to give one row for each, {[rows, *self._row]}")
         return encoded.reshape(rows, *self.observation_spec.shape)
 
 
 class RewardedSteps(StepsWrapper):
-    """Rewards are what ``judge`` says of each step; ``episode_return`` stays the sum of the innermost ones."""
+    """Replaces rewards by those of a function; ``episode_return`` stays the sum of the environment's own rewards."""
 
-    def __init__(self, inner: Steps, judge: Function, probe: Function, name: str, in_keys: Sequence[Any]) -> None:
-        """Probe once, with what is there.
+    def __init__(self, inner: Steps, reward_of: Function, probe: Function, name: str, in_keys: Sequence[Any]) -> None:
+        """Call ``probe`` once, with the current arrays, for the shape.
 
         Raises:
-            ValueError: not one number per environment.
+            ValueError: the result has not one number per environment.
         """
         super().__init__(inner)
-        self._judge, self._name = judge, name
+        self._reward_of, self._name = reward_of, name
         self._actions = action_codec(self.driver.action_space)
-        # When the reward is due, the inner array holds the successor, and so does an action that is a view of it.
+        # After the inner step, its array holds the successor, and so does an action that is a view of it: copies.
         self._keeps_observation, self._keeps_action = "observation" in in_keys, "action" in in_keys
         self._acted_on = np.array(inner.observation)
         self._action = self._taken(np.zeros((self.num_envs, *self.action_spec.shape), np.float32))
@@ -152,10 +157,10 @@ class RewardedSteps(StepsWrapper):
         if self._keeps_action:
             self._action = self._taken(action)
         self.inner.step(action)
-        self.reward[:] = self._checked(self._judge(*(read() for read in self._readers)))
+        self.reward[:] = self._checked(self._reward_of(*(read() for read in self._readers)))
 
     def _taken(self, action: Array) -> Array:
-        """An action as the environment takes it, float32 ``[E, *action_spec.shape]``; a choice as one-hot."""
+        """Return an action as the environment takes it, float32 ``[E, *action_spec.shape]``; a choice as one-hot."""
         taken = self._actions.from_env(self._actions.to_env(action, self.num_envs))
         n = self.action_spec.n
         return taken if n is None else np.eye(n, dtype=np.float32)[taken]

@@ -1,4 +1,4 @@
-"""The numeric half of an environment: current observations and episode sums as arrays that live as long as it does."""
+"""The arrays of an environment: current observations, step results and episode sums, written in place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NUMPY = {torch.float32: np.float32, torch.uint8: np.uint8}
 
 
 class Steps(Protocol):
-    """What can be stepped: a ``Stepper``, or one with transforms around it. See there for what each means."""
+    """A ``Stepper``, or one with transforms around it; see there for the arrays."""
 
     driver: Driver
     num_envs: int
@@ -30,8 +30,13 @@ class Steps(Protocol):
     episode_length: Array
 
     @property
+    def reset_step(self) -> Array | None:
+        """Rows ``[E]`` that the last step has reset instead of acting in them; None if steps never do that."""
+        ...
+
+    @property
     def is_reset(self) -> bool:
-        """Whether it can be stepped as it is; not between the halves of a step, nor after one of them has raised."""
+        """Whether ``step`` may be called without a ``reset``: false before the first reset and after an error."""
         ...
 
     @property
@@ -43,11 +48,11 @@ class Steps(Protocol):
     def max_frames_per_traj(self, limit: int | None) -> None: ...
 
     def seed(self, seed: int) -> None:
-        """Make what follows reproducible."""
+        """Seed the next reset and the random actions."""
         ...
 
     def reset(self, seed: int | None = None) -> None:
-        """Begin new episodes in all environments."""
+        """Start new episodes in all environments."""
         ...
 
     def sample(self) -> Array:
@@ -55,27 +60,28 @@ class Steps(Protocol):
         ...
 
     def step(self, action: Array) -> None:
-        """Apply ``action``; then all results may be read."""
+        """Apply ``action``; the results are in the arrays afterwards."""
         ...
 
     def reset_ended(self) -> None:
-        """Begin new episodes where ``done``."""
+        """Start new episodes where ``done``."""
         ...
 
 
 class Stepper:
-    """E environments, stepped in two halves: ``step``, after which all results may be read, then ``reset_ended``.
+    """E environments, stepped in two halves: ``step``, after which the results are read, then ``reset_ended``.
 
-    All arrays are written in place. After ``step``: ``observation`` ``[E, *obs]`` is the true successor, ``reward``,
+    All arrays are written in place. After ``step``: ``observation`` ``[E, *obs]`` is the true successor; ``reward``,
     ``terminated``, ``truncated``, ``done``, ``episode_return``, ``episode_length`` (each ``[E]``) belong to this step,
-    the last two including it. After ``reset_ended``: ``observation`` is what to act on next.
+    the last two including it. ``reset_step`` is None, or bool ``[E]``: rows that this step has reset instead of acting
+    in them; the results of these rows are no frame. After ``reset_ended``: ``observation`` is what to act on next.
 
-    Where either half raises, or is interrupted, nobody knows how the episodes stand: ``is_reset`` is false from then
-    on, and they have to begin anew.
+    If either half raises or is interrupted, the state of the episodes is unknown: ``is_reset`` is false, and a reset
+    has to follow.
     """
 
     def __init__(self, driver: Driver, seed: int | None = None) -> None:
-        """Take over ``driver``; the first reset uses ``seed``.
+        """Use ``driver``; the first reset uses ``seed``.
 
         Raises:
             TypeError: for an observation or action space that cannot be one tensor.
@@ -86,7 +92,7 @@ class Stepper:
         self._actions = action_codec(driver.action_space)
         self.observation_spec, self.action_spec = self._observations.spec, self._actions.spec
         self.uniform_log_prob = self._actions.uniform_log_prob
-        # The input of a SampledPolicy is a view of this memory: the environment writes straight into it.
+        # The input of a SampledPolicy is a view of this memory.
         shape = (self.num_envs, *self.observation_spec.shape)
         self.observation = np.zeros(shape, _NUMPY[self.observation_spec.dtype])
         self._started = np.zeros_like(self.observation)
@@ -94,6 +100,7 @@ class Stepper:
         self.terminated, self.truncated, self.done = (np.zeros(self.num_envs, np.bool_) for _ in range(3))
         self.episode_return = np.zeros(self.num_envs, np.float64)
         self.episode_length = np.zeros(self.num_envs, np.int64)
+        self.reset_step = driver.reset_step
         self.is_reset = False
         self._limit: int | None = None
         self._seed: int | None = None
@@ -102,7 +109,7 @@ class Stepper:
 
     @property
     def max_frames_per_traj(self) -> int | None:
-        """Steps after which an episode is truncated, whatever the environment says."""
+        """Steps after which an episode is truncated, in addition to the environment's own limit."""
         return self._limit
 
     @max_frames_per_traj.setter
@@ -110,11 +117,14 @@ class Stepper:
         if limit is not None and limit < 1:
             raise ValueError(f"max_frames_per_traj is a number of steps, at least 1, not {limit}")
         if limit is not None and not self.driver.can_truncate:
-            raise ValueError("this vector environment cannot reset single rows, which max_frames_per_traj needs")
+            raise ValueError(
+                "this vector environment cannot reset single rows, which max_frames_per_traj needs: make it with "
+                'vectorization_mode="sync"'
+            )
         self._limit = limit
 
     def seed(self, seed: int) -> None:
-        """Make what follows reproducible: the next step is preceded by a reset with ``seed``."""
+        """Seed the random actions, and a reset that precedes the next step."""
         self._seed, self.is_reset = seed, False
         # Another stream than the environments', which are seeded with the number itself.
         self.driver.actions.seed(int(np.random.SeedSequence([seed, 1]).generate_state(1)[0]))
@@ -137,22 +147,26 @@ class Stepper:
         """Apply ``action`` (any form that a policy may give); see the class for what can be read then.
 
         Raises:
-            ValueError: for actions of a wrong shape, or that there are not (an index out of range, scores of NaN).
+            ValueError: for actions of a wrong shape, an index out of range, or scores of NaN.
         """
         taken = self._actions.to_env(action, self.num_envs)
-        self.is_reset = False  # again after the other half
+        self.is_reset = False  # until `reset_ended`
         successor, self.reward[:], self.terminated[:], self.truncated[:] = self.driver.step(taken)
         self._observations.write(successor, self.observation)
         self.episode_return += self.reward
         self.episode_length += 1
+        self.reset_step = self.driver.reset_step
+        if self.reset_step is not None:
+            for sums in (self.reward, self.episode_return, self.episode_length):
+                sums[self.reset_step] = 0
         if self._limit is not None:
             self.truncated |= self.episode_length >= self._limit
         np.logical_or(self.terminated, self.truncated, out=self.done)
 
     def reset_ended(self) -> None:
-        """Begin new episodes where ``done``; the other rows go on."""
-        if np.count_nonzero(self.done):  # a fifth of the time of any()
-            (rows,) = self.done.nonzero()  # a fifth of the time of flatnonzero()
+        """Start new episodes where ``done``; the other rows continue."""
+        if np.count_nonzero(self.done):
+            (rows,) = self.done.nonzero()
             self._observations.write(self.driver.reset_rows(self.done), self._started)
             self.observation[rows] = self._started[rows]
             self.episode_return[rows] = 0

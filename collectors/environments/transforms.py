@@ -1,4 +1,4 @@
-"""Transforms of an environment: a module that encodes its observations, or gives its rewards."""
+"""Transforms of an environment: a module that encodes its observations or computes its rewards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import wsync
-from collectors.environments.probing import without_trace
+from collectors.environments.probing import without_side_effects
 from collectors.environments.specs import to_numpy
 from collectors.environments.step_wrappers import EncodedSteps, RewardedSteps
 from collectors.environments.stepper import Steps
@@ -24,22 +24,22 @@ _READABLE = (OBSERVATION, ACTION, NEXT_OBSERVATION, REWARD)
 
 
 class Transform(ABC):
-    """Changes what an environment gives, by a function of float32 arrays ``[E, *]``: one row per environment.
+    """Replaces observations or rewards of an environment by a function of float32 arrays ``[E, *]``.
 
     It is an encoder, reading "observation" and writing "observation"; or a reward model, reading any of "observation"
     ``[E, *obs]``, "action" ``[E, n]`` (a choice as one-hot) or ``[E, *shape]`` (clipped to the bounds),
     ("next", "observation") ``[E, *obs]`` and ("next", "reward") ``[E, 1]``, in the order of ``in_keys``, and writing
-    ("next", "reward") ``[E]`` or ``[E, 1]``. It reads what the environment's earlier transforms wrote.
+    ("next", "reward") ``[E]`` or ``[E, 1]``. It reads the outputs of the environment's earlier transforms.
 
-    The function is called once per step with all environments; an encoder once more for the rows that begin anew, when
-    some do, and for all rows at a reset.
+    The function is called once per step with all environments; an encoder also after a reset, with the rows that were
+    reset.
 
     Args:
-        in_keys: what the function reads.
-        out_keys: what it writes.
+        in_keys: inputs of the function.
+        out_keys: its output.
 
     Raises:
-        ValueError: unknown keys, or keys that do not go together.
+        ValueError: unknown keys, or a combination that is not an encoder or a reward model.
     """
 
     def __init__(self, in_keys: Sequence[Key], out_keys: Sequence[Key]) -> None:
@@ -59,11 +59,11 @@ class Transform(ABC):
 
     @abstractmethod
     def evaluate(self, *inputs: Array) -> Array:
-        """Call the function."""
+        """Call the function. Called in every step by the acting thread."""
 
     @abstractmethod
     def probe(self, *inputs: Array) -> Array:
-        """Call it to see the shape of what it gives, leaving no trace."""
+        """Call the function for the shape of its result, without side effects. Called once, on construction."""
 
     def around(self, inner: Steps) -> Steps:
         """Return ``inner`` with this transform around it; see ``GymEnv.append_transform``."""
@@ -73,16 +73,16 @@ class Transform(ABC):
 
 
 class ModuleTransform(Transform):
-    """A transform whose function is a module in the environment's own process.
+    """A transform with a module in the environment's own process as its function.
 
-    A collector's workers can have it updated like their policy, as the model ``"env.transform[0].module"``. The
-    environment calls this very object: an environment in the trainer's process wants a copy of what is trained.
+    A scheme of a collector can synchronise it like the policy, as the model ``"env.transform[0].module"``. The
+    environment calls this object itself: in the trainer's process, pass a copy of the module that is trained.
 
     Args:
         module: takes the tensors of ``in_keys``, gives one tensor.
         in_keys: see ``Transform``.
         out_keys: see ``Transform``.
-        device: where the module is put, and gets its input; by default it stays, and gets it on the CPU.
+        device: device of the module and its input; by default the module stays and the input is on the CPU.
 
     Raises:
         ValueError: unknown keys, or keys that do not go together.
@@ -105,7 +105,7 @@ class ModuleTransform(Transform):
         return call(self.module, inputs, self.device)
 
     def probe(self, *inputs: Array) -> Array:
-        """Call the module in evaluation mode, and leave random numbers as they were."""
+        """Call the module in evaluation mode, without changing the random number generators."""
         return call_without_trace(self.module, inputs, self.device)
 
     def __str__(self) -> str:
@@ -114,12 +114,12 @@ class ModuleTransform(Transform):
 
 @wsync.gated
 def call(module: nn.Module, inputs: Sequence[Array], device: torch.device | str = "cpu") -> Array:
-    """Return what ``module`` gives for arrays, as float32 tensors of its own; without gradients.
+    """Return the output of ``module`` for arrays, which it gets as new float32 tensors; without gradients.
 
-    What it gives may be a view of its weights: it is copied before the gate is left.
+    The output may be a view of the weights: it is copied before the gate is left.
 
     Raises:
-        TypeError: it gives no tensor.
+        TypeError: the output is not a tensor.
     """
     with torch.no_grad():
         output = module(*(torch.tensor(one, dtype=torch.float32, device=device) for one in inputs))
@@ -130,7 +130,7 @@ def call(module: nn.Module, inputs: Sequence[Array], device: torch.device | str 
 
 def call_without_trace(module: nn.Module, inputs: Sequence[Array], device: torch.device | str = "cpu") -> Array:
     """``call``, with no statistics updated and no random numbers spent."""
-    with without_trace(module, device):
+    with without_side_effects(module, device):
         return call(module, inputs, device)
 
 

@@ -1,6 +1,7 @@
-"""Gymnasium's environments behind one face: step tells the true successor, and ended rows are reset when asked.
+"""Gymnasium's environments behind one interface: a step gives the true successors, and ended rows are reset on request.
 
-Gymnasium calls this ``AutoresetMode.DISABLED``. Its usual NEXT_STEP mode adds a row per episode in which nobody acted.
+Gymnasium calls this ``AutoresetMode.DISABLED``. In its NEXT_STEP mode, the step after the end of an episode resets the
+row instead of acting in it; such a row is not a frame, and ``Driver.reset_step`` masks it.
 """
 
 from __future__ import annotations
@@ -16,43 +17,56 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from collectors.environments.native_cartpole import MaskResetCartPole, is_native, native_settings, takes
-
 Array = np.ndarray
 Step = tuple[Array, Any, Any, Any]
 
 
 class Driver(Protocol):
-    """E environments as arrays with a leading dimension E."""
+    """E environments as arrays with a leading dimension E.
+
+    Attributes:
+        num_envs: E.
+        observation_space: of one environment.
+        action_space: of one environment.
+        actions: the action space of all environments, for sampling.
+        can_truncate: whether a row can be reset before the environment has ended its episode.
+        reset_step: bool ``[E]``, the rows that the last step has reset instead of acting in them; None if steps never
+            do that.
+    """
 
     num_envs: int
-    observation_space: spaces.Space  # of one environment
-    action_space: spaces.Space  # of one environment
-    actions: spaces.Space  # of all, for sampling
-    can_truncate: bool  # whether a row that the environment has not ended can be reset
+    observation_space: spaces.Space
+    action_space: spaces.Space
+    actions: spaces.Space
+    can_truncate: bool
+    reset_step: Array | None
 
     def reset(self, seed: int | None) -> Array:
-        """Reset all; return observations."""
+        """Reset all rows; return observations. Called before the first step and after an error."""
         ...
 
     def step(self, action: Array) -> Step:
-        """Return the true successors, rewards, terminated, truncated. Nothing is reset."""
+        """Return the true successors, rewards, terminated, truncated. May raise whatever the environment raises."""
         ...
 
     def reset_rows(self, mask: Array) -> Array:
-        """Reset the rows of ``mask``, all ended ones among them; of the observations returned only these rows count."""
+        """Reset the rows of ``mask``, which include all ended ones; other rows of the result are undefined.
+
+        Called after each step in which an episode has ended.
+        """
         ...
 
     def close(self) -> None:
-        """Close the environments."""
+        """Close the environments. May be called twice."""
         ...
 
 
 class ScalarDriver:
-    """One plain environment: several times faster than a vector environment of one."""
+    """One environment that is not vectorised."""
 
     num_envs = 1
     can_truncate = True
+    reset_step: Array | None = None
 
     def __init__(self, env: gym.Env) -> None:
         """Drive ``env``."""
@@ -81,9 +95,10 @@ class ScalarDriver:
 
 
 class VectorDriver:
-    """A vector environment that resets rows by ``options={"reset_mask": …}`` (autoreset disabled)."""
+    """A vector environment with autoreset disabled: ``reset(options={"reset_mask": …})`` resets rows."""
 
     can_truncate = True
+    reset_step: Array | None = None
 
     def __init__(self, env: VectorEnv) -> None:
         """Drive ``env``."""
@@ -109,7 +124,7 @@ class VectorDriver:
 
 
 class SameStepDriver(VectorDriver):
-    """A vector environment, made elsewhere, that resets ended rows within ``step`` and gives their last observation."""
+    """A vector environment that resets ended rows within ``step`` and returns their last observations in its info."""
 
     def __init__(self, env: VectorEnv) -> None:
         """Drive ``env``."""
@@ -124,7 +139,7 @@ class SameStepDriver(VectorDriver):
         self._ended = np.logical_or(terminated, truncated)
         successor = self._started.copy()
         if self._ended.any() and "final_obs" not in info:
-            raise ValueError(f'{self.env} says that it resets in the same step, and gives no info["final_obs"]')
+            raise ValueError(f'{self.env} resets in the same step but has no info["final_obs"]')
         for row in np.flatnonzero(self._ended):
             successor[row] = info["final_obs"][row]
         return successor, reward, terminated, truncated
@@ -138,11 +153,39 @@ class SameStepDriver(VectorDriver):
         return self._started
 
 
+class NextStepDriver(VectorDriver):
+    """A vector environment that resets ended rows in the next step, in which it ignores their actions."""
+
+    can_truncate = False
+
+    def __init__(self, env: VectorEnv) -> None:
+        """Drive ``env``."""
+        super().__init__(env)
+        self._ended = np.zeros(env.num_envs, dtype=np.bool_)
+        self.reset_step = self._ended
+        self._observation: Array = np.empty(0)
+
+    def reset(self, seed: int | None) -> Array:
+        """See Driver."""
+        self._ended = np.zeros_like(self._ended)
+        return super().reset(seed)
+
+    def step(self, action: Array) -> Step:
+        """See Driver."""
+        self._observation, reward, terminated, truncated, _ = self.env.step(action)
+        self.reset_step, self._ended = self._ended, np.logical_or(terminated, truncated)
+        return self._observation, reward, terminated, truncated
+
+    def reset_rows(self, mask: Array) -> Array:
+        """Return the last observations: the next step resets the rows."""
+        return self._observation
+
+
 EnvSource = str | EnvSpec | gym.Env | VectorEnv | Callable[[], gym.Env | VectorEnv]
 
 
 def make_driver(source: EnvSource, num_envs: int | None, mode: str | None, kwargs: dict[str, Any]) -> Driver:
-    """Make, or take, the environments of ``source``; see ``GymEnv`` for the arguments and the errors."""
+    """Make the environments of ``source``, or take one that is made; see ``GymEnv`` for the arguments and errors."""
     if isinstance(source, str | EnvSpec):
         return _from_id(source, num_envs or 1, mode, kwargs)
     if kwargs or mode is not None:
@@ -169,25 +212,25 @@ def _from_id(env_id: str | EnvSpec, num_envs: int, mode: str | None, kwargs: dic
         module, _, env_id = env_id.rpartition(":")  # Gymnasium's "module:Env-v0"
         if module:
             importlib.import_module(module)
-    spec = gym.spec(env_id) if isinstance(env_id, str) else env_id
-    if num_envs == 1 and mode is None:
+    if num_envs == 1 and mode in (None, "auto"):
         return ScalarDriver(gym.make(env_id, **kwargs))
-    native = is_native(spec)
-    if mode == "vector_entry_point" and not native:
-        raise ValueError(f"{spec.id} has no native vector environment whose rows can be reset when they end")
-    if native and mode in (None, "vector_entry_point"):
-        settings = native_settings(spec, kwargs)
-        if mode is not None or takes(settings):  # else a scalar one may know them, or says that it does not
-            return VectorDriver(MaskResetCartPole(num_envs, **settings))
-    if spec.entry_point is None:
-        raise ValueError(
-            f"{spec.id} exists only as a vector environment that resets in the step after an episode's end, "
-            "which gives frames that no policy acted in; GymEnv needs a scalar version of it"
-        )
+    if mode == "auto":
+        spec = gym.spec(env_id) if isinstance(env_id, str) else env_id
+        native = spec.vector_entry_point is not None and not spec.additional_wrappers and not kwargs
+        mode = "vector_entry_point" if native else "sync"
+    if mode == "vector_entry_point":
+        return _from_made(gym.make_vec(env_id, num_envs, vectorization_mode=mode, **kwargs), num_envs)
     vector_kwargs = {"copy": False, "autoreset_mode": AutoresetMode.DISABLED}  # GymEnv copies before the next step
     return VectorDriver(
         gym.make_vec(env_id, num_envs, vectorization_mode=mode or "sync", vector_kwargs=vector_kwargs, **kwargs)
     )
+
+
+_DRIVERS = {
+    AutoresetMode.DISABLED: VectorDriver,
+    AutoresetMode.SAME_STEP: SameStepDriver,
+    AutoresetMode.NEXT_STEP: NextStepDriver,
+}
 
 
 def _from_made(env: gym.Env | VectorEnv, num_envs: int | None) -> Driver:
@@ -196,12 +239,7 @@ def _from_made(env: gym.Env | VectorEnv, num_envs: int | None) -> Driver:
         raise ValueError(f"{env} is {width} environment(s), not num_envs={num_envs}; pass a function that makes one")
     if isinstance(env, gym.Env):
         return ScalarDriver(env)
-    autoreset = env.metadata.get("autoreset_mode")
-    if autoreset == AutoresetMode.DISABLED:
-        return VectorDriver(env)
-    if autoreset == AutoresetMode.SAME_STEP:
-        return SameStepDriver(env)
-    raise ValueError(
-        f"{env} has autoreset mode {autoreset}: after an episode's end it gives a frame that no policy acted in. "
-        "Make it with autoreset_mode=AutoresetMode.SAME_STEP, or hand GymEnv the id"
-    )
+    mode = env.metadata.get("autoreset_mode")
+    if mode not in _DRIVERS:
+        raise ValueError(f"{env} has autoreset mode {mode}: its metadata has to name one of gymnasium's AutoresetMode")
+    return _DRIVERS[mode](env)

@@ -1,4 +1,4 @@
-"""The acting side of a collector: an environment, its copy of the policy, and the rollout that joins them."""
+"""The acting part of a worker: an environment, a copy of the policy, and the rollout."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from collectors.rollouts.rollout import Rollout
 
 
 class Actor:
-    """Acts with a policy, and knows which version of it acted on each frame.
+    """Acts with a policy and records the version that acted in each frame.
 
-    It is also the context in which schemes find their models: ``"policy"``, ``"env.value_net"``, or a path below the
+    It is also the context of a worker's schemes; model ids are ``"policy"``, ``"env.value_net"``, or a path below the
     policy.
 
     Args:
         env: a ``GymEnv``.
         policy: a module or a function of a TensorDict; None acts at random.
-        device: where the policy is put, if it is a module, and gets its input.
-        init_random_frames: so many frames begin with random actions.
-        max_frames_per_traj: episodes are truncated after so many steps.
+        device: device of the policy, if it is a module, and of its input.
+        init_random_frames: the first frames have random actions.
+        max_frames_per_traj: episodes are truncated after this many steps.
     """
 
     def __init__(
@@ -50,37 +50,37 @@ class Actor:
         )
 
     def follow(self, scheme: wsync.WeightSyncScheme) -> None:
-        """Take ``policy_version`` from ``scheme``, which carries the policy."""
+        """Take ``policy_version`` from ``scheme``, which synchronises the policy."""
         self._source = scheme
 
     def _gated(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Inside the gate, if a scheme is followed: what it carries, and its version, belong together."""
+        """Run ``function`` inside the gate if a scheme is followed, so that weights and version match."""
         inside = wsync.gated(function)
         return lambda *arguments: (function if self._source is None else inside)(*arguments)
 
     def _version(self) -> int:
-        return 0 if self._source is None else self._source.receiver.version
+        return 0 if self._source is None else self._source.installed_version
 
     def get_model(self, model_id: str) -> nn.Module:
-        """The model called ``model_id`` on this side.
+        """Return the model called ``model_id`` in this worker.
 
         Raises:
-            LookupError: there is none.
+            LookupError: there is no such model.
         """
         return find_in(SimpleNamespace(policy=self.policy, env=self.env), self.policy, model_id)
 
 
 def policy_scheme(schemes: dict[str, wsync.WeightSyncScheme]) -> wsync.WeightSyncScheme | None:
-    """The scheme whose versions are those of the frames: the policy's, or else the first that carries anything."""
+    """Return the scheme with ``policy_version`` as its version: the policy's, or else the first that sends weights."""
     carrying = {name: s for name, s in schemes.items() if not isinstance(s, wsync.NoWeightSyncScheme)}
     return carrying.get("policy") or next(iter(carrying.values()), None)
 
 
 def find_in(context: object, policy: object, model_id: str) -> nn.Module:
-    """The model that ``model_id`` names in a context, or else inside the policy (``"actor"``).
+    """Return the model ``model_id`` of a context, or else of the policy (``"actor"``).
 
     Raises:
-        LookupError: in neither.
+        LookupError: it is in neither.
     """
     try:
         return wsync.find_model(context, model_id)
@@ -90,4 +90,4 @@ def find_in(context: object, policy: object, model_id: str) -> nn.Module:
         try:
             return wsync.find_model(policy, model_id)
         except LookupError:
-            raise error from None  # it says how far the path leads in an environment
+            raise error from None  # its message names the part of the path that exists

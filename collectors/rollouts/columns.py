@@ -1,4 +1,4 @@
-"""A batch as a rollout writes it: by steps."""
+"""Views of a batch for writing it step by step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collectors.environments.stepper import Steps
 
 
 class Columns:
-    """Numpy views of a batch's tensors with time in front and E behind it, so that a step is one small write each."""
+    """Numpy views ``[T, E, *]`` of a batch's tensors: a step writes one row of each."""
 
     def __init__(self, batch: TensorDictBase, policy_keys: Iterable[str], batched: bool) -> None:
         """Bind to ``batch`` (``[T]``, or ``[E, T]`` where ``batched``), which must be on the CPU."""
@@ -22,6 +22,7 @@ class Columns:
 
         self.steps = batch.batch_size[-1]
         self.observation, self.version = rows("observation"), rows("policy_version")
+        self.mask = rows("mask") if "mask" in batch.keys() else None  # noqa: SIM118  (a TensorDict is not a dict)
         self.action = rows("action")
         self.others = {key: rows(key) for key in policy_keys if key != "action"}
         self.successor = rows("next", "observation")
@@ -31,7 +32,7 @@ class Columns:
         )
 
     def write_result(self, t: int, stepper: Steps) -> None:
-        """Write what the step gave into row ``t``."""
+        """Write the results of a step into row ``t``."""
         self.successor[t] = stepper.observation
         self.reward[t] = stepper.reward
         self.terminated[t] = stepper.terminated
@@ -39,3 +40,5 @@ class Columns:
         self.done[t] = stepper.done
         self.episode_return[t] = stepper.episode_return
         self.episode_length[t] = stepper.episode_length
+        if self.mask is not None and stepper.reset_step is not None:
+            self.mask[t] = ~stepper.reset_step

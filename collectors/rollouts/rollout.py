@@ -1,4 +1,4 @@
-"""The hot loop of every collector: one policy acts in one (vectorised) environment, into a batch made beforehand."""
+"""The loop of every collector: a policy acts in a (vectorised) environment and fills a preallocated batch."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from collectors.environments.stepper import Steps
-from collectors.rollouts.asking import (
+from collectors.rollouts.action_source import (
     NO_VERSION,
-    Asking,
-    AtRandom,
-    ByCalling,
+    ActionSource,
+    CalledPolicy,
     Gate,
-    InParts,
     Policy,
+    PolicyInParts,
+    RandomActions,
     no_gate,
     no_version,
 )
 from collectors.rollouts.columns import Columns
-from collectors.rollouts.sampled import SampledPolicy, says_its_parts
+from collectors.rollouts.sampled import SampledPolicy, acts_in_parts
 
 __all__ = ["NO_VERSION", "Policy", "Rollout", "Steppable"]
 
 
 class Steppable(Protocol):
-    """What a rollout needs of an environment (``GymEnv``)."""
+    """The attributes of an environment (``GymEnv``) that a rollout uses."""
 
     stepper: Steps
     batch_size: torch.Size
 
 
 class Rollout:
-    """Steps one environment with one policy; the state of the episodes carries over from batch to batch.
+    """Steps one environment with one policy; episodes continue from batch to batch.
 
-    ``collect`` fills a batch that ``buffer`` made; it may live in shared memory, and several may take turns.
-    All top-level tensors that the policy writes are stored, as it wrote them.
+    ``collect`` fills a batch that ``buffer`` made; it may be in shared memory, and several batches may alternate. All
+    top-level tensors that the policy writes are stored unchanged.
     """
 
     def __init__(
@@ -56,18 +56,18 @@ class Rollout:
         """Bind ``policy`` to ``env``.
 
         Args:
-            env: the environments; the rollout owns their state from here on.
+            env: the environments; only the rollout may step them afterwards.
             policy: reads "observation" and writes "action" (``[*B]`` index, ``[*B, n]`` scores or one-hot,
-                ``[*B, dim]`` continuous) and whatever else; None for random actions. Whatever it wrote before is not
-                handed to it again: there is no recurrence. A ``SampledPolicy`` is asked for its parts, which takes a
-                third less time.
-            device: where the policy's input has to be; its outputs come back to the CPU.
-            version: called right after each step's policy call, inside the gate; stored as ``policy_version``.
-            gate: makes of a function one that runs inside it; it gets the policy call, and what reads its outputs. The
-                parts of a ``SampledPolicy`` are asked for inside wsync's own in any case.
-            init_random_frames: so many frames begin with random actions (``policy_version`` -1; "action_log_prob"
+                ``[*B, dim]`` continuous) and other outputs; None for random actions. Its earlier outputs are not
+                passed to it again: there is no recurrence. A ``SampledPolicy`` is used in parts, which takes a third
+                less time.
+            device: device of the policy's input; outputs are copied to the CPU.
+            version: called after each step's policy call, inside the gate; stored as ``policy_version``.
+            gate: wraps a function so that it runs inside a gate; applied to the policy call and the reading of its
+                outputs. The parts of a ``SampledPolicy`` always run inside wsync's gate.
+            init_random_frames: the first frames have random actions (``policy_version`` -1; "action_log_prob"
                 is that of the uniform choice, NaN where the bounds are infinite; other policy outputs are 0).
-            max_frames_per_traj: truncate episodes after so many steps, if ``env`` does not do so earlier.
+            max_frames_per_traj: truncate episodes after this many steps, if ``env`` does not do so earlier.
 
         Raises:
             ValueError: for a limit that the environment cannot keep.
@@ -82,11 +82,11 @@ class Rollout:
         self._batched = len(self.batch_size) > 0
         self._device = torch.device(device or "cpu")
         self._gate, self._version = gate, version
-        self._at_random = AtRandom(self.stepper, self._batched)
-        self._asking: Asking | None = None
+        self._at_random = RandomActions(self.stepper, self._batched)
+        self._source: ActionSource | None = None
 
     def seed(self, seed: int) -> None:
-        """Make what follows reproducible: environments, random actions, and the process's global generators."""
+        """Seed the environments, the random actions, and the process's global generators."""
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
@@ -95,7 +95,8 @@ class Rollout:
     def buffer(self, steps: int) -> TensorDict:
         """Make an empty batch of ``steps`` per environment: ``[T]``, or ``[E, T]``.
 
-        The first call runs the policy once on the current observation, acting nothing, to learn what it writes.
+        Where steps of the environment may reset rows (``Stepper.reset_step``), a bool "mask" is false for these rows.
+        The first call runs the policy once on the current observation, without a step, to see what it writes.
 
         Raises:
             ValueError: if the policy writes no "action", or steps is not positive.
@@ -109,9 +110,11 @@ class Rollout:
             return torch.zeros((*size, *shape), dtype=dtype)
 
         batch = TensorDict({"observation": zeros(spec.dtype, *spec.shape)}, size)
-        for key, value in self._ask().outputs.items():
+        for key, value in self._action_source().outputs.items():
             batch.set(key, zeros(value.dtype, *value.shape[len(self.batch_size) :]))
         batch.set("policy_version", zeros(torch.int64))
+        if self.stepper.reset_step is not None:
+            batch.set("mask", zeros(torch.bool))
         flags = {key: zeros(torch.bool, 1) for key in ("done", "terminated", "truncated")}
         sums = {"reward": zeros(torch.float32, 1), "episode_return": zeros(torch.float32, 1)}
         successor = {"observation": torch.zeros_like(batch.get("observation"))}
@@ -121,53 +124,53 @@ class Rollout:
     def collect(self, batch: TensorDictBase) -> TensorDictBase:
         """Fill ``batch``, made by ``buffer`` (or a slice of such ones), and return it.
 
-        What the environment or the policy raises comes out as it is, and the batch is then undefined. If it was raised
-        within a step of the environment (or a reset), so are the episodes: the next batch begins new ones.
+        Errors of the environment and the policy are raised unchanged, and the batch is then undefined. After an error
+        in a step (or a reset) of the environment, the next batch starts new episodes.
         """
-        asking, stepper = self._ask(), self.stepper
-        columns = Columns(batch, asking.outputs, self._batched)
+        source, stepper = self._action_source(), self.stepper
+        columns = Columns(batch, source.outputs, self._batched)
         first = self._random_steps(columns.steps)
         versions = np.full(columns.steps, NO_VERSION)
         if not stepper.is_reset:
             stepper.reset()
         with torch.no_grad():
             if first < columns.steps:
-                asking.begin(columns.steps - first)
+                source.begin(columns.steps - first)
             for t in range(columns.steps):
                 columns.observation[t] = stepper.observation
-                action, versions[t] = (self._at_random if t < first else asking).act(columns, t)
+                action, versions[t] = (self._at_random if t < first else source).act(columns, t)
                 stepper.step(action)
                 columns.write_result(t, stepper)
                 stepper.reset_ended()
                 self.frames += stepper.num_envs
             if first < columns.steps:
-                asking.finish(columns, first)
+                source.finish(columns, first)
         columns.version[:] = versions[:, None]
         return batch
 
     def _random_steps(self, steps: int) -> int:
-        """How many of the next ``steps`` begin with fewer than ``init_random_frames``; without a policy, all."""
+        """Return how many of the next ``steps`` have random actions; without a policy, all."""
         if self.policy is None:
             return steps
         left = -(-(self.init_random_frames - self.frames) // self.stepper.num_envs)
         return min(max(left, 0), steps)
 
-    def _ask(self) -> Asking:
-        """Return how the policy is asked; the first call runs it once."""
-        in_parts, asking = says_its_parts(self.policy), self._asking
-        if asking is None:
-            asking = self._probe(in_parts)
-        elif isinstance(asking, InParts) and not in_parts:  # somebody has set hooks
-            asking = self._probe(in_parts, keys=asking.outputs)  # buffers were made for these
-        self._asking = asking
-        return asking
+    def _action_source(self) -> ActionSource:
+        """Return the source of actions; the first call runs the policy once."""
+        in_parts, source = acts_in_parts(self.policy), self._source
+        if source is None:
+            source = self._probe(in_parts)
+        elif isinstance(source, PolicyInParts) and not in_parts:  # hooks were added
+            source = self._probe(in_parts, keys=source.outputs)  # the existing buffers have these keys
+        self._source = source
+        return source
 
-    def _probe(self, in_parts: bool, keys: Collection[str] | None = None) -> Asking:
+    def _probe(self, in_parts: bool, keys: Collection[str] | None = None) -> ActionSource:
         if self.policy is None:
             return self._at_random
         if not self.stepper.is_reset:
             self.stepper.reset()
         with torch.no_grad():
             if in_parts and isinstance(self.policy, SampledPolicy):
-                return InParts(self.policy, self.stepper, self._batched, self._device, self._version)
-            return ByCalling(self.policy, self.stepper, self._batched, self._device, self._version, self._gate, keys)
+                return PolicyInParts(self.policy, self.stepper, self._batched, self._device, self._version)
+            return CalledPolicy(self.policy, self.stepper, self._batched, self._device, self._version, self._gate, keys)

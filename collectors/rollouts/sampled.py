@@ -1,4 +1,4 @@
-"""Policies that say in parts how they act, so that a rollout's step is one pass through a network and one choice."""
+"""Policies that act in parts, so that a rollout's step is one forward pass and one choice."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class SampledPolicy(TensorDictModuleBase, ABC):
     It samples, unless ``tensordict.nn.set_interaction_type(InteractionType.DETERMINISTIC)`` (or ``MODE``) asks for the
     most likely action. The caller decides about gradients: acting belongs under ``torch.no_grad()``.
 
-    Subclasses say the four parts, and ``forward`` puts them together. Collectors do so themselves: they draw the noise
-    for a whole batch, take parameters and a choice in each step, and compute the log-probabilities of a whole batch.
-    A policy whose ``forward`` or ``__call__`` is another, or that has hooks, is called like any other.
+    Subclasses define the four parts, and ``forward`` combines them. Collectors call the parts instead: noise once per
+    batch, parameters and choice in each step, log-probabilities once per batch. A policy that overrides ``forward`` or
+    ``__call__``, or has hooks, is called like any other.
     """
 
     def __init__(self) -> None:
-        """Say the keys."""
+        """Set the keys."""
         super().__init__()
         self.in_keys = ["observation"]
         self.out_keys = ["action", "action_log_prob"]
@@ -40,14 +40,14 @@ class SampledPolicy(TensorDictModuleBase, ABC):
 
     @abstractmethod
     def distribution_parameters(self, observation: Tensor) -> Tensor:
-        """Return all that the distribution at `observation` ``[*B, *obs]`` depends on, ``[*B, P]``.
+        """Return the parameters of the distribution at `observation` ``[*B, *obs]``, ``[*B, P]``.
 
-        A collector's environment writes into the memory of `observation` again: copy what is to be kept.
+        The environment of a collector overwrites the memory of `observation`: copy what is kept.
         """
 
     @abstractmethod
     def noise(self, parameters: Tensor, *steps: int) -> Tensor:
-        """Draw what `choose` needs ``[*steps, *B, N]``, for `parameters` ``[*B, P]`` of which only the form counts."""
+        """Draw the noise for `choose`, ``[*steps, *B, N]``; the values of `parameters` ``[*B, P]`` are not used."""
 
     @abstractmethod
     def choose(self, parameters: Tensor, noise: Tensor | None) -> Tensor:
@@ -57,22 +57,22 @@ class SampledPolicy(TensorDictModuleBase, ABC):
     def log_prob(self, parameters: Tensor, action: Tensor) -> Tensor:
         """Return the log-probability (or density) of each `action` that was chosen, ``[*B]``, in nats.
 
-        It depends on nothing but its arguments: the weights may be others by now.
+        It may depend only on its arguments: the weights may have changed since.
         """
 
 
 def greedy() -> bool:
-    """Whether policies are to take the most likely action."""
+    """Whether the interaction type asks for the most likely action."""
     return interaction_type() in GREEDY
 
 
-def says_its_parts(policy: object) -> bool:
-    """Whether asking for a policy's parts is the same as calling it."""
+def acts_in_parts(policy: object) -> bool:
+    """Whether calling the parts of `policy` is equivalent to calling it."""
     return (
         isinstance(policy, SampledPolicy)
         and type(policy).forward is SampledPolicy.forward
         and "forward" not in vars(policy)
-        and inspect.unwrap(type(policy).__call__) is inspect.unwrap(SampledPolicy.__call__)  # the gate's is wrapped
+        and inspect.unwrap(type(policy).__call__) is inspect.unwrap(SampledPolicy.__call__)  # the gate wraps it
         and not (policy._forward_hooks or policy._forward_pre_hooks)
         and policy._compiled_call_impl is None
     )

@@ -1,1 +1,1 @@
-"""Workers, however they are reached: their lives, their lines, and what they gather."""
+"""The trainer's side of worker processes: their connections, their lifecycle, and how batches are gathered."""

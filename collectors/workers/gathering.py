@@ -1,4 +1,4 @@
-"""How batches come from several workers: all together, or whoever is first."""
+"""How a batch is made of the workers' batches: synchronously from all, or asynchronously from the first."""
 
 from __future__ import annotations
 
@@ -9,43 +9,47 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from tensordict import TensorDictBase
 
-from collectors.workers.members import Members
-from collectors.workers.pool import Worker
+from collectors.workers.group import WorkerGroup
+from collectors.workers.pool import WorkerHandle
 
 
 class Gathering(Protocol):
-    """A way of gathering."""
+    """A way of gathering batches."""
 
     buffers: ClassVar[int]
-    """Batches of a worker that can be underway."""
+    """Batches of one worker that are in flight."""
 
     def share(self, frames: int, workers: int) -> int:
-        """The frames of a batch that each worker gathers."""
+        """Return the frames of each worker's batch. Called once, before workers are started."""
         ...
 
-    def require_joinable(self, workers: Collection[Worker]) -> None:
-        """The workers are ready: see that their batches can be gathered.
+    def check_shapes(self, workers: Collection[WorkerHandle]) -> None:
+        """Check that the batches of ``workers`` can be joined. Called once, when all workers are ready.
 
         Raises:
             ValueError: they cannot.
         """
         ...
 
-    def gather(self, members: Members[Any]) -> TensorDictBase:
-        """One batch, in memory that nobody writes again."""
+    def gather(self, group: WorkerGroup[Any]) -> TensorDictBase:
+        """Return one batch, in memory that no worker writes to.
+
+        Raises:
+            WorkerDied, WorkerFailed, SyncTimeout: a failure that the group's policy raises.
+        """
         ...
 
 
-class Together:
-    """All workers gather their share of a batch, then wait: it is of one version, unless a thread updates meanwhile.
+class SyncGathering:
+    """Every worker collects its share of a batch, then waits for the next one.
 
-    Where a worker fails, the batch is what the others have gathered.
+    If a worker fails, the batch consists of the other workers' shares.
 
     Args:
         cat_results: how the shares are joined: along a dimension, or ``"stack"`` with a new leading one.
 
     Raises:
-        ValueError: another ``cat_results``.
+        ValueError: ``cat_results`` is neither.
     """
 
     buffers: ClassVar[int] = 1
@@ -53,74 +57,76 @@ class Together:
     def __init__(self, cat_results: int | Literal["stack"]) -> None:
         if cat_results != "stack" and not isinstance(cat_results, int):
             raise ValueError(f"cat_results is a dimension or 'stack', not {cat_results!r}")
-        self._how: Any = cat_results
+        self._cat_results: Any = cat_results
 
     def share(self, frames: int, workers: int) -> int:
-        """The rounded-up share; warns where that makes more than ``frames``."""
+        """Return the share, rounded up; warn if that makes more than ``frames`` in all."""
         share = -(-frames // workers)
         if share * workers != frames:
             warnings.warn(
                 f"frames_per_batch={frames} does not divide by {workers} workers: each takes {share}, "
                 f"{share * workers} in all",
-                stacklevel=4,  # whoever makes the collector
+                stacklevel=4,  # the call that constructs the collector
             )
         return share
 
-    def require_joinable(self, workers: Collection[Worker]) -> None:
+    def check_shapes(self, workers: Collection[WorkerHandle]) -> None:
         """See Gathering."""
         shapes = [worker.batches[0].batch_size for worker in workers]
         try:
             self._join([torch.empty(shape, device="meta") for shape in shapes])
         except (IndexError, RuntimeError) as error:
-            told = ", ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
-            raise ValueError(f"cat_results={self._how!r} cannot join workers' batches of shape {told}") from error
+            listed = ", ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+            raise ValueError(
+                f"cat_results={self._cat_results!r} cannot join workers' batches of shape {listed}"
+            ) from error
 
     def _join(self, batches: Any) -> Any:
-        return torch.stack(batches) if self._how == "stack" else torch.cat(batches, self._how)
+        return torch.stack(batches) if self._cat_results == "stack" else torch.cat(batches, self._cat_results)
 
-    def gather(self, members: Members[Any]) -> TensorDictBase:
+    def gather(self, group: WorkerGroup[Any]) -> TensorDictBase:
         """See Gathering."""
-        shares: dict[Worker, TensorDictBase] = {}
-        asked: list[Worker] = []
-        while not shares:  # again, if all who were asked have failed
-            asked = members.muster()
+        shares: dict[WorkerHandle, TensorDictBase] = {}
+        asked: list[WorkerHandle] = []
+        while not shares:  # again, if all workers that were asked have failed
+            asked = group.wait_for_workers()
             for worker in asked:
-                members.tell(worker, "collect", 0)
-            while not shares.keys() >= set(asked).intersection(members.there):
-                heard = members.hear()
-                if heard is not None and heard[0] in asked:  # else it is of an earlier batch, and its worker is gone
-                    worker, index = heard
+                group.collect(worker, 0)
+            while not shares.keys() >= set(asked).intersection(group.active_workers):
+                received = group.next_batch()
+                if received is not None and received[0] in asked:  # others are of an earlier batch's failed workers
+                    worker, index = received
                     shares[worker] = worker.batches[index]
         return self._join([shares[worker] for worker in asked if worker in shares])
 
 
-class FirstCome:
-    """Workers go on while the trainer learns; a batch is the next one that any worker has finished."""
+class AsyncGathering:
+    """Workers collect without a pause; a batch is the next one that any worker has completed."""
 
-    buffers: ClassVar[int] = 2  # one is being filled while the other waits to be taken
+    buffers: ClassVar[int] = 2  # one is filled while the other waits to be taken
 
     def __init__(self) -> None:
-        self._busy: set[Worker] = set()
+        self._collecting: set[WorkerHandle] = set()
 
     def share(self, frames: int, workers: int) -> int:
-        """All of them: a batch is one worker's."""
+        """Return ``frames``: a batch comes from one worker."""
         return frames
 
-    def require_joinable(self, workers: Collection[Worker]) -> None:
-        """Each is a batch by itself."""
+    def check_shapes(self, workers: Collection[WorkerHandle]) -> None:
+        """Accept any shapes: batches are not joined."""
 
-    def gather(self, members: Members[Any]) -> TensorDictBase:
+    def gather(self, group: WorkerGroup[Any]) -> TensorDictBase:
         """See Gathering."""
         while True:
-            there = members.muster()
-            for worker in [worker for worker in there if worker not in self._busy]:
+            active = group.wait_for_workers()
+            for worker in [worker for worker in active if worker not in self._collecting]:
                 for buffer in range(self.buffers):
-                    members.tell(worker, "collect", buffer)
-            self._busy = set(there)
-            heard = members.hear()
-            if heard is not None:
-                worker, buffer = heard
+                    group.collect(worker, buffer)
+            self._collecting = set(active)
+            received = group.next_batch()
+            if received is not None:
+                worker, buffer = received
                 batch: Any = worker.batches[buffer]
                 batch = batch.clone()
-                members.tell(worker, "collect", buffer)
+                group.collect(worker, buffer)
                 return batch

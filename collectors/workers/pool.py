@@ -1,30 +1,30 @@
-"""The trainer's side of its workers, however they are reached: talk to them, hear of their failures, end them."""
+"""The trainer's interface to its workers, independent of the medium: send commands, wait for events, end workers."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from tensordict import TensorDict
 
-from collectors.workers.hold import Hold
-from collectors.workers.shared_batch import BatchPlan
+from collectors.batch_layout import BatchLayout
+from collectors.workers.process_handle import ProcessHandle
 
-GRACE = 5.0  # seconds in which a worker that was told to end has to
+SHUTDOWN_GRACE = 5.0  # seconds in which a worker has to end after it was told to
 
 
-class Worker(ABC):
-    """One worker (a ``wsync.RemoteWorker``).
+class WorkerHandle(ABC):
+    """One worker, seen from the trainer; a ``wsync.RemoteWorker``.
 
     Attributes:
         worker_idx: its index.
-        num_envs: its environments, once it is ready.
-        frames: that a batch of its has.
-        buffers: what it brings, as bytes.
-        batches: ``buffers`` as TensorDicts; one is written again when the worker is told to fill that buffer again.
-        hold: on its process, if this side has started one for it on this machine; else an empty one.
+        num_envs: number of its environments; 0 until it is ready.
+        frames: frames of one of its batches; 0 until it is ready.
+        buffers: memory of its batches, one ``uint8`` tensor each.
+        batches: views of ``buffers``. A batch is overwritten after the next ``collect`` command for its buffer.
+        process_handle: reaches its process, if this process has started it; empty otherwise.
     """
 
     def __init__(self, worker_idx: int) -> None:
@@ -33,63 +33,78 @@ class Worker(ABC):
         self.frames = 0
         self.buffers: list[torch.Tensor] = []
         self.batches: list[TensorDict] = []
-        self.hold = Hold(None)
+        self.process_handle = ProcessHandle(None)
 
     @property
     @abstractmethod
     def sentinel(self) -> int:
-        """A descriptor that is readable when the worker has ended."""
+        """A descriptor that is readable once the worker has ended."""
 
-    def ready(self, plan: BatchPlan, buffers: list[torch.Tensor], num_envs: int) -> None:
-        """It has built its environments, and its batches will lie in ``buffers``."""
+    def set_ready(self, layout: BatchLayout, buffers: list[torch.Tensor], num_envs: int) -> None:
+        """Store what the worker reports when its environments are built."""
         self.num_envs, self.buffers = num_envs, buffers
-        self.batches = [plan.view(buffer) for buffer in buffers]
-        self.frames = plan.batch_size.numel()
+        self.batches = [layout.view(buffer) for buffer in buffers]
+        self.frames = layout.batch_size.numel()
 
 
-W = TypeVar("W", bound=Worker)
-Event = tuple[W, str, Any]
-"""A worker, a word, and what goes with it."""
+W = TypeVar("W", bound=WorkerHandle)
 
 
-class Pool(ABC, Generic[W]):
-    """Workers that are there, but have nothing to act with yet: they are told ``build`` first.
-
-    A command is answered once, but for ``seed`` and ``resume``: ``build`` by ``ready``, ``connect`` by ``connected``,
-    ``collect`` by ``batch``, which is in the worker's ``batches`` then. Each worker takes its commands in order.
+class Event(NamedTuple, Generic[W]):
+    """What a worker reports.
 
     Attributes:
-        workers: those that were not let go.
-        patience: seconds in which a worker that has begun to say or to take something has to go on; None: no limit.
+        worker: the worker.
+        kind: ``ready``, ``connected`` or ``batch``: the answer to a command; ``error``: the worker raised and ends;
+            ``stalled``: it began a message and did not finish it; ``died``: it ended without a message.
+        value: the buffer's index for ``batch``, a traceback for ``error``, the reason for ``stalled`` and ``died``.
+    """
+
+    worker: W
+    kind: str
+    value: Any = None
+
+
+class WorkerPool(ABC, Generic[W]):
+    """Started workers. The first command for each is ``build``.
+
+    Every command has one answer, except ``seed`` and ``resume``, which have none: ``build`` is answered by ``ready``,
+    ``connect`` by ``connected``, ``collect`` by ``batch``. A worker executes its commands in order.
+
+    Methods are called by one thread at a time, which holds the collector's ``GatherLock``.
+
+    Attributes:
+        workers: all workers that were not discarded.
+        message_timeout: seconds without progress after which a partial message counts as stalled; None: no limit.
     """
 
     def __init__(self) -> None:
         self.workers: list[W] = []
-        self.patience: float | None = None
+        self.message_timeout: float | None = None
 
     @abstractmethod
-    def tell(self, workers: Collection[W], command: str, argument: Any = None) -> None:
-        """Give a command; who is gone is heard of when one listens."""
+    def send(self, workers: Collection[W], command: str, argument: Any = None) -> None:
+        """Send a command. A worker that has ended does not raise here; ``poll`` reports it."""
 
     @abstractmethod
-    def listen(self, workers: Collection[W], wake: int, timeout: float | None) -> list[Event[W]]:
-        """What ``workers`` have said, and who of them has ended: ``(worker, "died", how)``.
+    def poll(self, workers: Collection[W], wakeup_fd: int, timeout: float | None) -> list[Event[W]]:
+        """Return the events of ``workers``.
 
-        Waits until there is something, until the descriptor ``wake`` is readable, or for ``timeout`` seconds.
+        Waits until there is one, until the descriptor ``wakeup_fd`` is readable, or for ``timeout`` seconds.
         """
 
-    def begin(self, worker_idx: int) -> W:
-        """Start a worker in the place of one that was let go; what it says is heard by and by.
+    def start_worker(self, worker_idx: int) -> W:
+        """Start a worker in place of a discarded one, without waiting for it.
 
         Raises:
-            OSError: this machine cannot.
+            OSError: the process could not be started, or workers of this kind cannot be replaced.
         """
-        raise OSError("workers of this kind cannot be started anew")
+        raise OSError("workers of this kind cannot be restarted")
 
     @abstractmethod
-    def let_go(self, worker: W) -> None:
-        """End a worker at once, if it has not ended, and whatever belongs to it."""
+    def discard(self, worker: W) -> None:
+        """End a worker at once and release its resources."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let all workers end, and end those who do not. Harmless when repeated."""
+        """End all workers: let each finish, then kill those that exceed the grace period. Idempotent."""

@@ -1,4 +1,4 @@
-"""Processes that the trainer starts on its own machine, and workers in them."""
+"""Processes on the trainer's machine."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from collectors.workers.hold import Hold
-from collectors.workers.line_pool import LinePool, LineWorker
-from collectors.workers.lines import Line, SharedMemoryLine, serve
-from collectors.workers.pool import GRACE
-from collectors.workers.worker import end_with_process, leave_signals_to_the_trainer
+from collectors.worker import exit_with_process, ignore_interrupts
+from collectors.workers.pool import SHUTDOWN_GRACE
 
-_hiding = threading.Lock()  # collectors may be made in several threads at once; all have the same __main__
+PRELOAD = ["collectors.worker"]
+"""Modules that the fork server imports once, so that a worker starts in a fraction of a second."""
+
+_main_lock = threading.Lock()  # several threads may make collectors at once; there is one __main__
 
 
 @contextmanager
-def _without_main() -> Iterator[None]:
-    """Keep a new process from running the trainer's script again.
+def hidden_main() -> Iterator[None]:
+    """Prevent a new process from running the trainer's script again.
 
-    What a worker is given is pickled by value where it comes from ``__main__``, so it does not need that module; and a
-    script without an ``if __name__ == "__main__"`` works.
+    What a worker is sent from ``__main__`` is pickled by value, so the worker does not need that module; and a script
+    without ``if __name__ == "__main__"`` works.
     """
     names = vars(sys.modules["__main__"])
-    with _hiding:
+    with _main_lock:
         hidden = {name: names[name] for name in ("__spec__", "__file__") if name in names}
         names["__spec__"] = None
         names.pop("__file__", None)
@@ -45,136 +45,55 @@ def _without_main() -> Iterator[None]:
 
 
 def _context() -> BaseContext:
-    """A fork server with the heavy imports made once, so that a worker starts in a fraction of a second."""
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["collectors.workers.worker"])
-    return server
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
 
 
-def _begin(
-    target: Callable[..., None], trainer: int, environment: Mapping[str, str], arguments: tuple[Any, ...]
-) -> None:
-    leave_signals_to_the_trainer()
-    end_with_process(trainer)
+def _run(target: Callable[..., None], trainer: int, environment: Mapping[str, str], arguments: tuple[Any, ...]) -> None:
+    ignore_interrupts()
+    exit_with_process(trainer)
     os.environ.clear()
-    os.environ.update(environment)  # the fork server has what the trainer had when it was first needed
-    torch.seed()  # the children of one fork server have its generators: they would draw the same numbers
+    os.environ.update(environment)  # the fork server has the environment of the time when it was started
+    torch.seed()  # all children of a fork server inherit the same state of the generators
     np.random.seed()
     target(*arguments)
 
 
 def start(target: Callable[..., None], worker_idx: int, *arguments: Any) -> BaseProcess:
-    """A process with this environment that runs ``target(*arguments)``, leaves signals to the trainer, ends with it."""
+    """Start a process that runs ``target(*arguments)`` in this environment and ends when this process ends."""
     process = _context().Process(  # pyright: ignore[reportAttributeAccessIssue]
-        target=_begin, args=(target, os.getpid(), dict(os.environ), arguments), name=f"collector-worker-{worker_idx}"
+        target=_run, args=(target, os.getpid(), dict(os.environ), arguments), name=f"collector-worker-{worker_idx}"
     )
-    with _without_main():
+    with hidden_main():
         process.start()
     return process
 
 
 def pipe() -> tuple[Connection, Connection]:
-    """The trainer's end and the process's end of a pipe."""
+    """Return the trainer's end and the worker's end of a pipe."""
     return _context().Pipe()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def end_of(process: BaseProcess) -> str:
-    """How a process has ended."""
-    process.join(GRACE)
+def exit_reason(process: BaseProcess) -> str:
+    """Return how a process has ended, as the predicate of a sentence; wait for its end."""
+    process.join(SHUTDOWN_GRACE)
     return f"(process {process.pid}) died with exit code {process.exitcode}"
 
 
-def end(processes: Collection[BaseProcess]) -> None:
-    """Wait for processes that were told to end, and kill those who do not; all of them, if the wait is interrupted."""
-    deadline = time.monotonic() + GRACE
+def join_or_kill(processes: Collection[BaseProcess]) -> None:
+    """Wait for processes that were told to end; kill those that exceed the grace period, all if interrupted."""
+    deadline = time.monotonic() + SHUTDOWN_GRACE
     try:
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
-    finally:  # a second Ctrl-C: nobody may be left whom this process would wait for when it exits
+    finally:  # also after a second Ctrl-C: the interpreter would wait at exit for a process that is left
         for process in processes:
             kill(process)
 
 
 def kill(process: BaseProcess) -> None:
-    """End a process, whatever it is doing, and let go of it."""
+    """Kill a process and release its resources."""
     process.kill()
     process.join()
     process.close()
-
-
-class ProcessWorker(LineWorker):
-    """A worker in a process of its own."""
-
-    def __init__(self, worker_idx: int, line: Line, process: BaseProcess) -> None:
-        super().__init__(worker_idx, line)
-        self.process = process
-        self.hold = Hold(process.pid)
-
-    @property
-    def sentinel(self) -> int:
-        """Readable when the process has ended."""
-        return self.process.sentinel
-
-    def last_words(self) -> str:
-        """See LineWorker."""
-        return end_of(self.process)
-
-    def close(self) -> None:
-        """Let go of the line, upon which the process ends, and of the hold on it."""
-        self.line.connection.close()
-        self.hold.close()
-
-    def end(self) -> None:
-        """Kill the process if it still runs, and let go of it and of the line."""
-        self.close()
-        kill(self.process)
-
-
-def start_worker(
-    main: Callable[..., None], worker_idx: int, line: Callable[..., Line], *arguments: Any
-) -> ProcessWorker:
-    """A process that runs ``main(connection, *arguments)``, at the other end of a ``line(connection, *arguments)``."""
-    mine, theirs = pipe()
-    try:
-        process = start(main, worker_idx, theirs, *arguments)
-    except BaseException:
-        mine.close()
-        raise
-    finally:
-        theirs.close()
-    return ProcessWorker(worker_idx, line(mine, *arguments), process)
-
-
-class ProcessPool(LinePool[ProcessWorker]):
-    """Worker processes on this machine, whose batches lie in memory that is shared with them."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        try:
-            for i in range(count):
-                self.begin(i)
-        except BaseException:
-            self.close()
-            raise
-
-    def begin(self, worker_idx: int) -> ProcessWorker:
-        """See Pool."""
-        worker = start_worker(_main, worker_idx, SharedMemoryLine, os.getpid())
-        self.workers.append(worker)
-        return worker
-
-    def let_go(self, worker: ProcessWorker) -> None:
-        """See Pool."""
-        self.workers.remove(worker)
-        worker.end()
-
-    def close(self) -> None:
-        """See Pool."""
-        for worker in self.workers:
-            worker.close()
-        end([worker.process for worker in self.workers])
-        self.workers = []
-
-
-def _main(connection: Connection, trainer: int) -> None:
-    serve(SharedMemoryLine(connection, trainer))

@@ -1,4 +1,4 @@
-"""Workers begin, speak, fail, and have successors (the states are in ``place.py``): the inside of ``members.py``."""
+"""The lifecycle of workers: start, connect, failure, restart. ``records.py`` lists the states."""
 
 from __future__ import annotations
 
@@ -7,218 +7,229 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any, Generic
 
 import wsync
-from collectors.workers.place import Place, W, WorkerState
-from collectors.workers.pool import Event, Pool
-from collectors.workers.recovery import Cause, FailurePolicy, Failures
-from collectors.workers.turns import Turns
+from collectors.workers.gather_lock import GatherLock
+from collectors.workers.pool import Event, W, WorkerPool
+from collectors.workers.records import FailureCause, FailurePolicy, Failures, WorkerRecord, WorkerState
 
-_ENDS = ("error", "stalled", "died")
-_JOIN = 10.0  # seconds in which a successor that is ready has to have joined a scheme: the trainer waits for that
+_ENDED = ("error", "stalled", "died")
+_REJOIN_TIMEOUT = 10.0  # seconds in which a restarted worker has to join a scheme, while the trainer waits
 _log = logging.getLogger(__name__)
 
 
-@dataclass
-class Supervisor(Generic[W]):
-    """All workers' places, and what is done when a worker fails.
+class WorkerSupervisor(Generic[W]):
+    """Executes what each event of a worker entails. All methods run under ``_lock``.
+
+    Args:
+        pool: of started workers that were not told anything.
+        failure_policy: what happens when a worker fails.
+        schemes: by model id; a restarted worker joins them.
+        failures: is updated.
 
     Attributes:
-        pool: of workers that have begun, and have nothing to act with yet.
-        failure_policy: what is done about failures.
-        schemes: those that successors join.
-        failures: what has happened so far.
-        over: whether a failure was raised; nobody should go on then.
+        over: whether a failure was raised; the collector cannot be used any more.
     """
 
-    pool: Pool[W]
-    failure_policy: FailurePolicy
-    schemes: Mapping[str, wsync.WeightSyncScheme]
-    failures: Failures = field(default_factory=Failures)
-    over: bool = False
-
-    def __post_init__(self) -> None:
-        """Nobody has a place yet."""
-        self.pool.patience = self.failure_policy.worker_timeout
-        self._places: list[Place[W]] = []
-        self._events: deque[Event[W]] = deque()
+    def __init__(
+        self,
+        pool: WorkerPool[W],
+        failure_policy: FailurePolicy,
+        schemes: Mapping[str, wsync.WeightSyncScheme],
+        failures: Failures,
+    ) -> None:
+        self.pool, self.failure_policy, self.schemes, self.failures = pool, failure_policy, schemes, failures
+        self.over = False
+        self.pool.message_timeout = failure_policy.worker_timeout
+        self._records: list[WorkerRecord[W]] = []
+        self._events: deque[Event[W]] = deque()  # received, and not yet handled
         self._batches: deque[tuple[W, int]] = deque()
         self._started = False
         self._next_seed: int | None = None
         self._stop_at: float | None = None
-        self._turns = Turns()
+        self._lock = GatherLock()
 
     @property
-    def there(self) -> list[W]:
-        """The workers that take part now, by index."""
-        return [place.worker for place in self._places if place.worker is not None and place.state is WorkerState.THERE]
+    def active_workers(self) -> list[W]:
+        """The workers that take part in gathering, by index."""
+        return [record.worker for record in self._records if record.worker is not None and record.active]
 
-    def _tell(self, worker: W, command: str, argument: Any) -> None:
-        place = self._places[worker.worker_idx]
-        if place.worker is worker:
-            if not place.due:
-                place.since = time.monotonic()
-            place.due += 1
-            self.pool.tell([worker], command, argument)
+    def _send(self, worker: W, command: str, argument: Any) -> None:
+        """Send a command that has an answer; do nothing if the worker was replaced."""
+        record = self._records[worker.worker_idx]
+        if record.worker is worker:
+            if not record.pending:
+                record.since = time.monotonic()
+            record.pending += 1
+            self.pool.send([worker], command, argument)
 
-    def _step(self, at_once: bool = False) -> None:
-        """Wait until something happens, and do what is to be done about it."""
+    def _step(self, wait_for_events: bool = True) -> None:
+        """Wait for events, and for the next deadline or restart; handle them.
+
+        Raises:
+            NotConnected: a failure was raised earlier, in another thread.
+            WorkerDied, WorkerFailed, SyncTimeout: a failure that the policy raises, or ``interrupt``'s time is over.
+        """
         if self.over:
             raise wsync.NotConnected("a worker's failure was raised in another thread, and has ended this collector")
-        for place in self._places:
-            if place.state is WorkerState.PAUSED and place.begins_at <= time.monotonic():
-                self._begin(place)
-        self._listen(0.0 if at_once or self._events else self._patience())
-        self._attend()
-        # That may have taken seconds, in which whoever seems to be late by now has answered.
-        while (late := self._late()) and self._listen(0.0):
-            self._attend()
-        for place in late:
-            index, detail = place.options.worker_idx, f"did not answer within {self.failure_policy.worker_timeout:g} s"
-            self._fail(place, Cause(wsync.SyncTimeout, f"worker {index} {detail}", detail))
+        for record in self._records:
+            if record.state is WorkerState.WAITING and record.restart_at <= time.monotonic():
+                self._restart(record)
+        self._poll(self._time_left() if wait_for_events and not self._events else 0.0)
+        self._handle_events()
+        # Handling may have taken seconds, in which a worker that now seems late has answered: look again.
+        while (late := self._late()) and self._poll(0.0):
+            self._handle_events()
+        for record in late:
+            detail = f"did not answer within {self.failure_policy.worker_timeout:g} s"
+            self._fail(record, FailureCause(wsync.SyncTimeout, f"worker {record.index} {detail}", detail))
         if self._stop_at is not None and time.monotonic() >= self._stop_at and not self._batches:
             raise wsync.SyncTimeout("asked to stop, and the batch under way is not complete")
 
-    def _listen(self, timeout: float | None) -> list[Event[W]]:
-        """What anybody says, which is to be attended to."""
-        events = self.pool.listen([p.worker for p in self._places if p.worker is not None], self._turns.wake, timeout)
-        self._turns.come()
+    def _poll(self, timeout: float | None) -> list[Event[W]]:
+        """Receive events, to be handled later."""
+        workers = [record.worker for record in self._records if record.worker is not None]
+        events = self.pool.poll(workers, self._lock.wakeup_fd, timeout)
+        self._lock.clear_wakeup()
         self._events.extend(events)
         return events
 
-    def _hear_out(self, worker: W, patience: float = 0.0) -> str | None:
-        """Listen to what a worker has said, to be attended to later; its traceback, if it has raised.
+    def _traceback_of(self, worker: W, patience: float = 0.0) -> str | None:
+        """Return the traceback that ``worker`` has sent, if it has raised; its event is still to be handled.
 
         Args:
-            worker: still there, as far as is known.
-            patience: seconds in which one that has not ended may yet say how it will.
+            worker: the worker.
+            patience: seconds to wait for the message of a worker that has not ended.
         """
         deadline = time.monotonic() + patience
-        while not any(one is worker and kind in _ENDS for one, kind, _ in self._events):
+        while not any(event.worker is worker and event.kind in _ENDED for event in self._events):
             left = 0.0 if wait([worker.sentinel], 0.0) else max(0.0, deadline - time.monotonic())
-            if not self._listen(left) and not left:
+            if not self._poll(left) and not left:
                 break
-        return next((answer for one, kind, answer in self._events if one is worker and kind == "error"), None)
+        errors = (event.value for event in self._events if event.worker is worker and event.kind == "error")
+        return next(errors, None)
 
-    def _attend(self) -> None:
-        while self._events:
-            worker, kind, answer = self._events.popleft()
-            place = self._places[worker.worker_idx]
-            if place.worker is worker:  # else it is what a predecessor said
-                self._take(place, worker, kind, answer)
-
-    def _patience(self) -> float | None:
-        """Seconds until something has to be done, though nobody says anything."""
+    def _time_left(self) -> float | None:
+        """Seconds until the next deadline or restart; None if there is none."""
         limit = self.failure_policy.worker_timeout
-        times = [place.since + limit for place in self._places if place.due and limit is not None]
-        times += [place.begins_at for place in self._places if place.state is WorkerState.PAUSED]
+        times = [record.since + limit for record in self._records if record.pending and limit is not None]
+        times += [record.restart_at for record in self._records if record.state is WorkerState.WAITING]
         times += [] if self._stop_at is None else [self._stop_at]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
-    def _take(self, place: Place[W], worker: W, kind: str, answer: Any) -> None:
-        place.due -= 1
-        place.since = time.monotonic()
-        if kind == "batch":
-            place.backoff.delivered()
-            place.frames += worker.frames
-            self._batches.append((worker, answer))
-        elif kind == "ready":
-            place.state, place.num_envs = WorkerState.READY, worker.num_envs
-            if self._started:
-                self._readmit(place, worker)
-        elif kind == "connected":
-            place.state, place.gets_updates = WorkerState.THERE, True
-            if self._started:
-                self._seed_anew(worker)
-        else:
-            self._fail(place, Cause.of(worker.worker_idx, kind, answer))
-
-    def _late(self) -> list[Place[W]]:
-        """Those who owe an answer for too long."""
+    def _late(self) -> list[WorkerRecord[W]]:
         now, limit = time.monotonic(), self.failure_policy.worker_timeout
-        return [place for place in self._places if limit is not None and place.due and now >= place.since + limit]
+        return [] if limit is None else [one for one in self._records if one.pending and now >= one.since + limit]
 
-    # --- failures and successors ---
+    def _handle_events(self) -> None:
+        while self._events:
+            event = self._events.popleft()
+            record = self._records[event.worker.worker_idx]
+            if record.worker is event.worker:  # events of a replaced worker are dropped
+                self._handle(record, event)
 
-    def _fail(self, place: Place[W], cause: Cause) -> None:
-        """A worker has failed: raise, or let it go and say what is done."""
-        index = place.options.worker_idx
+    def _handle(self, record: WorkerRecord[W], event: Event[W]) -> None:
+        worker, kind, value = event
+        record.pending -= 1
+        record.since = time.monotonic()
+        if kind == "batch":
+            record.backoff.delivered()
+            record.frames += worker.frames
+            self._batches.append((worker, value))
+        elif kind == "ready":
+            record.state, record.num_envs = WorkerState.READY, worker.num_envs
+            if self._started:
+                self._rejoin(record, worker)
+        elif kind == "connected":
+            record.state, record.gets_updates = WorkerState.ACTIVE, True
+            if self._started:
+                self._seed_restarted(worker)
+        else:
+            self._fail(record, FailureCause.of(record.index, kind, value))
+
+    def _build(self, record: WorkerRecord[W]) -> None:
+        assert record.worker is not None
+        left = max(0, record.options.init_random_frames - record.frames)
+        self._send(record.worker, "build", (record.spec, replace(record.options, init_random_frames=left)))
+
+    def _connect(self, record: WorkerRecord[W]) -> None:
+        assert record.worker is not None
+        record.state = WorkerState.CONNECTING
+        self._send(record.worker, "connect", None)
+
+    # --- failures and restarts ---
+
+    def _fail(self, record: WorkerRecord[W], cause: FailureCause) -> None:
+        """Apply the failure policy to a worker: raise, drop it, or schedule its restart."""
+        index = record.index
         if not self._started or self.failure_policy.on_failure == "raise":
-            self.failures.failed |= Counter([index])  # once: an update may have come upon it before
+            self.failures.failed |= Counter([index])  # an update may have counted this failure already
             self.over = True
             raise cause.error(index)
         self.failures.failed[index] += 1
-        worker, place.worker, place.due, place.gets_updates = place.worker, None, 0, False
+        worker, record.worker, record.pending, record.gets_updates = record.worker, None, 0, False
         if worker is not None:
-            self.pool.let_go(worker)  # first: one that is stopped may be in the midst of something
+            self.pool.discard(worker)  # before the schemes: a stopped process could still be within an update
             for scheme in self.schemes.values():
-                scheme.dismiss(index)
-        done = self._drop(place, cause) if self.failure_policy.on_failure == "drop" else self._pause(place, cause)
-        _log.warning("%s: %s", cause.line, done)
+                scheme.disconnect(index)
+        if self.failure_policy.on_failure == "drop":
+            done = self._drop(record, cause)
+        else:
+            done = self._schedule_restart(record, cause)
+        _log.warning("%s: %s", cause.summary, done)
         if cause.kind is wsync.WorkerFailed:
-            _log.warning("what worker %d raised:\n%s", index, cause.detail)
+            _log.warning("worker %d raised:\n%s", index, cause.detail)
 
-    def _drop(self, place: Place[W], cause: Cause) -> str:
-        index, place.state = place.options.worker_idx, WorkerState.DROPPED
-        self.failures.dropped[index] += 1
-        left = [other.options.worker_idx for other in self._places if other.state is not WorkerState.DROPPED]
+    def _drop(self, record: WorkerRecord[W], cause: FailureCause) -> str:
+        record.state = WorkerState.DROPPED
+        self.failures.dropped[record.index] += 1
+        left = [other.index for other in self._records if other.state is not WorkerState.DROPPED]
         if not left:
             self.over = True
-            raise cause.error(index, "no worker is left; the last one: ")
+            raise cause.error(record.index, "no worker is left; the last one: ")
         return f"it is dropped, and {left} go on"
 
-    def _pause(self, place: Place[W], cause: Cause) -> str:
-        index, pause = place.options.worker_idx, place.backoff.failed()
+    def _schedule_restart(self, record: WorkerRecord[W], cause: FailureCause) -> str:
+        pause = record.backoff.failed()
         if pause is None:
             self.over = True
             window = f"{self.failure_policy.restart_window:g} s"
             often = f"more than {self.failure_policy.max_restarts} times within {window} or since its last batch"
-            raise cause.error(index, f"worker {index} has failed {often}; the last time: ")
-        place.state, place.begins_at = WorkerState.PAUSED, time.monotonic() + pause
-        return f"it is started anew in {pause:g} s"
+            raise cause.error(record.index, f"worker {record.index} has failed {often}; the last time: ")
+        record.state, record.restart_at = WorkerState.WAITING, time.monotonic() + pause
+        return f"it is restarted in {pause:g} s"
 
-    def _begin(self, place: Place[W]) -> None:
-        index = place.options.worker_idx
+    def _restart(self, record: WorkerRecord[W]) -> None:
         try:
-            place.worker = self.pool.begin(index)
+            record.worker = self.pool.start_worker(record.index)
         except OSError as error:
-            detail = f"could not be started anew: {error}"
-            self._fail(place, Cause(wsync.WorkerDied, f"worker {index} {detail}", detail))
+            detail = f"could not be restarted: {error}"
+            self._fail(record, FailureCause(wsync.WorkerDied, f"worker {record.index} {detail}", detail))
             return
-        self.failures.restarted[index] += 1
-        place.state = WorkerState.BUILDING
-        self._build(place)
+        self.failures.restarted[record.index] += 1
+        record.state = WorkerState.BUILDING
+        self._build(record)
 
-    def _build(self, place: Place[W]) -> None:
-        assert place.worker is not None
-        left = max(0, place.options.init_random_frames - place.frames)
-        self._tell(place.worker, "build", (place.parts, replace(place.options, init_random_frames=left)))
-
-    def _connect(self, place: Place[W]) -> None:
-        assert place.worker is not None
-        place.state = WorkerState.JOINING
-        self._tell(place.worker, "connect", None)
-
-    def _readmit(self, place: Place[W], worker: W) -> None:
-        """Have a successor join every scheme: the trainer waits for that, some milliseconds."""
-        self._connect(place)
-        index = worker.worker_idx
+    def _rejoin(self, record: WorkerRecord[W], worker: W) -> None:
+        """Let a restarted worker join every scheme; the trainer waits for it, some milliseconds."""
+        self._connect(record)
+        index = record.index
         try:
             for scheme in self.schemes.values():
-                scheme.readmit(index, worker.sentinel, _JOIN)
+                scheme.readmit(index, worker.sentinel, _REJOIN_TIMEOUT)
         except (wsync.WeightSyncError, OSError) as error:
-            raised = self._hear_out(worker)  # what it says itself is the better cause
-            cause = Cause(wsync.WorkerDied, f"worker {index} could not join again: {error}", str(error))
-            self._fail(place, cause if raised is None else Cause.of(index, "error", raised))
+            raised = self._traceback_of(worker)  # the worker's own error is the better cause
+            cause = FailureCause(wsync.WorkerDied, f"worker {index} could not rejoin: {error}", str(error))
+            self._fail(record, cause if raised is None else FailureCause.of(index, "error", raised))
             return
-        place.gets_updates = True  # from here on it gets every update
+        record.gets_updates = True  # from here on every update goes to it
 
-    def _seed_anew(self, worker: W) -> None:
-        """A seed that nobody has had; a successor must not go through its predecessor's episodes again."""
+    def _seed_restarted(self, worker: W) -> None:
+        """Seed a restarted worker with an unused seed, so that it does not repeat its predecessor's episodes."""
         seed = secrets.randbits(31) if self._next_seed is None else self._next_seed
         if self._next_seed is not None:
             self._next_seed += worker.num_envs
-        self.pool.tell([worker], "seed", seed)
+        self.pool.send([worker], "seed", seed)

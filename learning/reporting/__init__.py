@@ -1,4 +1,4 @@
-"""Who watches a run: files, the terminal, Weights & Biases. Each gets the same rows and the same summary."""
+"""Reporters of a run: files, the terminal, Weights & Biases. Each gets the same rows and the same summary."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from learning.progress import Row
 
 
 class Reporter:
-    """Watches a run; this one does not care."""
+    """Receives the rows and the summary of a run, on the thread of the training loop; this one ignores them."""
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
-        """The run starts: its files go to `folder`, and `config` is what it was asked to do."""
+        """Start a run with the folder for its files and its config. Called once, first; may raise FolderError."""
 
     def update(self, row: Row) -> None:
-        """One more batch was collected, learnt from, and its weights sent."""
+        """Take the row of a batch. Called after each batch; may raise FolderError."""
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """The run is over, well or not; `summary` is what ``summary.json`` holds. Called once, also without `begin`.
+        """Take the summary, the content of ``summary.json``. Called once when the run has ended, also without `begin`.
 
-        Nothing that takes long: somebody may be waiting who has asked twice to stop.
+        It has to be quick: it is also called after a second request to stop. May raise FolderError.
         """
 
     def conclude(self) -> None:
-        """Do what takes its time, once everybody has been told; never called where nobody would wait for it."""
+        """Do what takes longer. Called once, after `finish` of all reporters; not after a second request to stop."""

@@ -1,4 +1,4 @@
-"""A run as seen in a terminal: a live display, or plain lines where there is none; a table at the end."""
+"""The terminal output of a run: a live display or plain lines, and a table at the end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def number(value: float | None, digits: int = 1) -> str:
 
 
 def figures(row: Row) -> dict[str, str]:
-    """Return what a watcher wants to know of a row, written for reading."""
+    """Return the figures of a row that are shown, as text."""
     return {
         "frames/s": number(row.frames_per_second, 0),
         "return": number(row.episode_return_mean_100),
@@ -55,7 +55,7 @@ def figures(row: Row) -> dict[str, str]:
 class ConsoleReporter(Reporter):
     """Shows a run in `console`: live if that is a terminal, else a plain line every `interval` seconds at most.
 
-    A terminal that cannot move its cursor (TERM=dumb, as in Emacs) gets the lines, too: it would show no live display.
+    A terminal that cannot move its cursor (TERM=dumb) gets plain lines, too.
     """
 
     def __init__(self, title: str, total_frames: int, console: Console | None = None, interval: float = 1.0) -> None:
@@ -69,7 +69,7 @@ class ConsoleReporter(Reporter):
         self._live: Live | None = None
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
-        """Say what runs, and where its files are."""
+        """Show the title and the folder."""
         self._folder = folder
         self.console.print(f"[bold]{self.title}[/] → {_relative(folder)}", soft_wrap=True)
         if self.console.is_terminal and not self.console.is_dumb_terminal:
@@ -90,7 +90,7 @@ class ConsoleReporter(Reporter):
         return Group(self._bar, line)
 
     def update(self, row: Row) -> None:
-        """Show `row`, unless the last one was shown only just now."""
+        """Show `row`; plain lines at most every `interval` seconds."""
         self._latest = row
         now = time.monotonic()
         if self._live is None and now - self._shown_at >= self.interval:
@@ -106,7 +106,7 @@ class ConsoleReporter(Reporter):
         )
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Show the table, the verdict, and where the files are."""
+        """Show the table, the verdict and the folder."""
         if self._live is not None:
             self._live.stop()
         elif self._latest is not None and self._latest is not self._printed:
@@ -118,7 +118,7 @@ class ConsoleReporter(Reporter):
 
 
 def summary_table(summary: dict[str, Any]) -> Table:
-    """Lay out a run's summary: what was learnt on the left, what the weight sync cost on the right."""
+    """Return a run's summary as a table: training on the left, weight sync on the right."""
     sync, table = summary["weight_sync"], Table(box=SIMPLE_HEAD)
     for name in ("training", "weight sync"):
         table.add_column(name)

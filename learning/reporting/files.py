@@ -17,14 +17,14 @@ from learning.reporting import Reporter
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 
-# What a reader cannot do without.
+# Keys that readers need.
 _OF_A_ROW = {field.name for field in fields(Row)}
 _OF_A_SUMMARY = {"status", "solved", "frames_per_second", "episode_return_mean_100", "weight_sync"}
 _OF_A_SYNC = {"scheme", "latency_us"}
 
 
 class FolderError(OSError):
-    """A run's folder does not take what belongs into it (a full disk, say), or has not what belongs into it."""
+    """A file in a run's folder cannot be written (a full disk, for example) or read."""
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def writing(path: Path) -> Iterator[None]:
     """Write `path` inside.
 
     Raises:
-        FolderError: it could not be written; names it, and says why.
+        FolderError: it could not be written; the message has the path and the reason.
     """
     try:
         yield
@@ -45,13 +45,13 @@ def reading(path: Path) -> Iterator[None]:
     """Read `path` inside.
 
     Raises:
-        FolderError: it could not be read, or is damaged; names it, and says why.
+        FolderError: it could not be read, or is damaged; the message has the path and the reason.
     """
     try:
         yield
     except OSError as error:
         raise FolderError(f"{path} could not be read: {error.strerror or error}") from error
-    except ValueError as error:  # no UTF-8, no JSON, or not what belongs there
+    except ValueError as error:  # not UTF-8, not JSON, or missing keys
         raise FolderError(f"{path} is damaged: {error}") from error
 
 
@@ -72,7 +72,7 @@ def read_rows(folder: Path, frames: int | None = None) -> Iterator[dict[str, Any
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """Return what a run's ``summary.json`` says; raises FolderError: it is missing, or damaged."""
+    """Return the content of a run's ``summary.json``; raises FolderError if it is missing or damaged."""
     with reading(folder / SUMMARY):
         summary = _parsed((folder / SUMMARY).read_text(encoding="utf-8"), _OF_A_SUMMARY, "it")
         if not isinstance(summary["weight_sync"], dict) or not summary["weight_sync"].keys() >= _OF_A_SYNC:
@@ -81,7 +81,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def _parsed(text: str, wanted: set[str], called: str) -> dict[str, Any]:
-    """Return the object that `text` is in JSON; raises ValueError if it is none, or lacks what is `wanted`."""
+    """Return the JSON object `text`; raises ValueError if it is not one, or lacks keys of `wanted`."""
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
@@ -93,7 +93,7 @@ def _parsed(text: str, wanted: set[str], called: str) -> dict[str, Any]:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Return `value` as JSON; a figure that is no number (a loss that diverged) becomes null, as JSON has no NaN."""
+    """Return `value` as JSON; NaN and infinity, which JSON lacks, become null."""
 
     def finite(value: Any) -> Any:
         if isinstance(value, dict):
@@ -106,7 +106,7 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` as JSON, whole or not at all; raises FolderError."""
+    """Write `content` as JSON, atomically; raises FolderError."""
     unfinished = path.with_suffix(".unfinished")
     with writing(path):
         unfinished.write_text(to_json(content, indent=2) + "\n", encoding="utf-8")
@@ -114,16 +114,16 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 class RunFiles(Reporter):
-    """Writes a run's files. A resumed run's metrics begin with those of the run that it goes on from."""
+    """Writes a run's files. The metrics of a resumed run start with those of the run that it continues."""
 
     def __init__(self, resumed_from: Path | None = None, frames: int = 0) -> None:
-        """Go on from the first `frames` frames of the run in the folder `resumed_from`, if there is one."""
+        """Start with the rows of the first `frames` frames in the folder `resumed_from`, if it is given."""
         self._resumed_from, self._frames = resumed_from, frames
         self._folder: Path | None = None
         self._metrics: TextIOWrapper | None = None
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
-        """Open ``metrics.jsonl``; raises FolderError, as all below do that write."""
+        """Open ``metrics.jsonl``."""
         history = list(read_rows(self._resumed_from, self._frames)) if self._resumed_from else []
         self._folder = folder
         with writing(folder / METRICS):
@@ -151,22 +151,22 @@ class RunFiles(Reporter):
 
 
 class Pictures(Reporter):
-    """Draws the learning curve and the cost of syncing once the run is over, from ``metrics.jsonl``."""
+    """Draws the learning curve and the sync latencies at the end of a run, from ``metrics.jsonl``."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None
         self._summary: dict[str, Any] = {}
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
-        """Remember `folder`."""
+        """Note `folder`."""
         self._folder = folder
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Remember `summary`."""
+        """Note `summary`."""
         self._summary = summary
 
     def conclude(self) -> None:
-        """Draw ``learning_curve.png`` and ``sync_latency.png``, if there is anything to draw."""
+        """Draw ``learning_curve.png`` and ``sync_latency.png``, if there are rows."""
         if self._folder is None or not (rows := list(read_rows(self._folder))):
             return
         from learning.reporting import plots  # matplotlib takes most of a second to import

@@ -1,4 +1,4 @@
-"""The two pictures of a run: what it learnt, and what every weight sync cost."""
+"""The two plots of a run: returns over frames, and the latency of each weight sync."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def sync_latency(rows: Rows, summary: dict[str, Any]) -> Figure:
     updates = [row["weight_sync"]["latency_us"] for row in rows if row["weight_sync"]]
     workers = summary.get("num_workers", "?")
     subtitle = f"{sync['scheme']}: {sync['updates']:,} updates of {size(sync['bytes'])}, workers: {workers}"
-    figure, (left, right) = new_figure(10.5, 2, "What a weight sync cost", subtitle, (1.5, 1))
+    figure, (left, right) = new_figure(10.5, 2, "Weight sync latency", subtitle, (1.5, 1))
     if updates:
         _latencies(left, updates)
         _phases(right, sync)
@@ -102,20 +102,20 @@ def _latencies(ax: Axes, latencies: Sequence[float]) -> None:
     ax.set_yscale("log")
     low, high = min(latencies) / 1.2, max(latencies) * 1.2
     ax.set_ylim(low, high)
-    beside = 0.0
+    label_y = 0.0
     for (name, value), style in zip(percentiles.items(), ("-", "--", ":"), strict=True):
         ax.axhline(value, color=ORANGE, linewidth=1.3, linestyle=style)
-        beside = max(np.log(value / low) / np.log(high / low), beside)  # close percentiles keep legible labels
+        label_y = max(np.log(value / low) / np.log(high / low), label_y)  # close percentiles keep legible labels
         ax.text(
             1.01,
-            beside,
+            label_y,
             f"{name}  {microseconds(value)}",
             transform=ax.transAxes,
             va="center",
             color=ORANGE,
             fontsize=9,
         )
-        beside += 0.05
+        label_y += 0.05
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: microseconds(y)))
     ax.yaxis.set_minor_formatter(NullFormatter())

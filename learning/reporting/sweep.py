@@ -20,7 +20,16 @@ from learning.reporting.sweep_runs import FIGURES, Column, Run, columns, common,
 TABLE, PAGE, PICTURES = "sweep.csv", "sweep.html", ("sweep_returns.png", "sweep_latency.png")
 
 
-_SPARE = ("return", "GiB/s", "staleness", "sync p99", "frames/s", "sync p95", "status")  # where a terminal is narrow
+# Columns to drop, in this order, in a narrow terminal.
+_SPARE = (
+    "return",
+    "GiB/s",
+    "staleness",
+    "sync p99",
+    "frames/s",
+    "sync p95",
+    "status",
+)
 
 
 def _cells(run: Run, shown: Mapping[str, Column]) -> list[str]:
@@ -28,7 +37,7 @@ def _cells(run: Run, shown: Mapping[str, Column]) -> list[str]:
 
 
 def _medians(runs: Sequence[Run], shown: Mapping[str, Column]) -> list[str]:
-    """One row for runs that are alike: how many of them were solved, and the medians of those that were not cut off."""
+    """Return one row for runs that differ only in the seed: the number solved, and medians of the complete runs."""
     cells = dict(zip(shown, _cells(runs[0], shown), strict=True))
     solved = sum(run.summary["solved"] for run in runs)
     cells |= {"seed": "median", "status": "", "solved": f"{solved} of {len(runs)}"}
@@ -39,7 +48,7 @@ def _medians(runs: Sequence[Run], shown: Mapping[str, Column]) -> list[str]:
 
 
 def table_rows(runs: Sequence[Run]) -> Iterable[tuple[list[str], bool]]:
-    """The table, row by row; whether it is one of medians, which follow the runs that are alike but for the seed."""
+    """Yield the rows of the table, and whether each is a row of medians; these follow runs that differ in the seed."""
     shown = columns(runs)
     for group in groups(runs).values():
         yield from ((_cells(run, shown), False) for run in group)
@@ -50,7 +59,7 @@ def table_rows(runs: Sequence[Run]) -> Iterable[tuple[list[str], bool]]:
 def report(folder: Path, console: Console | None = None) -> None:
     """Write the report of the sweep in ``folder`` into it, and print its table.
 
-    Runs that cannot be told of are left out, and named.
+    Runs without a summary are left out and named.
 
     Raises:
         FolderError: no run has ended there, or the report cannot be written.
@@ -59,8 +68,8 @@ def report(folder: Path, console: Console | None = None) -> None:
     with writing(folder / TABLE), open(folder / TABLE, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         shown = columns(runs)
-        # What people are shown has its unit in each cell.
-        names = [f"{name} (µs)" if told is microseconds else name for name, (_, told) in shown.items()]
+        # In the terminal and the page, each cell has its unit.
+        names = [f"{name} (µs)" if write is microseconds else name for name, (_, write) in shown.items()]
         writer.writerow(["run", *names])
         writer.writerows([run.folder.name, *(figure(run) for figure, _ in shown.values())] for run in runs)
     from learning.reporting import sweep_plots  # matplotlib takes most of a second to import
@@ -81,7 +90,7 @@ def _show(runs: Sequence[Run], folder: Path, console: Console) -> None:
     table = _table(runs, names)
     if not console.is_terminal:
         console.width = _wanted(table, console)
-    for spare in _SPARE:  # the page has them all
+    for spare in _SPARE:  # the page has all columns
         if _wanted(table, console) <= console.width:
             break
         names.remove(spare)
@@ -95,7 +104,7 @@ def _counted(runs: Sequence[Run]) -> str:
 
 
 def _wanted(table: Table, console: Console) -> int:
-    """The width that the table would take."""
+    """Return the width that the table needs."""
     return console.measure(table, options=console.options.update(max_width=1000)).maximum
 
 

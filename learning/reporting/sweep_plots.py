@@ -1,4 +1,4 @@
-"""The two pictures of a sweep: what was learnt in which time, and what the weight sync of each backend cost."""
+"""The two plots of a sweep: returns over time, and the latency of the weight sync of each backend."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Groups = Mapping[str, Sequence["Run"]]
 COLOURS = ("#2563eb", "#d97706", "#059669", "#db2777", "#7c3aed", "#64748b", "#0891b2", "#b91c1c")
-_LETTERS = 100  # on a line of the picture
+_LETTERS = 100  # characters on a line of the plot
 
 
 def returns(groups: Groups) -> Figure:
@@ -58,7 +58,7 @@ def returns(groups: Groups) -> Figure:
 
 def latencies(groups: Groups) -> Figure:
     """Draw every update's latency in the complete runs, with median, quartiles, p5 and p95 for each group."""
-    figure, (ax,) = new_figure(9, 1, "What a weight sync cost", "every update; box: quartiles, whiskers: p5 and p95")
+    figure, (ax,) = new_figure(9, 1, "Weight sync latency", "every update; box: quartiles, whiskers: p5 and p95")
     shown = [(name, [us for run in group if run.complete for us in _latencies(run)]) for name, group in groups.items()]
     shown = [(name, values) for name, values in shown if values]
     generator = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""The runs of a sweep: what each came to, which of them are alike but for the seed, and the figures to compare."""
+"""The runs of a sweep: their results, the groups that differ only in the seed, and the figures to compare."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from learning.reporting.files import METRICS, SUMMARY, FolderError, read_rows, r
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a sweep: its folder, what ``summary.json`` says of it, and its rows."""
+    """One run of a sweep: its folder, the content of ``summary.json``, and its rows."""
 
     folder: Path
     summary: dict[str, Any]
@@ -22,7 +22,7 @@ class Run:
 
     @property
     def sync(self) -> dict[str, Any]:
-        """What its weight sync cost."""
+        """The weight sync part of the summary."""
         return self.summary["weight_sync"]
 
     @property
@@ -32,12 +32,12 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        """Whether it reached its goal; the figures of one that was interrupted, or failed, are of what there was."""
+        """Whether it was solved or finished, rather than interrupted or failed."""
         return self.summary["status"] in ("solved", "finished")
 
     @property
     def settings(self) -> dict[str, str]:
-        """What its command line asked for, beside the backend and the seed, which have columns of their own."""
+        """The overrides of its command line, without backend and seed, which have columns of their own."""
         asked = (override.partition("=") for override in self.summary.get("overrides", ()))
         return {name: value for name, _, value in asked if name not in ("weight_sync", "seed")}
 
@@ -54,7 +54,7 @@ def _solved(row: dict[str, Any], goal: float | None) -> bool:
 
 Figure = Callable[[Run], Any]
 Column = tuple[Figure, Callable[[Any], str]]
-"""A figure, as ``summary.json`` has it (µs, s), and how it is written for people."""
+"""A figure, in the units of ``summary.json`` (µs, s), and how it is formatted."""
 
 _DEFAULT = "default"  # of a setting that only other runs' command lines name
 FIGURES: dict[str, Column] = {
@@ -67,11 +67,11 @@ FIGURES: dict[str, Column] = {
     "GiB/s": (lambda run: run.sync.get("gib_per_second"), lambda value: number(value, 3)),
     "staleness": (lambda run: run.sync.get("staleness_mean"), lambda value: number(value, 2)),
 }
-"""What can be compared, and has a median."""
+"""The figures that have a median."""
 
 
 def columns(runs: Sequence[Run]) -> dict[str, Column]:
-    """What a table of ``runs`` tells of each; the settings that differ between them are among it."""
+    """Return the columns of a table of ``runs``, including the settings that differ between them."""
     return {
         "backend": (lambda run: run.backend, str),
         **{name: (lambda run, name=name: run.settings.get(name, _DEFAULT), str) for name in differing(runs)},
@@ -83,19 +83,19 @@ def columns(runs: Sequence[Run]) -> dict[str, Column]:
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
-    """The settings, beside backend and seed, that are not the same in all ``runs``."""
+    """Return the settings, except backend and seed, that differ between ``runs``."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     return [name for name in names if len({run.settings.get(name) for run in runs}) > 1]
 
 
 def common(runs: Sequence[Run], fact: str) -> Any:
-    """What the summaries of all ``runs`` say of ``fact``; None if they do not agree."""
-    said = {run.summary.get(fact) for run in runs}
-    return said.pop() if len(said) == 1 else None
+    """Return the value of ``fact`` in the summaries of ``runs``; None if they differ."""
+    values = {run.summary.get(fact) for run in runs}
+    return values.pop() if len(values) == 1 else None
 
 
 def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """The runs that are alike but for the seed, by what makes them so, in words."""
+    """Return the runs grouped by all settings but the seed; a group's name lists backend and settings that differ."""
     alike: dict[str, list[Run]] = {}
     names = differing(runs)
     for run in runs:
@@ -105,12 +105,12 @@ def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
-    """The runs in a sweep's folder that came to an end, whatever that was; ordered by backend, settings and seed.
+    """Return the runs in a sweep's folder that have ended, ordered by backend, settings and seed.
 
-    With them, a line for each of the others: what of it is missing, or damaged.
+    With them, a line for each of the other runs that names what is missing or damaged.
 
     Raises:
-        FolderError: no run has ended there, or none can be told of.
+        FolderError: no run has ended there, or none is readable.
     """
     runs, left_out = [], []
     for each in sorted({path.parent for name in (".hydra", METRICS, SUMMARY) for path in folder.glob(f"*/{name}")}):
@@ -131,7 +131,7 @@ def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
 
 
 def _in_order(value: str) -> tuple[float, str]:
-    """Numbers by their size, and what is none by the alphabet."""
+    """Return a sort key: numbers by value, other strings alphabetically after them."""
     try:
         return float(value), value
     except ValueError:

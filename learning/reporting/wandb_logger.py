@@ -1,4 +1,4 @@
-"""Weights & Biases, kept at arm's length: it runs beside the training, and cannot slow its start nor end it."""
+"""Weights & Biases, in a thread of its own: it does not delay the start of a run, and its errors do not end one."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ HISTOGRAM_EVERY = 100  # updates
 
 
 class WandbLogger(Reporter):
-    """Sends rows to Weights & Biases: online where somebody is logged in, offline otherwise.
+    """Sends rows to Weights & Biases: online if the user is logged in, offline otherwise.
 
-    A thread of its own does all of it. It begins `start_after` seconds into the run, or at its end, since importing and
-    starting wandb takes more processor time than a short run lasts; what happened until then is sent afterwards.
+    A thread imports and starts wandb `start_after` seconds into the run, or at its end, since that takes more processor
+    time than a short run; rows from before are sent then.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class WandbLogger(Reporter):
         """Make a logger.
 
         Args:
-            project: as in wandb.
-            entity: as in wandb.
-            group: the runs of a sweep share one.
-            tags: as in wandb.
-            mode: "online", "offline" or "disabled"; None: what WANDB_MODE says, else online if logged in, else offline.
-            start_after: seconds.
-            close_within: seconds that the end of a run waits for what is left to be sent.
+            project: wandb's project.
+            entity: wandb's entity.
+            group: wandb's group; shared by the runs of a sweep.
+            tags: wandb's tags.
+            mode: "online", "offline" or "disabled"; None: WANDB_MODE, else online if logged in, else offline.
+            start_after: seconds before wandb is started.
+            close_within: seconds that the end of a run waits for the remaining rows to be sent.
         """
         self._init = {"project": project, "entity": entity, "group": group, "tags": list(tags)}
         self._mode, self._start_after, self._close_within = mode, start_after, close_within
@@ -61,12 +61,12 @@ class WandbLogger(Reporter):
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
         """Start the thread; wandb's files go to `folder`, and `config` is wandb's config."""
         self._init |= {"dir": str(folder), "name": folder.name, "config": config}
-        # A daemon: should wandb hang, the process ends all the same.
+        # A daemon thread, so that the process can end even if wandb hangs.
         self._thread = threading.Thread(target=self._guarded, name="wandb", daemon=True)
         self._thread.start()
 
     def update(self, row: Row) -> None:
-        """Leave `row` for the thread."""
+        """Queue `row` for the thread."""
         if self._thread is not None and self._thread.is_alive():
             self._rows.put(row)
 
@@ -75,14 +75,14 @@ class WandbLogger(Reporter):
         self._summary = summary
 
     def conclude(self) -> None:
-        """Have the rest sent, and wait for it."""
+        """Wait until the queued rows are sent."""
         if self._thread is None:
             return
         self._rows.put(None)
         self._ending.set()
         self._thread.join(self._close_within)
         if self._thread.is_alive():
-            log.warning("wandb: not done within %g s, left behind; `wandb sync` sends the rest", self._close_within)
+            log.warning("wandb: not done within %g s; `wandb sync` sends the rest", self._close_within)
         elif self._where is not None:
             print(f"wandb: {self._where}")
 
@@ -90,11 +90,11 @@ class WandbLogger(Reporter):
         self._ending.wait(self._start_after)
         try:
             self._send_all()
-        except Exception as error:  # noqa: BLE001  (whatever wandb raises: a dashboard must not bring a run down)
-            log.warning("wandb: gave up, the run goes on without it: %s: %s", type(error).__name__, error)
+        except Exception as error:  # noqa: BLE001  (an error of the dashboard must not end a run)
+            log.warning("wandb: logging stopped, the run continues: %s: %s", type(error).__name__, error)
 
     def _send_all(self) -> None:
-        import wandb  # nobody else imports it, and here only when it is used
+        import wandb  # slow to import, and only needed here
 
         run = self._start(wandb)
         run.define_metric("frames")

@@ -1,1 +1,1 @@
-"""The parts of ``scripts/bench_sync.py``."""
+"""The modules of ``scripts/bench_sync.py``."""

@@ -1,4 +1,4 @@
-"""The app behind ``scripts/bench_sync.py``: settings in, cases measured one by one, tables and files out."""
+"""The program of ``scripts/bench_sync.py``: settings in, cases measured one by one, tables and files out."""
 
 from __future__ import annotations
 
@@ -13,24 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from harness.console import progress_bar
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from bench import ours
-from bench.cases import BenchError, Case
 from bench.conductor import measure
-from bench.config import BenchConfig, cases, check, register
-from bench.figures import exit_status, figures, row
+from bench.config import BenchConfig, BenchError, Case, cases, check, register
 from bench.plots import picture
-from bench.report import Reporter, Row, show, write
-from bench.sides import MakeScheme
+from bench.results import Row, exit_status, line, row, show, write
+from bench.sides import NAME, MakeScheme, make_scheme, make_side
 from bench.trainer import MakeSide
 
 
 def sides(cfg: BenchConfig, case: Case, make_scheme: MakeScheme, folder: Path) -> dict[str, MakeSide]:
-    """Who takes part in a case."""
-    found: dict[str, MakeSide] = {ours.NAME: partial(ours.make_side, make_scheme=make_scheme)}
+    """Return the sides of a case, by name."""
+    found: dict[str, MakeSide] = {NAME: partial(make_side, make_scheme=make_scheme)}
     if cfg.peer is not None:
         from bench import peer
 
@@ -39,10 +37,8 @@ def sides(cfg: BenchConfig, case: Case, make_scheme: MakeScheme, folder: Path) -
     return found
 
 
-def bench(
-    cfg: BenchConfig, folder: Path, console: Console, make_scheme: MakeScheme = ours.make_scheme
-) -> Sequence[Row]:
-    """Measure all cases, and write what was found into ``folder``, also if it is interrupted.
+def bench(cfg: BenchConfig, folder: Path, console: Console, make_scheme: MakeScheme = make_scheme) -> Sequence[Row]:
+    """Measure all cases, and write the results into ``folder``, also after an interrupt.
 
     Args:
         cfg: what to measure.
@@ -51,21 +47,23 @@ def bench(
         make_scheme: makes our schemes.
 
     Raises:
-        BenchError: the settings do not go together, or there is no such peer here.
-        KeyboardInterrupt: it was interrupted; nothing is left running.
+        BenchError: a setting is invalid, or the peer is not installed.
+        KeyboardInterrupt: it was interrupted; no process is left.
     """
     check(cfg)
     if cfg.peer is not None and find_spec(cfg.peer) is None:
         raise BenchError(f"peer={cfg.peer} is not installed here: pip install -e '.[bench]'")
     todo, rows = list(cases(cfg)), []
     try:
-        with Reporter(console, len(todo)) as reporter:
+        with progress_bar(console) as progress:
+            task = progress.add_task("starting", total=len(todo))
             for case in todo:
-                reporter.begin(case)
+                progress.update(task, description=case.title)
                 part = sides(cfg, case, make_scheme, folder)
                 measured = measure(case, part, rounds=cfg.rounds, acting=cfg.acting, seconds=cfg.seconds)
-                rows.append(row(case, {name: figures(case, one) for name, one in measured.items()}, ours.NAME))
-                reporter.done(case, rows[-1])
+                rows.append(row(case, measured, NAME))
+                progress.advance(task)
+                console.print(line(case.title, rows[-1]), soft_wrap=True, highlight=False)
     finally:
         settings = {name: value for name, value in vars(cfg).items() if name not in ("defaults", "hydra")}
         write(folder / "results.json", _machine(), settings, rows)
@@ -86,7 +84,7 @@ register()
 @hydra.main(version_base="1.3", config_path=None, config_name="bench_sync")
 def main(composed: DictConfig) -> None:
     """Run the benchmark, in a folder of its own."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as tidily as Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     folder, console = Path(HydraConfig.get().runtime.output_dir), Console()
     if not console.is_terminal:
         console = Console(width=180)

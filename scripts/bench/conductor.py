@@ -1,4 +1,4 @@
-"""The conductor: starts the sides of a case, lets them take turns, and sees that they end."""
+"""Starts the sides of a case, lets them take turns, and ends them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
@@ -15,20 +15,26 @@ from typing import Any
 import cloudpickle
 
 from bench import trainer
-from bench.cases import Acting, Case, Memory, Round
+from bench.config import Case
+from bench.measurements import Acting, Memory, Round
+from collectors.workers.processes import PRELOAD
 
 _GRACE = 15.0  # seconds in which a side has to end
-_TURNS = 10  # that each side takes
-_WARM = 5  # rounds that are checked and not counted
+_TURNS = 10  # of each side
+_WARM = 5  # rounds that are checked, but not counted
 
 
 @dataclass
 class Measured:
-    """What one side did in a case.
+    """The measurements of one side in a case.
 
     Attributes:
-        error: why it could not be measured, or no further; else empty.
-        trace: the same, for who has to find out.
+        rounds: the counted rounds.
+        warm: rounds before them, which are checked only.
+        acting: updates while workers forward in a tight loop.
+        memory: of each process.
+        error: why measuring ended; else empty.
+        trace: the traceback of the error.
     """
 
     rounds: list[Round] = field(default_factory=list)
@@ -38,13 +44,26 @@ class Measured:
     error: str = ""
     trace: str = ""
 
+    @property
+    def wrong(self) -> list[str]:
+        """Descriptions of what workers saw that was not the update."""
+        found = [one.wrong for one in (*self.warm, *self.rounds) if one.wrong]
+        if self.acting is not None:
+            found += [self.acting.wrong] if self.acting.wrong else []
+            for worker, pauses in enumerate(self.acting.pauses):
+                if pauses.mixed:
+                    found.append(f"worker {worker}: {pauses.mixed} of {pauses.forwards} forwards saw two versions")
+                if pauses.backwards:
+                    found.append(f"worker {worker}: {pauses.backwards} forwards saw an older version than before")
+        return found
+
 
 class SideFailed(Exception):
-    """A side cannot go on.
+    """A side has failed.
 
     Args:
-        summary: why.
-        trace: where, if that is known.
+        summary: the error.
+        trace: its traceback, if there is one.
     """
 
     def __init__(self, summary: str, trace: str = "") -> None:
@@ -53,10 +72,10 @@ class SideFailed(Exception):
 
 
 class SideProcess:
-    """A side, as seen by the conductor.
+    """The process of one side.
 
     Args:
-        name: for people.
+        name: for errors.
         make: a ``trainer.MakeSide``.
         case: what is measured.
     """
@@ -64,46 +83,46 @@ class SideProcess:
     def __init__(self, name: str, make: trainer.MakeSide, case: Case) -> None:
         context = multiprocessing.get_context("forkserver")
         self.name, self._timeout = name, case.timeout
-        self._line, theirs = context.Pipe()
+        self._channel, theirs = context.Pipe()
         self._process = context.Process(target=trainer.main, args=(theirs, cloudpickle.dumps(make), case))
         self._process.start()
         theirs.close()
 
     def ask(self, command: str, number: int = 0, seconds: float = 0.0) -> Any:
-        """Have it do something; its answer.
+        """Send a command; return the answer.
 
         Args:
             command: see ``trainer.main``.
-            number: how many.
-            seconds: after which it begins no more.
+            number: of rounds or updates.
+            seconds: after which no other round begins.
 
         Raises:
-            SideFailed: it says so, or has ended, or did not answer in time.
+            SideFailed: the side reports an error, has ended, or did not answer in time.
         """
-        with suppress(BrokenPipeError):  # what it has said before is still to be read
-            self._line.send((command, number, seconds))
-        return self.hear(seconds)
+        with suppress(BrokenPipeError):  # an error that it has sent before is read below
+            self._channel.send((command, number, seconds))
+        return self.receive(seconds)
 
-    def hear(self, patience: float = 0.0) -> Any:
+    def receive(self, patience: float = 0.0) -> Any:
         """What it says next, after ``patience`` seconds of work; else as ``ask``."""
         limit = self._timeout + patience
         try:
-            if not self._line.poll(limit):
+            if not self._channel.poll(limit):
                 raise SideFailed(f"{self.name} did not answer within {limit:g} s")
-            answer = self._line.recv()
+            answer = self._channel.recv()
         except (EOFError, ConnectionError) as error:
             raise SideFailed(f"{self.name} has ended") from error
         if isinstance(answer, trainer.Failure):
             raise SideFailed(answer.summary, answer.trace)
         return answer
 
-    def hang_up(self) -> None:
-        """Have it end as soon as it has done what it is doing."""
-        self._line.close()
+    def close_pipe(self) -> None:
+        """Make the side end after its current command."""
+        self._channel.close()
 
     def close(self) -> None:
-        """See that it ends, and whatever it has left."""
-        self.hang_up()
+        """Wait for its end; kill what is left of its session."""
+        self.close_pipe()
         self._process.join(_GRACE)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid or 0, signal.SIGKILL)
@@ -113,8 +132,8 @@ class SideProcess:
 
 
 def warm_up() -> None:
-    """Start the server that sides are forked from, while this process imports what it needs."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["collectors", "collectors.workers.worker"])
+    """Start the fork server, which imports its modules while this process imports the rest."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["collectors", *PRELOAD])
     forkserver.ensure_running()
 
 
@@ -127,8 +146,8 @@ def measure(
         case: what is measured.
         sides: by name.
         rounds: of each side.
-        acting: updates to workers that forward in a tight loop.
-        seconds: that a side's turns may take, together.
+        acting: number of updates to workers that forward in a tight loop.
+        seconds: limit for all turns of a side together.
     """
     results = {name: Measured() for name in sides}
     with ExitStack() as stack:
@@ -137,10 +156,10 @@ def measure(
             alive[name] = SideProcess(name, make, case)
             stack.callback(alive[name].close)
         for side in alive.values():
-            stack.callback(side.hang_up)  # all of them, before the first one is waited for
+            stack.callback(side.close_pipe)  # all of them, before the first one is waited for
         for name, side in list(alive.items()):
             with _reported(results[name], alive, name):
-                side.hear(case.timeout)
+                side.receive(case.timeout)
                 results[name].warm = side.ask("run", _WARM, seconds)
         _take_turns(alive, results, rounds, seconds)
         for name, side in list(alive.items()):
@@ -161,23 +180,9 @@ def _take_turns(alive: dict[str, SideProcess], results: Mapping[str, Measured], 
 
 @contextmanager
 def _reported(result: Measured, alive: dict[str, SideProcess], name: str) -> Iterator[None]:
-    """Note that a side has failed; the others go on."""
+    """Record the failure of a side, and continue with the others."""
     try:
         yield
     except SideFailed as error:
         result.error, result.trace = str(error), error.trace
         alive.pop(name, None)
-
-
-def wrong(measured: Measured) -> Sequence[str]:
-    """Whatever a worker saw that was not what it had been sent."""
-    found = [one.wrong for one in (*measured.warm, *measured.rounds) if one.wrong]
-    acting = measured.acting
-    if acting is not None:
-        found += [acting.wrong] if acting.wrong else []
-        for worker, pauses in enumerate(acting.pauses):
-            if pauses.mixed:
-                found.append(f"worker {worker}: {pauses.mixed} of {pauses.forwards} forwards saw two versions")
-            if pauses.backwards:
-                found.append(f"worker {worker}: {pauses.backwards} forwards saw an older version than before")
-    return found

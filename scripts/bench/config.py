@@ -1,16 +1,14 @@
-"""What can be set, as Hydra sees it."""
+"""The settings of the benchmark, and the cases that follow from them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
+from harness.backends import BACKENDS, takes
 from hydra.core.config_store import ConfigStore
-
-from bench.cases import BACKENDS, NETWORK, BenchError, Case
-from bench.models import usual_tensors
 
 _CHOICES = {
     "kind": ("send", "update", "both"),
@@ -19,6 +17,62 @@ _CHOICES = {
     "peer": (None, "torchrl"),
 }
 _FOLDER = "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}-bench_sync"
+
+
+class BenchError(Exception):
+    """A case cannot be run; the message is for users."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the results.
+
+    Attributes:
+        kind: a standalone ``send``, or a collector's ``update_policy_weights_``.
+        backend: name of the backend.
+        acknowledge: when a send is finished; for schemes that have a choice.
+        mib: of all weights together.
+        tensors: number of tensors.
+        workers: number of processes that receive.
+        give: the argument of ``send``: the module, or a TensorDict made of it within the timed call.
+        frames: of each worker's batch, in collection.
+        timeout: seconds of every wait.
+        checksum: whether updates carry one; None: the scheme's default.
+        shared_memory: whether a backend for networks may use shared memory on one machine; for schemes that have a
+            choice.
+    """
+
+    kind: Literal["send", "update"]
+    backend: str
+    mib: float
+    tensors: int
+    workers: int
+    acknowledge: Literal["installed", "published"] = "installed"
+    give: Literal["module", "tensordict"] = "module"
+    frames: int = 16
+    timeout: float = 60.0
+    checksum: bool | None = None
+    shared_memory: bool = True
+
+    @property
+    def label(self) -> str:
+        """The backend and its variant."""
+        if takes(self.backend, "acknowledge"):
+            return f"{self.backend}, {self.acknowledge}"
+        return self.backend if self.shared_memory else f"{self.backend}, gloo"
+
+    @property
+    def title(self) -> str:
+        """The case in one line."""
+        sealed = {None: "", True: ", checksum", False: ", no checksum"}[self.checksum]
+        return f"{self.kind} {self.label}, {self.mib:g} MiB in {self.tensors} tensors to {self.workers}{sealed}"
+
+    @property
+    def scheme_options(self) -> dict[str, Any]:
+        """Arguments of our scheme."""
+        chosen = {"acknowledge": self.acknowledge, "shared_memory": self.shared_memory, "checksum": self.checksum}
+        given = {name: value for name, value in chosen.items() if value is not None and takes(self.backend, name)}
+        return {"timeout": self.timeout, **given}
 
 
 def _hydra() -> dict[str, Any]:
@@ -30,23 +84,23 @@ class BenchConfig:
     """All settings.
 
     Attributes:
-        backends: which.
-        mib: sizes of the weights that a standalone send carries.
-        tensors: in how many; ``auto`` goes by the size.
-        policy_mib: sizes of the policies that a collector's workers act with; 0.018 is 2 × 64.
-        workers: how many, one case for each number.
-        rounds: updates that are timed, of each side of a case.
-        seconds: that the rounds of a side may take, together; then there are fewer.
+        backends: names of backends.
+        mib: sizes of the weights of a standalone send.
+        tensors: their number; ``auto``: by the size.
+        policy_mib: sizes of the policies of a collector's workers; 0.018 is 2 × 64.
+        workers: numbers of workers, one case for each.
+        rounds: timed updates of each side of a case.
+        seconds: limit for the rounds of a side together; then there are fewer rounds.
         kind: ``send`` (standalone), ``update`` (a collector's), or ``both``.
-        acknowledge: what a finished send means in shared memory: ``installed``, ``published``, or ``both``.
-        peer: ``torchrl`` runs it beside, in alternation.
-        give: what a call is given: ``module``, or ``tensordict`` made of it on the spot.
+        acknowledge: when a send through shared memory is finished: ``installed``, ``published``, or ``both``.
+        peer: ``torchrl`` measures it as well, in alternation.
+        give: the argument of a call: ``module``, or ``tensordict`` made of it within the call.
         frames: of each worker's batch, in collection.
-        acting: updates sent to workers that forward in a tight loop, to find out how they pause; 0: none.
-        timeout: seconds for whatever is waited for.
-        shared_memory: whether our ``distributed``, ``rpc`` and ``ray`` may use it, ``true`` or ``false`` (then gloo
-            carries, as over a network); ``null``: one case for each.
-        checksum: whether our updates carry one, ``true`` or ``false``; ``null``: as each scheme has it.
+        acting: updates sent to workers that forward in a tight loop, to measure their pauses; 0: none.
+        timeout: seconds of every wait.
+        shared_memory: whether our ``distributed``, ``rpc`` and ``ray`` may use it, ``true`` or ``false`` (then gloo is
+            used, as over a network); ``null``: one case for each.
+        checksum: whether our updates carry one, ``true`` or ``false``; ``null``: each scheme's default.
     """
 
     defaults: list[Any] = field(default_factory=lambda: ["_self_", {"override hydra/job_logging": "disabled"}])
@@ -70,15 +124,15 @@ class BenchConfig:
 
 
 def register() -> None:
-    """Make ``BenchConfig`` known to Hydra as ``bench_sync``."""
+    """Register ``BenchConfig`` with Hydra as ``bench_sync``."""
     ConfigStore.instance().store(name="bench_sync", node=BenchConfig)
 
 
 def check(cfg: BenchConfig) -> None:
-    """See that the settings go together.
+    """Check the settings.
 
     Raises:
-        BenchError: one does not; says which, and what there is.
+        BenchError: a setting is invalid; names the valid values.
     """
     for name, choices in _CHOICES.items():
         value = vars(cfg)[name]
@@ -97,10 +151,10 @@ def check(cfg: BenchConfig) -> None:
 
 
 def cases(cfg: BenchConfig) -> Iterator[Case]:
-    """What is to be measured, the small before the large."""
+    """Yield the cases to measure, small ones before large ones."""
     if cfg.kind in ("send", "both"):
         for mib, backend, workers in product(cfg.mib, cfg.backends, cfg.workers):
-            tensors = usual_tensors(mib) if cfg.tensors == "auto" else int(cfg.tensors)
+            tensors = _usual_tensors(mib) if cfg.tensors == "auto" else int(cfg.tensors)
             yield from _variants(cfg, backend, kind="send", mib=mib, tensors=tensors, workers=workers)
     if cfg.kind in ("update", "both"):
         for mib, backend, workers in product(cfg.policy_mib, cfg.backends, cfg.workers):
@@ -117,11 +171,16 @@ def _variants(cfg: BenchConfig, backend: str, **rest: Any) -> Iterator[Case]:
         "backend": backend,
         **rest,
     }
-    if backend in NETWORK:
-        ways = (True, False) if cfg.shared_memory is None else (cfg.shared_memory,)
-        yield from (Case(shared_memory=shared_memory, **common) for shared_memory in ways)
-        return
-    if backend != "shared_mem" or cfg.acknowledge in ("installed", "both"):
-        yield Case(acknowledge="installed", **common)
-    if backend == "shared_mem" and cfg.acknowledge in ("published", "both"):
-        yield Case(acknowledge="published", **common)
+    if takes(backend, "shared_memory"):
+        for shared_memory in (True, False) if cfg.shared_memory is None else (cfg.shared_memory,):
+            yield Case(shared_memory=shared_memory, **common)
+    elif takes(backend, "acknowledge"):
+        for acknowledge in ("installed", "published"):
+            if cfg.acknowledge in (acknowledge, "both"):
+                yield Case(acknowledge=acknowledge, **common)
+    else:
+        yield Case(**common)
+
+
+def _usual_tensors(mib: float) -> int:
+    return 4 if mib <= 0.25 else 20 if mib <= 8 else 100

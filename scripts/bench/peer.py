@@ -1,8 +1,7 @@
-"""TorchRL's side of a case: its schemes alone, or its collectors. Imported only when somebody asks for it.
+"""TorchRL's side of a case: its schemes alone, or its collectors.
 
-What it is spared: a first update before the rounds (its Ray collector connects then), and being timed while it polls
-for a port. What it is denied: the very object that it was given, whose memory some of its schemes share with workers,
-so that training it would reach them with no update at all.
+A first update, in which its Ray collector connects, is not timed. The trained model is a copy of the one that TorchRL
+was given: some of its schemes share that model's memory with workers, which would see its training without any update.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.models import RevealingModel, cartpole_policy, fill
+from harness.processes import worker_processes
 from tensordict import TensorDict
 from torch import multiprocessing, nn
 from torchrl import weight_update  # pyright: ignore[reportMissingImports]
 from torchrl.collectors import Collector, MultiSyncCollector  # pyright: ignore[reportMissingImports]
 from torchrl.envs import GymEnv  # pyright: ignore[reportMissingImports]
 
-from bench.cases import Case
-from bench.collecting import Collecting
-from bench.crews import started
-from bench.meters import MemoryMeter
-from bench.models import Revealing, become, revealing_policy
-from bench.sides import Side, Standalone, given, named
+from bench.config import Case
+from bench.measurements import MemoryMeter
+from bench.sides import Collecting, Side, Standalone, argument
+from bench.workers import named, run_worker, runtime_env
 
 _ENDLESS = 10**12
 _SCHEMES = {
@@ -43,12 +42,12 @@ _SCHEMES = {
 
 
 def takes_part(case: Case) -> bool:
-    """Whether there is anything to compare: its other schemes work in its collectors only."""
+    """Whether TorchRL supports the case: most of its schemes work in its collectors only."""
     return case.kind == "update" or case.backend in ("shared_mem", "multiprocess")
 
 
 def make_side(case: Case, trainer: int, log: Path) -> AbstractContextManager[Side]:
-    """A ``MakeSide``; what it and its workers write goes to the end of ``log``."""
+    """Make TorchRL's side; its output and its workers' are appended to ``log``. A ``MakeSide``."""
     with log.open("a") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
@@ -57,7 +56,7 @@ def make_side(case: Case, trainer: int, log: Path) -> AbstractContextManager[Sid
 
 @contextmanager
 def _send_side(case: Case, trainer: int) -> Iterator[Standalone]:
-    scheme, model = _SCHEMES[case.backend](), Revealing(case.mib, case.tensors, 0.0)
+    scheme, model = _SCHEMES[case.backend](), RevealingModel(case.mib, case.tensors, 0.0)
     first: Any = TensorDict.from_module(copy.deepcopy(model))
     scheme.init_on_sender(
         model_id="policy",
@@ -66,25 +65,26 @@ def _send_side(case: Case, trainer: int) -> Iterator[Standalone]:
         num_workers=case.workers,
         ctx=multiprocessing.get_context("forkserver"),
     )
-    with started(case, functools.partial(_follow, scheme)) as (lines, _):
-        pids = named(lines.hear())
+    follow = functools.partial(_follow, scheme)
+    with worker_processes(run_worker, case.workers, case, follow, timeout=case.timeout) as pipes:
+        pids = named(pipes.receive())
         memory = MemoryMeter({"trainer": trainer, **pids})
-        lines.say("follow")
+        pipes.send("follow")
         scheme.connect()
-        lines.hear()
+        pipes.receive()
 
-        def deliver() -> None:
-            scheme.send(weights=given(case, model))
+        def send() -> None:
+            scheme.send(weights=argument(case, model))
 
-        yield Standalone(model, lines, pids, memory, deliver, dict)
-        lines.say("leave")
-        lines.hear()
+        side = Standalone(model, pipes, pids, memory, send)
+        yield side
+        side.leave()
         scheme.shutdown()
 
 
-def _follow(scheme: Any, line: Connection, model: nn.Module, worker: int) -> Callable[[], None]:
-    """A worker's half."""
-    line.recv()
+def _follow(scheme: Any, channel: Connection, model: nn.Module, worker: int) -> Callable[[], None]:
+    """Connect a worker; a ``Follow``."""
+    channel.recv()
     scheme.init_on_receiver(model_id="policy", model=model, worker_idx=worker)
     scheme.connect(worker_idx=worker)
     return scheme.shutdown
@@ -92,17 +92,17 @@ def _follow(scheme: Any, line: Connection, model: nn.Module, worker: int) -> Cal
 
 @contextmanager
 def _update_side(case: Case, trainer: int) -> Iterator[Collecting]:
-    policy = revealing_policy(case.mib, case.tensors)
+    policy = cartpole_policy(case.mib, case.tensors)
     model = copy.deepcopy(policy)
-    become(model, 0.0)
+    fill(model, 0.0)
     with _collector(case, policy) as collector:
 
-        def deliver() -> None:
-            collector.update_policy_weights_(given(case, model))
+        def send() -> None:
+            collector.update_policy_weights_(argument(case, model))
 
-        deliver()
+        send()
         batches = iter(collector)
-        yield Collecting(case, model, lambda: next(batches), deliver, dict, trainer)
+        yield Collecting(case, model, lambda: next(batches), send, trainer)
 
 
 @contextmanager
@@ -124,7 +124,7 @@ def _collector(case: Case, policy: nn.Module) -> Iterator[Any]:
 
 
 def _remote(backend: str, stack: ExitStack) -> Callable[..., Any]:
-    """One of its collectors for remote workers; ``stack`` ends what it needs beside it."""
+    """Return one of its collectors for remote workers; ``stack`` ends the cluster that it needs."""
     from torchrl.collectors import distributed  # pyright: ignore[reportMissingImports]
 
     if backend == "distributed":
@@ -132,15 +132,14 @@ def _remote(backend: str, stack: ExitStack) -> Callable[..., Any]:
     if backend == "rpc":
         os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
         return functools.partial(distributed.RPCCollector, launcher="mp", tcp_port=free_port())
-    from bench.ray_crew import importing
     from collectors.distributed.ray_cluster import Cluster
 
     stack.enter_context(closing(Cluster("local")))
-    return functools.partial(distributed.RayCollector, remote_configs={"num_cpus": 0, "runtime_env": importing()})
+    return functools.partial(distributed.RayCollector, remote_configs={"num_cpus": 0, "runtime_env": runtime_env()})
 
 
 def free_port() -> str:
-    """A port that was free just now."""
-    with socket.socket() as door:
-        door.bind(("", 0))
-        return str(door.getsockname()[1])
+    """Return a port that was free just now."""
+    with socket.socket() as server:
+        server.bind(("", 0))
+        return str(server.getsockname()[1])

@@ -1,4 +1,4 @@
-"""The picture of a benchmark: latency over payload beside a plain copy, and ratios to the peer."""
+"""The plot of a benchmark: latency over payload beside a plain copy, and ratios to the peer."""
 
 from __future__ import annotations
 
@@ -24,11 +24,16 @@ _COLORS = {
     "ray": "#dc2626",
     "ray, gloo": "#fca5a5",
 }
+_OTHERS = "#7b8794"
 _TITLES = {"send": "send, standalone", "update": "a collector's update, between batches"}
 
 
+def _color(label: str) -> str:
+    return _COLORS.get(label, _OTHERS)
+
+
 def picture(rows: Sequence[Row], path: Path) -> None:
-    """Draw the PNG at ``path``; without any figure there is none."""
+    """Write the PNG at ``path``; without any measured case, none."""
     measured = [row for row in rows if "p50_us" in row]
     kinds = [kind for kind in _TITLES if any(row["kind"] == kind for row in measured)]
     compared = [row for row in measured if "ratio_p50" in row.get("peer", {})]
@@ -54,7 +59,7 @@ def _latency(ax: Axes, kind: str, rows: Sequence[Row]) -> None:
         sizes = [row["mib"] for row in mine]
         for row in mine:
             copies.setdefault(row["mib"], []).append(row["copy_p50_us"])
-        middle, tail, color = [row["p50_us"] for row in mine], [row["p95_us"] for row in mine], _COLORS[label]
+        middle, tail, color = [row["p50_us"] for row in mine], [row["p95_us"] for row in mine], _color(label)
         ax.plot(sizes, middle, marker="o", markersize=4, color=color, label=label)
         ax.fill_between(sizes, middle, tail, color=color, alpha=0.12, linewidth=0)
         beside = [(row["mib"], row["peer"]["p50_us"]) for row in mine if "p50_us" in row.get("peer", {})]
@@ -74,7 +79,7 @@ def _latency(ax: Axes, kind: str, rows: Sequence[Row]) -> None:
 def _ratios(ax: Axes, rows: Sequence[Row]) -> None:
     names = [f"{row['kind']} {row['label']}, {row['mib']:g} MiB → {row['workers']}" for row in rows]
     ratios = [row["peer"]["ratio_p50"] for row in rows]
-    bars = ax.barh(names, ratios, color=[_COLORS[row["label"]] for row in rows])
+    bars = ax.barh(names, ratios, color=[_color(row["label"]) for row in rows])
     ax.bar_label(bars, [f"{ratio:.1f}" for ratio in ratios], padding=3, fontsize=7, color=_INK)
     ax.axvline(1.0, color=_INK, linewidth=1, linestyle="--")
     ax.set(xscale="log", xlabel=f"{rows[0]['peer']['name']}'s p50 over ours")

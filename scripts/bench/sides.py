@@ -1,31 +1,37 @@
-"""A side of a case: a trainer with its workers. Here: one that sends by a scheme alone."""
+"""A side of a case: a trainer with its workers, of a standalone scheme or in a collector."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
+from harness.backends import collector_class
+from harness.models import RevealingModel, cartpole_policy, fill
+from harness.processes import WorkerPipes
 from tensordict import TensorDict
 from torch import nn
 
 import wsync
-from bench.cases import Acting, Case
-from bench.crews import Crew, Lines, process_crew, rpc_crew
-from bench.meters import MemoryMeter
-from bench.models import Revealing, become
+from bench.config import Case
+from bench.measurements import Acting, MemoryMeter
+from bench.workers import named, workers_of
+from collectors import GymEnv
 
+NAME = "wsync"
 MakeScheme = Callable[[Case], wsync.WeightSyncScheme]
-_PACE = 0.002  # seconds between updates to workers that forward in a tight loop
+_SEND_INTERVAL = 0.002  # seconds between updates to workers that forward in a tight loop
 
 
 class Side(Protocol):
-    """One implementation at work in a case."""
+    """One implementation in a case."""
 
     @property
     def model(self) -> nn.Module:
-        """The trainer's, which it changes."""
+        """The trainer's model, which the benchmark changes."""
         ...
 
     @property
@@ -35,120 +41,179 @@ class Side(Protocol):
 
     @property
     def memory(self) -> MemoryMeter:
-        """Of all processes, from when the side was made."""
+        """Of all processes, since the side was made."""
         ...
 
     def send(self) -> None:
-        """Update the workers with ``model``: this is what is timed."""
+        """Update the workers with ``model``; the timed call."""
         ...
 
     def phases(self) -> Mapping[str, float]:
-        """Of the last update, in seconds, if it knows them."""
+        """Return the seconds of each phase of the last update, if the implementation measures them."""
         ...
 
     def wrong(self, value: float) -> str:
-        """Have every worker forward, and compare: what was seen, if that was not ``value``; else empty."""
+        """Let every worker forward; describe what was seen if it was not ``value``, else return an empty string."""
         ...
 
     def act(self, first: int, sends: int) -> Acting | None:
-        """Send values from ``first`` on while workers forward in a tight loop; None where that cannot be."""
+        """Send values from ``first`` on while workers forward in a tight loop; None where workers cannot."""
         ...
 
 
 class Standalone:
-    """Workers of our own, which we can tell what to do.
+    """Plain workers, which take commands.
 
     Args:
         model: the trainer's.
-        lines: to the workers.
-        pids: theirs.
+        pipes: to the workers.
+        pids: of the workers, by name.
         memory: meter.
-        deliver: sends ``model``.
+        send: sends ``model``.
         phases: of the last update.
     """
 
     def __init__(
         self,
-        model: Revealing,
-        lines: Lines,
+        model: nn.Module,
+        pipes: WorkerPipes,
         pids: Mapping[str, int],
         memory: MemoryMeter,
-        deliver: Callable[[], None],
-        phases: Callable[[], Mapping[str, float]],
+        send: Callable[[], None],
+        phases: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self.model, self.pids, self.memory = model, pids, memory
-        self._lines = lines
-        self.send, self.phases = deliver, phases
+        self._pipes = pipes
+        self.send, self.phases = send, phases
 
     def wrong(self, value: float) -> str:
         """See Side."""
-        self._lines.say("look")
-        return tell_wrong(value, dict(enumerate(self._lines.hear())))
+        self._pipes.send("look")
+        return difference(value, dict(enumerate(self._pipes.receive())))
 
     def act(self, first: int, sends: int) -> Acting:
         """See Side."""
-        self._lines.say("act")
-        self._lines.hear()
+        self._pipes.send("act")
+        self._pipes.receive()
         seconds = []
         for value in range(first, first + sends):
-            become(self.model, value)
+            fill(self.model, value)
             started = time.perf_counter()
             self.send()
             seconds.append(time.perf_counter() - started)
-            time.sleep(_PACE)  # a pace, nothing is waited for
-        self._lines.say("enough")
-        pauses = tuple(self._lines.hear())
+            time.sleep(_SEND_INTERVAL)  # sets the rate of updates; it waits for no event
+        self._pipes.send("stop")
+        pauses = tuple(self._pipes.receive())
         return Acting(tuple(seconds), pauses, self.wrong(first + sends - 1))
 
+    def leave(self) -> None:
+        """Let the workers disconnect."""
+        self._pipes.send("leave")
+        self._pipes.receive()
 
-def tell_wrong(value: float, seen: Mapping[int, tuple[float, float]]) -> str:
-    """What workers saw whose smallest and largest weight are not ``value``."""
+
+class Collecting:
+    """Workers of a collector, which act in CartPole between updates.
+
+    Args:
+        case: what is measured.
+        model: the trainer's, not the object that the collector was given.
+        next_batch: returns the next batch, of all workers.
+        send: sends ``model``.
+        trainer: process id.
+        phases: of the last update.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        model: nn.Module,
+        next_batch: Callable[[], Any],
+        send: Callable[[], None],
+        trainer: int,
+        phases: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        self.model, self.send, self.phases = model, send, phases
+        self._next = next_batch
+        self.pids: Mapping[str, int] = named(sorted(set(self._next()["process"].flatten().tolist())))
+        self.memory = MemoryMeter({"trainer": trainer, **self.pids})
+
+    def wrong(self, value: float) -> str:
+        """See Side; checks every frame of the next batch."""
+        batch = self._next()
+        reveal, process = batch["reveal"].reshape(-1, 2), batch["process"].flatten()
+        seen = {}
+        for worker, pid in enumerate(self.pids.values()):
+            frames = reveal[process == pid]
+            if not len(frames):
+                return f"worker {worker} has no frame in the batch"
+            seen[worker] = (frames[:, 0].min().item(), frames[:, 1].max().item())
+        return difference(value, seen)
+
+    def act(self, first: int, sends: int) -> None:
+        """See Side: between batches workers do not act."""
+
+
+def difference(value: float, seen: Mapping[int, tuple[float, float]]) -> str:
+    """Describe the workers in which the smallest or largest weight is not ``value``."""
     bad = [f"worker {worker} saw {low:g} to {high:g}" for worker, (low, high) in seen.items() if {low, high} != {value}]
     return f"{', '.join(bad)} after an update to {value:g}" if bad else ""
 
 
-def given(case: Case, model: nn.Module) -> Any:
-    """What a call is given to send ``model``."""
+def argument(case: Case, model: nn.Module) -> Any:
+    """Return the argument of a call that sends ``model``."""
     if case.give == "module":
         return model
     weights: Any = TensorDict.from_module(model)
     return weights.data
 
 
-def phases_of(scheme: wsync.WeightSyncScheme) -> Mapping[str, float]:
-    """What its last update cost."""
+def make_scheme(case: Case) -> wsync.WeightSyncScheme:
+    """Return our scheme of a case."""
+    return wsync.WeightSyncScheme.from_backend(case.backend, **case.scheme_options)
+
+
+def make_side(case: Case, trainer: int, make_scheme: MakeScheme = make_scheme) -> AbstractContextManager[Side]:
+    """Make our side of a case, for a trainer with this process id; a ``MakeSide``."""
+    side = _standalone if case.kind == "send" else _collecting
+    return side(case, make_scheme(case), trainer)
+
+
+def _phases(scheme: wsync.WeightSyncScheme) -> Mapping[str, float]:
     report = scheme.metrics.last
     return {} if report is None else report.phases
 
 
-def named(pids: Any) -> dict[str, int]:
-    """Workers' processes with their names."""
-    return {f"worker {worker}": pid for worker, pid in enumerate(pids)}
+@contextmanager
+def _standalone(case: Case, scheme: wsync.WeightSyncScheme, trainer: int) -> Iterator[Standalone]:
+    with workers_of(case) as workers:
+        model = RevealingModel(case.mib, case.tensors, 0.0)
+        memory = MemoryMeter({"trainer": trainer, **workers.pids})
+        with scheme:
+            pipes = workers.connect(scheme, model)
+
+            def send() -> None:
+                scheme.send(argument(case, model))
+
+            side = Standalone(model, pipes, workers.pids, memory, send, lambda: _phases(scheme))
+            yield side
+            side.leave()
 
 
 @contextmanager
-def send_side(case: Case, make_scheme: MakeScheme, trainer: int) -> Iterator[Standalone]:
-    """Send by a scheme alone."""
-    with _crew(case) as crew:
-        model, scheme = Revealing(case.mib, case.tensors, 0.0), make_scheme(case)
-        pids = named(crew.pids)
-        memory = MemoryMeter({"trainer": trainer, **pids})
-        with scheme:
-            lines = crew.connect(scheme, model)
+def _collecting(case: Case, scheme: wsync.WeightSyncScheme, trainer: int) -> Iterator[Collecting]:
+    policy = cartpole_policy(case.mib, case.tensors)
+    with collector_class(case.backend)(
+        [functools.partial(GymEnv, "CartPole-v1")] * case.workers,
+        policy,
+        frames_per_batch=case.frames * case.workers,
+        weight_sync_schemes={"policy": scheme},
+    ) as collector:
+        model = copy.deepcopy(policy)
+        fill(model, 0.0)
 
-            def deliver() -> None:
-                scheme.send(given(case, model))
+        def send() -> None:
+            collector.update_policy_weights_(argument(case, model))
 
-            yield Standalone(model, lines, pids, memory, deliver, lambda: phases_of(scheme))
-            lines.say("leave")
-            lines.hear()
-
-
-def _crew(case: Case) -> AbstractContextManager[Crew]:
-    if case.backend == "rpc":
-        return rpc_crew(case)
-    if case.backend == "ray":
-        from bench.ray_crew import ray_crew
-
-        return ray_crew(case)
-    return process_crew(case)
+        send()
+        yield Collecting(case, model, lambda: next(collector), send, trainer, lambda: _phases(scheme))

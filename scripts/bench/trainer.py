@@ -1,4 +1,4 @@
-"""The process of one side: a trainer, who does rounds when the conductor says so."""
+"""The process of one side: a trainer that makes updates on command."""
 
 from __future__ import annotations
 
@@ -13,43 +13,30 @@ from multiprocessing.connection import Connection
 
 import cloudpickle
 import torch
+from harness.models import fill
+from harness.processes import WorkerError
 
-from bench.cases import BenchError, Case, Round
-from bench.meters import cpu_seconds
-from bench.models import become
+from bench.config import BenchError, Case
+from bench.measurements import PlainCopy, Round, cpu_seconds
 from bench.sides import Side
 
 MakeSide = Callable[[Case, int], AbstractContextManager[Side]]
-"""Makes a side of a case, for a trainer of this process id."""
+"""Makes a side of a case, for a trainer with this process id."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong, for people, and where."""
+    """An error of a side, and its traceback."""
 
     summary: str
     trace: str
 
 
-class PlainCopy:
-    """A copy of ``nbytes`` bytes of float32, as ``Tensor.copy_`` makes it."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._source, self._target = torch.rand(nbytes // 4), torch.rand(nbytes // 4)
-
-    def seconds(self, value: float) -> float:
-        """Of one copy of new values."""
-        self._source.fill_(value)
-        started = time.perf_counter()
-        self._target.copy_(self._source)
-        return time.perf_counter() - started
-
-
 class Rounds:
-    """Updates, each with weights that there were never before.
+    """Makes updates, each with a value that no update had before.
 
     Args:
-        side: makes them.
+        side: sends them.
         copy: is timed in turn with them.
         interrupted: whether to make no more.
     """
@@ -59,17 +46,17 @@ class Rounds:
         self._value = 0
 
     def run(self, count: int, seconds: float) -> list[Round]:
-        """Do ``count`` of them, or as many as can be begun in so many seconds."""
+        """Make ``count`` rounds, or as many as begin within ``seconds``."""
         done: list[Round] = []
         until = time.monotonic() + seconds
         while len(done) < count and time.monotonic() < until and not self._interrupted():
-            done.append(self._one())
+            done.append(self._round())
         return done
 
-    def _one(self) -> Round:
+    def _round(self) -> Round:
         side, pids = self._side, self._side.pids.values()
         self._value += 1
-        become(side.model, self._value)
+        fill(side.model, self._value)
         workers = [cpu_seconds(pid) for pid in pids]
         trainer, started = time.process_time(), time.perf_counter()
         side.send()
@@ -79,46 +66,45 @@ class Rounds:
         return Round(seconds, copied, trainer, used, dict(side.phases()), side.wrong(self._value))
 
     def act(self, sends: int) -> object:
-        """As ``Side.act``."""
+        """See ``Side.act``."""
         first, self._value = self._value + 1, self._value + sends
         return self._side.act(first, sends)
 
 
-def main(line: Connection, make: bytes, case: Case) -> None:
-    """Serve the conductor until it hangs up; then nothing of this side is left.
+def main(channel: Connection, make: bytes, case: Case) -> None:
+    """Execute the conductor's commands until it closes the pipe; then end all processes of this side.
 
     Args:
-        line: to the conductor. Says ``ready``; then takes ``(command, number, seconds)`` and answers each. Or it says
-            ``Failure``.
+        channel: to the conductor. Sends ``ready``, then answers each ``(command, number, seconds)``; or ``Failure``.
         make: a pickled ``MakeSide``.
         case: what is measured.
     """
-    os.setsid()  # the conductor can end all of this side; and Ctrl-C is the conductor's
+    os.setsid()  # the conductor can kill the whole session; and Ctrl-C reaches the conductor alone
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     try:
         make_side: MakeSide = cloudpickle.loads(make)
-        copy = PlainCopy(int(case.mib * 2**20))  # before memory is watched
+        copy = PlainCopy(int(case.mib * 2**20))  # before memory is measured
         with make_side(case, os.getpid()) as side:
-            _serve(line, Rounds(side, copy, line.poll), side)
-        line.send("ended")
+            _serve(channel, Rounds(side, copy, channel.poll), side)
+        channel.send("ended")
     except (BrokenPipeError, EOFError):
-        return  # the conductor has hung up
-    except Exception as error:  # noqa: BLE001  whatever it is, the conductor shows it
-        kind = "" if isinstance(error, BenchError) else f"{type(error).__name__}: "
-        line.send(Failure(f"{kind}{error}", traceback.format_exc()))
+        return  # the conductor has closed the pipe
+    except Exception as error:  # noqa: BLE001  any error is shown by the conductor
+        kind = "" if isinstance(error, BenchError | WorkerError) else f"{type(error).__name__}: "
+        channel.send(Failure(f"{kind}{error}", traceback.format_exc()))
 
 
-def _serve(line: Connection, rounds: Rounds, side: Side) -> None:
-    line.send("ready")
+def _serve(channel: Connection, rounds: Rounds, side: Side) -> None:
+    channel.send("ready")
     while True:
-        command, number, seconds = line.recv()
+        command, number, seconds = channel.recv()
         if command == "end":
             return
         if command == "run":
-            line.send(rounds.run(number, seconds))
+            channel.send(rounds.run(number, seconds))
         elif command == "act":
-            line.send(rounds.act(number))
+            channel.send(rounds.act(number))
         else:
-            line.send(side.memory.read())
+            channel.send(side.memory.read())

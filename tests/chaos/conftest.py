@@ -1,68 +1,63 @@
-"""Every fault runs once against each backend; ``--reliability PATH`` writes down what came of it."""
+"""Every fault runs once against each backend; ``--reliability PATH`` writes down the outcomes."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import wsync
-
-sys.path.insert(0, str(Path(__file__).parent))  # workers unpickle what is written here
+sys.path.insert(0, str(Path(__file__).parent))  # workers import what is written here
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))  # and there
-import crew
-from backends import BACKENDS, ENDS_OF_DISTRIBUTED, WORKERS
-from matrix import Cell, Matrix
-from stage import DEADLINE, Scene
 
-matrix = pytest.StashKey[Matrix]()
+from backends import PROCESS_BACKENDS, BuiltIn
+from cells import DEADLINE, Cell, Matrix
+
+BACKENDS = [*PROCESS_BACKENDS, "rpc", "ray"]
+_matrix = pytest.StashKey[Matrix]()
+
+
+def make_backend(name: str) -> BuiltIn:
+    """A backend, with a pool of workers of its own."""
+    if name in PROCESS_BACKENDS:
+        kind: Any = PROCESS_BACKENDS[name]
+    else:  # Ray takes seconds to import
+        kind = getattr(import_module(f"{name}_workers"), name.capitalize())
+    backend = kind()
+    kind.pool = kind.pool_type()
+    return backend
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--reliability", metavar="PATH", help="write the matrix of faults and backends to PATH")
+    parser.addoption("--reliability", metavar="PATH", help="write the table of faults and backends to PATH")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[matrix] = Matrix()
+    config.stash[_matrix] = Matrix()
 
 
 @pytest.fixture(scope="session", params=[*reversed(BACKENDS)])  # Ray first: it takes longest
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each in turn: all its cells run one after the other, so that what it needs is started once."""
-    crew.current_kind = WORKERS.get(request.param, "process")
-    if crew.current_kind == "ray":
-        import ray_crew  # Ray takes seconds to start: for those who need it
-
-        ray_crew.begin()
-    with Scene(BACKENDS[request.param]).play(checked=False):
-        pass  # what the machinery around it makes once, it keeps
-    yield request.param
-    crew.current_kind = "process"
+def backend_name(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
-@pytest.fixture
-def make_scheme(request: pytest.FixtureRequest, backend: str) -> Callable[..., wsync.WeightSyncScheme]:
-    once = request.node.get_closest_marker("above_the_ends") and not request.config.getoption("--reliability", None)
-    if backend in ENDS_OF_DISTRIBUTED and once:
-        pytest.skip("is about what stands above the ends, which are those of distributed: see --reliability")
-    return BACKENDS[backend]
-
-
-@pytest.fixture
-def scene(make_scheme: Callable[..., wsync.WeightSyncScheme]) -> Scene:
-    """A trainer and its workers, all well; afterwards nothing may be left of them."""
-    return Scene(make_scheme)
+@pytest.fixture(scope="session")
+def backend(backend_name: str) -> Iterator[BuiltIn]:
+    """Each in turn: all its cells run one after the other, with the same workers."""
+    chosen = make_backend(backend_name)
+    yield chosen
+    chosen.pool.close()
 
 
 @pytest.fixture
 def cell(request: pytest.FixtureRequest) -> Cell:
     """Where the test writes down its times."""
-    chosen = request.getfixturevalue("backend") if "backend" in request.fixturenames else ""
+    name = request.getfixturevalue("backend_name") if "backend_name" in request.fixturenames else ""
     function: Any = request.function
-    return request.config.stash[matrix].add(function.__name__.removeprefix("test_"), function.__doc__ or "", chosen)
+    return request.config.stash[_matrix].add(function.__name__.removeprefix("test_"), function.__doc__ or "", name)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -76,16 +71,16 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Other tests begin without Ray."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The contract suite holds the main ones of these promises, and is quicker."""
     here = Path(__file__).parent
-    if "ray_crew" in sys.modules and (nextitem is None or here not in nextitem.path.parents):
-        sys.modules["ray_crew"].dismiss()
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    path = session.config.getoption("--reliability", None)  # not there in a run of all tests
-    found = session.config.stash[matrix]
+    path = session.config.getoption("--reliability", None)  # the option does not exist in a run of all tests
+    found = session.config.stash[_matrix]
     if path and found.cells:
-        Path(path).write_text(found.page(list(BACKENDS), DEADLINE))
+        Path(path).write_text(found.page(BACKENDS, DEADLINE))

@@ -1,106 +1,112 @@
-"""A worker says nothing, or too late, or twice: every send ends by its deadline, and the next one works."""
+"""A worker acknowledges nothing, or too late, or twice: every send ends by its deadline, and the next one works."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
-from matrix import Cell
-from relay import HOLD, Relay, answers_of, intercept
-from stage import DEADLINE, VICTIM, Scene, Stage, detected, recovered
+from backends import BuiltIn
+from cells import DEADLINE, VICTIM, Cell
+from relay import HOLD, Relay, acknowledgements_of, intercept
 
 import wsync
+from wsync.testing import Session, commands
+from wsync.testing.hooks import TIMEOUT
+from wsync.testing.models import Small, fill
+from wsync.testing.session import connect_all
 
-pytestmark = pytest.mark.above_the_ends
 
-SOON = DEADLINE + 1.5  # seconds: by the deadline, on a busy machine
+@contextmanager
+def relayed(backend: BuiltIn) -> Iterator[tuple[Session, Relay]]:
+    """Two workers, connected through a relay."""
+    with backend.workers(2) as workers, backend.make_scheme(timeout=TIMEOUT) as scheme:
+        session = Session(scheme, workers, fill(Small(), 1), Small, "policy")
+        with intercept(scheme) as relays:
+            scheme.init_on_sender("policy", model=session.model, num_workers=2)
+        connect_all(session, first_weights_at_connect=backend.first_weights_at_connect)
+        yield session, relays[0]
 
 
-def silent(cell: Cell, stage: Stage, value: float) -> None:
-    """An update to which the victim does not answer."""
-    with detected(cell, wsync.SyncTimeout, f"worker 1: did not answer within {DEADLINE} s", within=SOON) as late:
-        stage.ask(value)
+def update_without_acknowledgement(cell: Cell, session: Session, value: float) -> None:
+    """An update that the victim does not acknowledge."""
+    with cell.detects(wsync.SyncTimeout, f"worker 1: did not answer within {DEADLINE} s") as late:
+        session.update(value)
     assert set(late.value.workers) == {VICTIM}
-    assert cell.detection is not None and cell.detection >= DEADLINE * 0.9
 
 
-def test_stopped_and_continued(cell: Cell, scene: Scene) -> None:
+def test_stopped_and_continued(cell: Cell, backend: BuiltIn) -> None:
     """A worker is stopped (SIGSTOP). The send ends at its deadline, and names it and the cause; the others have the
-    update. When it goes on (SIGCONT) it catches up with the newest version, and skips those before."""
-    with scene.play() as stage:
-        stage.within(DEADLINE)
-        stage.victim.stop()
-        silent(cell, stage, 2)
-        assert stage.workers[0].call("forward")[0] == 2
+    update. When it continues (SIGCONT) it installs the newest version, and skips those before."""
+    with backend.connected() as session:
+        session.scheme.timeout = DEADLINE
+        session.workers[VICTIM].stop()
+        update_without_acknowledgement(cell, session, 2)
+        assert session.workers[0].call(commands.output)[0] == 2
         for value in (3, 4, 5):
-            stage.scheme.send_async(stage.fill(value))
-        stage.within(20.0)
-        stage.scheme.send_async(stage.fill(6))
-        assert stage.workers[0].call("receive", 10.0) is not None
-        with recovered(cell):
-            stage.victim.resume()
-            stage.scheme.wait_async()
-            assert stage.all_see(6)
-        stage.send(7)
-        assert stage.all_see(7)
+            session.post(value)
+        session.scheme.timeout = TIMEOUT
+        session.post(6)
+        assert session.workers[0].call(commands.receive, 10.0) is not None
+        with cell.recovers():
+            session.workers[VICTIM].resume()
+            session.scheme.wait_async()
+            assert session.outputs() == [6, 6]
+        session.send(7)
+        assert session.outputs() == [7, 7]
 
 
-def test_acknowledgement_delayed(cell: Cell, scene: Scene) -> None:
-    """A worker's answers are held back beyond the deadline. Each send ends at its deadline; the answer to an older
-    version, when it comes at last, does not count for a newer one."""
-    relays: list[Relay] = []
-    with scene.play(before=lambda scheme: relays.append(intercept(scheme))) as stage:
-        (relay,) = relays
-        stage.within(DEADLINE)
-        relay.judge(answers_of(VICTIM, HOLD))
-        silent(cell, stage, 2)
-        stage.victim.stop()  # so that it has not answered to this one, too
-        stage.scheme.send_async(stage.fill(3))
-        assert relay.release() == 1  # to the update before
+def test_acknowledgement_delayed(cell: Cell, backend: BuiltIn) -> None:
+    """A worker's acknowledgements are held back beyond the deadline. Each send ends at its deadline; the
+    acknowledgement of an older version, when it arrives at last, does not count for a newer one."""
+    with relayed(backend) as (session, relay):
+        session.scheme.timeout = DEADLINE
+        relay.rule = acknowledgements_of(VICTIM, HOLD)
+        update_without_acknowledgement(cell, session, 2)
+        session.workers[VICTIM].stop()  # so that it does not acknowledge the next one, too
+        session.post(3)
+        assert relay.release() == 1
         with pytest.raises(wsync.SyncTimeout, match="worker 1"):
-            stage.scheme.wait_async()
-        assert stage.workers[0].call("forward")[0] == 3
-        stage.victim.resume()
-        relay.judge(answers_of(VICTIM, 1))
-        stage.within(20.0)
-        with recovered(cell):
+            session.scheme.wait_async()
+        assert session.workers[0].call(commands.output)[0] == 3
+        session.workers[VICTIM].resume()
+        relay.rule = acknowledgements_of(VICTIM, 1)
+        session.scheme.timeout = TIMEOUT
+        with cell.recovers():
             relay.release()
-            stage.ask(4)
-            assert stage.all_see(4)
+            session.update(4)
+            assert session.outputs() == [4, 4]
 
 
-def test_acknowledgement_dropped(cell: Cell, scene: Scene) -> None:
-    """A worker's answer to an update is lost. The send ends at its deadline, and the next one works."""
-    relays: list[Relay] = []
-    with scene.play(before=lambda scheme: relays.append(intercept(scheme))) as stage:
-        (relay,) = relays
-        stage.within(DEADLINE)
-        relay.judge(answers_of(VICTIM, 0))
-        silent(cell, stage, 2)
-        relay.judge(answers_of(VICTIM, 1))
-        stage.within(5.0)
-        with recovered(cell):
-            stage.ask(3)
-            assert stage.all_see(3)
+def test_acknowledgement_dropped(cell: Cell, backend: BuiltIn) -> None:
+    """A worker's acknowledgement of an update is lost. The send ends at its deadline, and the next one works."""
+    with relayed(backend) as (session, relay):
+        session.scheme.timeout = DEADLINE
+        relay.rule = acknowledgements_of(VICTIM, 0)
+        update_without_acknowledgement(cell, session, 2)
+        relay.rule = acknowledgements_of(VICTIM, 1)
+        session.scheme.timeout = TIMEOUT
+        with cell.recovers():
+            session.update(3)
+            assert session.outputs() == [3, 3]
 
 
-def test_acknowledgement_duplicated(cell: Cell, scene: Scene) -> None:
-    """A worker says everything twice. The second answer to a version does not count for the next one."""
-    relays: list[Relay] = []
-    with scene.play(before=lambda scheme: relays.append(intercept(scheme))) as stage:
-        (relay,) = relays
-        relay.judge(answers_of(VICTIM, 2))
-        with recovered(cell):
+def test_acknowledgement_duplicated(cell: Cell, backend: BuiltIn) -> None:
+    """Each acknowledgement of a worker arrives twice. The second one of a version does not count for the next one."""
+    with relayed(backend) as (session, relay):
+        relay.rule = acknowledgements_of(VICTIM, 2)
+        with cell.recovers():
             for value in range(2, 6):
-                stage.ask(value)
-                assert stage.all_see(value)
-        stage.within(DEADLINE)
-        stage.victim.stop()  # what it said of the version before is on the line a second time
+                session.update(value)
+                assert session.outputs() == [value, value]
+        session.scheme.timeout = DEADLINE
+        session.workers[VICTIM].stop()
         started = time.perf_counter()
         with pytest.raises(wsync.SyncTimeout, match="worker 1"):
-            stage.ask(6)
-        cell.detected(time.perf_counter() - started)
-        stage.victim.resume()
-        stage.within(20.0)
-        stage.ask(7)
-        assert stage.all_see(7)
+            session.update(6)
+        cell.detection = time.perf_counter() - started
+        session.workers[VICTIM].resume()
+        session.scheme.timeout = TIMEOUT
+        session.update(7)
+        assert session.outputs() == [7, 7]

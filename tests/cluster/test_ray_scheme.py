@@ -15,7 +15,7 @@ from torch import nn
 
 import wsync
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def cluster() -> Iterator[Cluster]:
 
 def actors(count: int, *, restarts: int = 0, **given: Any) -> list[Any]:
     class Worker:
-        """Somebody's actor; it knows nothing of wsync."""
+        """A user's actor; it knows nothing of wsync."""
 
         def __init__(self, size: int = 2, door: str = "") -> None:
             if os.path.exists(door):
@@ -168,7 +168,7 @@ def test_an_actor_that_has_another_model_by_now_joins_with_that_one(cluster: Clu
         scheme.connect()
         ray.get(actor.replace.remote())
         scheme.readmit(0)
-        assert ray.get(actor.ordinary.remote()) == [True, False], "the one before follows nobody"
+        assert ray.get(actor.ordinary.remote()) == [True, False], "the one before follows no sender"
         nn.init.constant_(model.bias, 5)
         scheme.send()
         assert ray.get(actor.act.remote()) == [5, 5]

@@ -18,12 +18,12 @@ from collectors import GymEnv, RayModuleTransform
 from collectors.distributed import RayCollector
 from collectors.distributed.ray_cluster import Cluster
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 def actor() -> Any:
     class Worker:
-        """Somebody's actor."""
+        """A user's actor."""
 
         def __init__(self) -> None:
             self.policy = nn.Linear(1, 1)
@@ -57,7 +57,7 @@ def test_what_ray_shutdown_has_ended_says_so_and_lets_the_next_ray_be() -> None:
         env.step(TensorDict({"action": torch.tensor(0)}, []))
     with pytest.raises(wsync.NotConnected, match=r"ray\.shutdown\(\)"):
         scheme.readmit(0)
-    assert not ray.is_initialized(), "nobody has started another Ray"
+    assert not ray.is_initialized(), "no other Ray has been started"
 
     ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     for of_the_other_ray in (scheme, rewards, idle):

@@ -57,7 +57,7 @@ def broken_when_made() -> nn.Module:
 
 
 class Stuck(nn.Module):
-    """Answers the probe and then waits for a file that nobody writes."""
+    """Answers the probe and then waits for a file that is never written."""
 
     def forward(self, given: Tensor) -> Tensor:
         if not self.training:
@@ -177,6 +177,7 @@ def test_a_dead_actor_is_named_by_everybody(cluster: None) -> None:
     transform.shutdown()
 
 
+@pytest.mark.slow
 def test_a_stuck_actor_is_an_error_and_no_hang(cluster: None) -> None:
     with RayModuleTransform(Stuck, REWARD, REWARD) as transform:
         env = GymEnv("CartPole-v1", 2, transforms=[transform])
@@ -188,6 +189,7 @@ def test_a_stuck_actor_is_an_error_and_no_hang(cluster: None) -> None:
     assert has_ended(process)
 
 
+@pytest.mark.slow
 def test_what_the_module_raises_arrives_with_its_traceback(cluster: None) -> None:
     with (
         RayModuleTransform(Broken, REWARD, REWARD) as transform,
@@ -198,6 +200,7 @@ def test_what_the_module_raises_arrives_with_its_traceback(cluster: None) -> Non
         RayModuleTransform(broken_when_made, REWARD, REWARD)
 
 
+@pytest.mark.slow
 def test_nothing_is_left(cluster: None) -> None:
     ours = Scaled()
 
@@ -225,6 +228,7 @@ def test_nothing_is_left(cluster: None) -> None:
     assert threads <= before[0] and descriptors <= before[1] + 1  # Ray's own come and go; ours would be one a round
 
 
+@pytest.mark.slow
 def test_without_ray_the_error_says_so(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         free = server.getsockname()[1]
@@ -252,6 +256,7 @@ except wsync.NotConnected as error:
     assert second.startswith("RayModuleTransform (actor lost) cannot be reached") and f"127.0.0.1:{free}" in second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["ray"])  # "local" takes as long, and is what unit tests look at
 def test_the_curious_script_trains_both_models(where: str) -> None:
     script = [sys.executable, str(ROOT / "scripts" / "train_curiosity.py"), "--transform", where]

@@ -1,4 +1,4 @@
-"""Collectors whose workers are reached over TCP, RPC or Ray: what every one of them promises, and what is its own."""
+"""Collectors that reach their workers over TCP, RPC or Ray: what every one of them promises, and what is its own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ from collectors.distributed import (
     torchrun,
 )
 from collectors.distributed.tcp_worker import join
-from wsync.network.listening import listen_on
+from wsync import listen_on
+from wsync.control import Address
 
 ROOT = Path(__file__).parents[2]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker has this file in its path
@@ -177,7 +178,7 @@ def test_every_calling_convention_reaches_every_worker(family):
             with torch.no_grad():
                 trained.module.bias.neg_()
             before = next(collector)
-            assert chosen(before) == float(number % 2 == 0), "training alone must reach nobody"
+            assert chosen(before) == float(number % 2 == 0), "training alone must reach no worker"
             call()
             after = next(collector)
             assert chosen(after) == float(number % 2 == 1)
@@ -292,6 +293,7 @@ def test_a_killed_worker_is_named_by_the_update_and_by_the_batch(family):
     assert all(ends(pid) for pid in workers)
 
 
+@pytest.mark.slow
 @every_family
 def test_rounds_of_start_and_stop_leave_nothing(family):
     def count():
@@ -316,7 +318,7 @@ def test_rounds_of_start_and_stop_leave_nothing(family):
 
 @pytest.fixture
 def short_path():
-    """A folder whose name leaves room for Ray's sockets."""
+    """A folder with a name that leaves room for Ray's sockets."""
     with tempfile.TemporaryDirectory(prefix="w", dir="/tmp", ignore_cleanup_errors=True) as path:
         yield path
 
@@ -366,6 +368,7 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "family"),
     [("is killed", "tcp"), ("forgets to shut down", "rpc"), ("is killed", "ray")],
@@ -387,7 +390,7 @@ def test_workers_end_with_a_trainer_that(how, family, tmp_path, short_path):
         errors = trainer.stderr.read()
         status = trainer.wait(20)
     assert (status, errors) == (-signal.SIGKILL if how == "is killed" else 0, "")
-    assert all(ends(pid, 10.0) for pid in workers)  # Ray's own, and who cleans up behind them, too
+    assert all(ends(pid, 10.0) for pid in workers)  # Ray's own, and those that clean up behind them, too
     left = os.listdir(short_path)
     assert not [
         name for name in left if how != "is killed" or not name.startswith("pymp-")
@@ -412,9 +415,9 @@ class Starter(logging.Handler):
         address = record.getMessage().split()[2]
         host, port = address.split(":")
         with socket.create_connection((host, int(port))):
-            pass  # a stranger, who leaves
-        self.strangers = [socket.create_connection((host, int(port))) for _ in range(6)]  # who stay, and say nothing
-        self.refused = self.refusals.submit(join, (host, int(port)), b"guessed", -1, 5.0)
+            pass  # a stranger, which leaves
+        self.strangers = [socket.create_connection((host, int(port))) for _ in range(6)]  # which stay, and say nothing
+        self.refused = self.refusals.submit(join, Address(host, int(port), b"guessed"), -1, 5.0)
         env = environment(WSYNC_TRAINER=address)
         self.workers = [subprocess.Popen(self.COMMAND, env=env) for _ in range(2)]
 
@@ -485,7 +488,7 @@ def test_nobody_listens_on_every_interface_nor_where_there_is_none(family, host,
 
 
 class Dripper(logging.Handler):
-    """A stranger who says half a word, and never ends."""
+    """A stranger that says half a word, and never ends."""
 
     def emit(self, record):
         host, port = record.getMessage().split()[2].split(":")
@@ -511,6 +514,7 @@ def test_a_stranger_does_not_put_the_deadline_off(caplog, monkeypatch):
         log.removeHandler(dripper)
 
 
+@pytest.mark.slow
 def test_torchrun_makes_a_trainer_and_its_workers(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     done = subprocess.run(
@@ -549,6 +553,8 @@ def member(rank, path):
 def still_at_work() -> int:
     """Threads that are a collector's worker, and do not end."""
     threads = [thread for thread in threading.enumerate() if thread.name == "collector-worker"]
+    while any(thread.ident is None for thread in threads):  # it is listed before it can be joined
+        os.sched_yield()
     for thread in threads:
         thread.join(5.0)
     return sum(thread.is_alive() for thread in threads)

@@ -24,7 +24,7 @@ from torch import nn
 
 import wsync
 from collectors.distributed import DistributedCollector, RayCollector, RPCCollector
-from collectors.distributed.calls import Answer
+from collectors.distributed.calls import Reply
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker has this file in its path
 
@@ -107,6 +107,7 @@ class Failing(Pids):
         super().close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failure", ["raise", "drop"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_update_that_comes_upon_a_worker_that_raised_tells_what_it_raised(family, failure, tmp_path, caplog):
@@ -154,6 +155,7 @@ def test_a_worker_comes_back_with_the_newest_weights(family, victims):
         assert collector.failures.failed == collector.failures.restarted == dict.fromkeys(victims, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "patience"), [("tcp", 8.0), ("ray", 12.0)])
 def test_a_stopped_worker_is_ended(family, patience):
     with collect(family, "drop", worker_timeout=patience) as collector:
@@ -187,11 +189,12 @@ def test_a_call_to_a_worker_that_was_ended_still_has_an_answer():
         os.kill(pids(next(collector))[1], signal.SIGKILL)
         while victim in collector.remote_workers:
             next(collector)
-        answers: SimpleQueue[Answer] = SimpleQueue()
+        answers: SimpleQueue[Reply] = SimpleQueue()
         victim.call("collect", 0, answers.put)
         assert answers.get(timeout=30).kind == "died"
 
 
+@pytest.mark.slow
 def test_asynchronous_workers_come_back():
     with collect("tcp", "restart", sync=False) as collector:
         first = next(collector)

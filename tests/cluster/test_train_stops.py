@@ -9,9 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_a_signal_stops_it_cleanly(tmp_path: Path) -> None:
     """The one that Ray handles by itself below Python, if it is let."""
     options = ["weight_sync=ray", "logger=none", "total_frames=100_000_000", "stop_when_solved=false"]

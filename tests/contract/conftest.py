@@ -1,37 +1,39 @@
-"""Every test of the contract runs once for each backend."""
+"""Fixtures of the tests that all built-in backends share beside the contract suite."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import wsync
+sys.path.insert(0, str(Path(__file__).parent))  # workers import what is written here
 
-sys.path.insert(0, str(Path(__file__).parent))  # workers unpickle what is written here
-import crew
-from backends import BACKENDS, ENDS_OF_DISTRIBUTED, WORKERS
+from backends import PROCESS_BACKENDS, BuiltIn
 
-
-@pytest.fixture(scope="package", autouse=True)
-def no_cluster_is_left() -> Iterator[None]:
-    """Other tests begin without Ray; these share a cluster, and the actors that have survived."""
-    yield
-    if "ray_crew" in sys.modules:
-        sys.modules["ray_crew"].dismiss()
+from wsync.testing import WorkerPool
 
 
-@pytest.fixture(params=list(BACKENDS))
-def make_scheme(request: pytest.FixtureRequest) -> Iterator[Callable[..., wsync.WeightSyncScheme]]:
-    """Makes a scheme of each backend in turn; ``crew`` then has the workers that it needs."""
-    if request.param in ENDS_OF_DISTRIBUTED and request.node.get_closest_marker("above_the_ends"):
-        pytest.skip("is about what stands above the ends, which are those of distributed")
-    crew.current_kind = WORKERS.get(request.param, "process")
-    if crew.current_kind == "ray":
-        import ray_crew  # Ray takes seconds to start: for those who need it
+@pytest.fixture(scope="session")
+def pool() -> Iterator[WorkerPool]:
+    """Worker processes for the tests of all files."""
+    pool = WorkerPool()
+    yield pool
+    pool.close()
 
-        ray_crew.begin()
-    yield BACKENDS[request.param]
-    crew.current_kind = "process"
+
+@pytest.fixture(params=PROCESS_BACKENDS)
+def backend(request: pytest.FixtureRequest, pool: WorkerPool) -> BuiltIn:
+    """Each backend with plain processes as its workers."""
+    chosen = PROCESS_BACKENDS[request.param]()
+    type(chosen).pool = pool
+    return chosen
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A class with ``QUICK`` is slow but for the tests that it names."""
+    for item in items:
+        quick = vars(item.cls).get("QUICK") if isinstance(item, pytest.Function) and item.cls else None
+        if quick is not None and item.function not in quick:  # pyright: ignore[reportAttributeAccessIssue]
+            item.add_marker(pytest.mark.slow)

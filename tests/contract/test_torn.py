@@ -1,4 +1,4 @@
-"""No torn policy: forty thousand forwards during continuous sends, and a control that does tear."""
+"""No torn forward in a collector under continuous sends; and a control that does tear, without the gate."""
 
 from __future__ import annotations
 
@@ -9,30 +9,26 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from check_torn import BACKENDS, STANDALONE, in_collector, standalone
-from torn.collected import REMOTE
-from torn.tally import Tally
+from check_torn import BACKENDS, STANDALONE, Tally, in_collector, standalone
 
+pytestmark = pytest.mark.slow
 SHARE = 7_000  # forwards of each backend
-ACTING = {"shared_mem-published": SHARE, **dict.fromkeys(REMOTE, SHARE // 2)}  # `scripts/check_torn.py` takes millions
+ACTING = {
+    "shared_mem-published": SHARE,
+    **dict.fromkeys(("distributed", "rpc", "ray"), SHARE // 2),
+}  # `scripts/check_torn.py` takes millions
 
 
-def demand(tally: Tally, forwards: int) -> None:
+def check(tally: Tally, forwards: int) -> None:
     assert tally.faults == 0, tally.example
     assert tally.forwards >= forwards, f"only {tally.forwards} forwards in {tally.seconds:.0f} s"
-    assert tally.versions > 20, f"too few versions were seen for this to say anything: {tally}"
+    assert tally.versions > 20, f"too few versions were seen: {tally}"
 
 
-@pytest.mark.timeout(90)
-@pytest.mark.parametrize("backend", STANDALONE)
-def test_no_forward_is_torn(backend: str) -> None:
-    demand(standalone(BACKENDS[backend], forwards=SHARE, workers=2, mib=0.25, seconds=60.0), SHARE)
-
-
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize(("backend", "share"), ACTING.items())
 def test_no_forward_of_a_collector_is_torn(backend: str, share: int) -> None:
-    demand(in_collector(BACKENDS[backend], forwards=share, workers=2, mib=0.25, seconds=60.0), share)
+    check(in_collector(BACKENDS[backend], forwards=share, workers=2, mib=0.25, seconds=60.0), share)
 
 
 @pytest.mark.timeout(60)

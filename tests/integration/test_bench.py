@@ -1,4 +1,4 @@
-"""The benchmark of weight sync: it runs, its figures are sane, and it sees through a scheme that does not deliver."""
+"""The benchmark of weight sync: it runs, its figures are plausible, and it detects a scheme that does not deliver."""
 
 from __future__ import annotations
 
@@ -20,45 +20,46 @@ import wsync
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from bench import app
-from bench.cases import BenchError, Case
-from bench.config import BenchConfig
-from bench.figures import exit_status
-from bench.models import Revealing, become, revealing_policy
+from bench.config import BenchConfig, BenchError, Case
+from bench.results import exit_status
+from harness.models import RevealingModel, cartpole_policy, fill
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no process has this file in its path
 SCRIPT = Path(app.__file__).parents[1] / "bench_sync.py"
 TINY = ("mib=[0.01]", "policy_mib=[0.018]", "workers=[1]", "rounds=2", "acting=2", "acknowledge=published")
 
 
-class Forgetful(wsync.SharedMemWeightSyncScheme):
-    """Drops every other update, and says that it was delivered."""
+class DroppingScheme(wsync.SharedMemWeightSyncScheme):
+    """Drops every other update, and reports that it was delivered."""
 
     def send(self, weights=None, worker_ids=None):
         self.calls = vars(self).get("calls", 0) + 1
         return None if self.calls % 2 == 0 else super().send(weights, worker_ids)
 
 
-def forgetful(case: Case) -> wsync.WeightSyncScheme:
-    return Forgetful(timeout=case.timeout, acknowledge=case.acknowledge)
+def dropping(case: Case) -> wsync.WeightSyncScheme:
+    return DroppingScheme(timeout=case.timeout, acknowledge=case.acknowledge)
 
 
 def command(folder: Path, *overrides: str) -> list[str]:
     return [sys.executable, str(SCRIPT), f"hydra.run.dir={folder}", *TINY, *overrides]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "nothing",
     ["check_torn.py --forwards=0", "check_kills.py --kills=0", "check_kills.py --pause=0", "bench_start.py --rounds=0",
      "bench_collect.py --seconds=0"],
 )  # fmt: skip
-def test_a_script_that_would_look_at_nothing_says_so(nothing: str) -> None:
+def test_a_script_refuses_to_measure_nothing(nothing: str) -> None:
     name, option = nothing.split()
     script = [sys.executable, str(SCRIPT.with_name(name)), option]
     done = subprocess.run(script, capture_output=True, text=True, timeout=100, cwd=SCRIPT.parents[1], check=False)
     assert done.returncode == 2 and f"'{option.partition('=')[0]}'" in done.stderr, done.stderr
 
 
-def test_a_tiny_run_ends_well(tmp_path):
+@pytest.mark.slow
+def test_a_small_run(tmp_path):
     done = subprocess.run(command(tmp_path, "backends=[shared_mem]"), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "results.json").read_text())
@@ -71,7 +72,7 @@ def test_a_tiny_run_ends_well(tmp_path):
         assert case["over_copy"] > 0 and case["gib_s"] > 0
         assert case["trainer_cpu_us"] > 0 and case["workers_cpu_us"] >= 0
         assert sum(case["phases_us"].values()) > 0
-        assert [one["who"] for one in case["memory_mib"]] == ["trainer", "worker 0"]
+        assert [one["process"] for one in case["memory_mib"]] == ["trainer", "worker 0"]
         assert all(one["resident"] > 50 for one in case["memory_mib"])
         if case["kind"] == "send":
             assert case["acting"]["sends"] == 2 and case["acting"]["forwards"] > 0
@@ -80,22 +81,23 @@ def test_a_tiny_run_ends_well(tmp_path):
     assert "shared_mem, published" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["send", "update"])
 def test_a_scheme_that_drops_updates_is_wrong(tmp_path, kind):
     cfg = BenchConfig(
         backends=["shared_mem"], mib=[0.01], workers=[2], rounds=4, acting=0, kind=kind, acknowledge="installed"
     )
     cfg.policy_mib = [0.018]
-    (row,) = app.bench(cfg, tmp_path, Console(width=160, quiet=True), forgetful)
+    (row,) = app.bench(cfg, tmp_path, Console(width=160, quiet=True), dropping)
     assert row["status"] == "WRONG"
     assert 4 <= row["wrong"] <= 5  # half of the rounds, the warm ones among them
     assert "worker 0 saw" in row["wrong_example"] and "worker 1 saw" in row["wrong_example"]
     assert exit_status([row]) == 1
 
 
-def test_settings_that_cannot_be_are_refused_in_a_line(tmp_path, monkeypatch):
+def test_invalid_settings_are_refused(tmp_path, monkeypatch):
     for wrong in (
-        BenchConfig(backends=["telepathy"]),
+        BenchConfig(backends=["unknown"]),
         BenchConfig(kind="receive"),
         BenchConfig(tensors="many"),
         BenchConfig(rounds=0),
@@ -109,19 +111,20 @@ def test_settings_that_cannot_be_are_refused_in_a_line(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("mib", "tensors"), [(0.018, 6), (1.0, 20)])
 def test_policies_have_the_size_that_was_asked_for(mib, tensors):
-    policy = revealing_policy(mib, tensors)
+    policy = cartpole_policy(mib, tensors)
     assert len(list(policy.parameters())) == tensors
     assert sum(parameter.nbytes for parameter in policy.parameters()) == pytest.approx(mib * 2**20, rel=0.05)
 
 
-def test_a_model_tells_of_every_weight():
-    model = Revealing(0.01, 4, 0.0)
-    become(model, 3.0)
+def test_a_model_reveals_every_weight():
+    model = RevealingModel(0.01, 4, 0.0)
+    fill(model, 3.0)
     assert model().tolist() == model(False).tolist() == [3.0, 3.0]
     model.weights[2].data[5] = 4.0
     assert model().tolist() == [3.0, 4.0]
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_no_process(tmp_path):
     process = subprocess.Popen(
         command(tmp_path, "backends=[distributed]", "kind=send", "rounds=1000000"),

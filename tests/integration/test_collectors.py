@@ -10,6 +10,7 @@ import time
 import warnings
 import weakref
 from contextlib import suppress
+from multiprocessing.connection import wait
 
 import gymnasium
 import numpy as np
@@ -30,11 +31,12 @@ from collectors import (
     WeightUpdaterBase,
 )
 from collectors.distributed import DistributedCollector
-from collectors.workers.lines import SharedMemoryLine, serve
-from collectors.workers.processes import _without_main as hide_main
-from collectors.workers.processes import end, start
-from collectors.workers.worker import WorkerOptions
-from wsync.receiving.gate import process_gate
+from collectors.worker import WorkerOptions
+from collectors.workers.connection_pool import _main
+from collectors.workers.connections import WorkerConnection
+from collectors.workers.processes import hidden_main, join_or_kill, start
+from wsync.control import Listener
+from wsync.gate import process_gate
 
 SCHEMES = ["shared_mem", "multiprocess"]
 
@@ -91,7 +93,7 @@ def test_every_calling_convention_reaches_every_worker(scheme):
             with torch.no_grad():
                 trained.module.bias.neg_()
             before = next(collector)
-            assert chosen(before) == float(number % 2 == 0), "training alone must reach nobody"
+            assert chosen(before) == float(number % 2 == 0), "training alone must reach no worker"
             call()
             after = next(collector)
             assert chosen(after) == float(number % 2 == 1)
@@ -425,7 +427,7 @@ def test_a_model_of_a_gymnasium_environment_is_updated_by_its_path(cls):
 
 
 def judged_by_the_trainer(scheme, line):
-    """A worker of the trainer's, whose collector has a model in its environment."""
+    """A worker of the trainer's; its collector has a model in its environment."""
     maker = gymnasium.wrappers.TimeLimit
     with Collector(lambda: GymEnv(maker(Judged(), 9)), policy(), frames_per_batch=16) as inner:
         scheme.init_on_receiver("env.value_net", context=inner, worker_idx=0)
@@ -470,12 +472,17 @@ def test_a_connection_that_an_environment_loses_is_its_own_failure_and_not_the_t
 
 
 def test_a_worker_that_fails_when_its_trainer_has_hung_up_already_is_silent(capfd):
-    mine, theirs = multiprocessing.Pipe()
-    mine.send(("build", (b"not a pickle", WorkerOptions(0, 1, 1))))
-    mine.close()
-    line = SharedMemoryLine(theirs, os.getpid())
-    worker = multiprocessing.get_context("fork").Process(target=serve, args=(line,))
+    listener = Listener()
+    worker = multiprocessing.get_context("fork").Process(target=_main, args=(listener.address, 0, b"key"))
     worker.start()
+    accepted = None
+    while accepted is None:
+        assert wait([listener.fileno()], 20)
+        accepted = listener.accept()
+    connection = WorkerConnection(accepted[0])
+    connection.send("build", (b"not a pickle", WorkerOptions(0, 1, 1)))
+    connection.close()
+    listener.close()
     worker.join(20)
     assert worker.exitcode == 0
     assert capfd.readouterr().err == ""
@@ -518,7 +525,7 @@ def test_an_interrupted_shutdown_leaves_no_worker_that_is_waited_for_at_exit():
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(KeyboardInterrupt):
-            end(stuck)
+            join_or_kill(stuck)
     finally:
         signal.signal(signal.SIGALRM, before)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
@@ -543,11 +550,11 @@ def test_collectors_that_are_made_at_once_do_not_show_each_other_the_script():
 
     def other():
         inside.set()
-        with hide_main():
+        with hidden_main():
             done.set()
 
     thread = threading.Thread(target=other)
-    with hide_main():
+    with hidden_main():
         thread.start()
         assert inside.wait(10) and not done.wait(0.2), "two had hidden it at once: the first to end would show it"
     thread.join(10)

@@ -90,6 +90,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 @pytest.mark.parametrize(("what", "said"), [("train", "told\n"), ("collect", "")])
@@ -112,14 +113,14 @@ import sys
 import threading
 import torch.nn as nn
 import wsync
+from wsync.control import connect
 from wsync.deadlines import deadline_in
-from wsync.network.tcp import dial
 
 
 def come_and_go():
-    line = dial(scheme._seed.endpoint, 0, deadline_in(20.0))
-    line.receive()
-    line.close()
+    connection = connect(scheme._address, 0, deadline_in(20.0))
+    connection.receive()
+    connection.close()
 
 
 scheme = wsync.DistributedWeightSyncScheme(timeout=20.0, shared_memory="memory" in sys.argv)
@@ -136,6 +137,7 @@ if "shutdown" in sys.argv:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("means", ["memory", "group"])
 @pytest.mark.parametrize("end", ["shutdown", "exit"])

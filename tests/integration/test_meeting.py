@@ -1,4 +1,4 @@
-"""Processes that share nothing but a store meet in it: who means whom."""
+"""Processes that share nothing but a store meet in it: which process means which."""
 
 from __future__ import annotations
 

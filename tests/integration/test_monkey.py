@@ -53,6 +53,7 @@ def segments() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if "wsync" in name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["shared_mem"])
 def test_a_run_survives_kills_and_counts_them(tmp_path: Path, scheme: str) -> None:
     before = segments()
@@ -71,6 +72,7 @@ def test_a_run_survives_kills_and_counts_them(tmp_path: Path, scheme: str) -> No
     assert segments() <= before
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_bear_it_ends_with_an_error_that_names_the_worker(tmp_path: Path) -> None:
     done = train(tmp_path, "chaos=kill", "chaos.rate=120", "chaos.limit=1", "total_frames=1000000")
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""What the README shows runs as it stands there."""
+"""The README's examples run, and its tables are complete."""
 
 import os
 import re
@@ -13,16 +13,19 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, len(EXAMPLES)))]
+)
 def test_an_example_runs(tmp_path: Path, number: int) -> None:
     script = tmp_path / "example.py"
     script.write_text(EXAMPLES[number], encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=90, check=False,
+        [sys.executable, script], capture_output=True, text=True, timeout=170, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stderr == "" or "import ray" in EXAMPLES[number]  # Ray has something to say whatever one does
+    assert done.stderr == "" or "import ray" in EXAMPLES[number]  # Ray always writes something
     assert done.stdout != ""
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 import wsync
-from wsync.network.listening import listen_on
+from wsync import listen_on
 
 pytestmark = pytest.mark.timeout(60)
 

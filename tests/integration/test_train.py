@@ -1,4 +1,4 @@
-"""train.py as people run it: a process of its own, with real workers."""
+"""train.py as a process of its own, with real workers."""
 
 import csv
 import json
@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = ("logger=none", "num_envs=4", "frames_per_batch=256")
+# Without the reset steps of a native vector environment, batches have exactly `frames_per_batch` frames.
+QUICK = ("logger=none", "num_envs=4", "frames_per_batch=256", "++env.kwargs.vectorization_mode=sync")
 FILES = ("config.yaml", "metrics.jsonl", "summary.json", "learning_curve.png", "sync_latency.png", "checkpoint.pt")
 
 
@@ -85,9 +86,7 @@ def test_a_run_leaves_everything_in_its_folder(runs: dict[str, tuple[Path, str]]
 
 
 @pytest.mark.parametrize("scheme", ["shared_mem", "multiprocess"])
-def test_every_batch_is_followed_by_an_update_whose_cost_is_told(
-    runs: dict[str, tuple[Path, str]], scheme: str
-) -> None:
+def test_every_batch_is_followed_by_an_update_with_its_cost(runs: dict[str, tuple[Path, str]], scheme: str) -> None:
     folder, _ = runs[scheme]
     sync = summary(folder)["weight_sync"]
     assert sync["updates"] == 4
@@ -97,7 +96,7 @@ def test_every_batch_is_followed_by_an_update_whose_cost_is_told(
     assert sync["over_plain_copy"] > 1
 
 
-def test_the_control_says_that_nothing_arrived(runs: dict[str, tuple[Path, str]]) -> None:
+def test_the_control_reports_that_no_update_arrived(runs: dict[str, tuple[Path, str]]) -> None:
     folder, printed = runs["none"]
     sync = summary(folder)["weight_sync"]
     assert (sync["updates"], sync["latency_us"]["p50"]) == (0, None)
@@ -105,7 +104,7 @@ def test_the_control_says_that_nothing_arrived(runs: dict[str, tuple[Path, str]]
     assert "did not learn" in printed
 
 
-def test_how_the_weights_travel_changes_nothing(runs: dict[str, tuple[Path, str]]) -> None:
+def test_the_scheme_does_not_change_the_training(runs: dict[str, tuple[Path, str]]) -> None:
     """Synchronous collection from one seed is the same run; without an update it is another after the first batch."""
     learnt = {
         scheme: [(row["episode_returns"], row["learning"]) for row in rows(folder)]
@@ -116,7 +115,8 @@ def test_how_the_weights_travel_changes_nothing(runs: dict[str, tuple[Path, str]
     assert learnt["shared_mem"][1] != learnt["none"][1]
 
 
-def test_a_run_goes_on_where_another_ended(runs: dict[str, tuple[Path, str]], tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_run_resumes_where_another_ended(runs: dict[str, tuple[Path, str]], tmp_path: Path) -> None:
     """And one that was finished has nothing left to do."""
     first = runs["shared_mem"][0]
     done = run(tmp_path, f"resume={first}", "total_frames=1024,1536", f"hydra.sweep.dir={tmp_path}", "-m")
@@ -133,6 +133,7 @@ def test_a_run_goes_on_where_another_ended(runs: dict[str, tuple[Path, str]], tm
     assert "lr: 0.001" in (second / "config.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_other_collectors_and_actions(tmp_path: Path) -> None:
     sweep = ["collector=single,multi_async", "env=pendulum", f"hydra.sweep.dir={tmp_path}", "-m"]
     done = run(tmp_path, "total_frames=2048", *sweep)
@@ -143,7 +144,7 @@ def test_other_collectors_and_actions(tmp_path: Path) -> None:
 
 
 def test_cartpole_is_solved(tmp_path: Path) -> None:
-    done = run(tmp_path, "num_envs=16", "frames_per_batch=1024")
+    done = run(tmp_path, "num_envs=16", "frames_per_batch=1024", "++env.kwargs.vectorization_mode=auto")
     assert done.returncode == 0, done.stderr
     told = summary(tmp_path)
     assert (told["status"], told["solved"]) == ("solved", True)
@@ -151,6 +152,7 @@ def test_cartpole_is_solved(tmp_path: Path) -> None:
     assert told["frames"] < 200_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_ctrl_c_or_a_lost_terminal_stops_it_cleanly(tmp_path: Path, number: signal.Signals, status: int) -> None:
     process = subprocess.Popen(
@@ -173,6 +175,7 @@ def test_ctrl_c_or_a_lost_terminal_stops_it_cleanly(tmp_path: Path, number: sign
     assert not left_of(process.pid)
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_the_imports_just_ends(tmp_path: Path) -> None:
     process = subprocess.Popen(
         command(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
@@ -193,10 +196,11 @@ os.kill(os.getpid(), signal.SIGINT)
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_before_a_run_has_begun_ends_a_sweep_with_a_report_of_the_others(tmp_path: Path) -> None:
     (tmp_path / "interrupting.py").write_text(INTERRUPTING)
     sweep = ["total_frames=512", "env.id=CartPole-v1,interrupting:CartPole-v1", f"hydra.sweep.dir={tmp_path}", "-m"]
-    done = run(tmp_path, *sweep, PYTHONPATH=str(tmp_path))
+    done = run(tmp_path, *sweep, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert (done.returncode, done.stderr) == (130, "")
     assert [path.parent.name for path in tmp_path.glob("*/summary.json")] == ["0-shared_mem-s0"]
     assert (tmp_path / "sweep.html").is_file()
@@ -218,9 +222,10 @@ gymnasium.register("Failing-v0", entry_point=Failing, max_episode_steps=500)
 """
 
 
-def test_a_worker_that_fails_ends_the_run_with_its_name_and_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_failed_worker_ends_the_run_with_its_name_and_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
-    done = run(tmp_path, "env.id=failing:Failing-v0", PYTHONPATH=str(tmp_path))
+    done = run(tmp_path, "env.id=failing:Failing-v0", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert done.returncode == 1
     assert "ArithmeticError: the pole is gone" in done.stderr
     assert "worker " in done.stderr
@@ -228,7 +233,8 @@ def test_a_worker_that_fails_ends_the_run_with_its_name_and_a_checkpoint(tmp_pat
     assert (tmp_path / "checkpoint.pt").exists()
 
 
-def test_networks_that_diverge_are_told_of_in_one_line_and_are_no_control(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_divergence_is_reported_in_one_line(tmp_path: Path) -> None:
     done = run(tmp_path, "algorithm.lr=1e6")
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1 and "algorithm.lr" in done.stderr, done.stderr
@@ -237,7 +243,7 @@ def test_networks_that_diverge_are_told_of_in_one_line_and_are_no_control(tmp_pa
     assert (told["status"], told["weight_sync"]["updates"], told["weight_sync"]["version"]) == ("failed", 0, 1)
 
 
-def test_a_bad_command_line_is_answered_in_one_line(tmp_path: Path) -> None:
+def test_an_error_in_the_command_line_is_one_line(tmp_path: Path) -> None:
     done = run(tmp_path, "num_worker=3")
     assert done.returncode in (1, 2)
     assert "did you mean 'num_workers'?" in done.stderr
@@ -245,8 +251,9 @@ def test_a_bad_command_line_is_answered_in_one_line(tmp_path: Path) -> None:
     assert done.stdout == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sweep", [[], ["-m"]], ids=["run", "sweep"])
-def test_a_folder_that_cannot_be_made_is_told_of_in_one_line(tmp_path: Path, sweep: list[str]) -> None:
+def test_a_folder_that_cannot_be_made_is_an_error_in_one_line(tmp_path: Path, sweep: list[str]) -> None:
     (tmp_path / "file").touch()
     done = run(tmp_path, f"hydra.run.dir={tmp_path}/file", f"hydra.sweep.dir={tmp_path}/file", *sweep)
     (line,) = done.stderr.splitlines()
@@ -262,7 +269,8 @@ def limited(folder: Path, size: int, *overrides: str) -> subprocess.CompletedPro
     )  # fmt: skip
 
 
-def test_a_full_disk_is_told_of_in_one_line_that_names_the_file(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_full_disk_is_an_error_in_one_line_that_names_the_file(tmp_path: Path) -> None:
     often = ["frames_per_batch=32", "total_frames=100_000", "policy.hidden=[8]", "algorithm.epochs=1"]
     done = limited(tmp_path, 100_000, *often)
     assert (done.returncode, done.stderr) == (
@@ -271,7 +279,8 @@ def test_a_full_disk_is_told_of_in_one_line_that_names_the_file(tmp_path: Path) 
     assert summary(tmp_path)["status"] == "failed" and (tmp_path / "checkpoint.pt").exists()
 
 
-def test_what_could_not_be_written_first_is_told_first(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_first_file_that_could_not_be_written_is_reported_first(tmp_path: Path) -> None:
     done = limited(tmp_path, 15_000, "total_frames=512", "collector=single")  # less than a checkpoint, or a picture
     first, *later = done.stderr.splitlines()
     assert first.startswith(f"train.py: {tmp_path}/checkpoint.pt could not be written: File too large")
@@ -279,7 +288,7 @@ def test_what_could_not_be_written_first_is_told_first(tmp_path: Path) -> None:
     assert summary(tmp_path)["frames"] == 512
 
 
-def test_a_sweep_ends_with_a_report_that_says_what_the_runs_say(runs: dict[str, tuple[Path, str]]) -> None:
+def test_the_report_of_a_sweep_has_the_figures_of_the_runs(runs: dict[str, tuple[Path, str]]) -> None:
     sweep = runs["none"][0].parent
     with open(sweep / "sweep.csv", encoding="utf-8", newline="") as file:
         table = {row["run"]: row for row in csv.DictReader(file)}
@@ -296,6 +305,7 @@ def test_a_sweep_ends_with_a_report_that_says_what_the_runs_say(runs: dict[str, 
     assert all((sweep / name).stat().st_size > 10_000 for name in ("sweep_returns.png", "sweep_latency.png"))
 
 
+@pytest.mark.slow
 def test_a_sweep_in_which_a_checkpoint_is_refused_ends_with_a_report_of_the_others(
     runs: dict[str, tuple[Path, str]], tmp_path: Path
 ) -> None:
@@ -311,18 +321,20 @@ def test_a_sweep_in_which_a_checkpoint_is_refused_ends_with_a_report_of_the_othe
     assert "1 run " in done.stdout and (tmp_path / "sweep.html").is_file()
 
 
-def test_a_sweep_tells_of_each_run_that_failed_why_on_the_terminal_and_in_its_folder(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_sweep_reports_each_failed_run_in_the_terminal_and_in_its_folder(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
     sweep = ["env.id=CartPol-v1,failing:Failing-v0", f"hydra.sweep.dir={tmp_path}", "-m"]
-    done = run(tmp_path, *sweep, PYTHONPATH=str(tmp_path))
+    done = run(tmp_path, *sweep, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert done.returncode == 1
     for folder, reason in (("0-shared_mem-s0", "env.id=CartPol-v1"), ("1-shared_mem-s0", "ArithmeticError: the pole")):
         assert f"ERROR: {folder}: " in done.stderr
         assert reason in done.stderr and reason in (tmp_path / folder / "train.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env", ["CartPole-v1", "CartPole-v1,CartPol-v1"], ids=["well", "with_an_error"])
-def test_a_report_that_cannot_be_written_is_told_of_beside_what_became_of_the_runs(tmp_path: Path, env: str) -> None:
+def test_a_report_that_cannot_be_written_is_reported_with_the_errors_of_the_runs(tmp_path: Path, env: str) -> None:
     (tmp_path / "sweep.csv").mkdir()
     done = run(tmp_path, f"env.id={env}", "collector=single", "total_frames=256", f"hydra.sweep.dir={tmp_path}", "-m")
     complaint = f"no report of the sweep: {tmp_path}/sweep.csv could not be written: Is a directory"
@@ -330,7 +342,7 @@ def test_a_report_that_cannot_be_written_is_told_of_beside_what_became_of_the_ru
     assert ("train.py: env.id=CartPol-v1" in done.stderr) == ("," in env) == (done.returncode == 1)
 
 
-def test_a_report_of_nothing_says_so(tmp_path: Path) -> None:
+def test_a_report_of_an_empty_folder_is_an_error(tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "scripts" / "report.py"), str(tmp_path)]
     done = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
     (line,) = done.stderr.splitlines()

@@ -1,4 +1,4 @@
-"""The older API's weight updaters: their hooks decide who gets what, and the collectors' schemes carry it."""
+"""The older API's weight updaters: their hooks decide which worker gets what, and the collectors' schemes carry it."""
 
 import os
 import signal
@@ -124,7 +124,7 @@ def test_a_users_own_updater_decides_who_gets_what_in_one_version_for_all():
 
 
 class Told:
-    """In place of a collector: remembers what it is told to send, and to whom."""
+    """In place of a collector: remembers what it is told to send, and to which workers."""
 
     num_workers, default_model_id = 2, "policy"
 

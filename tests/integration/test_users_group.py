@@ -1,4 +1,4 @@
-"""Weights within a process group of the user's: it is theirs, and goes on when a scheme has ended."""
+"""Weights within a process group of the user's, which outlives the scheme."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from torch.distributed import (
 )
 
 import wsync
-from wsync.backends.distributed import _met
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -28,90 +27,96 @@ def group_of_two(rank: int, port: int) -> Any:
     return ProcessGroupGloo(TCPStore("127.0.0.1", port, is_master=False), rank, 2, options)
 
 
-def act(port: int, line: Any) -> None:
+def start(target: Any, store: TCPStore) -> tuple[Any, Any]:
+    """A worker process, and the test's end of a pipe to it."""
+    context = multiprocessing.get_context("forkserver")
+    pipe, theirs = context.Pipe()
+    worker = context.Process(target=target, args=(store.port, theirs), daemon=True)
+    worker.start()
+    theirs.close()
+    return worker, pipe
+
+
+def follow_then_use_the_group(port: int, pipe: Any) -> None:
     """Follow a sender to its end; then use the group for something else."""
     group, model, seen = group_of_two(1, port), nn.Linear(3, 1), []
     store = TCPStore("127.0.0.1", port, is_master=False)
     with wsync.DistributedWeightSyncScheme(group=group, store=store, timeout=5.0) as scheme:
         scheme.init_on_receiver("policy", model=model, worker_idx=0)
         scheme.connect()
-        line.send("there")
+        pipe.send("connected")
         with pytest.raises(wsync.NotConnected):
             while scheme.receive() is not None:
                 seen.append(float(model.bias))
-    line.send(seen)
-    word = torch.zeros(1)
-    group.recv([word], 0, 0).wait()
-    line.send(float(word))
+    pipe.send(seen)
+    value = torch.zeros(1)
+    group.recv([value], 0, 0).wait()
+    pipe.send(float(value))
 
 
-def test_an_update_that_is_on_its_way_when_the_sender_ends_leaves_the_group_whole() -> None:
+def test_an_update_in_progress_when_the_sender_shuts_down_leaves_the_group_usable() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("forkserver")
-    line, theirs = context.Pipe()
-    worker = context.Process(target=act, args=(store.port, theirs), daemon=True)
-    worker.start()
-    theirs.close()
+    worker, pipe = start(follow_then_use_the_group, store)
     try:
         group, model = group_of_two(0, store.port), nn.Linear(3, 1)
         with wsync.DistributedWeightSyncScheme(group=group, store=store, timeout=30.0) as scheme:
             scheme.init_on_sender("policy", model=model, num_workers=1)
             scheme.connect()
-            assert line.recv() == "there"
+            assert pipe.recv() == "connected"
             stop(worker.pid)
             nn.init.constant_(model.bias, 2.0)
             scheme.send_async()
         os.kill(worker.pid, signal.SIGCONT)
-        assert line.recv() == [2.0], "it had been announced"
+        assert pipe.recv() == [2.0]  # it had been announced
         group.send([torch.full((1,), 7.0)], 1, 0).wait()
-        assert line.recv() == 7.0
+        assert pipe.recv() == 7.0
     finally:
         worker.kill()
         worker.join()
 
 
-def come_and_go(port: int, line: Any) -> None:
-    """Follow a sender, go, and come back to it, as told; say each time what it has brought."""
+def connect_twice(port: int, pipe: Any) -> None:
+    """Follow a sender until it disconnects this worker; connect again, and report the model at each request."""
     group, model = group_of_two(1, port), nn.Linear(3, 1)
     store = TCPStore("127.0.0.1", port, is_master=False)
-    for _ in range(2):
-        _met.clear()  # or it would wait for the next sender
-        with wsync.DistributedWeightSyncScheme(group=group, store=store, timeout=30.0) as scheme:
-            scheme.init_on_receiver("policy", model=model, worker_idx=0)
-            scheme.connect()
-            line.send("there")
-            line.recv()
-            line.send(model.bias.item())
-        line.send("gone")
-        line.recv()
+    with wsync.DistributedWeightSyncScheme(group=group, store=store, timeout=30.0) as scheme:
+        scheme.init_on_receiver("policy", model=model, worker_idx=0)
+        scheme.connect()
+        pipe.send("connected")
+        with pytest.raises(wsync.NotConnected):
+            while scheme.receive() is not None:
+                continue
+        scheme.connect()
+        pipe.send("connected")
+        while pipe.recv() == "report":
+            with wsync.gate():
+                pipe.send(model.bias.item())
 
 
-def test_who_comes_back_does_not_take_what_was_left_untaken_before() -> None:
+def test_a_worker_that_connects_again_does_not_take_an_older_update() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("forkserver")
-    line, theirs = context.Pipe()
-    worker = context.Process(target=come_and_go, args=(store.port, theirs), daemon=True)
-    worker.start()
-    theirs.close()
+    worker, pipe = start(connect_twice, store)
     try:
         group, model = group_of_two(0, store.port), nn.Linear(3, 1)
         nn.init.constant_(model.bias, 1.0)
         with wsync.DistributedWeightSyncScheme(group=group, store=store, timeout=30.0) as scheme:
             scheme.init_on_sender("policy", model=model, num_workers=1)
             scheme.connect()
-            assert line.recv() == "there"
-            line.send("go")
-            assert [line.recv(), line.recv()] == [1.0, "gone"]
+            assert pipe.recv() == "connected"
+            stop(worker.pid)
             nn.init.constant_(model.bias, 2.0)
-            with pytest.raises(wsync.WorkerDied, match="version 2 is missing"):
-                scheme.send()  # nobody takes it
-            line.send("come back")
-            scheme.readmit(0)
-            assert line.recv() == "there"
+            scheme.send_async()
+            scheme.disconnect(0)
+            os.kill(worker.pid, signal.SIGCONT)
             nn.init.constant_(model.bias, 3.0)
-            scheme.send()
-            line.send("tell")
-            assert line.recv() == 3.0
+            scheme.readmit(0)
+            assert pipe.recv() == "connected"
+            for value in (4.0, 5.0):
+                nn.init.constant_(model.bias, value)
+                scheme.send()
+                pipe.send("report")
+                assert pipe.recv() == value
+            pipe.send("end")
     finally:
         worker.kill()
         worker.join()

@@ -14,26 +14,29 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 import collectors.config
-import learning.checks
 import learning.config
-import wsync.config
-from collectors.config import ConfigError, EnvConfig
+import learning.validation
+import wsync
+from collectors.config import ConfigError, EnvConfig, MultiSyncConfig
 from collectors.environments.specs import Spec
 from learning import PPO, make_policy
-from learning.complaints import one_line
 from learning.config import TrainConfig
-from learning.limits import LIMITS
+from learning.config_errors import one_line
+from learning.options import PolicyConfig, PPOConfig, WandbConfig
 from learning.reporting.wandb_logger import WandbLogger
+from learning.validation import LIMITS
+from wsync.registry import load_backend
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = ("weight_sync", "collector", "env", "policy", "algorithm", "logger", "chaos", "experiment")
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
+BACKENDS = sorted(wsync.registered_backends())
+SCHEMES = {name: load_backend(name) for name in BACKENDS}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> None:
-    for package in (wsync.config, collectors.config, learning.config):
-        package.register_configs()
+    learning.config.register_configs()
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -47,6 +50,10 @@ def config(*overrides: str) -> TrainConfig:
     return result
 
 
+def check(config: TrainConfig) -> None:
+    learning.validation.check(config, learning.config.settings())
+
+
 def refusal(*overrides: str) -> str:
     with pytest.raises(HydraException) as caught:
         composed(*overrides)
@@ -55,16 +62,35 @@ def refusal(*overrides: str) -> str:
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids="=".join)
 def test_every_option_composes(group: str, option: str) -> None:
-    remote = option.removesuffix("_async")
-    carried = [f"weight_sync={remote}"] if group == "collector" and remote in ("distributed", "rpc", "ray") else []
-    checked = config(f"{group}={option}", *carried)
-    learning.config.check(checked)
-    pair = checked.collector._target_, checked.weight_sync._target_, checked.num_workers
-    if option == "ray_module_transform":  # for a module in an environment: no collector carries a policy by it
-        with pytest.raises(collectors.config.ConfigError, match="cannot carry RayModuleTransformScheme"):
-            collectors.config.check(*pair)
-    else:
-        collectors.config.check(*pair)
+    carried = next(name for name, scheme in SCHEMES.items() if group != "collector" or option in scheme.collectors)
+    chosen = config(*([f"weight_sync={carried}"] if group == "collector" else []), f"{group}={option}")
+    check(chosen)
+    collectors.config.check(chosen.collector, instantiate(chosen.weight_sync), chosen.num_workers)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_registered_backend_is_an_option_with_the_arguments_of_its_scheme(name: str) -> None:
+    chosen = config(f"weight_sync={name}", "timeout=7")
+    check(chosen)
+    assert chosen.weight_sync.timeout == 7
+    scheme = instantiate(chosen.weight_sync)
+    assert type(scheme) is SCHEMES[name]
+    given = {field.name for field in fields(chosen.weight_sync)} - {"_target_"}
+    assert given <= set(inspect.signature(SCHEMES[name]).parameters)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_scheme_names_the_collectors_that_can_carry_it(name: str) -> None:
+    scheme, can = SCHEMES[name](), SCHEMES[name].collectors
+    for option, bundled in collectors.config.BUNDLED.items():
+        if option in can or option == "single":
+            collectors.config.check(bundled, scheme, 1)
+        else:
+            with pytest.raises(ConfigError, match=f"^collector={option} cannot carry {type(scheme).__name__}: "):
+                collectors.config.check(bundled, scheme, 1)
+    if can:
+        chosen = config(f"weight_sync={name}").collector
+        assert chosen == collectors.config.BUNDLED[can[0]]
 
 
 @pytest.mark.parametrize(
@@ -75,26 +101,18 @@ def test_every_option_stands_on_a_structured_base(path: Path) -> None:
         assert str(OmegaConf.load(path)["defaults"][0]).startswith("base_")
 
 
-def test_the_scheme_brings_a_collector_that_carries_it_and_the_user_may_choose_another() -> None:
-    for scheme in ("shared_mem", "multiprocess", "none"):
-        assert config(f"weight_sync={scheme}").collector._target_ == "collectors.MultiSyncCollector"
-    for scheme, collector in (("distributed", "Distributed"), ("rpc", "RPC"), ("ray", "Ray")):
-        target = f"collectors.distributed.{collector}Collector"
-        assert config(f"weight_sync={scheme}").collector._target_ == target
+def test_a_collector_may_be_chosen() -> None:
     single = config("weight_sync=multiprocess", "collector=single")
     assert (single.collector._target_, single.num_workers) == ("collectors.Collector", 1)
     assert config("collector=multi_async").collector._target_ == "collectors.MultiAsyncCollector"
 
 
 def test_settings_at_top_level_reach_the_groups() -> None:
-    for scheme in ("shared_mem", "multiprocess"):
-        assert config(f"weight_sync={scheme}", "timeout=7").weight_sync.timeout == 7
+    assert config("timeout=7", "weight_sync.timeout=5").weight_sync.timeout == 5
     assert config("env.id=MountainCar-v0").env.id == "MountainCar-v0"
 
 
-@pytest.mark.parametrize(
-    ("dataclass", "target"), [(learning.config.PPOConfig, PPO), (learning.config.WandbConfig, WandbLogger)]
-)
+@pytest.mark.parametrize(("dataclass", "target"), [(PPOConfig, PPO), (WandbConfig, WandbLogger)])
 def test_a_config_has_the_arguments_of_its_class(dataclass: type, target: Callable[..., object]) -> None:
     arguments = {name for name, p in inspect.signature(target).parameters.items() if p.default is not p.empty}
     assert {field.name for field in fields(dataclass)} - {"_target_"} == arguments
@@ -102,12 +120,7 @@ def test_a_config_has_the_arguments_of_its_class(dataclass: type, target: Callab
 
 def test_the_policy_config_has_the_arguments_of_make_policy() -> None:
     arguments = list(inspect.signature(make_policy).parameters)[2:]
-    assert [field.name for field in fields(learning.config.PolicyConfig)] == arguments
-
-
-def test_a_scheme_config_is_accepted_by_its_class() -> None:
-    for name in wsync.config.CONFIGS:
-        assert instantiate(config(f"weight_sync={name}").weight_sync).name == name
+    assert [field.name for field in fields(PolicyConfig)] == arguments
 
 
 @pytest.mark.parametrize(
@@ -203,50 +216,56 @@ def test_what_a_class_says_of_its_settings_is_said_once(override: str, said: str
 )
 def test_an_impossible_value_is_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        learning.config.check(config(*overrides))
+        check(config(*overrides))
 
 
 @pytest.mark.parametrize("collector", [["collector=multi_async"], ["weight_sync=ray", "collector.sync=false"]])
 def test_a_batch_of_one_worker_needs_a_frame_of_each_of_its_environments(collector: list[str]) -> None:
-    learning.config.check(config("num_workers=4", "num_envs=16", "frames_per_batch=16", *collector))
+    check(config("num_workers=4", "num_envs=16", "frames_per_batch=16", *collector))
 
 
 def test_a_batch_may_be_joined_along_a_dimension() -> None:
     for option in ("shared_mem", "distributed"):
         possible = config("collector.cat_results=0", f"weight_sync={option}")
-        learning.config.check(possible)
+        check(possible)
         assert possible.collector.cat_results == 0
 
 
 @pytest.mark.parametrize("spec", [Spec(torch.Size([4, 4, 3]), torch.uint8), Spec(torch.Size([2, 3]), torch.float32)])
 def test_an_observation_that_no_policy_reads_is_refused(spec: Spec) -> None:
     with pytest.raises(ConfigError, match=r"env\.id=Mine-v0: the policy reads a vector of floats"):
-        learning.checks.observation_dim("Mine-v0", spec)
-    assert learning.checks.observation_dim("Mine-v0", Spec(torch.Size([6]), torch.float32)) == 6
+        learning.validation.observation_dim("Mine-v0", spec)
+    assert learning.validation.observation_dim("Mine-v0", Spec(torch.Size([6]), torch.float32)) == 6
 
 
 @pytest.mark.parametrize("shape", [(), (2, 3)])
 def test_an_action_that_no_policy_gives_is_refused(shape: tuple[int, ...]) -> None:
     bounds = torch.zeros(shape), torch.ones(shape)
     with pytest.raises(ConfigError, match=r"env\.id=Mine-v0: the policy gives a choice or a vector"):
-        learning.checks.check_action("Mine-v0", Spec(torch.Size(shape), torch.float32, *bounds))
+        learning.validation.check_action("Mine-v0", Spec(torch.Size(shape), torch.float32, *bounds))
     with pytest.raises(ValueError, match="a choice or a vector"):
         make_policy(4, Spec(torch.Size(shape), torch.float32, *bounds))
 
 
 def test_the_numbers_that_have_a_limit_are_settings_and_infinity_is_possible_where_it_is_a_limit_itself() -> None:
     assert {name for name in LIMITS if name not in learning.config.settings()} == set()
-    learning.config.check(config("timeout=inf", "algorithm.max_grad_norm=inf", "algorithm.lr_final=0"))
+    check(config("timeout=inf", "algorithm.max_grad_norm=inf", "algorithm.lr_final=0"))
 
 
 def test_an_impossible_pair_is_refused() -> None:
-    check = collectors.config.check
-    with pytest.raises(ConfigError, match="MultiSyncCollector cannot carry RayWeightSyncScheme"):
-        check("collectors.MultiSyncCollector", "wsync.RayWeightSyncScheme", 2)
+    single, multi_sync = collectors.config.BUNDLED["single"], collectors.config.BUNDLED["multi_sync"]
+    ray = wsync.RayWeightSyncScheme()
+    with pytest.raises(ConfigError, match="cannot carry RayWeightSyncScheme: choose collector=ray, ray_async, single"):
+        collectors.config.check(multi_sync, ray, 2)
+    with pytest.raises(ConfigError, match="cannot carry RayModuleTransformScheme: no collector can"):
+        collectors.config.check(multi_sync, wsync.RayModuleTransformScheme(), 2)
     with pytest.raises(ConfigError, match="num_workers is 1 there, not 2"):
-        check("collectors.Collector", "wsync.NoWeightSyncScheme", 2)
-    check("collectors.Collector", "wsync.RayWeightSyncScheme", 1)  # nothing has to be carried
-    check("collectors.MultiSyncCollector", "mine.Scheme", 2)  # its author knows
+        collectors.config.check(single, wsync.NoWeightSyncScheme(), 2)
+    with pytest.raises(ConfigError, match="no scheme: name a subclass of WeightSyncScheme"):
+        collectors.config.check(multi_sync, {}, 2)
+    collectors.config.check(single, ray, 1)
+    collectors.config.check(MultiSyncConfig(_target_="mine.Collector"), ray, 2)  # of another package
+    collectors.config.check({"_target_": "mine.Collector"}, ray, 2)
 
 
 def test_an_environment_that_there_is_not_is_refused() -> None:
@@ -317,11 +336,11 @@ def test_a_resumed_run_has_its_old_config_and_overrides_win(tmp_path: Path) -> N
 
     same = resumed(f"resume={tmp_path}")
     assert (same.seed, same.algorithm.lr, same.algorithm.gamma, same.resume) == (5, 0.5, 0.5, str(tmp_path))
-    assert (same.weight_sync._target_, same.weight_sync.timeout) == ("wsync.MultiProcessWeightSyncScheme", 9)
+    assert (type(instantiate(same.weight_sync)), same.weight_sync.timeout) == (wsync.MultiProcessWeightSyncScheme, 9)
 
     other = resumed("weight_sync=shared_mem", f"resume={tmp_path}", "algorithm.lr=0.1", "timeout=4")
     assert (other.seed, other.algorithm.lr, other.algorithm.gamma) == (5, 0.1, 0.5)
-    assert (other.weight_sync._target_, other.weight_sync.timeout) == ("wsync.SharedMemWeightSyncScheme", 4)
+    assert (type(instantiate(other.weight_sync)), other.weight_sync.timeout) == (wsync.SharedMemWeightSyncScheme, 4)
 
 
 def test_an_option_that_a_resumed_run_chooses_anew_brings_along_what_belongs_to_it(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_from_backend(name: str) -> None:
     scheme.shutdown()
 
 
-def test_options_by_their_place_are_those_of_the_documented_signatures() -> None:
+def test_positional_options_are_in_the_documented_order() -> None:
     scheme = wsync.DistributedWeightSyncScheme("gloo", False, 3.0)
     assert (scheme.backend, scheme.sync, scheme.timeout) == ("gloo", False, 3.0)
 

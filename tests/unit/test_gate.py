@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
 import threading
 import time
 import weakref
@@ -15,13 +16,13 @@ from itertools import count
 
 import pytest
 import torch
+from implementations import KINDS, choose, implementation
 from striking import struck_at
 from torch import nn
 from torch.nn.utils import parametrize
 
 import wsync
-from wsync import native
-from wsync.receiving.gate import Gate, Turnstile, guard, process_gate, release
+from wsync.gate import Gate, guard, process_gate, release
 
 
 class News:
@@ -30,23 +31,21 @@ class News:
     def __init__(self) -> None:
         self.entered = self.left = 0
 
-    def enter(self) -> bool:
+    def poll_update(self) -> bool:
         self.entered += 1
         return False
 
-    def leave(self) -> None:
+    def forward_ended(self) -> None:
         self.left += 1
 
 
-@pytest.fixture(params=["compiled", "Python"], autouse=True)
-def turnstile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=KINDS, autouse=True)
+def gate_lock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Either kind of gate, as the one of this process."""
-    if request.param == "Python":
-        monkeypatch.setattr(native, "turnstile", lambda lock: None)
-    elif not native.available:
-        pytest.skip("the compiled fast path was not built here")
-    monkeypatch.setattr("wsync.receiving.gate._gate", Gate())
-    assert isinstance(process_gate().turnstile, Turnstile) == (request.param == "Python")
+    classes = implementation(request.param)
+    choose(classes, monkeypatch.setattr)
+    monkeypatch.setattr(sys.modules["wsync.gate"], "_gate", Gate())  # ``wsync.gate`` is the function
+    assert type(process_gate().gate_lock) is classes.GateLock
 
 
 class Raises(nn.Module):
@@ -90,7 +89,7 @@ def test_open_again_whatever_the_forward_raised(error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt()])
-@pytest.mark.parametrize("where", ["enter", "leave"])
+@pytest.mark.parametrize("where", ["poll_update", "forward_ended"])
 def test_open_again_whatever_a_feed_raised(where: str, error: BaseException) -> None:
     gate, news = Gate(), News()
 
@@ -102,9 +101,9 @@ def test_open_again_whatever_a_feed_raised(where: str, error: BaseException) -> 
     for within in (gate.hold, lambda: gate.call(nullcontext)):
         with pytest.raises(type(error)), within():
             pass
-        assert (gate.turnstile.depth, gate.held_here) == (0, False)
+        assert (gate.gate_lock.depth, gate.held_here) == (0, False)
     asked = (news.entered, news.left)
-    assert asked == ((0, 2) if where == "enter" else (2, 0))
+    assert asked == ((0, 2) if where == "poll_update" else (2, 0))
 
 
 def hold_briefly(gate: Gate) -> None:
@@ -117,21 +116,21 @@ def hold_briefly(gate: Gate) -> None:
     [
         lambda gate: gate.call(bool),
         hold_briefly,
-        lambda gate: gate.call_before(None, bool),
-        lambda gate: gate.call_before(time.perf_counter() + 20.0, bool),
+        lambda gate: gate.call_with_deadline(None, bool),
+        lambda gate: gate.call_with_deadline(time.perf_counter() + 20.0, bool),
         lambda gate: gate.held_here,
     ],
-    ids=["call", "hold", "call_before", "call_before a deadline", "held_here"],
+    ids=["call", "hold", "call_with_deadline", "call_with_deadline a deadline", "held_here"],
 )
 def test_open_again_wherever_a_signal_strikes(passing: Callable[[Gate], object]) -> None:
     gate, seen = Gate(), []
     gate.attach(News())
     for point in count(1):
         finished = struck_at(point, partial(passing, gate))
-        other = threading.Thread(target=lambda: gate.call(lambda: seen.append(gate.turnstile.depth)), daemon=True)
+        other = threading.Thread(target=lambda: gate.call(lambda: seen.append(gate.gate_lock.depth)), daemon=True)
         other.start()
         other.join(20.0)
-        assert seen == [1] * point and gate.turnstile.depth == 0, f"struck at point {point}"
+        assert seen == [1] * point and gate.gate_lock.depth == 0, f"struck at point {point}"
         if finished:
             break
 
@@ -139,7 +138,7 @@ def test_open_again_wherever_a_signal_strikes(passing: Callable[[Gate], object])
 def test_a_feed_that_decides_for_others_has_all_asked_again() -> None:
     gate, news, decisions = Gate(), News(), [True, True, False]
     decider = News()
-    decider.enter = lambda: decisions.pop(0)
+    decider.poll_update = lambda: decisions.pop(0)
     gate.attach(news)
     gate.attach(decider)
     assert gate.call(dict, [("a", 1)], b=2) == {"a": 1, "b": 2}

@@ -1,4 +1,4 @@
-"""Both ends in one process: several models switch together, or not at all, as in a worker."""
+"""Both ends in one process: several models are updated together, or none is, as in a worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import wsync
 
 
 class Refusing(nn.Linear):
-    """Takes no extra state but zero."""
+    """Refuses every extra state but zero."""
 
     def __init__(self, state: int = 0) -> None:
         super().__init__(2, 2)
@@ -29,7 +29,7 @@ class Refusing(nn.Linear):
 
 
 class Pair(nn.Module):
-    """An actor and a critic, and what both weigh."""
+    """An actor and a critic; the output is one weight of each."""
 
     def __init__(self, value: float = 0.0) -> None:
         super().__init__()
@@ -53,21 +53,21 @@ def in_process(**models: nn.Module) -> Iterator[dict[str, wsync.WeightSyncScheme
 def test_a_send_inside_the_gate_is_refused_at_once() -> None:
     acting = Pair()
     with in_process(policy=acting) as schemes:
-        with wsync.gate(), pytest.raises(RuntimeError, match="leave it first"):
+        with wsync.gate(), pytest.raises(RuntimeError, match="outside any forward"):
             schemes["policy"].send(Pair(7))
         assert acting() == (0.0, 0.0)
         schemes["policy"].send(Pair(8))
         assert acting() == (8.0, 8.0)
 
 
-def test_what_one_model_refuses_no_model_has() -> None:
+def test_an_update_that_one_model_refuses_is_installed_in_none() -> None:
     first, second = nn.Linear(2, 2), Refusing()
     before = first.weight.detach().clone()
     with in_process(first=first, second=second) as schemes:
         given = {"first": nn.Linear(2, 2), "second": Refusing(7)}
         with pytest.raises(wsync.WorkerFailed, match="no room for 7"):
             wsync.synchronize({schemes[name]: given[name] for name in given})
-        assert torch.equal(first.weight, before) and schemes["first"].receiver.version == 0
+        assert torch.equal(first.weight, before) and schemes["first"].installed_version == 0
         given["second"] = Refusing()
         wsync.synchronize({schemes[name]: given[name] for name in given})
         assert torch.equal(first.weight, given["first"].weight) and torch.equal(second.weight, given["second"].weight)
@@ -105,7 +105,7 @@ def test_no_forward_sees_one_model_new_and_the_other_old() -> None:
     assert [pair for pair in forwards if pair[0] != pair[1]] == []
 
 
-def test_there_is_nothing_to_send_after_an_update_either_that_brought_its_own_weights() -> None:
+def test_a_send_without_weights_is_an_error_also_after_one_with_weights() -> None:
     with in_process(policy=Pair()) as schemes:
         for sent in (1.0, 2.0):
             for send in (schemes["policy"].send, schemes["policy"].send_async):

@@ -1,4 +1,4 @@
-"""The training loop without workers: what is kept of a run that fails."""
+"""The training loop without workers: the files of a run that fails."""
 
 import itertools
 import json
@@ -11,22 +11,22 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-import collectors.workers.recovery
+import collectors.workers.records
 from collectors.environments.specs import Spec
 from learning import PPO, checkpoint, make_critic, make_policy
 from learning.loop import Goal, Training
 from learning.ppo import Diverged
+from learning.progress import Failures
 from learning.reporting import Reporter
 from learning.reporting.files import RunFiles
-from learning.stop import StopRequest
-from learning.summary import Failures
+from learning.run import StopRequest
 from wsync import NoWeightSyncScheme
 
 
-class Ruinous:
-    """Collects two good batches, and then one with a reward that is no number."""
+class FakeCollector:
+    """Yields two valid batches, and a third with rewards of NaN."""
 
-    failures: Failures = collectors.workers.recovery.Failures()
+    failures: Failures = collectors.workers.records.Failures()
 
     def __init__(self, policy: nn.Module) -> None:
         self.policy = policy
@@ -48,16 +48,16 @@ class Ruinous:
             yield batch.set("next", TensorDict(step, [2, 8]))
 
 
-class Impatience(Ruinous):
-    """Collects two batches; in the third one somebody asks to stop for the second time."""
+class InterruptedCollector(FakeCollector):
+    """Yields two batches; a second Ctrl-C arrives during the third."""
 
     def __iter__(self) -> Iterator[TensorDict]:
         yield from itertools.islice(super().__iter__(), 2)
         raise KeyboardInterrupt
 
 
-class Slow(Reporter):
-    """Would take long in the end."""
+class RecordingReporter(Reporter):
+    """Records whether it was concluded."""
 
     concluded = False
 
@@ -71,26 +71,26 @@ def training(folder: Path, *reporters: Reporter, env: str = "CartPole-v1") -> Tr
     return Training(learner, NoWeightSyncScheme(), Goal(1000), folder, 0.0, reporters=reporters, facts=facts)
 
 
-def training_with(collector: type[Ruinous], folder: Path, *reporters: Reporter) -> dict[str, Any]:
+def training_with(collector: type[FakeCollector], folder: Path, *reporters: Reporter) -> dict[str, Any]:
     one = training(folder, *reporters)
     return one.run(collector(one.learner.policy), StopRequest(), {})
 
 
-def test_who_asks_twice_to_stop_waits_for_nothing_but_the_files(tmp_path: Path) -> None:
-    slow = Slow()
+def test_after_a_second_interrupt_only_the_files_are_written(tmp_path: Path) -> None:
+    reporter = RecordingReporter()
     with pytest.raises(KeyboardInterrupt):
-        training_with(Impatience, tmp_path, RunFiles(), slow)
-    told = json.loads((tmp_path / "summary.json").read_text())
-    assert (told["status"], told["frames"]) == ("interrupted", 32)
+        training_with(InterruptedCollector, tmp_path, RunFiles(), reporter)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["frames"]) == ("interrupted", 32)
     assert checkpoint.load(tmp_path)["progress"]["frames"] == 32
-    assert not slow.concluded
+    assert not reporter.concluded
 
 
 def test_networks_that_have_diverged_do_not_replace_the_last_checkpoint(tmp_path: Path) -> None:
-    slow = Slow()
+    reporter = RecordingReporter()
     with pytest.raises(Diverged, match="diverged after 48 frames"):
-        training_with(Ruinous, tmp_path, slow)
-    assert slow.concluded
+        training_with(FakeCollector, tmp_path, reporter)
+    assert reporter.concluded
     kept = checkpoint.load(tmp_path)
     assert kept["progress"]["frames"] == kept["learner"]["frames"] == 32
     assert all(value.isfinite().all() for value in kept["learner"]["policy"].values())

@@ -1,4 +1,4 @@
-"""What updates cost, in figures."""
+"""The cost of updates: percentiles, and the memory that they take."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def report_of(version: int, workers: int) -> SyncReport:
     return SyncReport(version, 64, version * 1e-6, dict.fromkeys(PHASES, version * 1e-7), dict.fromkeys(range(workers)))
 
 
-def test_what_many_updates_to_many_workers_have_cost_takes_little_memory() -> None:
+def test_the_costs_of_many_updates_take_little_memory() -> None:
     metrics = SyncMetrics("shared_mem")
     tracemalloc.start()
     for version in range(1, 10_001):
@@ -38,7 +38,7 @@ def test_what_many_updates_to_many_workers_have_cost_takes_little_memory() -> No
     assert summary["phases_us"] == pytest.approx(dict.fromkeys(PHASES, 500.05))
 
 
-def test_of_the_newest_updates_the_cost_is_kept() -> None:
+def test_the_costs_of_the_newest_updates_are_kept() -> None:
     metrics = SyncMetrics("shared_mem", keep=2)
     assert metrics.latencies_us == [] and metrics.last is None
     for version in range(1, 4):

@@ -1,4 +1,4 @@
-"""A model is found by its id: a path of attributes, indices and keys, or whatever the context's get_model says."""
+"""A model is found by its id: a path of attributes, indices and keys, or by the context's ``get_model``."""
 
 from types import SimpleNamespace
 
@@ -35,12 +35,12 @@ def test_a_path_leads_to_a_model(path):
         ("", TypeError, "SimpleNamespace"),
     ],
 )
-def test_a_wrong_path_says_how_far_it_leads(path, error, message):
+def test_the_error_of_a_wrong_path_names_the_first_wrong_part(path, error, message):
     with pytest.raises(error, match=message):
         find_model(CONTEXT, path)
 
 
-def test_the_context_may_know_better():
+def test_a_context_may_have_get_model():
     class Shelf:
         def get_model(self, model_id):
             return {"critic": NET}[model_id]

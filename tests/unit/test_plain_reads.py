@@ -1,4 +1,4 @@
-"""Parameters that are read outside the gate may be of two versions; but nobody may wait for ever."""
+"""Parameters that are read outside the gate may be of two versions; but no thread may wait for ever."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ print("done")
 
 
 @pytest.mark.timeout(100)
-def test_who_reads_parameters_outside_the_gate_and_who_installs_do_not_wait_for_each_other() -> None:
+def test_reads_outside_the_gate_and_installs_do_not_deadlock() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=80, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

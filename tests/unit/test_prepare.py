@@ -1,4 +1,4 @@
-"""What would be sent, without sending it."""
+"""``prepare_weights``: the weights that a send would deliver, without sending them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def ones(value: float) -> nn.Linear:
     return model
 
 
-def test_what_would_be_sent_is_told_in_any_format() -> None:
+def test_prepared_weights_have_the_format_of_the_strategy() -> None:
     with wsync.SharedMemWeightSyncScheme() as scheme:
         with pytest.raises(wsync.NotConnected):
             scheme.prepare_weights(None, "policy")
@@ -31,7 +31,7 @@ def test_what_would_be_sent_is_told_in_any_format() -> None:
         assert scheme.version == 0 and torch.equal(scheme.weights["bias"], torch.ones(2))
 
 
-def test_what_would_be_sent_differs_from_worker_to_worker() -> None:
+def test_prepared_weights_per_worker() -> None:
     with wsync.SharedMemWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", params_map={np.int64(0): ones(1), np.int64(1): ones(2)})
         prepared = scheme.prepare_weights(None, "policy")

@@ -4,8 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from learning.progress import WINDOW, Progress
-from learning.summary import summarise, verdict
+from learning.progress import WINDOW, Progress, summarise, verdict
 from wsync import SyncMetrics, SyncReport
 from wsync.types import PHASES
 
@@ -41,6 +40,13 @@ def test_solved_takes_a_hundred_episodes() -> None:
     assert not progress.solved(None)
 
 
+def test_masked_frames_do_not_count() -> None:
+    progress = Progress()
+    one = batch(torch.tensor([[NAN, 2.0, NAN]]), torch.tensor([[1, 1, 0]]))
+    progress.collected(one.set("mask", torch.tensor([[True, True, False]])), 1)
+    assert (progress.frames, progress.acted_frames, progress.staleness_mean) == (2, 2, 0.0)
+
+
 def test_staleness_is_the_mean_over_frames_in_which_a_policy_acted() -> None:
     progress = Progress()
     progress.collected(batch(torch.full((4,), NAN), torch.tensor([-1, 1, 2, 3])), 3)
@@ -54,7 +60,7 @@ def report(version: int) -> SyncReport:
     return SyncReport(version, 1000, version * 1e-3, {**dict.fromkeys(PHASES, 0.0), "pack": 1e-4}, {0: version})
 
 
-def test_a_row_says_what_its_own_update_cost() -> None:
+def test_a_row_has_the_cost_of_its_own_update() -> None:
     progress, metrics = Progress(), SyncMetrics("shared_mem")
     progress.begin()
     progress.collected(batch(torch.tensor([3.0])), 1)
@@ -80,27 +86,27 @@ def test_counters_survive_a_checkpoint() -> None:
     assert again.staleness_mean == 3.0
     assert again.first_mean == progress.first_mean
     assert 0 < again.seconds <= progress.seconds
-    assert again.frames_per_second == 0  # of this process, in which there were none yet
+    assert again.frames_per_second == 0  # this process has collected none yet
 
 
-def test_the_control_says_that_nothing_arrived() -> None:
+def test_the_verdict_on_a_control_names_the_version_that_acted() -> None:
     progress = Progress()
     for _ in range(3):
         progress.collected(batch(torch.full((WINDOW,), 20.0), 0), 0)
     summary = summarise("finished", progress, 475.0, SyncMetrics("none"))
     assert "Finished, not solved, after 300 frames" in summary["verdict"]
-    assert "Nothing reached the workers: all their frames were acted with version 0" in summary["verdict"]
+    assert "Nothing reached the workers: version 0 acted in all frames" in summary["verdict"]
     assert "it did not learn: mean return 20.0 at the start, 20.0 at the end" in summary["verdict"]
     assert summary["weight_sync"]["latency_us"] == {"p50": None, "p95": None, "p99": None, "max": None}
 
 
-def test_a_resumed_run_that_has_nothing_left_to_do_says_what_to_ask_for() -> None:
+def test_a_resumed_run_that_has_reached_its_goal_advises_how_to_continue() -> None:
     before, progress = Progress(), Progress()
     before.collected(batch(torch.full((WINDOW,), 500.0)), 1)
     progress.load_state_dict(before.state_dict())
     said = verdict("finished", progress, 475.0)
-    assert said == "Nothing was left to do: finished after 100 frames. More total_frames= goes on."
-    assert "stop_when_solved=false goes on" in verdict("solved", progress, 475.0)
+    assert said == "Nothing was left to do: finished after 100 frames. Raise total_frames to continue."
+    assert "Set stop_when_solved=false to continue" in verdict("solved", progress, 475.0)
 
 
 def test_a_control_that_is_solved_is_suspicious() -> None:

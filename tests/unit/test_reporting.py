@@ -11,7 +11,7 @@ import wandb
 from PIL import Image
 from rich.console import Console
 
-from learning.progress import Progress, Row, SyncRow
+from learning.progress import Progress, Row, SyncRow, summarise
 from learning.reporting import Reporter
 from learning.reporting.console import ConsoleReporter, microseconds, size
 from learning.reporting.files import Pictures, RunFiles, read_rows, to_json
@@ -20,7 +20,6 @@ from learning.reporting.sweep import report, table_rows
 from learning.reporting.sweep_plots import latencies, returns
 from learning.reporting.sweep_runs import columns, groups, read_runs
 from learning.reporting.wandb_logger import WandbLogger, flat, logged_in
-from learning.summary import summarise
 from wsync import SyncMetrics, SyncReport
 
 PHASES = {"extract": 1.0, "pack": 2.0, "transfer": 3.0, "wait": 4.0, "apply": 5.0, "acknowledge": 6.0}
@@ -176,12 +175,12 @@ def test_a_run_for_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert name in written
 
 
-def test_wandb_may_fail_as_it_likes(
+def test_an_error_of_wandb_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it raises ImportError
     told(WandbLogger(start_after=0.0), tmp_path, [row(1)], summary())
-    assert "the run goes on without it: ModuleNotFoundError" in caplog.text
+    assert "logging stopped, the run continues: ModuleNotFoundError" in caplog.text
 
 
 def test_being_logged_in_is_a_key_or_a_netrc_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

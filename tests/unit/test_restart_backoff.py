@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from collectors.workers.recovery import FailurePolicy, RestartBackoff
+from collectors.workers.records import FailurePolicy, RestartBackoff
 
 
 def test_one_that_fails_slowly_and_never_delivers_is_given_up() -> None:

@@ -306,7 +306,7 @@ def test_a_policy_cannot_spoil_what_is_stored(
 
 @pytest.mark.parametrize("num_envs", [1, 2])
 def test_what_a_policy_wrote_is_not_handed_to_it_again(num_envs: int) -> None:
-    """It would be of the step before, whose episode may be over, and first of all of no step at all."""
+    """An earlier output is of the step before; its episode may have ended."""
 
     def remembering(td: TensorDictBase) -> TensorDictBase:
         td["count"] = td.get("count", torch.zeros(td.batch_size)) + 1
@@ -402,11 +402,11 @@ def test_of_two_limits_the_smaller_one_counts(own: int | None, given: int | None
     assert collected(rollout, 20)["next", "episode_length"].max() == 3
 
 
-def test_bad_input_is_said_clearly() -> None:
+def test_bad_input_raises_a_clear_error() -> None:
     env = GymEnv("CartPole-v1")
     with pytest.raises(ValueError, match=r"the policy wrote \['logits'\]"):
         Rollout(env, lambda td: td.set("logits", torch.zeros(2))).buffer(2)
-    with pytest.raises(TypeError, match="the policy gave a NoneType, not the TensorDict"):
+    with pytest.raises(TypeError, match="the policy returned a NoneType, not the TensorDict"):
         Rollout(env, lambda td: None).buffer(2)
     with pytest.raises(ValueError, match="at least one step"):
         Rollout(env).buffer(0)

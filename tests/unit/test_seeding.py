@@ -1,17 +1,17 @@
-"""A resumed run draws other numbers than the one that it goes on from, and always the same ones."""
+"""A resumed run has another seed than the run that it continues, and always the same one."""
 
 from __future__ import annotations
 
-from learning.seeding import seed_from
+from learning.run import resumed_seed
 
 
-def test_a_run_that_begins_has_the_seed_that_was_asked_for() -> None:
-    assert [seed_from(seed, 0) for seed in (0, 3, 2**40)] == [0, 3, 2**40]
+def test_a_new_run_has_the_seed_of_its_config() -> None:
+    assert [resumed_seed(seed, 0) for seed in (0, 3, 2**40)] == [0, 3, 2**40]
 
 
-def test_each_start_of_each_seed_is_another_and_can_be_repeated() -> None:
+def test_seeds_differ_by_run_and_frames_and_are_reproducible() -> None:
     starts = [(seed, frames) for seed in range(20) for frames in range(1024, 20 * 1024, 1024)]
-    seeds = {seed_from(*start) for start in starts}
+    seeds = {resumed_seed(*start) for start in starts}
     assert len(seeds) == len(starts)
-    assert seeds == {seed_from(*start) for start in starts}
+    assert seeds == {resumed_seed(*start) for start in starts}
     assert all(2**10 < seed < 2**31 for seed in seeds)

@@ -1,4 +1,4 @@
-"""The first signal asks, the second one acts."""
+"""The first signal is a request to stop; the second one has its usual effect."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from learning.stop import StopRequest
+from learning.run import StopRequest
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
@@ -20,13 +20,13 @@ def test_the_first_signal_is_a_request(number: signal.Signals, status: int) -> N
     assert signal.getsignal(number) is before
 
 
-def test_the_second_one_interrupts() -> None:
+def test_the_second_signal_interrupts() -> None:
     with pytest.raises(KeyboardInterrupt), StopRequest():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_run_under_nohup_goes_on() -> None:
+def test_a_run_under_nohup_ignores_a_hangup() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopRequest() as stop:
@@ -36,7 +36,7 @@ def test_a_run_under_nohup_goes_on() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_outside_the_main_thread_nobody_asks() -> None:
+def test_outside_the_main_thread_signals_are_not_caught() -> None:
     seen = []
 
     def work() -> None:

@@ -23,7 +23,7 @@ def test_formats_cross(taken: Any, given: Any, inplace: bool) -> None:
     assert torch.equal(model.weight, source.weight) and torch.equal(model.bias, source.bias)
 
 
-def test_what_does_not_fit_changes_nothing() -> None:
+def test_weights_that_do_not_fit_change_nothing() -> None:
     model = nn.Linear(2, 3)
     before = model.weight.detach().clone()
     with pytest.raises(LayoutMismatch, match="bias"):
@@ -34,22 +34,22 @@ def test_what_does_not_fit_changes_nothing() -> None:
 
 
 class Halving(WeightStrategy):
-    """Would have every worker act with half of each weight."""
+    """Halves each weight."""
 
     def express(self, weights: Snapshot) -> Any:
         return {name: tensor / 2 for name, tensor in weights.tensors.items()}
 
 
-def test_a_strategy_that_would_have_no_say_is_refused() -> None:
+def test_a_strategy_object_is_refused() -> None:
     with pytest.raises(ValueError, match="'tensordict' or 'state_dict'"):
         SharedMemWeightSyncScheme(strategy=Halving())  # pyright: ignore[reportArgumentType]
     with SharedMemWeightSyncScheme() as scheme:
-        with pytest.raises(AttributeError, match="has no say in what is sent"):
+        with pytest.raises(AttributeError, match="device_map_fn changes what is sent"):
             scheme.strategy = Halving()
         assert type(scheme.strategy) is WeightStrategy
 
 
-def test_a_bias_that_comes_later_is_not_left_out_in_silence() -> None:
+def test_a_bias_that_is_added_later_is_an_error() -> None:
     source, model = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     with SharedMemWeightSyncScheme() as scheme:
         scheme.init_in_process("policy", model, source)
@@ -81,7 +81,7 @@ def test_a_lazy_stack_is_filled_where_its_parts_are() -> None:
 
 
 class Packed(nn.Module):
-    """Keeps its weights where quantised modules do: in an object that only its own methods know."""
+    """Keeps its weights outside parameters and buffers, as quantised modules do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def meta() -> nn.Module:
         (meta, "meta"),
     ],
 )
-def test_what_cannot_be_carried_is_refused_at_either_end(make: Any, problem: str) -> None:
+def test_modules_that_cannot_be_synchronised_are_refused_at_either_end(make: Any, problem: str) -> None:
     plain = nn.Sequential(nn.Linear(2, 2)) if isinstance(make(), nn.Sequential) else nn.Linear(2, 2)
     for source, model in ((make(), plain), (plain, make())):
         with pytest.raises(LayoutMismatch, match=problem), SharedMemWeightSyncScheme() as scheme:
@@ -112,7 +112,7 @@ def test_what_cannot_be_carried_is_refused_at_either_end(make: Any, problem: str
 
 
 class Counting(nn.Module):
-    """Saves its weights under names of its own, and a number beside them."""
+    """Saves its weights under other names, and a number beside them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("make", [Counting, lambda: nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.ReLU()))])
-def test_modules_are_carried_whose_tensors_are_all_parameters_however_they_are_saved(make: Any) -> None:
+def test_modules_with_a_state_dict_of_their_own_are_synchronised_by_their_parameters(make: Any) -> None:
     source, model = make(), make()
     with SharedMemWeightSyncScheme() as scheme:
         scheme.init_in_process("policy", model, source)
@@ -132,18 +132,18 @@ def test_modules_are_carried_whose_tensors_are_all_parameters_however_they_are_s
         assert next(model.parameters()).unique().tolist() == [3.0]
 
 
-def test_weights_without_values_define_nothing() -> None:
+def test_weights_on_the_meta_device_define_no_layout() -> None:
     source, model = nn.Sequential(meta(), meta()), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with SharedMemWeightSyncScheme(timeout=1.0) as scheme:
         scheme.init_on_sender("policy", model=source)
         with pytest.raises(LayoutMismatch, match="meta"):
             scheme.connect()
         with pytest.raises(SyncTimeout):
-            scheme.connect(weights=model)  # nobody comes; but these it can plan
+            scheme.connect(weights=model)  # no worker connects
         assert scheme.sender.layout is not None and not scheme.sender.layout.ties
 
 
-def test_a_shared_model_that_gets_its_own_memory_in_inference_mode_can_be_learnt_with_afterwards() -> None:
+def test_a_model_that_is_unshared_in_inference_mode_can_be_trained_afterwards() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).share_memory()
     with torch.inference_mode():
         unshare(model)

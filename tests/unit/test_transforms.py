@@ -21,7 +21,7 @@ from collectors.environments.transforms import Key, ModuleTransform
 from collectors.envs import GymEnv
 from collectors.rollouts.acting import Actor
 from collectors.rollouts.rollout import Rollout
-from wsync.receiving.gate import guard, process_gate
+from wsync.gate import guard, process_gate
 
 OBSERVATION: list[Key] = ["observation"]
 REWARD: list[Key] = [("next", "reward")]
@@ -342,10 +342,10 @@ class Bias(nn.Module):
     def forward(self, observation: Tensor) -> Tensor:
         return self.weight.expand(len(observation))
 
-    def enter(self) -> bool:
+    def poll_update(self) -> bool:
         return False
 
-    def leave(self) -> None:
+    def forward_ended(self) -> None:
         with torch.no_grad():
             self.weight += 1
 

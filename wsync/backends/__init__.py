@@ -1,1 +1,1 @@
-"""One file per backend: how bytes and an instruction reach a worker, and how its answer comes back."""
+"""The built-in backends, one file each: a scheme, its transport and its rendezvous."""

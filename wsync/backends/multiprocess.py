@@ -1,28 +1,23 @@
-"""Multiprocess: every worker has a copy of its own, made from the one slot of memory that all updates go through.
-
-The copy lies in a memory file whose descriptor went through the worker's socket, as tensors do that are put into a
-``torch.multiprocessing`` queue; the message says which one is new. A worker that is slow finds only the newest.
-"""
+"""Multiprocess: every worker has a copy of its own, made from the slot of shared memory that all updates go through."""
 
 from __future__ import annotations
 
 import queue
 import traceback
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import SyncTimeout, WorkerFailed
-from wsync.local.receiver import LocalReceiver
-from wsync.local.rendezvous import Endpoint
-from wsync.local.sender import LocalSender
-from wsync.pipes import PipedScheme
-from wsync.receiving.gate import process_gate
+from wsync.gate import process_gate
+from wsync.legacy.pipes import older_transport
+from wsync.roles import SenderRole
+from wsync.scheme import WeightSyncScheme
+from wsync.scheme_transports import SenderTransport
 from wsync.transport import TransportBackend
 from wsync.weights.snapshot import snapshot
-from wsync.weights.strategy import WeightStrategy
+from wsync.weights.strategy import Format, WeightStrategy
 
 
 class QueueLike(Protocol):
@@ -33,21 +28,20 @@ class QueueLike(Protocol):
         ...
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """The first item; ``queue.Empty`` when the time is over."""
+        """Return the first item; raises ``queue.Empty`` at the timeout."""
         ...
 
 
 class MPTransport:
-    """Weights through a queue, answers through another: for processes that have queues, and no scheme.
+    """Weights through a queue, acknowledgements through another (a ``TransportBackend``).
 
-    Each end makes one over the same two queues (a ``TransportBackend``). The copy that is put is made when it is sent.
-    A scheme's own line to its workers goes through sockets and memory files instead, unless
-    ``scheme.create_transport`` is given queues.
+    Each end makes one over the same two queues. It needs no scheme; a user's scheme may return one from
+    ``create_transport``, without an ``ack_queue``: schemes acknowledge by their own connection.
 
     Args:
         weight_queue: carries ``(number, weights)`` to one worker.
-        ack_queue: carries ``(number, error)`` back; None if nobody answers.
-        timeout: seconds that ``send_weights`` waits for an answer; None for no limit.
+        ack_queue: carries ``(number, error)`` back; None for no acknowledgements.
+        timeout: seconds that ``send_weights`` waits for an acknowledgement; None for no limit.
     """
 
     def __init__(
@@ -59,10 +53,10 @@ class MPTransport:
         self._number = 0
 
     def send_weights(self, weights: Any) -> None:
-        """Put a copy of ``weights`` (a module, a TensorDict, a state dict), and wait for the answer to it.
+        """Put a copy of ``weights`` (a module, a TensorDict, a state dict); wait for the acknowledgement.
 
         Raises:
-            SyncTimeout: no answer came in time.
+            SyncTimeout: none came in time.
             WorkerFailed: the worker could not apply them; carries its traceback.
         """
         given = snapshot(weights)
@@ -73,7 +67,7 @@ class MPTransport:
             return
         deadline = deadline_in(self._timeout)
         number, error = 0, ""
-        while number < self._number:  # an older answer, to a send that timed out, satisfies nobody
+        while number < self._number:  # an older one, of a send that timed out, does not count
             try:
                 number, error = self._acks.get(timeout=remaining(deadline))
             except queue.Empty:
@@ -89,7 +83,7 @@ class MPTransport:
         model: nn.Module | None = None,
         strategy: WeightStrategy | None = None,
     ) -> Any | None:
-        """The next weights, applied to ``model`` (through the gate) and ``weights`` if given; None if none came."""
+        """Return the next weights, applied to ``model`` (inside the gate) and ``weights``; None if none came."""
         try:
             number, received = self._weights.get(timeout=timeout)
         except queue.Empty:
@@ -110,7 +104,7 @@ class MPTransport:
                 self._acks.put((number, error))
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """Queues need no rendezvous."""
+        """See ``TransportBackend``: queues need no set-up."""
 
     def setup_connection_and_weights_on_receiver(
         self,
@@ -120,25 +114,29 @@ class MPTransport:
         model: nn.Module | None = None,
         strategy: WeightStrategy | None = None,
     ) -> Any | None:
-        """The first weights, which the sender puts like all others."""
+        """See ``TransportBackend``: without a scheme, wait for the first weights."""
+        if model is None and weights is None:
+            return None
         return self.receive_weights(self._timeout, weights=weights, model=model, strategy=strategy)
 
 
-class MultiProcessWeightSyncScheme(PipedScheme):
+class MultiProcessWeightSyncScheme(WeightSyncScheme):
     """Weight synchronization by copies, for workers on the trainer's machine with memory of their own.
 
     Args:
-        strategy: the format in which weights are handed out.
+        strategy: the format in which weights are returned.
         sync: whether ``send`` waits until its promise holds.
         timeout: seconds for ``connect`` and ``send``; None for no limit.
-        checksum: whether each update carries a checksum, which a worker verifies before it stages or applies it.
+        checksum: whether each update carries a checksum, which a worker checks before it prepares or installs it.
     """
 
     name = "multiprocess"
+    arena = True
+    collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single")
 
     def __init__(
         self,
-        strategy: Any = "tensordict",
+        strategy: Format = "tensordict",
         sync: bool = True,
         *,
         timeout: float | None = 60.0,
@@ -146,35 +144,39 @@ class MultiProcessWeightSyncScheme(PipedScheme):
     ) -> None:
         super().__init__(strategy, sync, timeout=timeout, bind=False)
         self.checksum = checksum
+        self._pipes: list[Any] = []  # of the older API
 
     def create_transport(
         self,
-        pipe_or_context: Any = None,
+        worker_idx: Any = None,
         *,
-        worker_ids: Sequence[int] | None = None,
         weight_queue: QueueLike | None = None,
         ack_queue: QueueLike | None = None,
         timeout: float | None = None,
     ) -> TransportBackend:
-        """The sender's line to some workers (None: all); or, if a queue is given, an ``MPTransport`` over that.
+        """Return an ``MPTransport`` over queues, or the scheme's own way to a worker.
 
         Args:
-            pipe_or_context: as for ``PipedScheme.create_transport``.
-            worker_ids: whom.
-            weight_queue: to one worker, who makes an ``MPTransport`` over the same two.
-            ack_queue: back from it; None if it does not answer.
-            timeout: seconds for an answer through ``ack_queue``; None for the scheme's.
+            worker_idx: the worker; None for all. The older API's ``pipe_or_context``: see ``wsync.legacy``.
+            weight_queue: to one worker; a new queue before ``init_on_sender``.
+            ack_queue: back from it; None for no acknowledgements.
+            timeout: seconds for an acknowledgement; None for the scheme's.
 
         Raises:
             ValueError: not a pipe of this scheme.
         """
-        if weight_queue is None:
-            return super().create_transport(pipe_or_context, worker_ids=worker_ids)
-        return MPTransport(weight_queue, ack_queue, self.timeout if timeout is None else timeout)
+        older = older_transport(self, self._pipes, worker_idx)
+        if older is not None:
+            return older
+        role = self._role
+        if weight_queue is None and isinstance(role, SenderRole):
+            return SenderTransport(role.sender, self.connect, None if worker_idx is None else [worker_idx])
+        chosen = self.timeout if timeout is None else timeout
+        return MPTransport(queue.Queue() if weight_queue is None else weight_queue, ack_queue, chosen)
 
-    def _make_sender_end(self, num_workers: int) -> tuple[LocalSender, Endpoint]:
-        end = LocalSender(num_workers, retains=False, checksum=self.checksum)
-        return end, end.endpoint
+    def _transport_factory(self) -> None:
+        return None
 
-    def _make_receiver_end(self, seed: Endpoint) -> LocalReceiver:
-        return LocalReceiver(seed, retains=False)
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the options and the sender's address; pipes belong to this process."""
+        return {**super().__getstate__(), "_pipes": []}

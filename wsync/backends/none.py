@@ -1,37 +1,58 @@
-"""No synchronization: the control, which shows what the others do."""
+"""No synchronization: the control, which shows what the other backends achieve."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from torch import nn
 
-from wsync.legacy import WeightReceiver, WeightSender
 from wsync.scheme import WeightSyncScheme
-from wsync.sending.source import DeviceMap
+
+
+class NoTransport:
+    """Carries nothing (a ``TransportBackend``)."""
+
+    def send_weights(self, weights: Any = None) -> None:
+        """Send nothing."""
+
+    def receive_weights(
+        self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
+    ) -> None:
+        """Return None at once: nothing ever arrives."""
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Set up nothing."""
+
+    def setup_connection_and_weights_on_receiver(
+        self, *, worker_idx: int | None = None, weights: Any = None, model: Any = None, strategy: Any = None
+    ) -> None:
+        """Set up nothing."""
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
-    """Carries nothing: init, connect, send, receive, shutdown do nothing; workers keep the weights that they have."""
+    """Carries nothing: every call does nothing, and workers keep the weights that they have."""
 
     name = "none"
     carries = False
+    collectors: ClassVar[tuple[str, ...]] = (
+        "multi_sync",
+        "multi_async",
+        "single",
+        "distributed",
+        "distributed_async",
+        "rpc",
+        "rpc_async",
+        "ray",
+        "ray_async",
+    )
 
-    def init_on_sender(
-        self,
-        model_id: str = "policy",
-        context: Any = None,
-        *,
-        model: nn.Module | None = None,
-        weights: Any = None,
-        devices: Sequence[Any] | None = None,
-        device_map_fn: DeviceMap | None = None,
-        num_workers: int | None = None,
-        params_map: Mapping[int, Any] | None = None,
-        pipes: Sequence[Any] | None = None,
-    ) -> None:
-        """Nothing to set up."""
+    def create_transport(self, worker_idx: Any = None) -> NoTransport:
+        """Return a transport that carries nothing."""
+        return NoTransport()
+
+    def init_on_sender(self, model_id: str = "policy", context: Any = None, **given: Any) -> None:
+        """Set up nothing."""
 
     def init_on_receiver(
         self,
@@ -41,51 +62,37 @@ class NoWeightSyncScheme(WeightSyncScheme):
         model: nn.Module | None = None,
         worker_idx: int | None = None,
     ) -> None:
-        """Nothing to set up."""
+        """Set up nothing."""
 
-    def init_on_worker(
-        self,
-        model_id: str = "policy",
-        context: Any = None,
-        *,
-        pipe: Any = None,
-        model: nn.Module | None = None,
-        worker_idx: int | None = None,
-    ) -> None:
-        """Nothing to set up."""
+    def init_on_worker(self, model_id: str = "policy", context: Any = None, **given: Any) -> None:
+        """Set up nothing."""
 
-    def get_sender(self) -> WeightSender:
-        """Sends nothing."""
-        return WeightSender(self)
+    def get_sender(self) -> Any:
+        """Return a sender that sends nothing."""
+        return self.create_sender()
 
-    def get_receiver(self) -> WeightReceiver:
-        """Receives nothing."""
-        return WeightReceiver(self)
+    def get_receiver(self) -> Any:
+        """Return a receiver that receives nothing."""
+        return self.create_receiver()
 
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
-        """Nobody to meet."""
+        """Return at once: there is nothing to connect."""
 
-    def dismiss(self, worker_idx: int) -> None:
-        """Nobody is sent anything."""
+    def disconnect(self, worker_idx: int) -> None:
+        """Return at once."""
 
     def readmit(self, worker_idx: int, sentinel: int | None = None, timeout: float | None = None) -> None:
-        """Nobody to meet."""
+        """Return at once."""
 
     def send(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
-        """Nothing is sent."""
+        """Send nothing."""
 
     def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
-        """Nothing is sent."""
+        """Send nothing."""
 
     def wait_async(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     def receive(self, timeout: float | None = None) -> bool:
-        """Nothing ever comes: False, at once."""
+        """Return False at once: nothing ever arrives."""
         return False
-
-    def _make_sender_end(self, num_workers: int) -> NoReturn:
-        raise RuntimeError("NoWeightSyncScheme has no transport")
-
-    def _make_receiver_end(self, seed: Any) -> NoReturn:
-        raise RuntimeError("NoWeightSyncScheme has no transport")

@@ -1,37 +1,37 @@
-"""Ray: actors coordinate; memory carries on one machine, ``torch.distributed`` between several.
+"""Ray: actors coordinate; shared memory carries on one machine, ``torch.distributed`` between several.
 
-The sender drives both ends of any actor that it is given: it has the actor join by a call through Ray. From then on
-news come by a line of their own, and are installed beside whatever the actor does; a Ray call for each update would
-queue behind a rollout, or need a concurrency group that the actor's class has to declare (a call in a group that it has
-not declared ends the actor's process).
+The sender drives both ends of any actor that it is given: it has the actor join by a call through Ray. Updates are then
+announced over a connection of their own, and installed beside whatever the actor does. A Ray call for each update would
+queue behind a rollout, or need a concurrency group that the actor's class declares.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-import ray
-from ray.actor import ActorHandle
+import torch
 
-from wsync.counting import the_one_count
 from wsync.errors import NotConnected, WeightSyncError
-from wsync.network.ends import Seed, network_receiver, network_sender
-from wsync.network.ray_actors import Actors, Calls
-from wsync.network.receiver import GroupReceiver
-from wsync.network.sender import GroupSender
-from wsync.ports import SenderPort
-from wsync.roles import Trainer
+from wsync.process_group import GroupTransport, check_backend, device_of
+from wsync.rendezvous import SocketRendezvous
+from wsync.roles import SenderRole, single_count
 from wsync.scheme import WeightSyncScheme
+from wsync.weights.strategy import Format
 
-_GRACE = 5.0  # seconds in which Ray is to hear that an actor has joined, or let go; of a busy one it hears later
-_joined: dict[tuple[str, int], WeightSyncScheme] = {}  # in an actor: what a sender had it join, and as which worker
+if TYPE_CHECKING:  # Ray is imported when a scheme is initialised on a sender: most programs do without
+    from ray.actor import ActorHandle
+
+    from wsync.backends.ray_actors import Actors
+
+_GRACE = 5.0  # seconds in which Ray is to notice that an actor has joined or left; of a busy one it notices later
+_joined: dict[tuple[str, int], WeightSyncScheme] = {}  # in an actor: by the sender's token and the worker's index
 
 
 @runtime_checkable
 class ActorContext(Protocol):
-    """A context that says which actors have the model."""
+    """A context with the actors that have the model."""
 
     @property
     def actors(self) -> Sequence[ActorHandle]:
@@ -39,8 +39,26 @@ class ActorContext(Protocol):
         ...
 
 
-class RayTransport(SenderPort):
-    """The sender's line to some actors."""
+class RayTransport(GroupTransport):
+    """Weights through ``torch.distributed``, to one actor.
+
+    Args:
+        remote_actor: the actor's handle, for reference.
+        worker_idx: its worker index.
+        backend: ``"gloo"`` or ``"nccl"``.
+        options: as for ``GroupTransport``.
+    """
+
+    def __init__(
+        self,
+        *,
+        remote_actor: ActorHandle | None = None,
+        worker_idx: int | None = None,
+        backend: str = "gloo",
+        **options: Any,
+    ) -> None:
+        super().__init__(backend=backend, worker=worker_idx or 0, **options)
+        self.remote_actor = remote_actor
 
 
 class RayWeightSyncScheme(WeightSyncScheme):
@@ -51,25 +69,26 @@ class RayWeightSyncScheme(WeightSyncScheme):
     ``connect`` on the scheme that it was sent.
 
     Args:
-        strategy: the format in which weights are handed out.
+        strategy: the format in which weights are returned.
         backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
         sync: whether ``send`` waits until its promise holds.
         timeout: seconds for ``connect`` and ``send``; None for no limit.
-        host: the sender's address. Loopback, unless somebody says which interface may be reached from other nodes;
-            ``"node"`` is this node's address in the Ray cluster.
-        bind: whether parameters may be bound to received memory. Say False for actors that train.
-        checksum: whether an update carries a checksum, which an actor verifies before it stages or applies it. None: it
-            does where gloo or nccl carries it, and not from memory to memory.
-        shared_memory: whether actors on the sender's machine take weights from its memory, which costs a fraction of
-            what a group does. Where False, gloo carries to all: as it would over a network; so does nccl in any case.
+        host: the sender's address, by which actors reach it; loopback by default. ``"node"`` is this node's address in
+            the Ray cluster.
+        bind: whether parameters may be bound to received memory. False for actors that train.
+        checksum: whether an update carries a checksum, which an actor checks before it prepares or installs it. None:
+            where it crosses a network, not in shared memory.
+        shared_memory: whether actors on the sender's machine take weights from its memory, in a fraction of the time.
+            False sends to all by gloo, as over a network; nccl always does.
     """
 
     name = "ray"
-    _transport = RayTransport
+    arena = True
+    collectors: ClassVar[tuple[str, ...]] = ("ray", "ray_async", "single")
 
     def __init__(
         self,
-        strategy: Any = "tensordict",
+        strategy: Format = "tensordict",
         backend: str = "gloo",
         *,
         sync: bool = True,
@@ -80,11 +99,31 @@ class RayWeightSyncScheme(WeightSyncScheme):
         shared_memory: bool = True,
     ) -> None:
         super().__init__(strategy, sync, timeout=timeout, bind=bind)
-        self.backend = backend
+        self.backend = check_backend(backend)
         self.host = host
         self.checksum = checksum
         self.shared_memory = shared_memory
-        self._actors = Actors()
+        self._actors: Actors | None = None
+
+    def create_transport(self, worker_idx: int | None = None) -> RayTransport:
+        """Return the transport to (or in) an actor."""
+        return RayTransport(worker_idx=worker_idx, backend=self.backend)
+
+    def create_rendezvous(self) -> SocketRendezvous:
+        """See ``WeightSyncScheme``."""
+        if self.host != "node":
+            return SocketRendezvous(self.host)
+        from ray.util import get_node_ip_address
+
+        return SocketRendezvous(get_node_ip_address())
+
+    @property
+    def device(self) -> torch.device:
+        """See ``WeightSyncScheme``."""
+        return device_of(self.backend)
+
+    def _uses_arena(self) -> bool:
+        return self.shared_memory and self.backend == "gloo"
 
     def init_on_sender(
         self,
@@ -98,13 +137,17 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
         Args:
             model_id: the model's name, and its path in each actor.
-            context: a collector; or what has ``actors``.
-            actors: those that the sender is to have join, by worker index.
+            context: a collector; or an object with ``actors``.
+            actors: those that the sender has join, by worker index.
             given: as there.
 
         Raises:
             NotConnected: Ray is not initialised.
         """
+        import ray
+
+        from wsync.backends.ray_actors import Actors
+
         if not ray.is_initialized():
             raise NotConnected(
                 "Ray is not initialised: call ray.init(), or ray.init(address=…), before init_on_sender()"
@@ -112,12 +155,12 @@ class RayWeightSyncScheme(WeightSyncScheme):
         if actors is None and isinstance(context, ActorContext):
             actors = context.actors
         if actors is not None:
-            given["num_workers"] = the_one_count({"num_workers": given.get("num_workers"), "actors": len(actors)})
+            given["num_workers"] = single_count({"num_workers": given.get("num_workers"), "actors": len(actors)})
         super().init_on_sender(model_id, context, **given)
-        self._actors = Actors(actors or ())
+        self._actors = Actors(actors) if actors else None
 
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
-        """The rendezvous: see ``WeightSyncScheme.connect``. Has those actors join that are not there yet.
+        """Connect: see ``WeightSyncScheme.connect``. Actors that have not joined are called to join.
 
         Raises:
             NotConnected: as there; or ``ray.shutdown`` was called since.
@@ -125,36 +168,39 @@ class RayWeightSyncScheme(WeightSyncScheme):
             Exception: else as there.
         """
         role = self._role
-        if not self._actors or not isinstance(role, Trainer):
+        if self._actors is None or not isinstance(role, SenderRole):
             super().connect(worker_idx=worker_idx, weights=weights)
             return
-        role.end.listen()  # whoever has gone by now is to join again
-        with self._joining([i for i in range(len(self._actors)) if i not in role.end.workers]) as sentinels:
+        role.channel.drain()  # an actor that has gone meanwhile has to join again
+        missing = [worker for worker in range(len(self._actors)) if worker not in role.channel.workers]
+        with self._joining(self._actors, missing) as sentinels:
             role.sender.connect(weights, sentinels)
 
     def readmit(self, worker_idx: int, sentinel: int | None = None, timeout: float | None = None) -> None:
-        """Meet a worker in the place of one that has died: see ``WeightSyncScheme.readmit``.
+        """Accept a worker in the place of one that has died: see ``WeightSyncScheme.readmit``.
 
-        An actor that the sender was given, and that Ray has started anew (``max_restarts``), is had join. So is one
-        that lives: it follows with the model that it has at the path by now, and lets go of what was there before.
+        An actor that the sender was given, and that Ray has restarted (``max_restarts``), is called to join. An actor
+        that is alive joins again with the model that it has at the path now.
 
         Raises:
             WorkerFailed: it could not; with its own error.
         """
-        if not self._actors:
+        if self._actors is None:
             super().readmit(worker_idx, sentinel, timeout)
             return
-        with self._joining([worker_idx], anew=True) as sentinels:  # an actor's end is a failure that they tell
+        with self._joining(self._actors, [worker_idx], rejoin=True) as sentinels:
             super().readmit(worker_idx, sentinels[worker_idx], timeout)
 
     @contextmanager
-    def _joining(self, workers: Sequence[int], *, anew: bool = False) -> Iterator[Mapping[int, int]]:
-        """Have actors join; descriptors that are readable if they fail, whose errors are raised in place of others.
+    def _joining(self, actors: Actors, workers: Sequence[int], *, rejoin: bool = False) -> Iterator[Mapping[int, int]]:
+        """Call actors to join; yields descriptors that are readable if they fail. Their errors replace others.
 
-        One that an attempt before this was given up for is not asked again: Ray has it join when it is there, and a
-        second time would undo the first.
+        An actor that an earlier attempt gave up is not called again: Ray runs that call once the actor is there, and a
+        second one would undo it.
         """
-        calls = Calls({i: self._actors.ask(i, _join, self, self.model_id, i, anew) for i in workers})
+        from wsync.backends.ray_actors import ActorCalls
+
+        calls = ActorCalls({i: actors.call_once(i, _join, self, self.model_id, i, rejoin) for i in workers})
         try:
             yield calls.sentinels
             calls.settle(_GRACE)
@@ -164,26 +210,19 @@ class RayWeightSyncScheme(WeightSyncScheme):
             calls.close()
 
     def shutdown(self) -> None:
-        """Let everything go, in the actors that the sender had join as well."""
-        actors, self._actors = self._actors, Actors()
-        name = _name(self) if actors else ""
+        """Release everything, also in the actors that the sender had join."""
+        import ray
+
+        actors, self._actors = self._actors, None
+        key = _key(self) if actors is not None and self._address is not None else ""
         super().shutdown()
-        if actors.reachable:
-            left = [actors.call(worker, _leave, name, worker) for worker in range(len(actors))]
-            ray.wait(left, num_returns=len(left), timeout=_GRACE)  # one that is dead has left
-
-    def _make_sender_end(self, num_workers: int) -> tuple[GroupSender, Seed]:
-        host = ray.util.get_node_ip_address() if self.host == "node" else self.host
-        return network_sender(num_workers, host, self.backend, shared_memory=self.shared_memory, checksum=self.checksum)
-
-    def _make_receiver_end(self, seed: Seed) -> GroupReceiver:
-        return network_receiver(
-            lambda worker, deadline: [seed], backend=self.backend, retains=self.bind, timeout=self.timeout
-        )
+        if actors is not None and actors.reachable:
+            left = [actors.call(worker, _leave, key, worker) for worker in range(len(actors))]
+            ray.wait(left, num_returns=len(left), timeout=_GRACE)  # an actor that is dead has left
 
     def __getstate__(self) -> dict[str, Any]:
-        """Options and the way to the sender."""
-        return {**super().__getstate__(), "_actors": Actors()}
+        """Return the options and the sender's address."""
+        return {**super().__getstate__(), "_actors": None}
 
 
 class RayModuleTransformScheme(RayWeightSyncScheme):
@@ -194,6 +233,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     """
 
     name = "ray_module_transform"
+    collectors: ClassVar[tuple[str, ...]] = ()  # for a module in an environment, not for a policy
 
     def init_on_sender(self, model_id: str = "module", context: Any = None, **given: Any) -> None:
         """Set up the trainer's end: see ``RayWeightSyncScheme.init_on_sender``.
@@ -206,22 +246,22 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         super().init_on_sender(model_id, context, **given)
 
 
-def _join(instance: Any, scheme: RayWeightSyncScheme, model_id: str, worker_idx: int, anew: bool) -> None:
-    """In an actor: follow the sender. ``anew``: it has dismissed this worker, which may not know of it."""
-    name = _name(scheme)
-    if anew:
-        _leave(instance, name, worker_idx)
+def _join(instance: Any, scheme: RayWeightSyncScheme, model_id: str, worker_idx: int, rejoin: bool) -> None:
+    """In an actor: connect to the sender; with ``rejoin``, leave the connection that the sender has closed first."""
+    key = _key(scheme)
+    if rejoin:
+        _leave(instance, key, worker_idx)
     scheme.init_on_receiver(model_id, context=instance, worker_idx=worker_idx)
     scheme.connect()
-    _joined[name, worker_idx] = scheme
+    _joined[key, worker_idx] = scheme
 
 
-def _leave(instance: Any, name: str, worker_idx: int) -> None:
-    """In an actor: follow the sender no more; the model keeps its weights."""
-    scheme = _joined.pop((name, worker_idx), None)
+def _leave(instance: Any, key: str, worker_idx: int) -> None:
+    """In an actor: disconnect from the sender; the model keeps its weights."""
+    scheme = _joined.pop((key, worker_idx), None)
     if scheme is not None:
         scheme.shutdown()
 
 
-def _name(scheme: RayWeightSyncScheme) -> str:
-    return scheme._seed.endpoint.token.hex()
+def _key(scheme: RayWeightSyncScheme) -> str:
+    return scheme._address.token.hex()

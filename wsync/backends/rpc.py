@@ -1,63 +1,128 @@
-"""``torch.distributed.rpc`` tells the workers; memory carries on one machine, ``torch.distributed`` between several.
+"""``torch.distributed.rpc`` announces updates; shared memory or process groups carry them.
 
-A worker that has joined has no thread of ours.
+Shared memory is used on the sender's machine, process groups between machines. A connected worker has no thread of its
+own.
 """
 
 from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from wsync.network.meeting import Meeting, MeetingPlace, device_of
-from wsync.network.receiver import GroupReceiver
-from wsync.network.rpc_calls import own_name
-from wsync.network.rpc_trainer import RpcDoor
-from wsync.network.rpc_worker import WorkerLine
-from wsync.network.sender import GroupSender
-from wsync.ports import SenderPort
+import torch
+
+from wsync.backends.rpc_calls import own_name
+from wsync.backends.rpc_sender import RpcListener
+from wsync.backends.rpc_worker import RpcSenderConnection
+from wsync.control import Connection, listen_on
+from wsync.control.interfaces import ConnectionSource
+from wsync.errors import NotConnected
+from wsync.process_group import GroupTransport, check_backend, device_of
 from wsync.scheme import WeightSyncScheme
+from wsync.weights.strategy import Format
 
 
 @dataclass(frozen=True, slots=True)
-class RpcSeed:
-    """What a worker needs to find the sender."""
+class RpcAddress:
+    """What a worker needs to find the sender.
+
+    Attributes:
+        key: of the sender, in its process.
+        host: its address for process groups.
+    """
 
     key: str
-    meeting: Meeting
+    host: str
 
 
-class RPCTransport(SenderPort):
-    """The sender's line to some workers."""
+class RpcRendezvous:
+    """A worker connects by a call to the trainer (a ``Rendezvous``).
+
+    Args:
+        host: the sender's address for process groups.
+        trainer: the sender's name in RPC.
+    """
+
+    def __init__(self, host: str, trainer: str) -> None:
+        self.host = host
+        self.trainer = trainer
+
+    def open(self) -> tuple[ConnectionSource, RpcAddress]:
+        """See ``Rendezvous``."""
+        listen_on(self.host).close()  # an address that this machine does not have is an error now
+        address = RpcAddress(secrets.token_hex(16), self.host)
+        return RpcListener(address.key, address.host), address
+
+    def announce(self, address: Any, model_id: str, deadline: float | None) -> None:
+        """See ``Rendezvous``: the address travels in the pickled scheme."""
+
+    def can_look_up(self) -> bool:
+        """See ``Rendezvous``."""
+        return False
+
+    def dial(self, address: Any | None, model_id: str, worker: int, deadline: float | None) -> Connection:
+        """See ``Rendezvous``."""
+        if address is None:
+            raise NotConnected(f"worker {worker}: this scheme has no sender's address")
+        return RpcSenderConnection(address.key, self.trainer, address.host, worker, deadline)
+
+    def connected(self, worker: int) -> None:
+        """See ``Rendezvous``."""
+
+
+class RPCTransport(GroupTransport):
+    """Weights through ``torch.distributed``, to a worker that is reached by RPC.
+
+    Args:
+        collector_info: the worker's ``WorkerInfo``, for reference.
+        collector_rref: a remote reference to its collector, for reference.
+        collector_class: of that collector, for reference.
+        worker_rank: without a scheme, the worker's rank in the default group.
+        options: as for ``GroupTransport``.
+    """
+
+    def __init__(
+        self,
+        collector_info: Any = None,
+        collector_rref: Any = None,
+        collector_class: Any = None,
+        worker_rank: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**({} if worker_rank is None else {"rank": worker_rank}), **options)
+        self.collector_info = collector_info
+        self.collector_rref = collector_rref
+        self.collector_class = collector_class
 
 
 class RPCWeightSyncScheme(WeightSyncScheme):
     """Weight synchronization to workers that the trainer reaches by ``torch.distributed.rpc``.
 
-    ``init_rpc`` has been called in all of them. The first weights come with the first ``send``.
+    ``init_rpc`` has been called in all of them. The first weights are delivered by the first ``send``.
 
     Args:
-        strategy: the format in which weights are handed out.
+        strategy: the format in which weights are returned.
         backend: what carries the weights, ``"gloo"``, or ``"nccl"`` for weights on GPUs.
         sync: whether ``send`` waits until its promise holds.
         timeout: seconds for ``connect`` and ``send``; None for no limit.
-        host: the sender's address, where groups are formed. Loopback, unless somebody says which interface may be
-            reached from outside.
-        bind: whether parameters may be bound to received memory. Say False for workers that train.
-        checksum: whether an update carries a checksum, which a worker verifies before it stages or applies it. None: it
-            does where gloo or nccl carries it, and not from memory to memory.
-        shared_memory: whether workers on the sender's machine take weights from its memory, which costs a fraction of
-            what a group does. Where False, gloo carries to all: as it would over a network; so does nccl in any case.
-        trainer: the name by which RPC knows the sender.
+        host: the sender's address for process groups; loopback by default.
+        bind: whether parameters may be bound to received memory. False for workers that train.
+        checksum: whether an update carries a checksum, which a worker checks before it prepares or installs it. None:
+            where it crosses a network, not in shared memory.
+        shared_memory: whether workers on the sender's machine take weights from its memory, in a fraction of the time.
+            False sends to all by gloo, as over a network; nccl always does.
+        trainer: the sender's name in RPC.
     """
 
     name = "rpc"
-    _transport = RPCTransport
     delivers_at_connect = False
+    arena = True
+    collectors: ClassVar[tuple[str, ...]] = ("rpc", "rpc_async", "single")
 
     def __init__(
         self,
-        strategy: Any = "tensordict",
+        strategy: Format = "tensordict",
         backend: str = "gloo",
         *,
         sync: bool = True,
@@ -69,14 +134,30 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         trainer: str = "trainer",
     ) -> None:
         super().__init__(strategy, sync, timeout=timeout, bind=bind)
-        self.backend = backend
+        self.backend = check_backend(backend)
         self.host = host
         self.checksum = checksum
         self.shared_memory = shared_memory
         self.trainer = trainer
 
+    def create_transport(self, worker_idx: int | None = None) -> RPCTransport:
+        """Return the transport to (or in) a worker."""
+        return RPCTransport(backend=self.backend, worker=worker_idx or 0)
+
+    def create_rendezvous(self) -> RpcRendezvous:
+        """See ``WeightSyncScheme``."""
+        return RpcRendezvous(self.host, self.trainer)
+
+    @property
+    def device(self) -> torch.device:
+        """See ``WeightSyncScheme``."""
+        return device_of(self.backend)
+
+    def _uses_arena(self) -> bool:
+        return self.shared_memory and self.backend == "gloo"
+
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
-        """The rendezvous: see ``WeightSyncScheme.connect``. Weights are delivered only if they are given here.
+        """Connect: see ``WeightSyncScheme.connect``. Weights are delivered only if they are given here.
 
         Raises:
             NotConnected: RPC is not initialised here, or the trainer has another name there than ``trainer``.
@@ -84,18 +165,3 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         if self._role is not None:
             own_name()
         super().connect(worker_idx=worker_idx, weights=weights)
-
-    def _make_sender_end(self, num_workers: int) -> tuple[GroupSender, RpcSeed]:
-        place = MeetingPlace(self.host, self.backend, num_workers, shared_memory=self.shared_memory)
-        key = secrets.token_hex(16)
-        return GroupSender(num_workers, RpcDoor(key), place, checksum=self.checksum), RpcSeed(key, place.meeting)
-
-    def _make_receiver_end(self, seed: RpcSeed) -> GroupReceiver:
-        return GroupReceiver(
-            lambda worker, deadline: WorkerLine(seed.key, self.trainer, worker, deadline),
-            seed.meeting.join,
-            retains=self.bind,
-            device=device_of(self.backend),
-            timeout=self.timeout,
-            ahead=self.backend == "gloo",
-        )

@@ -1,50 +1,144 @@
-"""Shared memory: weights are written once for all workers, who bind to them without a copy."""
+"""Shared memory: weights are written once for all workers; the workers' models bind to them without a copy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+import multiprocessing
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from tensordict import TensorDict, TensorDictBase
+from torch import nn
 
+from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected
-from wsync.local.receiver import LocalReceiver
-from wsync.local.rendezvous import Endpoint
-from wsync.local.sender import LocalSender
-from wsync.pipes import PipedScheme
-from wsync.ports import SenderPort
-from wsync.roles import Trainer
-from wsync.sending.sender import Sender
+from wsync.gate import process_gate
+from wsync.legacy.pipes import older_transport
+from wsync.roles import SenderRole
+from wsync.scheme import WeightSyncScheme
+from wsync.sending.channel import WorkerChannel
 from wsync.sending.source import DeviceMap, Source
 from wsync.transport import TransportBackend
 from wsync.weights.snapshot import Snapshot
-from wsync.weights.strategy import Format
+from wsync.weights.strategy import Format, WeightStrategy
 
 
-class SharedMemTransport(SenderPort):
-    """The one line to all workers."""
+class SharedMemTransport:
+    """Weights in shared memory (a ``TransportBackend``).
 
-    def __init__(
-        self, sender: Sender, end: LocalSender, connect: Callable[[], None], worker_ids: Sequence[int] | None = None
-    ) -> None:
-        super().__init__(sender, connect, worker_ids)
-        self._end = end
+    Of a scheme (``scheme.shared_transport``), it sends to all workers, with versions and acknowledgements. Made
+    directly, it is used without a scheme: ``SharedMemTransport()`` is handed to worker processes as an argument, and
+    each call of ``receive_weights`` there waits for the next version and copies it.
+    """
+
+    shared = True
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._changed = context.Condition()
+        self._counter = context.Value("q", 0, lock=False)
+        self._weights: TensorDictBase | None = None
+        self._seen = 0
+        self._role: SenderRole | None = None
+        self._connect: Callable[[], None] = lambda: None
+
+    @classmethod
+    def of_scheme(cls, role: SenderRole, connect: Callable[[], None]) -> SharedMemTransport:
+        """Return the transport to all workers of an initialised scheme; ``connect`` is the scheme's."""
+        transport = cls.__new__(cls)
+        transport._role, transport._connect, transport._weights = role, connect, None
+        return transport
+
+    def register_weights(self, weights: Any) -> None:
+        """Without a scheme: define the shared buffers, before the transport is handed to a process.
+
+        Args:
+            weights: a module, a TensorDict or a state dict; copied.
+        """
+        extracted = WeightStrategy().extract_weights(weights)
+        assert isinstance(extracted, TensorDict), "the default strategy's format"
+        self._weights = extracted.clone().share_memory_()
 
     @property
     def unique_weights(self) -> list[TensorDictBase]:
         """The published buffers, each once; the user's own, where they were registered.
 
-        Who writes into one by hand is seen by bound parameters at once, unversioned, at their own risk.
+        A manual write into one is visible to bound parameters at once, without a version, at the user's own risk.
         """
-        if self._sender.source.mirror is not None:
-            return [self._sender.source.mirror]
-        layout = self._sender.layout
-        if layout is None:
+        role = self._role
+        if role is None:
+            return [] if self._weights is None else [self._weights]
+        if role.sender.source.mirror is not None:
+            return [role.sender.source.mirror]
+        layout, channel = role.sender.layout, role.channel
+        if layout is None or not isinstance(channel, WorkerChannel):
             return []
         return [
             TensorDict({tuple(name.split(".")): view for name, view in zip(layout.names, views, strict=True)})
-            for views in self._end.published_views()
+            for views in channel.published_views()
         ]
+
+    def send_weights(self, weights: Any = None) -> None:
+        """Deliver ``weights`` (of a scheme, None: the model's) to all workers.
+
+        Raises:
+            NotConnected: without a scheme, before ``register_weights``.
+            LayoutMismatch: they do not fit.
+        """
+        if self._role is not None:
+            self._role.sender.send(weights, None, wait=True)
+            return
+        with self._changed:
+            WeightStrategy().apply_weights(self._buffers(), weights)
+            self._counter.value += 1
+            self._changed.notify_all()
+
+    def receive_weights(
+        self,
+        timeout: float | None = None,
+        *,
+        weights: Any = None,
+        model: nn.Module | None = None,
+        strategy: WeightStrategy | None = None,
+    ) -> Any | None:
+        """Without a scheme: wait for the next version; return a copy, applied to ``weights`` and ``model`` if given.
+
+        Raises:
+            RuntimeError: this is the sender's end of a scheme.
+        """
+        if self._role is not None:
+            raise RuntimeError("this is the sender's end: receive in the worker, by its scheme")
+        chosen, deadline = strategy or WeightStrategy(), deadline_in(timeout)
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._counter.value > self._seen, remaining(deadline)):
+                return None
+            self._seen = self._counter.value
+            received = self._buffers().clone()
+        with process_gate().hold():
+            for destination in (weights, model):
+                if destination is not None:
+                    chosen.apply_weights(destination, received)
+        return chosen.extract_weights(received)
+
+    def _buffers(self) -> TensorDictBase:
+        if self._weights is None:
+            raise NotConnected("this transport has no buffers: call register_weights(weights) on the sender first")
+        return self._weights
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """See ``TransportBackend``: of a scheme, connect to all its workers, unless that has been done."""
+        if self._role is not None and not self._role.sender.connected:
+            self._connect()
+
+    def setup_connection_and_weights_on_receiver(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        model: nn.Module | None = None,
+        strategy: WeightStrategy | None = None,
+    ) -> Any | None:
+        """See ``TransportBackend``: the first weights arrive by ``receive_weights``."""
+        return None
 
 
 @runtime_checkable
@@ -54,18 +148,18 @@ class CachingContext(Protocol):
     cached_weights: TensorDictBase
 
 
-class _Unregistered(Source):
-    """Where ``auto_register`` is off and nothing was registered: the first weights may not define the buffers."""
+class _UnregisteredSource(Source):
+    """Refuses to define the buffers: ``auto_register`` is off, and none were registered."""
 
     def __init__(self, model_id: str) -> None:
         super().__init__()
         self._model_id = model_id
 
     def first(self, weights: object) -> Snapshot:
-        """Refuse to begin.
+        """Refuse.
 
         Raises:
-            NotConnected: always; says what to call.
+            NotConnected: always; names the call that is missing.
         """
         raise NotConnected(
             f"'{self._model_id}' has no shared buffers, and auto_register is off: call "
@@ -73,29 +167,32 @@ class _Unregistered(Source):
         )
 
 
-class SharedMemWeightSyncScheme(PipedScheme):
+class SharedMemWeightSyncScheme(WeightSyncScheme):
     """Weight synchronization through shared memory, for workers on the trainer's machine.
 
     Args:
-        policy_weights: ``{model_id: TensorDict}`` of buffers registered from the start.
-        strategy: the format in which weights are handed out.
-        auto_register: whether the first weights that are sent define the shared buffers. If not,
-            ``register_shared_weights`` has to come first.
+        policy_weights: ``{model_id: TensorDict}`` of buffers that are registered from the start.
+        strategy: the format in which weights are returned.
+        auto_register: whether the first weights that are sent define the shared buffers. Otherwise
+            ``register_shared_weights`` has to be called first.
         sync: whether ``send`` waits until its promise holds.
-        per_worker_weights: whether each worker has slots of its own, as is right if they are given different weights.
+        per_worker_weights: whether each worker has slots of its own; for workers that are given different weights.
         timeout: seconds for ``connect`` and ``send``; None for no limit.
-        acknowledge: when a ``send`` is finished: ``"installed"``, when every worker has said that its model has the
-            weights; ``"published"``, when every forward that starts from then on will use them, which needs no answer:
-            a worker then takes them on its way into a forward, or while it waits in ``receive``. Not for workers that
-            pass updates on to workers of their own.
-        bind: whether parameters may be bound to the shared memory. Say False for workers that train.
-        checksum: whether each update carries a checksum, which a worker verifies before it stages or applies it, on
-            its way into a forward. With ``"published"`` a corrupt one leaves the model as it was, and the error
-            reaches the trainer with the next ``send``. Each worker then keeps the slot that its model is on, so there
-            may be as many more slots as workers that do not keep up.
+        acknowledge: when a ``send`` is finished: ``"installed"``, when every worker has acknowledged that its model has
+            the weights; ``"published"``, when every forward that starts from then on will use them, which needs no
+            acknowledgement: a worker installs them on its way into a forward, or while it waits in ``receive``. Not for
+            workers that pass updates on to workers of their own.
+        bind: whether parameters may be bound to the shared memory. False for workers that train.
+        checksum: whether each update carries a checksum, which a worker checks before it prepares or installs it, on
+            its way into a forward. With ``"published"`` a corrupt one leaves the model as it was, and the error is
+            raised by the next ``send``. Each worker then keeps the slot that its model is bound to, so there may be one
+            more slot for each worker that has not installed the newest version.
     """
 
     name = "shared_mem"
+    arena = True
+    binds_arena = True
+    collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single")
 
     def __init__(
         self,
@@ -118,6 +215,7 @@ class SharedMemWeightSyncScheme(PipedScheme):
         self.acknowledge = acknowledge
         self.checksum = checksum
         self._registered: dict[str, TensorDictBase] = dict(policy_weights or {})
+        self._pipes: list[Any] = []  # of the older API
 
     def register_shared_weights(self, model_id: str, weights: TensorDictBase) -> None:
         """Make ``weights`` the buffers of ``model_id``: they stay the user's own.
@@ -143,11 +241,11 @@ class SharedMemWeightSyncScheme(PipedScheme):
         cached_weights: TensorDictBase | None = None,
         **given: Any,
     ) -> None:
-        """Set up the trainer's end: see ``PipedScheme.init_on_sender``.
+        """Set up the trainer's end: see ``WeightSyncScheme.init_on_sender``.
 
         Args:
             model_id: the model's name.
-            context: as there; or what has ``cached_weights``.
+            context: as there; or an object with ``cached_weights``.
             cached_weights: the older API's way to ``register_shared_weights``.
             given: as there.
         """
@@ -157,48 +255,50 @@ class SharedMemWeightSyncScheme(PipedScheme):
             self.register_shared_weights(model_id, cached_weights)
         super().init_on_sender(model_id, context, **given)
 
+    def create_transport(self, worker_idx: Any = None) -> TransportBackend:
+        """Return the transport to all workers; before ``init_on_sender``, one without a scheme.
+
+        Args:
+            worker_idx: ignored: one transport leads to all. The older API's ``pipe_or_context``: see ``wsync.legacy``.
+
+        Raises:
+            ValueError: not a pipe of this scheme.
+        """
+        older = older_transport(self, self._pipes, worker_idx)
+        return older or self.shared_transport or SharedMemTransport()
+
+    @property
+    def shared_transport(self) -> SharedMemTransport | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The transport to all workers, on the sender; None in one process, where nothing is shared."""
+        role = self._role
+        if not isinstance(role, SenderRole) or not isinstance(role.channel, WorkerChannel):
+            return None
+        return SharedMemTransport.of_scheme(role, self.connect)
+
     @property
     def weights(self) -> Any:
         """See ``WeightSyncScheme.weights``; on a sender that was given none, those that it has published.
 
         None where workers have different ones: ``shared_transport.unique_weights`` are all of them.
         """
-        own, line = super().weights, self.shared_transport
-        published = line.unique_weights if own is None and line is not None else []
+        own, transport = super().weights, self.shared_transport
+        published = transport.unique_weights if own is None and transport is not None else []
         return self.strategy.extract_weights(published[0]) if len(published) == 1 else own
 
     @property
-    def shared_transport(self) -> SharedMemTransport | None:
-        """The one line to all workers, on the sender; None in one process, where nothing is shared."""
-        role = self._role
-        port = self._port(role, None) if isinstance(role, Trainer) else None
-        return port if isinstance(port, SharedMemTransport) else None
+    def acknowledges(self) -> bool:
+        """See ``WeightSyncScheme``."""
+        return self.acknowledge == "installed"
 
-    def _port(self, role: Trainer, worker_ids: Sequence[int] | None) -> TransportBackend:
-        if not isinstance(role.end, LocalSender):
-            return super()._port(role, worker_ids)
-        return SharedMemTransport(role.sender, role.end, self.connect, worker_ids)
-
-    def _behind(self, worker: int) -> None:
-        """One line leads to all."""
-
-    @property
-    def _published(self) -> bool:
-        return self.acknowledge == "published"
+    def _transport_factory(self) -> None:
+        return None
 
     def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None) -> Source:
         mirror = self._registered.get(model_id)
         if not self.auto_register and mirror is None:
-            return _Unregistered(model_id)
+            return _UnregisteredSource(model_id)
         return Source(weights, self.strategy, device_map_fn=device_map_fn, apart=self.per_worker_weights, mirror=mirror)
 
-    def _make_sender_end(self, num_workers: int) -> tuple[LocalSender, Endpoint]:
-        end = LocalSender(num_workers, retains=True, checksum=self.checksum)
-        return end, end.endpoint
-
-    def _make_receiver_end(self, seed: Endpoint) -> LocalReceiver:
-        return LocalReceiver(seed, retains=self.bind)
-
     def __getstate__(self) -> dict[str, Any]:
-        """Options and the way to the sender: registered buffers stay with the sender."""
-        return {**super().__getstate__(), "_registered": {}}
+        """Return the options and the sender's address: registered buffers and pipes stay with the sender."""
+        return {**super().__getstate__(), "_registered": {}, "_pipes": []}

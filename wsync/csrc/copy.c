@@ -1,27 +1,32 @@
-/* Copying, by the shortest way to who will read it.
+/* Copying bytes, by ordinary stores or by stores that bypass the caches ("streaming").
  *
- * An ordinary store first fetches the line that it overwrites, takes it from whichever core has read it, and writes it
- * back some time. What another core will read, or is too much for the caches anyway, is written past them instead:
- * two thirds of the time from a quarter of a megabyte on, and the reader finds it as fast (docs/performance.md).
+ * An ordinary store first reads the cache line that it overwrites, takes it from the core that has read it, and writes it
+ * back at some later time. Streaming saves that, and takes two thirds of the time for a quarter of a megabyte and more;
+ * a reader on another core finds the data as fast (docs/performance.md). From 8 MiB on it depends on the machine: where
+ * the last cache holds source and target, ordinary stores may never reach the memory. So both ways are measured.
  */
 
+#include <pthread.h>
 #include <signal.h>
 
-#include "native.h"
+#include "loops.h"
 
 enum {
-    LINE = 64,             /* bytes, as all of these: of a cache */
-    PAST_SHARED = 1 << 17, /* from here on past the caches, if another process will read it */
-    PAST_OWN = 1 << 23,    /* or if this one will */
-    BRIEF = 1 << 21,       /* up to here no other thread of Python is let run meanwhile */
-    MUCH = 1 << 24,        /* for each thread, if there is more than one */
-    MOST_THREADS = 8,
+    LINE = 64,                /* bytes of a cache line; the next four are bytes as well */
+    STREAM_SHARED = 1 << 17,  /* stream from here on what another process will read */
+    LARGE_BITS = 23,          /* log2: from here on both ways are measured */
+    HOLD_GIL = 1 << 21,       /* up to here the GIL is not released */
+    THREAD_SHARE = 1 << 24,   /* for each thread, if there is more than one */
+    MAX_THREADS = 8,
+    SIZE_CLASSES = 16,        /* of large copies, by powers of two */
+    TRIALS = 6,               /* the first copies of a size take turns */
+    RETRY = 64,               /* then so many copies go the faster way before the other one is measured again */
 };
 
 #ifdef __SSE2__
 #include <emmintrin.h>
 
-static void past_caches(char *to, const char *from, size_t nbytes)
+static void stream(char *to, const char *from, size_t nbytes)
 {
     size_t head = -(uintptr_t)to % LINE;
     head = head < nbytes ? head : nbytes;
@@ -38,13 +43,13 @@ static void past_caches(char *to, const char *from, size_t nbytes)
     memcpy(to, from, nbytes);
 }
 
-/* Behind it, whoever sees a later store sees those past the caches, too. */
+/* A core that sees a later store also sees the streaming stores before this. */
 static void fence(void)
 {
     _mm_sfence();
 }
 #else
-static void past_caches(char *to, const char *from, size_t nbytes)
+static void stream(char *to, const char *from, size_t nbytes)
 {
     memcpy(to, from, nbytes);
 }
@@ -54,61 +59,60 @@ static void fence(void)
 }
 #endif
 
-/* A thread's part of a copy: of all bytes, one span behind another, those from `begin` to `end`. */
+/* A thread's part of a copy: of the bytes of all spans, one after the other, those from `begin` to `end`. */
 typedef struct {
     const Span *spans;
     size_t count, begin, end;
-    int past;
-} Share;
+    int streaming;
+} Part;
 
-static void *copy_share(void *given)
+static void *copy_part(void *given)
 {
-    const Share *share = given;
+    const Part *part = given;
     size_t start = 0;
-    for (size_t i = 0; i < share->count && start < share->end; i++) {
-        const Span *span = &share->spans[i];
+    for (size_t i = 0; i < part->count && start < part->end; i++) {
+        const Span *span = &part->spans[i];
         size_t stop = start + span->nbytes;
-        size_t begin = share->begin > start ? share->begin : start, end = share->end < stop ? share->end : stop;
-        if (begin < end && share->past)
-            past_caches(span->to + (begin - start), span->from + (begin - start), end - begin);
+        size_t begin = part->begin > start ? part->begin : start, end = part->end < stop ? part->end : stop;
+        if (begin < end && part->streaming)
+            stream(span->to + (begin - start), span->from + (begin - start), end - begin);
         else if (begin < end)
             memcpy(span->to + (begin - start), span->from + (begin - start), end - begin);
         start = stop;
     }
-    if (share->past)
+    if (part->streaming)
         fence();
     return NULL;
 }
 
-static void copy_together(const Share *whole, size_t threads)
+static void copy_together(const Part *whole, size_t threads)
 {
-    Share shares[MOST_THREADS];
-    pthread_t helpers[MOST_THREADS];
-    int helped[MOST_THREADS] = {0};
-    size_t part = whole->end / threads / LINE * LINE;
+    Part parts[MAX_THREADS];
+    pthread_t helpers[MAX_THREADS];
+    int helped[MAX_THREADS] = {0};
+    size_t size = whole->end / threads / LINE * LINE;
     sigset_t all, before;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before); /* a signal is for a thread that Python knows */
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for threads of Python */
     for (size_t i = 0; i < threads; i++) {
-        shares[i] = *whole;
-        shares[i].begin = part * i;
-        shares[i].end = i + 1 < threads ? part * (i + 1) : whole->end;
-        helped[i] = i && !pthread_create(&helpers[i], NULL, copy_share, &shares[i]);
+        parts[i] = *whole;
+        parts[i].begin = size * i;
+        parts[i].end = i + 1 < threads ? size * (i + 1) : whole->end;
+        helped[i] = i && !pthread_create(&helpers[i], NULL, copy_part, &parts[i]);
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     for (size_t i = 0; i < threads; i++)
         if (!helped[i])
-            copy_share(&shares[i]);
+            copy_part(&parts[i]);
     for (size_t i = 0; i < threads; i++)
         if (helped[i])
             pthread_join(helpers[i], NULL);
 }
 
-/* How many threads are to copy so much: half of those that PyTorch would take, for the memory is soon as fast as it can
- * be. 0 with an error. */
+/* Return the number of threads for a copy: half of PyTorch's, because few threads saturate the memory. 0 with an error. */
 static size_t threads_for(size_t nbytes)
 {
-    size_t most = nbytes / MUCH < MOST_THREADS ? nbytes / MUCH : MOST_THREADS;
+    size_t most = nbytes / THREAD_SHARE < MAX_THREADS ? nbytes / THREAD_SHARE : MAX_THREADS;
     if (most < 2)
         return 1;
     PyObject *number = PyObject_CallNoArgs(names.get_num_threads);
@@ -119,24 +123,62 @@ static size_t threads_for(size_t nbytes)
     return half < 1 ? 1 : half < most ? half : most;
 }
 
+/* What large copies of one size have cost, in nanoseconds per byte: [0] ordinary, [1] streaming. Only a thread that has
+ * the GIL touches it. */
+typedef struct {
+    double cost[2];
+    unsigned copies;
+} Speed;
+
+static Speed *speed_of(size_t nbytes, int shared)
+{
+    static Speed speeds[2][SIZE_CLASSES];
+    size_t index = 0;
+    while (index + 1 < SIZE_CLASSES && nbytes >> (LARGE_BITS + index + 1))
+        index++;
+    return &speeds[!!shared][index];
+}
+
+static int choose_way(Speed *speed)
+{
+    unsigned turn = speed->copies++;
+    if (turn < TRIALS)
+        return !(turn & 1);
+    int faster = speed->cost[1] <= speed->cost[0];
+    return turn % RETRY == RETRY - 1 ? !faster : faster;
+}
+
+static void note_cost(Speed *speed, int way, double cost)
+{
+    double *known = &speed->cost[way];
+    if (!*known || cost < *known)
+        *known = cost;
+    else
+        *known += (cost - *known) / 8;
+}
+
 int copy_spans(const Span *spans, size_t count, int shared)
 {
-    Share whole = {.spans = spans, .count = count};
+    Part whole = {.spans = spans, .count = count};
     for (size_t i = 0; i < count; i++)
         whole.end += spans[i].nbytes;
-    whole.past = whole.end >= (shared ? PAST_SHARED : PAST_OWN);
-    if (whole.end <= BRIEF) {
-        copy_share(&whole);
+    Speed *speed = whole.end >> LARGE_BITS ? speed_of(whole.end, shared) : NULL;
+    whole.streaming = speed ? choose_way(speed) : shared && whole.end >= STREAM_SHARED;
+    if (whole.end <= HOLD_GIL) {
+        copy_part(&whole);
         return 0;
     }
     size_t threads = threads_for(whole.end);
     if (!threads)
         return -1;
+    int64_t began = nanoseconds();
     Py_BEGIN_ALLOW_THREADS
     if (threads == 1)
-        copy_share(&whole);
+        copy_part(&whole);
     else
         copy_together(&whole, threads);
     Py_END_ALLOW_THREADS
+    if (speed)
+        note_cost(speed, whole.streaming, (double)(nanoseconds() - began) / (double)whole.end);
     return 0;
 }

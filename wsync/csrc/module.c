@@ -1,36 +1,48 @@
-/* The fast path of an update, compiled.
+/* wsync._loops: the inner loops of an update, compiled.
  *
  * Between two batches a trainer's caches are cold, and an interpreter that walks through a module, asks where each
- * tensor lies and stores a few words spends its time waiting for memory: ten times what the copy itself takes. So the
- * usual case stands here once more, in few cache lines: a module whose tree has not changed, whose tensors are plain,
- * and whose workers are all there.
+ * tensor lies and stores a few words spends its time waiting for memory: ten times what the copy itself takes.
  *
- *     room.c   a buffer's tensors        tree.c   a module's tensors
- *     board.c  the trainer's update      seat.c   the worker's, and what a forward costs that finds nothing new
- *     gate.c   the way into a forward    install.c  how a model takes an update
- *     copy.c   bytes, by the best way to who     watch.c    whether anything has happened to any worker
- *              will read them
+ * Each class here stands in for the class of the same name in the package wsync.loops, and follows the argument that is
+ * written there: same constructor, same methods, same tests. wsync/loops/__init__.py chooses once, at import.
  *
- * Nothing here decides what is right. Each function does the usual case whole, or changes nothing and says that it did
- * not; the caller then takes the slow path, in Python, which knows every case, and names what is wrong.
+ *     pack_plan.c      copies tensors into a buffer      tensor_tree.c    finds a module's tensors
+ *     arena_writer.c   the sender's words                arena_update.c   a usual update of all workers
+ *     worker_slot.c    a worker's words                  worker_update.c  a usual update in a worker
+ *     gate_lock.c      the gate around forwards          installer.c      switches a model to an update
+ *     peer_watch.c     events of many workers            copy.c           copies bytes
  *
- * Tensors are looked at through DLPack's exchange table (dlpack.h, DLPackExchangeAPI, version 1), which PyTorch offers
- * at torch.Tensor.__dlpack_c_exchange_api__: no header of PyTorch's is needed, and nothing is tied to its version.
+ * Tensors are read through DLPack's exchange table (dlpack.h, DLPackExchangeAPI, version 1), which PyTorch offers at
+ * torch.Tensor.__dlpack_c_exchange_api__: no header of PyTorch is needed, and the build is tied to no version of it.
  */
 
-#include "native.h"
+#include "loops.h"
 
-#define REVISION 9 /* of what Python calls here: native.py names the one that it knows */
+#define REVISION 10 /* of the interface; wsync/loops/__init__.py names the one that it expects */
 
 const DLPackExchange *dlpack;
-PyTypeObject *Room_type, *Tree_type, *Turnstile_type, *Installer_type, *Watch_type;
+PyTypeObject *PackPlan_type, *TensorTree_type, *GateLock_type, *Installer_type, *PeerWatch_type;
 struct Names names;
 
-static PyObject *use(PyObject *Py_UNUSED(module), PyObject *args)
+static int set_phases(PyObject *phases)
 {
-    PyObject *capsule, *types, *report, *phases, *get_num_threads;
-    if (!PyArg_ParseTuple(args, "OO!O!O!O:use", &capsule, &PyTuple_Type, &types, &PyType_Type, &report, &PyTuple_Type,
-                          &phases, &get_num_threads))
+    PyObject *no_phases = PyDict_New();
+    for (Py_ssize_t i = 0; i < PHASES; i++) {
+        Py_XSETREF(names.phases[i], Py_NewRef(PyTuple_GET_ITEM(phases, i)));
+        if (!no_phases || PyDict_SetItem(no_phases, names.phases[i], names.zero)) {
+            Py_XDECREF(no_phases);
+            return -1;
+        }
+    }
+    Py_XSETREF(names.no_phases, no_phases);
+    return 0;
+}
+
+static PyObject *configure(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *capsule, *types, *report, *phases, *threads, *increment, *autocast, *copy_all, *not_connected, *timeout;
+    if (!PyArg_ParseTuple(args, "OO!O!O!OOOOOO:configure", &capsule, &PyTuple_Type, &types, &PyType_Type, &report,
+                          &PyTuple_Type, &phases, &threads, &increment, &autocast, &copy_all, &not_connected, &timeout))
         return NULL;
     const DLPackExchange *table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (!table)
@@ -43,35 +55,32 @@ static PyObject *use(PyObject *Py_UNUSED(module), PyObject *args)
         PyErr_SetString(PyExc_ImportError, "it was built for another SyncReport: build it again");
         return NULL;
     }
-    PyObject *no_phases = PyDict_New();
-    for (Py_ssize_t i = 0; i < PHASES; i++) {
-        Py_XSETREF(names.phases[i], Py_NewRef(PyTuple_GET_ITEM(phases, i)));
-        if (!no_phases || PyDict_SetItem(no_phases, names.phases[i], names.never)) {
-            Py_XDECREF(no_phases);
-            return NULL;
-        }
-    }
-    Py_XSETREF(names.no_phases, no_phases);
+    if (set_phases(phases))
+        return NULL;
     Py_XSETREF(names.report, Py_NewRef(report));
     Py_XSETREF(names.plain_types, Py_NewRef(types));
-    Py_XSETREF(names.get_num_threads, Py_NewRef(get_num_threads));
+    Py_XSETREF(names.get_num_threads, Py_NewRef(threads));
+    Py_XSETREF(names.increment_version, Py_NewRef(increment));
+    Py_XSETREF(names.clear_autocast_cache, Py_NewRef(autocast));
+    Py_XSETREF(names.copy_all, Py_NewRef(copy_all));
+    Py_XSETREF(names.not_connected, Py_NewRef(not_connected));
+    Py_XSETREF(names.sync_timeout, Py_NewRef(timeout));
     dlpack = table;
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(use_doc,
-             "use(exchange table, types, report, phases, get_num_threads): how to look at tensors, the classes that are\n"
-             "nothing else; the class of reports, and the names of extract, wait, pack, transfer, apply and acknowledge;\n"
-             "and how many threads PyTorch takes.");
+PyDoc_STRVAR(configure_doc,
+             "configure(exchange_table, plain_types, report, phases, get_num_threads, increment_version,\n"
+             "clear_autocast_cache, copy_all, not_connected, sync_timeout): called once, before anything else is used.");
 static PyMethodDef functions[] = {
-    {"use", use, METH_VARARGS, use_doc},
+    {"configure", configure, METH_VARARGS, configure_doc},
     {NULL},
 };
 
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
-    .m_name = "wsync._native",
-    .m_doc = "The fast path of an update (native.py).",
+    .m_name = "wsync._loops",
+    .m_doc = "The inner loops of an update, compiled: see wsync.loops.",
     .m_size = -1,
     .m_methods = functions,
 };
@@ -91,25 +100,27 @@ static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **kept)
 static int make_names(void)
 {
     struct { PyObject **name; const char *text; } all[] = {
-        {&names.is_neg, "is_neg"},   {&names.enter, "enter"},     {&names.leave, "leave"},     {&names.data, "data"},
-        {&names.version, "version"}, {&names.told_at, "told_at"}, {&names.waiting, "waiting"},
-        {&names.on_readable, "on_readable"},
+        {&names.is_neg, "is_neg"},           {&names.is_conj, "is_conj"},
+        {&names.is_inference, "is_inference"}, {&names.poll_update, "poll_update"},
+        {&names.forward_ended, "forward_ended"}, {&names.on_readable, "on_readable"},
+        {&names.data, "data"},               {&names.version, "version"},
+        {&names.told_at, "told_at"},         {&names.waiting, "waiting"},
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (!(*all[i].name = PyUnicode_InternFromString(all[i].text)))
             return -1;
-    return (names.never = PyFloat_FromDouble(0)) ? 0 : -1;
+    return (names.zero = PyFloat_FromDouble(0)) ? 0 : -1;
 }
 
-PyMODINIT_FUNC PyInit__native(void)
+PyMODINIT_FUNC PyInit__loops(void)
 {
     PyObject *module = PyModule_Create(&definition);
     if (!module)
         return NULL;
-    if (add_type(module, &Room_spec, &Room_type) || add_type(module, &Tree_spec, &Tree_type)
-        || add_type(module, &Turnstile_spec, &Turnstile_type) || add_type(module, &Installer_spec, &Installer_type)
-        || add_type(module, &Board_spec, NULL) || add_type(module, &Seat_spec, NULL)
-        || add_type(module, &Watch_spec, &Watch_type) || make_names()
+    if (add_type(module, &PackPlan_spec, &PackPlan_type) || add_type(module, &TensorTree_spec, &TensorTree_type)
+        || add_type(module, &GateLock_spec, &GateLock_type) || add_type(module, &Installer_spec, &Installer_type)
+        || add_type(module, &ArenaWriter_spec, NULL) || add_type(module, &WorkerSlot_spec, NULL)
+        || add_type(module, &PeerWatch_spec, &PeerWatch_type) || make_names()
         || PyModule_AddIntConstant(module, "REVISION", REVISION)) {
         Py_DECREF(module);
         return NULL;

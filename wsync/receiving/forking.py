@@ -1,4 +1,4 @@
-"""The models that follow a sender in this process, and what becomes of them when it forks."""
+"""The receivers of this process, and what becomes of their models when the process forks."""
 
 from __future__ import annotations
 
@@ -8,63 +8,63 @@ from weakref import WeakSet
 
 from torch import nn
 
-from wsync.receiving.gate import process_gate
+from wsync.gate import process_gate
 
 
-class Follows(Protocol):
-    """Whose model follows a sender.
+class GatedReceiver(Protocol):
+    """A receiver with a gated model.
 
     Attributes:
-        model: it is gated.
+        model: the model.
     """
 
     model: nn.Module
 
     def own_memory(self) -> None:
-        """Give the model memory of its own until the next update."""
+        """Give the model memory of its own until the next update. Called inside the gate, before a fork."""
         ...
 
-    def orphan(self) -> None:
-        """This process is a forked child: the line is its parent's, and nothing more will come."""
+    def end_in_forked_child(self) -> None:
+        """Process nothing more: the connection is the parent's. Called once, in the forked child."""
         ...
 
 
-following: WeakSet[Follows] = WeakSet()
-"""Who does, in this process. Only the holder of the gate touches it."""
-_closed: list[Any] = []  # the turnstile, while this process forks
+gated_receivers: WeakSet[GatedReceiver] = WeakSet()
+"""Those of this process. Used by the holder of the gate only."""
+_held: list[Any] = []  # the gate's lock, while this process forks
 
 
 def _own_memory() -> None:
-    for one in following:
-        one.own_memory()
+    for receiver in gated_receivers:
+        receiver.own_memory()
 
 
-def _before() -> None:
-    """Give all models memory of their own: what they are bound to is written once this process has gone on."""
-    if following:
-        turnstile = process_gate().turnstile
-        turnstile.lock.acquire()
-        _closed.append(turnstile)
-        turnstile.call(_own_memory)
+def _before_fork() -> None:
+    """Give all models memory of their own: the slots that they are bound to will be written by the sender."""
+    if gated_receivers:
+        gate_lock = process_gate().gate_lock
+        gate_lock.lock.acquire()
+        _held.append(gate_lock)
+        gate_lock.call(_own_memory)
 
 
-def _in_parent() -> None:
-    if _closed:
-        _closed.pop().lock.release()
+def _after_in_parent() -> None:
+    if _held:
+        _held.pop().lock.release()
 
 
-def _in_child() -> None:
-    """A child's models follow nobody, and it has a gate of its own.
+def _after_in_child() -> None:
+    """End all receivers: the child has a gate of its own, and no connection.
 
-    If it was forked inside a forward it leaves its parent's gate as well, and must not tell the sender of that.
+    A child that was forked inside a forward also leaves its parent's gate, and must not report that to the sender.
     """
-    if _closed:
-        turnstile = _closed.pop()
-        turnstile.feeds = ()
-        turnstile.lock.release()
-    for one in following:
-        one.orphan()
-    following.clear()
+    if _held:
+        gate_lock = _held.pop()
+        gate_lock.feeds = ()
+        gate_lock.lock.release()
+    for receiver in gated_receivers:
+        receiver.end_in_forked_child()
+    gated_receivers.clear()
 
 
-os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child)

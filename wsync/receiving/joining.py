@@ -1,55 +1,55 @@
-"""A worker that has knocked and waits for nobody: the process's thread does the rest when the sender answers."""
+"""Completing a connection in the receiver thread, for a worker that does not wait for the sender."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
 
-from wsync.receiving.receiver_thread import receiver_thread
+from wsync.control.receiver_thread import receiver_thread
 
 
-class Joining:
-    """The rest of a rendezvous that has begun (a ``LineHandler``).
+class BackgroundConnect:
+    """A connection that has begun. Implements ``wsync.control.receiver_thread.MessageHandler``.
 
     Args:
         descriptors: one of them is readable when the sender has answered, or has gone.
-        connect: does the rest.
+        connect: completes the connection; called once, by the receiver thread.
     """
 
     def __init__(self, descriptors: Sequence[int], connect: Callable[[], None]) -> None:
         self._connect = connect
-        self._over = threading.Event()
+        self._finished = threading.Event()
         self._error: Exception | None = None
         self._lock = threading.Lock()
-        with self._lock:  # the thread may be told by the first of them before all are there
+        with self._lock:  # the thread may call before all descriptors are registered
             for descriptor in descriptors:
                 receiver_thread().register(descriptor, self)
 
     def on_readable(self) -> bool:
-        """Connect. True if that went well: the receiver listens at one of the descriptors from then on."""
+        """See ``MessageHandler``. True if it connected: the receiver then uses one of the descriptors."""
         with self._lock:
-            if self._over.is_set():
+            if self._finished.is_set():
                 return False
             try:
                 self._connect()
                 receiver_thread().unregister(self)
-            except Exception as error:  # noqa: BLE001  raised where somebody waits: in the worker's own thread
+            except Exception as error:  # noqa: BLE001  raised by wait(), in the worker's own thread
                 self._error = error
-            self._over.set()
+            self._finished.set()
             return self._error is None
 
     def wait(self, timeout: float | None) -> bool:
-        """Whether this worker is let in, ``timeout`` seconds (None: no limit) from now at the latest.
+        """Return whether the worker is connected, after at most ``timeout`` seconds (None: no limit).
 
         Raises:
             WeightSyncError: it cannot be: see ``WeightSyncScheme.connect``.
         """
-        if not self._over.wait(timeout):
+        if not self._finished.wait(timeout):
             return False
         if self._error is not None:
             raise self._error
         return True
 
     def close(self) -> None:
-        """Wait for no answer any more; return when none is being read."""
+        """Stop waiting for the sender; on return no call is in progress."""
         receiver_thread().unregister(self)

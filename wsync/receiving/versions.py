@@ -1,4 +1,4 @@
-"""Which version a worker's model has, and who waits in ``receive`` for the next one."""
+"""The version that a worker's model has, and the threads that wait in ``receive`` for the next one."""
 
 from __future__ import annotations
 
@@ -8,70 +8,70 @@ from typing import Any
 
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected
-from wsync.receiving.end import ReceiverEnd
-from wsync.receiving.gate import process_gate
+from wsync.gate import process_gate
+from wsync.receiving.protocols import ReceiveChannel
 
-_LOOK = 2.0  # seconds after which somebody who waits looks whether the sender is there, where nobody would tell
+_CHECK_INTERVAL = 2.0  # seconds between checks that the sender is alive, in case no message reports its end
 
 
-class Versions:
-    """The versions of one model in one worker.
+class VersionState:
+    """Which version one model in one worker has, and who waits for the next one.
 
     Args:
-        end: tells the sender whether this worker must be woken, and whether the sender is there.
+        channel: the connection to the sender.
 
     Attributes:
-        version: that the model has.
-        waiting: how many wait in ``receive``, and have to be woken by an update.
+        version: the version that is installed in the model.
+        waiting: how many threads wait in ``receive``; an update has to wake them.
     """
 
-    def __init__(self, end: ReceiverEnd) -> None:
+    def __init__(self, channel: ReceiveChannel) -> None:
         self.version = 0
         self.waiting = 0
-        self._end = end
+        self._channel = channel
         self._seen = 0
-        self._quiet = False
+        self._acts_through_gate_only = False
         self._closed = False
-        self._free()
+        self._reset_lock()
 
-    def _free(self) -> None:
-        self._guarded = threading.RLock()  # entered by itself: a signal that strikes as a Condition is would keep it
-        self._changed = threading.Condition(self._guarded)
+    def _reset_lock(self) -> None:
+        self._guard = threading.RLock()  # entered directly: a signal handler that raises inside a Condition keeps it
+        self._changed = threading.Condition(self._guard)
 
-    def came(self, version: int) -> None:
-        """The model has it."""
-        with self._guarded:
+    def set_version(self, version: int) -> None:
+        """Record that the model has ``version``, and wake the threads that wait for it."""
+        with self._guard:
             self.version = version
             self._changed.notify_all()
 
-    def ended(self) -> None:
-        """There will be no more; who waits in ``receive`` is let go."""
-        with self._guarded:
+    def end(self) -> None:
+        """Record that there will be no more versions, and wake the threads that wait for one."""
+        with self._guard:
             self._closed = True
             self._changed.notify_all()
 
-    def await_next(self, timeout: float | None, take: Callable[[], Any]) -> Any | None:
-        """Wait until a version is installed that is newer than the last one taken; what ``take()`` makes of it.
+    def wait_next(self, timeout: float | None, take: Callable[[], Any]) -> Any | None:
+        """Wait until a version is installed that is newer than the last one taken; return what ``take()`` returns.
 
         Args:
-            timeout: seconds, also for a gate that somebody else holds; None for no limit.
-            take: called in the gate.
+            timeout: seconds, including those for a gate that another thread holds; None for no limit.
+            take: called inside the gate.
 
         Raises:
-            NotConnected: the sender is gone, and there will be nothing more.
+            NotConnected: the sender is gone, and there will be no more versions.
             RuntimeError: called inside the gate, where nothing is installed.
         """
         if process_gate().held_here:
-            raise RuntimeError("receive() inside a forward, or wsync.gate(), would wait for itself: leave it first")
+            raise RuntimeError("call receive() outside any forward and any wsync.gate() block")
         deadline = deadline_in(timeout)
-        self._await_more(1)
+        self._add_waiting(1)
         try:
-            process_gate().call_before(deadline, bool)  # what there is to install is installed on the way
-            self._await_change(deadline)
-            taken = process_gate().call_before(deadline, self._take, take)
+            process_gate().call_with_deadline(deadline, bool)  # a published version is installed on the way
+            self._wait_for_change(deadline)
+            taken = process_gate().call_with_deadline(deadline, self._take, take)
         finally:
-            self._await_more(-1)
-        with self._guarded:
+            self._add_waiting(-1)
+        with self._guard:
             if taken is None and self._closed and self.version <= self._seen:
                 raise NotConnected("the sender (or this end) has shut down, or died: there will be no more weights")
         return taken
@@ -82,31 +82,30 @@ class Versions:
         taken, self._seen = take(), self.version
         return taken
 
-    def _await_change(self, deadline: float | None) -> None:
-        """Wait for a newer version, the sender's end, or the deadline."""
+    def _wait_for_change(self, deadline: float | None) -> None:
+        """Wait until there is a newer version, the sender has gone, or the deadline has passed."""
         while True:
             left = remaining(deadline)
-            with self._guarded:
-                pause = _LOOK if left is None else min(left, _LOOK)
+            with self._guard:
+                pause = _CHECK_INTERVAL if left is None else min(left, _CHECK_INTERVAL)
                 if self._changed.wait_for(lambda: self.version > self._seen or self._closed, pause) or left == 0.0:
                     return
-            if not self._end.alive():
-                with self._guarded:
+            if not self._channel.sender_is_alive():
+                with self._guard:
                     self._closed = True
 
-    def quiet(self) -> None:
-        """Do not be woken for updates that nobody waits for: this worker acts through the gate alone."""
-        self._quiet = True
-        self._await_more(0)
+    def act_through_gate_only(self) -> None:
+        """Request no message for updates that no thread waits for: the model is used only through the gate."""
+        self._acts_through_gate_only = True
+        self._add_waiting(0)
 
-    def _await_more(self, receivers: int) -> None:
-        """So many more wait in ``receive``: while anybody does, or this worker is not quiet, it must be woken."""
-        with self._guarded:
-            self.waiting += receivers
+    def _add_waiting(self, threads: int) -> None:
+        with self._guard:
+            self.waiting += threads
             if not self._closed:
-                self._end.call(self.waiting > 0 or not self._quiet)
+                self._channel.set_wakeups(self.waiting > 0 or not self._acts_through_gate_only)
 
-    def orphan(self) -> None:
-        """Nothing more will come: this is a forked child of the worker."""
-        self._free()  # a thread that is not here may hold the lock
+    def end_in_forked_child(self) -> None:
+        """End in a forked child; its lock may be held by a thread that does not exist there."""
+        self._reset_lock()
         self._closed = True

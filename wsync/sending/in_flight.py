@@ -1,4 +1,4 @@
-"""An update on its way, and what it has cost so far."""
+"""An update that was published and is not acknowledged by all workers yet."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from wsync.types import Ack, SyncReport
 
 @dataclass(slots=True, kw_only=True)
 class InFlight:
-    """For whom it is, until when, and what it has cost so far, in seconds.
+    """An update's workers, its deadline, and the seconds that each phase has taken so far.
 
     Attributes:
-        workers: who is to answer.
-        blobs: the extra state of each part, and whom it is for; these may be more than those who are to answer.
+        workers: those that have to acknowledge it.
+        extra: the extra state of each group of workers; these may include absent ones.
+        acknowledge: whether acknowledgements are waited for.
     """
 
     version: int
     workers: Sequence[int]
-    blobs: Sequence[tuple[Sequence[int], bytes]]
+    extra: Sequence[tuple[Sequence[int], bytes]]
     acknowledge: bool
     deadline: float | None
     started: float
@@ -30,21 +31,20 @@ class InFlight:
 
     @property
     def packed(self) -> float:
-        """The clock's reading when the weights lay ready."""
+        """When the weights were packed, on ``time.perf_counter``."""
         return self.started + self.extract + self.wait + self.pack
 
     def report(self, nbytes: int, acks: Sequence[Ack], finished: float) -> SyncReport:
-        """What it has cost in all. The phases add up to it.
+        """Return what the update has cost; the phases add up to the whole.
 
         Args:
             nbytes: of one copy of the weights.
-            acks: the answers, if there were to be any.
-            finished: the clock's reading when they were there.
+            acks: the acknowledgements, if they were waited for.
+            finished: when the last one arrived, on ``time.perf_counter``.
         """
         slowest = max(acks, key=lambda ack: ack.wait + ack.apply, default=Ack(-1, self.version))
         left = finished - self.packed
-        # What a worker does while others are still being told (or before, of an update that this one supersedes) would
-        # be counted twice.
+        # A worker may begin while others are still being told; that time must not be counted twice.
         apply = min(slowest.apply, left)
         wait = min(slowest.wait, left - apply)
         transfer = min(self.transfer, left - apply - wait)

@@ -1,4 +1,4 @@
-"""The first half of an update, of which no worker knows: everything is checked, then copied into buffers."""
+"""The first half of an update, of which no worker is told: check everything, then copy it into buffers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from wsync.sending.end import SenderEnd
 from wsync.sending.in_flight import InFlight
 from wsync.sending.membership import Membership
+from wsync.sending.protocols import SendChannel
 from wsync.sending.source import Part, Source
 from wsync.weights.binding import dump_extra
 from wsync.weights.layout import Layout
@@ -19,33 +19,33 @@ Packed = tuple[Part, Buffer, bytes]
 
 
 class Loader:
-    """Fills the buffers of one sender's end.
+    """Fills the buffers of one sender.
 
     Args:
-        end: has the buffers.
+        channel: has the buffers.
         source: where weights come from when a call brings none.
-        members: knows each worker's extra state.
+        members: has each worker's extra state.
 
     Attributes:
-        layout: made from the first weights; None before.
+        layout: of the first weights; None before.
     """
 
-    def __init__(self, end: SenderEnd, source: Source, members: Membership) -> None:
+    def __init__(self, channel: SendChannel, source: Source, members: Membership) -> None:
         self.layout: Layout | None = None
-        self._end = end
+        self._channel = channel
         self._source = source
         self._members = members
         self._packer: Packer | None = None
 
-    def sketch(self, weights: object) -> Layout:
-        """The layout that ``weights`` would make, if they were the first."""
+    def layout_of(self, weights: object) -> Layout:
+        """Return the layout that ``weights`` would define, if they were the first."""
         return Layout.of(self._source.first(weights))
 
-    def plan(self, weights: object) -> tuple[Layout, Packer]:
-        """The layout, and what packs by it."""
+    def define(self, weights: object) -> tuple[Layout, Packer]:
+        """Return the layout, and what packs by it; the first weights define them."""
         if self.layout is None or self._packer is None:
-            layout = self.sketch(weights)
-            self._end.prepare(layout)
+            layout = self.layout_of(weights)
+            self._channel.set_layout(layout)
             self.layout, self._packer = layout, Packer(layout)
         return self.layout, self._packer
 
@@ -63,31 +63,31 @@ class Loader:
         """Check everything, then copy it into buffers that no worker reads; they are released if the block raises.
 
         Args:
-            weights: for ``workers``, and for who comes in the place of ``absent`` ones; None reads the source.
-            workers: who is to answer.
-            absent: who has died.
+            weights: for ``workers``, and for workers in the place of ``absent`` ones; None reads the source.
+            workers: those that will acknowledge.
+            absent: those that have gone.
             version: the update's.
             deadline: until when a buffer is waited for.
-            keep: see ``SenderEnd.reserve``.
+            keep: see ``SendChannel.reserve``.
         """
         packed: list[Packed] = []
         try:
             started = time.perf_counter()
-            layout, packer = self.plan(weights)
+            layout, packer = self.define(weights)
             parts = self._source.parts(weights, workers, absent, layout)
-            blobs = [self._blob(part) for part in parts]
+            blobs = [self._extra_of(part) for part in parts]
             extracted = time.perf_counter()
-            waited, addressees = 0.0, [*workers, *absent]
+            waited, recipients = 0.0, [*workers, *absent]
             for part, blob in zip(parts, blobs, strict=True):
                 before = time.perf_counter()
-                buffer = self._end.reserve(addressees, deadline, keep=keep)
+                buffer = self._channel.reserve(recipients, deadline, keep=keep)
                 packed.append((part, buffer, blob))
                 waited += time.perf_counter() - before
                 packer.pack(part.tensors, buffer)
-            posted = InFlight(
+            update = InFlight(
                 version=version,
                 workers=workers,
-                blobs=[(part.workers, blob) for part, _, blob in packed],
+                extra=[(part.workers, blob) for part, _, blob in packed],
                 acknowledge=True,
                 deadline=deadline,
                 started=started,
@@ -95,11 +95,11 @@ class Loader:
                 wait=waited,
                 pack=time.perf_counter() - extracted - waited,
             )
-            yield posted, packed
+            yield update, packed
         except BaseException:
-            self._end.release([buffer for _, buffer, _ in packed])
+            self._channel.release([buffer for _, buffer, _ in packed])
             raise
 
-    def _blob(self, part: Part) -> bytes:
-        """A part's extra state; weights that cannot say (a plain TensorDict) leave it as it was."""
+    def _extra_of(self, part: Part) -> bytes:
+        """Return a part's extra state; a format without it (a plain TensorDict) leaves the workers' as it was."""
         return dump_extra(part.extra) if part.extra is not None else self._members.extra.get(part.workers[0], b"")

@@ -1,4 +1,4 @@
-"""The workers of a sender: who is there, who has gone, and what each is to have."""
+"""The workers of a sender: which are present, which have gone, and which version each is to have."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Membership:
     """All workers of one sender.
 
     Args:
-        num_workers: how many there are to be.
+        num_workers: how many there are.
 
     Attributes:
-        present: those who are sent updates.
-        absent: those who have died or left; what is for all is kept for who comes in their place.
-        due: the version that each worker, or who comes in its place, is to have.
+        present: those that are sent updates.
+        absent: those that have died or left; what is sent to all is kept for workers in their place.
+        expected_version: the version that each worker, or one in its place, is to have.
         extra: each worker's extra state, as last sent.
     """
 
@@ -29,32 +29,32 @@ class Membership:
         self.num_workers = num_workers
         self.present: Sequence[int] = range(num_workers)
         self.absent: Sequence[int] = ()
-        self.due: dict[int, int] = {}
+        self.expected_version: dict[int, int] = {}
         self.extra: dict[int, bytes] = {}
 
-    def strike(self, workers: Collection[int]) -> None:
-        """They have died or left."""
+    def remove(self, workers: Collection[int]) -> None:
+        """Record that workers have died or left."""
         self._set({*self.absent, *workers})
 
-    def restore(self, workers: Collection[int]) -> None:
-        """They are there, or somebody has come in their place."""
+    def add(self, workers: Collection[int]) -> None:
+        """Record that workers are connected."""
         self._set({*self.absent}.difference(workers))
 
     def _set(self, absent: Collection[int]) -> None:
         self.absent = sorted(absent)
         self.present = [worker for worker in range(self.num_workers) if worker not in absent]
 
-    def addressees(self, worker_ids: int | Sequence[int] | None) -> tuple[Sequence[int], Sequence[int]]:
-        """Who is to have an update and answer to it, and for whose successors it is to be kept.
+    def recipients(self, worker_ids: int | Sequence[int] | None) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the workers that get an update, and the absent ones; for their places it is kept.
 
         Raises:
-            NotConnected: nobody is left.
-            ValueError: there is no such worker; or none is named.
+            NotConnected: no worker is left.
+            ValueError: there is no such worker, or none is named.
             WorkerDied: one that is named has gone.
         """
         if worker_ids is None:
             if not self.present:
-                raise NotConnected("every worker has died or left: there is nobody to send to")
+                raise NotConnected("every worker has died or left: there is no worker to send to")
             return self.present, self.absent
         wanted = worker_list(worker_ids, self.num_workers)
         gone = {worker: "has died or left before" for worker in wanted if worker in self.absent}
@@ -64,22 +64,24 @@ class Membership:
             raise ValueError("worker_ids is empty: name at least one worker, or None for all")
         return wanted, ()
 
-    def note(self, version: int, blobs: Sequence[tuple[Sequence[int], bytes]]) -> None:
-        """A version was handed over, with the extra state of each part: ``(workers, extra)``."""
-        for workers, blob in blobs:
-            self.due.update(dict.fromkeys(workers, version))
+    def note_sent(self, version: int, extra: Sequence[tuple[Sequence[int], bytes]]) -> None:
+        """Record a published version, with the extra state of each group of workers."""
+        for workers, blob in extra:
+            self.expected_version.update(dict.fromkeys(workers, version))
             if blob or self.extra:
                 self.extra.update(dict.fromkeys(workers, blob))
 
 
 def worker_list(worker_ids: object, num_workers: int | None = None) -> list[Any]:
-    """The workers that ``worker_ids`` names, one or several, each once; integers of any type (torch's) as plain ones.
+    """Return the workers that ``worker_ids`` names, one or several, each once.
+
+    Integers of any type are accepted (torch's, numpy's), and returned as plain ones.
 
     Raises:
-        ValueError: one is not of so many workers. A truth value is none: it may be of a mask.
+        ValueError: one is not among ``num_workers`` workers. A truth value is not: it may be part of a mask.
     """
     ids = worker_ids.tolist() if isinstance(worker_ids, np.ndarray | torch.Tensor) else worker_ids
-    named = [plain(one) for one in (ids if isinstance(ids, Iterable) else [ids])]
+    named = [as_plain_integer(one) for one in (ids if isinstance(ids, Iterable) else [ids])]
     if num_workers is not None:
         unknown = [one for one in named if type(one) is not int or one not in range(num_workers)]
         if unknown:
@@ -87,9 +89,9 @@ def worker_list(worker_ids: object, num_workers: int | None = None) -> list[Any]
     return list(dict.fromkeys(named))
 
 
-def plain(one: Any) -> Any:
-    """An integer of any type as a plain one: equal tensors are different keys of a dictionary; all else as it is."""
+def as_plain_integer(value: Any) -> Any:
+    """Return an integer of any type as a plain one (equal tensors are different keys); all else unchanged."""
     try:
-        return one if isinstance(one, bool) else operator.index(one)
+        return value if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        return one
+        return value

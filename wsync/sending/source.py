@@ -1,4 +1,4 @@
-"""Where a sender takes weights from, when it is given none, and for whom."""
+"""Where a sender takes weights from when a call brings none, and which worker gets which."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any, NamedTuple
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from wsync import native
 from wsync.errors import NotConnected
-from wsync.sending.fast_path import Locator
-from wsync.sending.membership import plain
+from wsync.loops import TensorTree
+from wsync.sending.locators import Locator, ModuleLocator
+from wsync.sending.membership import as_plain_integer
 from wsync.weights.layout import Layout
-from wsync.weights.snapshot import Listing, ModuleIndex, Snapshot, no_weights, snapshot
+from wsync.weights.listing import Listing
+from wsync.weights.snapshot import ModuleIndex, Snapshot, no_weights, snapshot
 from wsync.weights.strategy import WeightStrategy
 
-_NOTHING = object()  # is no update
 DeviceMap = Callable[[int, Any], Any]
+"""``(worker_idx, weights) -> weights`` for that worker."""
 
 
 class Part(NamedTuple):
@@ -29,16 +30,16 @@ class Part(NamedTuple):
 
 
 class Reader:
-    """Reads sources again and again, and remembers where the tensors of a module lie."""
+    """Reads a source again and again, and remembers where the tensors of a module are."""
 
     def __init__(self) -> None:
         self._index: ModuleIndex | None = None
         self._places: list[tuple[dict[str, Any], str]] = []  # of the index's tensors, in the layout's order
         self._layout: Layout | None = None
-        self._tree: native.Tree | None = None  # the same places, the fast path
+        self._tree: TensorTree | None = None  # the same places, the fast path
 
     def read(self, source: object) -> Snapshot:
-        """The canonical form of ``source``, as it is now."""
+        """Return the canonical form of ``source``, as it is now."""
         if isinstance(source, nn.Module) and not isinstance(source, TensorDictBase):
             index = self._current(source)
             if index is None:
@@ -48,54 +49,61 @@ class Reader:
         return snapshot(source)
 
     def _current(self, source: nn.Module) -> ModuleIndex | None:
-        """The index, if it is that of ``source`` and nothing has been added to it."""
+        """Return the index if it describes ``source`` and nothing was added to it."""
         index = self._index
         return index if index is not None and index.describes(source) and index.complete else None
 
     def read_module(self, source: object, layout: Layout) -> tuple[list[Tensor], Mapping[str, Any]] | None:
-        """The tensors of a module that was read before, in the layout's order and checked, and its extra state.
+        """Return the tensors of a module that was read before, in the layout's order and checked, and its extra state.
 
-        None if ``source`` is anything else, or has changed: the fast path that most updates take.
+        None if ``source`` is anything else, or has changed.
         """
-        index = self._current(source) if isinstance(source, nn.Module) else None
+        index = self._placed(source, layout)
         if index is None:
             return None
-        if self._layout is not layout:
-            places = index.places
-            names = set(layout.names)
-            if index.extra.keys() != layout.extra or not names <= places.keys() <= names | index.optional:
-                return None
-            self._places, self._layout = [places[name] for name in layout.names], layout
-            self._tree = None if index.extra else index.tree(layout.names)
         tensors = [where[key] for where, key in self._places]
         layout.check(tensors)
         return tensors, index.extra_state()
 
+    def _placed(self, source: object, layout: Layout) -> ModuleIndex | None:
+        """The index of a module that was read before, if it has the layout's tensors; their places are known then."""
+        index = self._current(source) if isinstance(source, nn.Module) else None
+        if index is not None and self._layout is not layout:
+            places = index.places
+            names = set(layout.names)
+            same_extra = index.extra.keys() == (layout.extra or frozenset())
+            if not same_extra or not names <= places.keys() <= names | index.optional:
+                return None
+            self._places, self._layout = [places[name] for name in layout.names], layout
+            self._tree = None if index.extra else index.tree(layout.names)
+        return index
+
     def locator(self, source: object, layout: Layout) -> Locator | None:
-        """How to find tensors like those last read, in the layout's order; None if that takes the slow path."""
-        if self._index is not None and self._index.module is source:
-            return Locator(source, self._tree) if self._tree is not None else None
-        listing = Listing.of(source, layout.names)
-        return None if listing is None else Locator(_NOTHING, None, listing)
+        """Return what finds the tensors of weights like those last read; None if there is no such shortcut."""
+        if isinstance(source, nn.Module) and not isinstance(source, TensorDictBase):
+            if self._placed(source, layout) is None or self._tree is None:
+                return None
+            return ModuleLocator(source, self._tree)
+        return Listing.of(source, layout.names)
 
 
 def per_worker(weights: object) -> dict[int, Any] | None:
-    """Each worker's weights, if ``weights`` are ``{worker_idx: weights}``; None if they are anything else.
+    """Return each worker's weights, if ``weights`` are ``{worker_idx: weights}``; None if they are anything else.
 
-    Indices may be integers of any type, as ``worker_ids`` may; they come back as plain ones.
+    Indices may be integers of any type, as ``worker_ids`` may; they are returned as plain ones.
 
     Raises:
-        ValueError: some are for one worker twice: equal tensors are different keys.
+        ValueError: a worker has weights twice: equal tensors are different keys.
     """
     if isinstance(weights, nn.Module | TensorDictBase) or not isinstance(weights, Mapping):
         return None
     found: dict[int, Any] = {}
     for key, own in weights.items():
-        worker = plain(key)
+        worker = as_plain_integer(key)
         if type(worker) is not int:
             return None
         if worker in found:
-            raise ValueError(f"weights per worker have worker {worker} twice")
+            raise ValueError(f"worker {worker} has weights twice")
         found[worker] = own
     return found or None
 
@@ -105,14 +113,14 @@ class Source:
 
     Args:
         weights: module, TensorDict, state dict or ``{worker: any of these}``; None if every send brings its own.
-        strategy: whose format ``device_map_fn`` is given, and by which a mirror is written.
+        strategy: the format that ``device_map_fn`` is given; also writes the mirror.
         device_map_fn: ``(worker_idx, weights) -> weights``, applied for each worker.
-        apart: give every worker a part (and so a buffer) of its own, even where all parts are alike.
-        mirror: the user's own buffers, into which everything that is sent is written as well.
+        apart: whether every worker gets a part (and so a buffer) of its own, even where all parts are equal.
+        mirror: the user's own buffers; everything that is sent is written into them as well.
 
     Raises:
-        TypeError: the weights, or the map, are none.
-        ValueError: weights per worker, and a map that would make them.
+        TypeError: the weights, or the map, are of a wrong type.
+        ValueError: weights per worker together with a map that would make them.
     """
 
     def __init__(
@@ -139,10 +147,10 @@ class Source:
         self._own = Reader()
         self._alike = (
             device_map_fn is None and mirror is None and not apart
-        )  # everybody is given one thing, and only it
+        )  # all workers get the same, and nothing else has to be done
 
     def first(self, weights: object) -> Snapshot:
-        """Any one worker's weights: what the layout is made from.
+        """Return one worker's weights, which define the layout.
 
         Raises:
             NotConnected: there are none yet.
@@ -152,24 +160,24 @@ class Source:
         return self._reader.read(given if apart is None else next(iter(apart.values())))
 
     def _given(self, weights: object) -> object:
-        """What an update is to be made of."""
+        """Return what an update is made from."""
         given = self.weights if weights is None else weights
         if given is None:
             raise NotConnected("nothing to send: no model or weights were given, neither at init nor now")
         return given
 
     def locator(self, weights: object, layout: Layout) -> Locator | None:
-        """How to find the tensors of updates like this one; None: slowly, or they differ from worker to worker."""
+        """Return how to find the tensors of updates like this one; None if workers get different ones."""
         return self._reader.locator(self.weights if weights is None else weights, layout) if self._alike else None
 
     def parts(self, weights: object, workers: Sequence[int], absent: Sequence[int], layout: Layout) -> list[Part]:
-        """What each of ``workers`` is to be sent, all of it checked before any is.
+        """Return what each of ``workers`` is to be sent; all of it is checked first.
 
         Args:
-            weights: the update; None reads the source's own, of whoever is to have some.
-            workers: who must be given something.
-            absent: who is given the same as the others, and need not be named in weights per worker.
-            layout: what the weights have to be like.
+            weights: the update; None reads the source's own.
+            workers: those that must get weights.
+            absent: those that get the same as the others, and need not be named in weights per worker.
+            layout: of the weights.
 
         Raises:
             LayoutMismatch: some weights do not fit.

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from functools import partial
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
-from wsync import native
+from wsync import loops
 from wsync.errors import LayoutMismatch
-from wsync.weights.layout import Layout, copy_all, same_bits
-from wsync.weights.plainly import plainly
+from wsync.weights.clean_thread import in_clean_thread
+from wsync.weights.layout import Layout, same_bits
 from wsync.weights.snapshot import ModuleIndex, describe
 
 
@@ -41,7 +39,7 @@ def unshare(model: nn.Module) -> None:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in copies:  # several may lie in one
             copies[storage.data_ptr()] = storage.clone()
-        with torch.inference_mode(False):  # or nobody could learn with them afterwards
+        with torch.inference_mode(False):  # inference tensors could not be used by autograd later
             own, copy = torch.empty(0, dtype=tensor.dtype), copies[storage.data_ptr()]
             tensor.data = own.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
 
@@ -53,9 +51,9 @@ def _is_stand_in(tensor: Tensor | None) -> bool:
 def _accumulators(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """What keeps alive the node by which autograd accumulates gradients of each parameter; it takes no memory.
 
-    PyTorch makes that node with a lock of the parameter's held, and asks for the interpreter's inside it; who binds the
-    parameter has the interpreter's, and asks for that one. So a thread that read a parameter outside the gate, and one
-    that installed an update, could wait for each other for ever. Where the node is there, nobody asks for two.
+    PyTorch makes that node while it holds a lock of the parameter and waits for the interpreter's lock; a thread that
+    binds the parameter holds the interpreter's lock and waits for the parameter's. So a thread that reads a parameter
+    outside the gate and one that installs an update could deadlock. If the node exists, no thread takes both locks.
     """
     return [
         (parameter.narrow(0, 0, 0) if parameter.dim() else parameter).clone()
@@ -74,6 +72,9 @@ class Binding:
         model: the receiving model.
         layout: what it will be given.
         bind: whether parameters may be bound. False for a worker that trains.
+
+    Attributes:
+        installer: switches the model while it does not change; replaced when it has changed.
 
     Raises:
         LayoutMismatch: the model has other names, shapes or dtypes.
@@ -119,19 +120,12 @@ class Binding:
             if id(parameter) not in seen:  # taken out of the model: what it is bound to will be written
                 parameter.data = parameter.data.clone()
         bound = [parameter for parameter, _ in self._bound]
-        self._accumulators = plainly(_accumulators, bound) if bound else []
+        self._accumulators = in_clean_thread(_accumulators, bound) if bound else []
         self._index = index
         self._places = list(index.places.values())
         self._tensors = [where[key] for where, key in self._places]
-        self.tree = index.tree(list(index.places))
-
-    def installer(self) -> native.Installer | None:
-        """What does the same as ``install``, on the fast path, until the model changes."""
-        if self.tree is None or any(tensor.is_neg() or tensor.is_conj() for tensor, _ in self._copied):
-            return None
-        copied = [tensor for tensor, _ in self._copied if not tensor.is_inference()]
-        bump = partial(increment_version, copied)
-        return native.installer(self.tree, self._tensors, self._bound, self._copied, bump)
+        tree = index.tree(list(index.places))
+        self.installer = loops.Installer(tree, tuple(self._tensors), tuple(self._bound), tuple(self._copied))
 
     @property
     def may_refuse(self) -> bool:
@@ -165,13 +159,9 @@ class Binding:
         self._check_current(views)
         if extra:
             self._set_extra(extra)
-        if self._copied:
-            with torch.no_grad():
-                copy_all([tensor for tensor, _ in self._copied], [views[i] for _, i in self._copied])
-        for parameter, i in self._bound:
-            parameter.data = views[i]
+        self.installer.apply(views)
 
-    def rehearse(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
+    def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """Find out whether ``install`` would succeed, and leave the model as it is. Call it inside the gate.
 
         Raises:
@@ -198,7 +188,7 @@ class Binding:
     def _is_lent(self) -> bool:
         """Whether plain tensors take the place of parameters for a while, as ``torch.func.functional_call`` has it.
 
-        They are somebody's own. The parameters will come back, and are given the weights meanwhile.
+        They belong to the caller. The parameters will come back, and are given the weights meanwhile.
         """
         return self._index.describes(self._model) and any(
             isinstance(tensor, nn.Parameter) and _is_stand_in(where[key])

@@ -173,11 +173,6 @@ def _mismatch(problems: Sequence[str]) -> LayoutMismatch:
     return LayoutMismatch(f"the weights do not fit the model, or the first ones that were sent: {describe(problems)}")
 
 
-def copy_all(destinations: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into its destination, in one call of PyTorch's."""
-    torch._foreach_copy_(destinations, sources)  # pyright: ignore[reportPrivateImportUsage]
-
-
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one shape and dtype are alike, NaNs included."""
     if torch.equal(one, other):

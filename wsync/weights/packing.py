@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from wsync import native
-from wsync.weights.layout import Layout, copy_all
+from wsync import loops
+from wsync.loops.tensors import copy_all
+from wsync.weights.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +20,16 @@ class Buffer:
         flat: all of it, ``uint8[nbytes]``.
         views: one tensor per entry of the layout, to be packed into.
         slot: what the end knows it by.
-        room: fills the views with plain bytes, if there is a fast path: to ask PyTorch for a copy of a small tensor
-            costs more than the copy, and of a large one fetches what it overwrites.
+        plan: copies plain bytes into the views. PyTorch's copy of a small tensor costs more in calls than in bytes,
+            and of a large one it reads what it overwrites.
         address: where ``flat`` lay when this was made.
     """
 
     flat: Tensor
     views: Sequence[Tensor]
-    slot: int = -1
-    room: native.Room | None = None
-    address: int = 0
+    slot: int
+    plan: loops.PackPlan
+    address: int
 
     @property
     def moved(self) -> bool:
@@ -40,7 +40,7 @@ class Buffer:
     def over(cls, layout: Layout, flat: Tensor, slot: int = -1, *, shared: bool = False) -> Buffer:
         """The flat buffer ``uint8[nbytes]`` as room for weights of ``layout``; ``shared`` with other processes."""
         views = layout.views(flat)
-        return cls(flat, views, slot, native.room(views, shared=shared), flat.data_ptr())
+        return cls(flat, views, slot, loops.PackPlan(views, shared), flat.data_ptr())
 
 
 class Packer:
@@ -57,10 +57,9 @@ class Packer:
 
     def pack(self, tensors: list[Tensor], buffer: Buffer) -> None:
         """Copy ``tensors`` (in the layout's order, and checked) into ``buffer``."""
-        if buffer.room is not None and buffer.room.fill(tensors):
+        if buffer.plan.fill(tensors):
             return
         views = buffer.views
         if self._tied:
             tensors, views = [tensors[i] for i in self._leaders], [views[i] for i in self._leaders]
-        with torch.no_grad():
-            copy_all(list(views), list(tensors))
+        copy_all(views, tensors)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from wsync import native
+from wsync import loops
 from wsync.errors import LayoutMismatch
 
 EXTRA = "_extra_state"
@@ -37,7 +37,7 @@ class Snapshot:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside ``torch.compile``'s wrapper, whose own names carry a prefix."""
+    """The module inside ``torch.compile``'s wrapper; the wrapper's own names carry a prefix."""
     inner = module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
     return module if inner is None else inner
 
@@ -71,7 +71,7 @@ class ModuleIndex:
             name = prefix.rstrip(".") or type(module).__name__
             raise LayoutMismatch(
                 f"'{name}' is a TorchScript module: synchronise the module that it was made from, "
-                "whose tensors it shares, and call it inside wsync.gate(); or send its state_dict()"
+                "with which it shares its tensors, and call it inside wsync.gate(); or send its state_dict()"
             )
         for kind, found in ((module._parameters, self.parameters), (module._buffers, self.buffers)):
             self._tables.append(kind)
@@ -96,7 +96,7 @@ class ModuleIndex:
                 self._walk(child, f"{prefix}{key}.", optional)
 
     def _require_all(self, module: nn.Module, prefix: str) -> None:
-        """See that a module keeps nothing where nobody looks, and saves it by a method of its own."""
+        """Check that a module that saves its state by a method of its own has no tensors besides those found here."""
         if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
             return
         kept: dict[str, Any] = {}
@@ -120,7 +120,7 @@ class ModuleIndex:
 
     @property
     def module(self) -> nn.Module | None:
-        """Whose index this is; None if it is no more."""
+        """The module that this is the index of; None if it is no more."""
         return self._module()
 
     @property
@@ -133,11 +133,12 @@ class ModuleIndex:
         """``{name: (dictionary, key)}`` of every parameter and buffer."""
         return {**self.parameters, **self.buffers}
 
-    def tree(self, names: Sequence[str]) -> native.Tree | None:
-        """The fast path to the tensors called ``names``, for as long as ``describes`` and ``complete`` are true."""
+    def tree(self, names: Sequence[str]) -> loops.TensorTree:
+        """Return what finds the tensors called ``names``, for as long as ``describes`` and ``complete`` are true."""
         places = self.places
-        links = list(zip(self._links, self._children, strict=True))
-        return native.tree([places[name] for name in names], links, self._vacant, self._tables)
+        links = tuple((where, key, child) for (where, key), child in zip(self._links, self._children, strict=True))
+        wanted = tuple(places[name] for name in names)
+        return loops.TensorTree(wanted, links, tuple(self._vacant), tuple(self._tables))
 
     def tensors(self) -> dict[str, Tensor]:
         """Every parameter and buffer by name, as they are now."""
@@ -164,41 +165,6 @@ def _has_others(saved: Any, own: Collection[tuple[str, int]]) -> bool:
     if isinstance(saved, list | tuple):
         return any(_has_others(one, own) for one in saved)
     return isinstance(saved, torch.ScriptObject)
-
-
-class Listing:
-    """Where a TensorDict, or a flat state dict, lists the tensors of a layout: for others that list the same keys.
-
-    Args:
-        keys: those that are listed, in their order.
-        order: for each name of the layout, the place of its key.
-    """
-
-    def __init__(self, keys: Sequence[Any], order: Sequence[int]) -> None:
-        self._keys = list(keys)
-        self._order = order
-
-    @classmethod
-    def of(cls, source: object, names: Sequence[str]) -> Listing | None:
-        """The listing of ``source``; None unless it lists exactly the tensors called ``names``."""
-        keys = [key for key, _ in _pairs(source)]
-        known = [".".join(key) if isinstance(key, tuple) else str(key) for key in keys]
-        if sorted(known) != sorted(names):
-            return None
-        place = {name: index for index, name in enumerate(known)}
-        return cls(keys, [place[name] for name in names])
-
-    def tensors(self, source: object) -> list[Any] | None:
-        """What ``source`` lists, in the order of the names; None if it lists other keys."""
-        pairs = _pairs(source)
-        return [pairs[i][1] for i in self._order] if [key for key, _ in pairs] == self._keys else None
-
-
-def _pairs(source: object) -> list[tuple[Any, Any]]:
-    """What there is to find in a TensorDict or a mapping; nothing in anything else."""
-    if isinstance(source, TensorDictBase):
-        return list(source.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor))
-    return list(source.items()) if isinstance(source, Mapping) else []
 
 
 def snapshot(source: object) -> Snapshot:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor, nn
 
+from wsync.loops.tensors import copy_all
 from wsync.weights.binding import Binding
-from wsync.weights.layout import Layout, copy_all
+from wsync.weights.layout import Layout
 from wsync.weights.snapshot import Snapshot, snapshot
 
 Format = Literal["tensordict", "state_dict"]
@@ -80,8 +80,7 @@ class WeightStrategy:
         own = snapshot(destination)
         tensors = Layout.of(own).order(Snapshot(given.tensors))
         if inplace and not _is_stacked(destination):
-            with torch.no_grad():
-                copy_all([own.tensors[name] for name in Layout.of(own).names], tensors)
+            copy_all([own.tensors[name] for name in Layout.of(own).names], tensors)
             return
         replaced = dict(zip(Layout.of(own).names, tensors, strict=True))
         if isinstance(destination, TensorDictBase):
@@ -94,7 +93,7 @@ class WeightStrategy:
 
 
 def _is_stacked(destination: object) -> bool:
-    """Whether some of its tensors are made of others when they are read: what is copied into them, nobody sees."""
+    """Return whether reading some of its tensors makes new ones, so that a copy into them would be lost."""
     return isinstance(destination, TensorDictBase) and any(
         isinstance(part, LazyStackedTensorDict)
         for part in (destination, *destination.values(include_nested=True, leaves_only=False))

@@ -1,0 +1,60 @@
+"""The layout of a batch in one flat buffer: computed once; batches are views of buffers and are never pickled."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+_ALIGNMENT = 64  # bytes
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Where each tensor of a batch lies in its buffer.
+
+    Attributes:
+        columns: key, dtype, shape and offset in bytes of each tensor.
+        batch_size: of the TensorDict.
+        nbytes: size of the buffer.
+    """
+
+    columns: tuple[tuple[tuple[str, ...], torch.dtype, torch.Size, int], ...]
+    batch_size: torch.Size
+    nbytes: int
+
+    @classmethod
+    def of(cls, batch: TensorDictBase) -> BatchLayout:
+        """Return the layout of ``batch``."""
+        columns, end = [], 0
+        for key, value in batch.items(include_nested=True, leaves_only=True):
+            columns.append(((key,) if isinstance(key, str) else key, value.dtype, value.shape, end))
+            end += -(-value.numel() * value.element_size() // _ALIGNMENT) * _ALIGNMENT
+        return cls(tuple(columns), batch.batch_size, max(end, _ALIGNMENT))
+
+    def create_memory(self, count: int) -> int:
+        """Return the descriptor of a new anonymous memory file for ``count`` batches."""
+        fd = os.memfd_create("wsync-batches", os.MFD_CLOEXEC)
+        os.posix_fallocate(fd, 0, self.nbytes * count)
+        return fd
+
+    def map_memory(self, fd: int, count: int) -> list[torch.Tensor]:
+        """Map ``count`` buffers of a memory file, and close ``fd``. The memory is freed with the last buffer."""
+        memory = torch.frombuffer(mmap.mmap(fd, self.nbytes * count), dtype=torch.uint8)
+        os.close(fd)
+        return list(memory.view(count, self.nbytes).unbind())
+
+    def allocate(self, count: int) -> list[torch.Tensor]:
+        """Return ``count`` buffers in private memory."""
+        return list(torch.zeros(count, self.nbytes, dtype=torch.uint8).unbind())
+
+    def view(self, buffer: torch.Tensor) -> TensorDict:
+        """Return the batch in ``buffer``, ``uint8[nbytes]``, without a copy."""
+        batch = TensorDict({}, self.batch_size)
+        for key, dtype, shape, offset in self.columns:
+            nbytes = shape.numel() * dtype.itemsize
+            batch.set(key, buffer[offset : offset + nbytes].view(dtype).view(shape))
+        return batch

@@ -1,0 +1,58 @@
+"""What a user gives a collector to make environments and policies with, and how that crosses to a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import gymnasium
+
+from collectors.envs import GymEnv
+
+EnvMaker = Callable[[], Any]
+_GYMNASIUM = gymnasium.Env | gymnasium.vector.VectorEnv
+
+
+def make_env(create_env_fn: EnvMaker | GymEnv | gymnasium.Env | gymnasium.vector.VectorEnv) -> GymEnv:
+    """Return the environment that is given, or that ``create_env_fn`` makes; a Gymnasium environment is wrapped.
+
+    Raises:
+        TypeError: the argument is neither an environment nor a function that makes one.
+    """
+    if isinstance(create_env_fn, GymEnv | _GYMNASIUM):
+        env = create_env_fn
+    elif callable(create_env_fn):
+        env = create_env_fn()
+    else:
+        what = type(create_env_fn).__name__
+        raise TypeError(f"create_env_fn is an environment, or a function that makes one, not a {what}")
+    if isinstance(env, _GYMNASIUM):
+        return GymEnv(env)
+    if not isinstance(env, GymEnv):
+        raise TypeError(f"create_env_fn made a {type(env).__name__}, not a GymEnv or a Gymnasium environment")
+    return env
+
+
+def pickled(value: Any, name: str) -> bytes:
+    """Pickle ``value`` with cloudpickle, which takes lambdas and local functions; ``name`` is for the error.
+
+    Raises:
+        TypeError: ``value`` cannot be pickled.
+    """
+    try:
+        return cloudpickle.dumps(value)
+    except Exception as error:
+        raise TypeError(
+            f"the {name} cannot be sent to a worker, because it cannot be pickled ({error}); "
+            "give a factory (create_env_fn, policy_factory) that makes it there"
+        ) from error
+
+
+def copy_of(policy: Any) -> Any:
+    """Return a copy of ``policy`` that shares no memory with it.
+
+    Raises:
+        TypeError: ``policy`` cannot be pickled.
+    """
+    return None if policy is None else cloudpickle.loads(pickled(policy, "policy"))

@@ -1,0 +1,238 @@
+"""Sources of a rollout's actions: random, a policy that is called, or a ``SampledPolicy`` used in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import nn
+
+import wsync
+from collectors.environments.probing import without_side_effects
+from collectors.environments.specs import to_numpy
+from collectors.environments.stepper import Steps
+from collectors.rollouts.columns import Columns
+from collectors.rollouts.sampled import SampledPolicy, greedy
+
+Array = np.ndarray
+Policy = Callable[[TensorDictBase], TensorDictBase]
+Read = Callable[[torch.Tensor], Array]
+Gate = Callable[[Callable[..., Any]], Callable[..., Any]]
+NO_VERSION = -1
+"""``policy_version`` of frames in which no policy acted (random ones)."""
+
+
+def no_version() -> int:
+    """Return 0, the version of weights that are never updated."""
+    return 0
+
+
+def no_gate(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` itself: its weights change only between two calls."""
+    return function
+
+
+class ActionSource(Protocol):
+    """Gives the actions of a rollout. All methods are called by the acting thread, under ``torch.no_grad()``."""
+
+    @property
+    def outputs(self) -> Mapping[str, torch.Tensor]:
+        """One example of each output that is stored, by key, for the environment's batch size."""
+        ...
+
+    def begin(self, steps: int) -> None:
+        """Prepare ``steps`` calls of ``act``. Called once per batch."""
+        ...
+
+    def act(self, columns: Columns, t: int) -> tuple[Array, int]:
+        """Write the actions for the current observation, and other outputs, to row ``t``; return actions and version.
+
+        Called once per step. Raises whatever the policy raises. An output may be a view of the weights or of the
+        observation: it is copied before the gate is left.
+        """
+        ...
+
+    def finish(self, columns: Columns, first: int) -> None:
+        """Write what can be computed for the rows from ``first`` on at once. Called once per batch, after all steps."""
+        ...
+
+
+class RandomActions:
+    """Random actions. Log-probabilities are those of a uniform choice; other outputs of a policy are 0."""
+
+    def __init__(self, stepper: Steps, batched: bool) -> None:
+        self._stepper = stepper
+        spec = stepper.action_spec
+        size = (stepper.num_envs,) if batched else ()
+        self.outputs = {"action": torch.zeros(size if spec.is_discrete else (*size, *spec.shape), dtype=spec.dtype)}
+
+    def begin(self, steps: int) -> None:
+        """See ActionSource."""
+
+    def act(self, columns: Columns, t: int) -> tuple[Array, int]:
+        """See ActionSource."""
+        action = self._stepper.sample()
+        row, n = columns.action[t], self._stepper.action_spec.n or 0
+        one_hot = n > 0 and row.ndim > 1 and row.shape[-1] == n
+        columns.action[t] = np.arange(n) == action[:, None] if one_hot else action.reshape(row.shape)
+        for key, rows in columns.others.items():
+            rows[t] = self._stepper.uniform_log_prob if key == "action_log_prob" else 0
+        return action, NO_VERSION
+
+    def finish(self, columns: Columns, first: int) -> None:
+        """See ActionSource."""
+
+
+class CalledPolicy:
+    """Any function of a TensorDict; its outputs are stored as they are, all of them or only ``keys``.
+
+    Each call gets a new TensorDict that holds only a copy of the current "observation": outputs of earlier steps, which
+    may be of another episode, are not in it.
+
+    Raises:
+        TypeError: the policy returns no TensorDict.
+        ValueError: the policy writes no "action".
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        stepper: Steps,
+        batched: bool,
+        device: torch.device,
+        version: Callable[[], int],
+        gate: Gate,
+        keys: Collection[str] | None = None,
+    ) -> None:
+        self._device = device
+        observation = torch.from_numpy(stepper.observation)
+        self._observation = observation if batched else observation[0]
+        self._input = TensorDict(
+            {"observation": self._observation}, self._observation.shape[:1] if batched else (), device=device
+        )
+        with without_side_effects(policy, device), _explained_errors(policy):
+            output = gate(lambda: policy(self._input.clone()))()
+        self.outputs, read = _outputs(output, keys)
+
+        def act(observation: TensorDict, columns: Columns, t: int) -> int:
+            output = policy(observation)
+            for key, rows in columns.others.items():
+                rows[t] = read(output.get(key))
+            columns.action[t] = read(output.get("action"))
+            return version()
+
+        self._act = gate(act)
+
+    def begin(self, steps: int) -> None:
+        """See ActionSource."""
+
+    def act(self, columns: Columns, t: int) -> tuple[Array, int]:
+        """See ActionSource."""
+        # A copy: the policy may keep observations (a stack of frames), and the environment overwrites this memory.
+        self._input.set("observation", self._observation.to(self._device, copy=True))
+        version = self._act(self._input.clone(recurse=False), columns, t)
+        return columns.action[t], version
+
+    def finish(self, columns: Columns, first: int) -> None:
+        """See ActionSource."""
+
+
+class PolicyInParts:
+    """A ``SampledPolicy``: random numbers are drawn before the batch, log-probabilities computed after it.
+
+    Raises:
+        ValueError: the noise has a wrong shape.
+    """
+
+    def __init__(
+        self, policy: SampledPolicy, stepper: Steps, batched: bool, device: torch.device, version: Callable[[], int]
+    ) -> None:
+        self._policy, self._device = policy, device
+        self._observation = torch.from_numpy(stepper.observation)  # always with a leading dimension
+        self._stays = device == self._observation.device
+        # The gate of a synchronised module is in its call, which its parts bypass. It is entered without a scheme, too:
+        # unlike an arbitrary function, a network does not wait for another thread.
+        with without_side_effects(policy, device), wsync.gate():
+            parameters = policy.distribution_parameters(self._observation.clone().to(device))
+            action = policy.choose(parameters, None)
+            chosen = {"action": action, "action_log_prob": policy.log_prob(parameters, action)}
+        self._like = parameters
+        read = torch.Tensor.numpy if _is_plain(action) else to_numpy
+
+        def act(
+            observation: torch.Tensor, noise: torch.Tensor | None, parameters: torch.Tensor, columns: Columns, t: int
+        ) -> int:
+            parameters.copy_(policy.distribution_parameters(observation))
+            columns.action[t] = read(policy.choose(parameters, noise))
+            return version()
+
+        self._act = wsync.gated(act)
+        outputs = {key: torch.from_numpy(to_numpy(value)) for key, value in chosen.items()}
+        self.outputs = outputs if batched else {key: value[0] for key, value in outputs.items()}
+
+    def begin(self, steps: int) -> None:
+        """See ActionSource."""
+        like = self._like
+        noise = [None] * steps if greedy() else self._noise(steps).unbind()
+        self._parameters = like.new_empty((steps, *like.shape))
+        self._rows = zip(noise, self._parameters.unbind(), strict=True)
+
+    def _noise(self, steps: int) -> torch.Tensor:
+        noise, leading = self._policy.noise(self._like, steps), (steps, *self._like.shape[:-1])
+        if noise.shape[: len(leading)] != leading:
+            kind, shape = type(self._policy).__name__, list(noise.shape)
+            raise ValueError(
+                f"{kind}.noise(parameters, {steps}) has shape {shape}: it has to start with {list(leading)}"
+            )
+        return noise
+
+    def act(self, columns: Columns, t: int) -> tuple[Array, int]:
+        """See ActionSource."""
+        observation = self._observation if self._stays else self._observation.to(self._device)
+        version = self._act(observation, *next(self._rows), columns, t)
+        return columns.action[t], version
+
+    def finish(self, columns: Columns, first: int) -> None:
+        """See ActionSource."""
+        actions = torch.from_numpy(columns.action[first:]).to(self._device)
+        columns.others["action_log_prob"][first:] = to_numpy(self._policy.log_prob(self._parameters, actions))
+
+
+@contextmanager
+def _explained_errors(policy: Policy) -> Iterator[None]:
+    """Add a note to the error of a module over tensors that was called with a TensorDict."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(policy, nn.Module) and not isinstance(policy, TensorDictModuleBase):
+            kind = type(policy).__name__
+            error.add_note(
+                f'a policy is called with a TensorDict: TensorDictModule({kind}(…), ["observation"], ["action"])'
+            )
+        raise
+
+
+def _outputs(output: TensorDictBase, keys: Collection[str] | None) -> tuple[Mapping[str, torch.Tensor], Read]:
+    """Return the outputs of a policy that are stored, and the function that reads them."""
+    if not isinstance(output, TensorDictBase | Mapping):
+        raise TypeError(f"the policy returned a {type(output).__name__}, not the TensorDict that it was called with")
+    outputs: dict[str, torch.Tensor] = {
+        key: value
+        for key, value in output.items()
+        if isinstance(value, torch.Tensor) and key not in ("observation", "policy_version")
+        if keys is None or key in keys
+    }
+    if "action" not in outputs:
+        raise ValueError(f'the policy wrote {sorted(outputs)}, and no "action" among them')
+    read = torch.Tensor.numpy if all(_is_plain(value) for value in outputs.values()) else to_numpy
+    return {key: torch.from_numpy(to_numpy(value)) for key, value in outputs.items()}, read
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    """Whether ``numpy()`` can read it; it takes half as long as ``to_numpy``."""
+    return value.is_cpu and value.dtype is not torch.bfloat16

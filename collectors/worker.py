@@ -1,0 +1,237 @@
+"""The worker's side of a collector: act in environments, fill batches, receive weights."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+from tensordict import TensorDict
+
+import wsync
+from collectors.batch_layout import BatchLayout
+from collectors.factories import make_env
+from collectors.rollouts.acting import Actor, policy_scheme
+from collectors.workers.connections import WorkerConnection
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """Settings of one worker.
+
+    Attributes:
+        worker_idx: its index.
+        frames: of a batch; rounded up to a multiple of the number of environments.
+        buffers: batches in flight: 1 for synchronous collection, 2 so that the worker need not wait for the trainer.
+        device: of the policy.
+        init_random_frames: number of first frames with random actions.
+        max_frames_per_traj: episodes are truncated after this number of steps.
+        threads: of torch in the worker's process.
+        log_level: of the root logger in the worker's process.
+    """
+
+    worker_idx: int
+    frames: int
+    buffers: int
+    device: str | None = None
+    init_random_frames: int = 0
+    max_frames_per_traj: int | None = None
+    threads: int = 1
+    log_level: int = logging.WARNING
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What a worker is built from; sent as a pickle of its own, so that no memory is shared with the trainer."""
+
+    create_env_fn: Any
+    policy: Any
+    policy_factory: Any
+    schemes: Mapping[str, wsync.WeightSyncScheme]
+
+
+class RolloutWorker:
+    """The environments, the policy and the schemes of a worker.
+
+    Args:
+        spec: a pickled ``WorkerSpec``.
+        options: settings.
+
+    Attributes:
+        num_envs: number of environments.
+        layout: of a batch.
+    """
+
+    def __init__(self, spec: bytes, options: WorkerOptions) -> None:
+        unpickled: WorkerSpec = cloudpickle.loads(spec)
+        self._worker_idx = options.worker_idx
+        self._schemes = dict(unpickled.schemes)
+        factory = unpickled.policy_factory
+        with ExitStack() as opened:
+            env = make_env(unpickled.create_env_fn)
+            opened.callback(env.close)
+            self._actor = Actor(
+                env,
+                unpickled.policy if factory is None else factory(),
+                device=options.device,
+                init_random_frames=options.init_random_frames,
+                max_frames_per_traj=options.max_frames_per_traj,
+            )
+            for model_id, scheme in self._schemes.items():
+                opened.callback(scheme.shutdown)
+                scheme.init_on_receiver(model_id, context=self._actor, worker_idx=options.worker_idx)
+            self.num_envs: int = env.num_envs
+            self.layout = BatchLayout.of(self._actor.rollout.buffer(-(-options.frames // self.num_envs)))
+            self._opened = opened.pop_all()
+        self._batches: list[TensorDict] = []
+
+    def use_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Write batches into ``buffers``, ``uint8[layout.nbytes]`` each. Called once, before the first command."""
+        self._batches = [self.layout.view(buffer) for buffer in buffers]
+
+    def execute(self, command: str, argument: Any) -> tuple[str, Any] | None:
+        """Execute a command of the trainer.
+
+        ``connect`` comes first; then ``seed`` (the seed), ``resume`` (frames of an earlier run) and ``collect`` (the
+        index of a buffer) in any order.
+
+        Returns:
+            ``("connected", None)``, ``("batch", index)``, or None for a command without an answer.
+        """
+        if command == "connect":
+            self._connect()
+            return "connected", None
+        if command == "seed":
+            self._actor.rollout.seed(argument)
+            return None
+        if command == "resume":
+            self._actor.rollout.frames = argument
+            return None
+        index: int = argument
+        self._actor.rollout.collect(self._batches[index])
+        return "batch", index
+
+    def _connect(self) -> None:
+        for scheme in self._schemes.values():
+            scheme.connect(worker_idx=self._worker_idx)
+        followed = policy_scheme(self._schemes)
+        if followed is not None:
+            self._actor.follow(followed)
+
+    def close(self) -> None:
+        """Shut the schemes down and close the environments."""
+        self._opened.close()
+
+
+def serve(connection: WorkerConnection) -> None:
+    """Execute the trainer's commands until it closes the connection; then close this end.
+
+    The first command is ``("build", (spec, options))``; ``RolloutWorker.execute`` takes the others. The answer to
+    ``build`` is ``("ready", (layout, number of buffers, number of environments))``. After ``("error", traceback)`` the
+    worker ends.
+    """
+    connection.set_timeout(None)  # the trainer may be busy for long
+    # An error is reported before the schemes are closed: the trainer would otherwise hear only that they were closed.
+    with closing(connection), _reported_errors(connection), ExitStack() as opened, _reported_errors(connection):
+        _serve(connection, opened)
+
+
+def _serve(connection: WorkerConnection, opened: ExitStack) -> None:
+    with _ended_by_trainer():
+        _, (spec, options), _ = connection.receive()
+    configure_process(options)
+    worker = RolloutWorker(spec, options)
+    opened.callback(worker.close)
+    with _ended_by_trainer():
+        buffers = connection.send_ready(worker.layout, options.buffers, worker.num_envs)
+    worker.use_buffers(buffers)
+    while True:
+        with _ended_by_trainer():
+            command, argument, _ = connection.receive()
+        answer = worker.execute(command, argument)
+        if answer is not None:
+            with _ended_by_trainer():
+                kind, index = answer
+                if kind == "batch":
+                    connection.send_batch(index, buffers[index])
+                else:
+                    connection.send(kind)
+
+
+class _ConnectionClosed(Exception):
+    """The trainer closed the connection. A connection error of an environment is another matter: it is reported."""
+
+
+@contextmanager
+def _ended_by_trainer() -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, ConnectionError, wsync.NotConnected) as error:
+        raise _ConnectionClosed from error
+
+
+@contextmanager
+def _reported_errors(connection: WorkerConnection) -> Iterator[None]:
+    try:
+        yield
+    except _ConnectionClosed:
+        return
+    except Exception:  # noqa: BLE001  any error is raised again in the trainer, with this traceback
+        with suppress(ConnectionError):  # the trainer may have ended already, because another worker failed
+            connection.send_error(traceback.format_exc())
+
+
+def configure_process(options: WorkerOptions) -> None:
+    """Set torch's threads and logging in a process that runs one worker and nothing else."""
+    torch.set_num_threads(options.threads)
+    name = f"worker {options.worker_idx}"
+    logging.basicConfig(level=options.log_level, format=f"[{name}] %(levelname)s %(name)s: %(message)s", force=True)
+
+
+def ignore_interrupts() -> None:
+    """Ignore SIGINT, which Ctrl-C sends to the whole process group: the trainer ends its workers in order."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def exit_with_process(pid: int) -> None:
+    """Start a thread that ends this process when the process ``pid`` ends."""
+    try:
+        exit_with_descriptor(os.pidfd_open(pid))
+    except ProcessLookupError:
+        os._exit(1)
+
+
+def exit_with_descriptor(descriptor: int) -> Callable[[], None]:
+    """Start a thread that ends this process when ``descriptor`` becomes readable or its other end is closed.
+
+    Returns:
+        A function that ends the thread.
+    """
+    stopped = os.eventfd(0, os.EFD_CLOEXEC)
+
+    def wait() -> None:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        poller.register(stopped, select.POLLIN)
+        if stopped not in (ready for ready, _ in poller.poll()):
+            os._exit(1)
+
+    thread = threading.Thread(target=wait, name="trainer-watch", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        os.eventfd_write(stopped, 1)
+        thread.join()
+        os.close(stopped)
+
+    return stop

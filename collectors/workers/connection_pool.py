@@ -1,0 +1,228 @@
+"""Workers with a connection each, in processes that the trainer has started or that have joined it."""
+
+from __future__ import annotations
+
+import secrets
+import select
+import time
+from collections.abc import Collection
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from collectors.worker import serve
+from collectors.workers.connections import WorkerConnection
+from collectors.workers.pool import SHUTDOWN_GRACE, Event, WorkerHandle, WorkerPool
+from collectors.workers.process_handle import ProcessHandle
+from collectors.workers.processes import exit_reason, join_or_kill, kill, start
+from wsync import NotConnected
+from wsync.control import Address, Listener, Message, SocketConnection, connect
+
+_LONGEST_POLL = 1e6  # seconds; poll(2) takes milliseconds in an int
+
+
+class ConnectedWorker(WorkerHandle):
+    """A worker with a connection, once it has made one; commands before that are sent then.
+
+    Args:
+        worker_idx: its index.
+        key: the payload of its greeting, which no other process has.
+        process: of the worker, if this process has started it.
+        liveness: of a worker in another program: a connection without traffic, which ends with its process.
+        name: process and host of a worker in another program.
+    """
+
+    def __init__(
+        self,
+        worker_idx: int,
+        key: bytes,
+        process: BaseProcess | None = None,
+        liveness: SocketConnection | None = None,
+        name: str = "",
+    ) -> None:
+        super().__init__(worker_idx)
+        self.key, self.process = key, process
+        self.connection: WorkerConnection | None = None
+        self._liveness, self._name = liveness, name
+        self._commands: list[tuple[str, Any]] = []  # to be sent once there is a connection
+        if process is not None:
+            self.process_handle = ProcessHandle(process.pid)
+
+    @property
+    def sentinel(self) -> int:
+        """Readable when the worker has ended."""
+        if self.process is not None:
+            return self.process.sentinel
+        assert self._liveness is not None
+        return self._liveness.fileno()
+
+    def attach(self, connection: WorkerConnection) -> None:
+        """Use ``connection`` from now on."""
+        self.connection = connection
+        commands, self._commands = self._commands, []
+        for command, argument in commands:
+            self.send(command, argument)
+
+    def send(self, command: str, argument: Any) -> None:
+        """Send a command; ``ConnectionPool.poll`` reports a worker that has ended."""
+        if self.connection is None:
+            self._commands.append((command, argument))
+            return
+        try:
+            self.connection.send(command, argument)
+        except ConnectionError:
+            return
+
+    def exit_reason(self) -> str:
+        """Return how the worker has ended, as the predicate of a sentence; wait for the end of its process."""
+        if self.process is not None:
+            return exit_reason(self.process)
+        return f"{self._name} is gone: it was killed, or its machine or the network failed"
+
+    def disconnect(self) -> None:
+        """Close the connection, which ends the worker, and the process handle. Idempotent."""
+        if self.connection is not None:
+            self.connection.close()
+        self.process_handle.close()
+
+    def release(self) -> None:
+        """Close the liveness connection, which ends a worker in another program. Idempotent."""
+        if self._liveness is not None:
+            self._liveness.close()
+
+
+class ConnectionPool(WorkerPool[ConnectedWorker]):
+    """Waits for connections, messages and the ends of all workers at once.
+
+    Args:
+        listener: accepts the connections of workers; owned by the pool.
+
+    Attributes:
+        listener: for the workers that are started next.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__()
+        self.listener = listener
+
+    def start_worker(self, worker_idx: int) -> ConnectedWorker:
+        """See WorkerPool."""
+        key = secrets.token_bytes(16)
+        process = start(_main, worker_idx, self.listener.address, worker_idx, key)
+        worker = ConnectedWorker(worker_idx, key, process)
+        self.workers.append(worker)
+        return worker
+
+    def send(self, workers: Collection[ConnectedWorker], command: str, argument: Any = None) -> None:
+        """See WorkerPool."""
+        for worker in workers:
+            worker.send(command, argument)
+
+    def poll(
+        self, workers: Collection[ConnectedWorker], wakeup_fd: int, timeout: float | None
+    ) -> list[Event[ConnectedWorker]]:
+        """See WorkerPool."""
+        poller = select.poll()  # one sixth of the time of multiprocessing.connection.wait
+        poller.register(wakeup_fd, select.POLLIN)
+        for worker in workers:
+            poller.register(worker.sentinel, select.POLLIN)
+            poller.register(self.listener if worker.connection is None else worker.connection, select.POLLIN)
+        milliseconds = None if timeout is None else min(timeout, _LONGEST_POLL) * 1e3
+        ready = {descriptor for descriptor, _ in poller.poll(milliseconds)}
+        if self.listener.fileno() in ready:
+            self._accept()
+        events: list[Event[ConnectedWorker]] = []
+        for worker in workers:
+            readable = worker.connection is not None and worker.connection.fileno() in ready
+            if readable or worker.sentinel in ready:
+                events.append(Event(worker, *self._receive(worker, readable)))
+        return events
+
+    def _accept(self) -> None:
+        """Accept one connection, if there is one."""
+        if (accepted := self.listener.accept()) is not None:
+            self._register(*accepted)
+
+    def _register(self, connection: SocketConnection, greeting: Message) -> None:
+        """Give a connection to the worker that has made it; close one of a worker that was discarded meanwhile."""
+        for worker in self.workers:
+            if worker.connection is None and worker.key == greeting.payload:
+                self._attach(worker, connection)
+                return
+        connection.close()
+
+    def _attach(self, worker: ConnectedWorker, connection: SocketConnection) -> None:
+        accepted = WorkerConnection(connection)
+        accepted.set_timeout(self.message_timeout)
+        worker.attach(accepted)
+
+    def _receive(self, worker: ConnectedWorker, readable: bool) -> tuple[str, Any]:
+        """Receive a message; messages that a worker has sent before it ended come before its end."""
+        connection = worker.connection
+        try:
+            if connection is None or not (readable or wait([connection.fileno()], SHUTDOWN_GRACE)):
+                return "died", worker.exit_reason()
+            kind, value, fds = connection.receive()
+            if kind == "ready":
+                layout, count, num_envs = value
+                worker.set_ready(layout, connection.open_buffers(layout, count, fds), num_envs)
+            elif kind == "batch":
+                connection.receive_batch(worker.buffers[value])
+            elif kind == "error":
+                wait([worker.sentinel], SHUTDOWN_GRACE)  # the worker closes its environments after the message
+        except BlockingIOError:
+            return "stalled", "did not finish a batch that it had begun to send"
+        except (EOFError, OSError):
+            return "died", worker.exit_reason()
+        return kind, value
+
+    def discard(self, worker: ConnectedWorker) -> None:
+        """See WorkerPool. A worker in another program ends when it notices."""
+        self.workers.remove(worker)
+        worker.disconnect()
+        if worker.process is not None:
+            kill(worker.process)
+        worker.release()
+
+    def close(self) -> None:
+        """See WorkerPool."""
+        self.listener.close()
+        for worker in self.workers:
+            worker.disconnect()
+        deadline = time.monotonic() + SHUTDOWN_GRACE
+        for worker in self.workers:
+            if worker.process is None:
+                wait([worker.sentinel], max(0.0, deadline - time.monotonic()))
+        join_or_kill([worker.process for worker in self.workers if worker.process is not None])
+        for worker in self.workers:
+            worker.release()
+        self.workers = []
+
+
+class ProcessPool(ConnectionPool):
+    """Worker processes on this machine, with batches in shared memory.
+
+    Args:
+        count: number of workers.
+
+    Raises:
+        OSError: a process could not be started.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__(Listener())
+        try:
+            for i in range(count):
+                self.start_worker(i)
+        except BaseException:
+            self.close()
+            raise
+
+
+def _main(address: Address, worker_idx: int, key: bytes) -> None:
+    """Run a worker in a process that the trainer has started."""
+    try:
+        connection = connect(address, worker_idx, None, key)
+    except NotConnected:
+        return  # the trainer has shut down meanwhile
+    serve(WorkerConnection(connection))

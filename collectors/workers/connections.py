@@ -1,0 +1,130 @@
+"""Messages and batches between the trainer and a worker, over a connection of ``wsync.control``."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import struct
+from typing import Any
+
+import torch
+
+from collectors.batch_layout import BatchLayout
+from wsync.control import Kind, Message, SocketConnection
+
+
+class WorkerConnection:
+    """One end of the connection between the trainer and a worker.
+
+    A message is a name and a picklable value; it is unpickled only after the connection has been authenticated. Over a
+    Unix socket both ends map the memory of the batches; its descriptor comes with ``ready``. Otherwise each end has
+    buffers of its own, and the bytes of a batch follow its message.
+
+    Args:
+        connection: owned by this object.
+    """
+
+    def __init__(self, connection: SocketConnection) -> None:
+        self._connection = connection
+        self._shares_memory = connection.passes_descriptors
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when ``receive`` has something to return."""
+        return self._connection.fileno()
+
+    def set_timeout(self, seconds: float | None) -> None:
+        """Make reads and writes fail that make no progress for ``seconds``; None: no limit."""
+        whole = 0 if seconds is None else int(seconds)
+        micro = 0 if seconds is None else max(1, int((seconds - whole) * 1e6))
+        with socket.socket(fileno=socket.dup(self._connection.socket_fd)) as sock:
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", whole, micro))
+
+    def send(self, name: str, value: Any = None, fds: tuple[int, ...] = ()) -> None:
+        """Send a message, with copies of the descriptors ``fds`` (over a Unix socket).
+
+        Raises:
+            ConnectionError: the other end is gone.
+        """
+        self._connection.send(Message(Kind.DATA, payload=pickle.dumps((name, value)), fds=fds))
+
+    def receive(self) -> tuple[str, Any, tuple[int, ...]]:
+        """Wait for a message; return its name, its value and the descriptors that came with it.
+
+        Raises:
+            EOFError: the other end is gone.
+            NotConnected: the other end is not the one that the address belongs to.
+        """
+        message = self._connection.receive()
+        if message is None:
+            raise EOFError("the other end of the connection is gone")
+        return *pickle.loads(message.payload), message.fds
+
+    def close(self) -> None:
+        """Close this end. Idempotent."""
+        self._connection.close()
+
+    # --- the worker's end ---
+
+    def send_ready(self, layout: BatchLayout, count: int, num_envs: int) -> list[torch.Tensor]:
+        """Report that the worker is built; return its ``count`` buffers, ``uint8[layout.nbytes]``."""
+        if not self._shares_memory:
+            self.send("ready", (layout, count, num_envs))
+            return layout.allocate(count)
+        memory = layout.create_memory(count)
+        try:
+            self.send("ready", (layout, count, num_envs), (memory,))
+        except BaseException:
+            os.close(memory)
+            raise
+        return layout.map_memory(memory, count)
+
+    def send_batch(self, index: int, buffer: torch.Tensor) -> None:
+        """Report that the buffer ``index`` is full, and transfer it.
+
+        Raises:
+            ConnectionError: the trainer is gone.
+        """
+        self.send("batch", index)
+        if not self._shares_memory:
+            self._connection.flush()  # the bytes must not overtake a message
+            left, descriptor = _bytes_of(buffer), self._connection.socket_fd
+            while left:
+                left = left[os.write(descriptor, left) :]
+
+    def send_error(self, traceback: str) -> None:
+        """Report an error; the worker ends afterwards.
+
+        Raises:
+            ConnectionError: the trainer is gone.
+        """
+        self.send("error", traceback)
+        self._connection.flush()  # ``close`` does not wait for a long message
+
+    # --- the trainer's end ---
+
+    def open_buffers(self, layout: BatchLayout, count: int, fds: tuple[int, ...]) -> list[torch.Tensor]:
+        """Return the ``count`` buffers of a worker; its ``ready`` came with ``fds``."""
+        return layout.map_memory(fds[0], count) if self._shares_memory else layout.allocate(count)
+
+    def receive_batch(self, buffer: torch.Tensor) -> None:
+        """Receive the bytes of a batch, right after its message.
+
+        Raises:
+            EOFError: the worker is gone.
+            BlockingIOError: no progress within the timeout.
+        """
+        if self._shares_memory:
+            return
+        left, descriptor = _bytes_of(buffer), self._connection.socket_fd
+        while left:
+            count = os.readv(descriptor, [left])
+            if not count:
+                raise EOFError("the worker ended within a batch")
+            left = left[count:]
+
+
+def _bytes_of(buffer: torch.Tensor) -> memoryview:
+    array: Any = buffer.numpy()  # supports the buffer protocol, which its type does not declare
+    return memoryview(array)

@@ -1,0 +1,200 @@
+"""The state of each worker index, the failure policy, and how often workers have failed.
+
+States of a worker index::
+
+    BUILDING ──ready──▶ READY ──connect──▶ CONNECTING ──connected──▶ ACTIVE
+
+A worker that dies, raises or does not answer leaves these states. Once all workers have been active:
+
+    on_worker_failure=restart   WAITING ──after a pause──▶ BUILDING
+    on_worker_failure=drop      DROPPED, final
+    on_worker_failure=raise     the failure is raised; so is any failure before all workers have been active
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, Generic, Literal, get_args
+
+from collectors.worker import WorkerOptions
+from collectors.workers.pool import W
+from wsync import SyncTimeout, WorkerDied, WorkerFailed
+
+OnFailure = Literal["raise", "drop", "restart"]
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds before a restart; doubled by each failure in a row
+
+
+@dataclass(frozen=True)
+class FailurePolicy:
+    """What happens when a worker fails.
+
+    Attributes:
+        on_failure: ``"raise"``; ``"drop"``: continue without the worker; ``"restart"``: continue, and replace it.
+        worker_timeout: seconds in which a worker has to answer a command; None: no limit.
+        max_restarts: more failures than this within ``restart_window``, or since the worker's last batch, are raised.
+        restart_window: seconds.
+
+    Raises:
+        ValueError: a number is out of range, or ``on_failure`` is none of the three.
+    """
+
+    on_failure: OnFailure = "raise"
+    worker_timeout: float | None = 600.0
+    max_restarts: int = 10
+    restart_window: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.on_failure not in get_args(OnFailure):
+            raise ValueError(f"on_worker_failure is one of {', '.join(get_args(OnFailure))}, not {self.on_failure!r}")
+        if self.worker_timeout is not None and self.worker_timeout <= 0:
+            raise ValueError(f"worker_timeout is a number of seconds above 0, or None, not {self.worker_timeout}")
+        if self.max_restarts < 0 or self.restart_window <= 0:
+            raise ValueError("max_restarts is at least 0, and restart_window a number of seconds above 0")
+
+
+@dataclass
+class Failures:
+    """How often workers have failed, by worker index.
+
+    Attributes:
+        failed: deaths, errors and missed deadlines.
+        dropped: 1 for a dropped worker.
+        restarted: restarts, including those that failed again.
+    """
+
+    failed: Counter[int] = field(default_factory=Counter)
+    dropped: Counter[int] = field(default_factory=Counter)
+    restarted: Counter[int] = field(default_factory=Counter)
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        """Return the counts for a JSON file: ``{"failed": {"1": 2}, …}``."""
+        return {name: {str(w): n for w, n in sorted(counts.items())} for name, counts in vars(self).items()}
+
+    def __bool__(self) -> bool:
+        """Whether any worker has failed."""
+        return bool(self.failed)
+
+    def __str__(self) -> str:
+        """Summarise the counts in one line."""
+        done = [(self.dropped.total(), "dropped"), (self.restarted.total(), "restarted")]
+        more = "".join(f", {count} {what}" for count, what in done if count)
+        return f"{self.failed.total()} worker failure(s){more}"
+
+
+@dataclass(frozen=True)
+class FailureCause:
+    """Why a worker has failed.
+
+    Attributes:
+        kind: the class of the error.
+        message: its text, which names the worker.
+        detail: for the error's ``workers``; the traceback if the worker raised.
+    """
+
+    kind: type[WorkerDied] | type[WorkerFailed] | type[SyncTimeout]
+    message: str
+    detail: str
+
+    @classmethod
+    def of(cls, worker_idx: int, kind: str, value: Any) -> FailureCause:
+        """Return the cause that an event ``error``, ``stalled`` or ``died`` reports."""
+        if kind == "error":
+            return cls(WorkerFailed, f"worker {worker_idx} failed:\n{value}", value)
+        return cls(SyncTimeout if kind == "stalled" else WorkerDied, f"worker {worker_idx} {value}", value)
+
+    def error(self, worker_idx: int, preface: str = "") -> WorkerDied | WorkerFailed | SyncTimeout:
+        """Return the error to raise."""
+        return self.kind(preface + self.message, {worker_idx: self.detail})
+
+    @property
+    def summary(self) -> str:
+        """The message in one line; of a traceback, its last line."""
+        first, _, rest = self.message.partition("\n")
+        last = rest.strip().rpartition("\n")[2]
+        return f"{first} {last}".rstrip()
+
+
+class RestartBackoff:
+    """The pause before a worker's next restart, and the limit of its restarts.
+
+    Args:
+        failure_policy: sets the limit.
+    """
+
+    def __init__(self, failure_policy: FailurePolicy) -> None:
+        self._failure_policy = failure_policy
+        self._failure_times: deque[float] = deque()
+        self._in_a_row = 0
+        self._pause = _FIRST_PAUSE
+
+    def failed(self) -> float | None:
+        """Record a failure; return the seconds until the restart, or None if the limit is exceeded."""
+        now = time.monotonic()
+        self._failure_times.append(now)
+        self._in_a_row += 1  # the window alone would never catch a worker that fails slowly and delivers nothing
+        while self._failure_times[0] < now - self._failure_policy.restart_window:
+            self._failure_times.popleft()
+        if max(len(self._failure_times), self._in_a_row) > self._failure_policy.max_restarts:
+            return None
+        pause, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+        return pause
+
+    def delivered(self) -> None:
+        """Record a batch, which ends a row of failures."""
+        self._in_a_row, self._pause = 0, _FIRST_PAUSE
+
+
+class WorkerState(Enum):
+    """See the module's docstring."""
+
+    BUILDING = auto()
+    READY = auto()
+    CONNECTING = auto()
+    ACTIVE = auto()
+    WAITING = auto()
+    DROPPED = auto()
+
+
+@dataclass(eq=False)
+class WorkerRecord(Generic[W]):
+    """The state of one worker index, over all workers that have had it.
+
+    Attributes:
+        options: of the current worker and its successors.
+        spec: the pickled ``WorkerSpec`` of the current worker and its successors.
+        backoff: of restarts.
+        worker: the current worker, if there is one.
+        state: see the module's docstring.
+        pending: number of answers that the worker owes.
+        since: when the worker last answered, or began to owe an answer; ``time.monotonic``.
+        restart_at: when a waiting worker is restarted; ``time.monotonic``.
+        gets_updates: whether an update for all workers goes to this one.
+        num_envs: number of environments of one worker.
+        frames: delivered in all, including those of an earlier run.
+    """
+
+    options: WorkerOptions
+    spec: bytes
+    backoff: RestartBackoff
+    worker: W | None
+    state: WorkerState = WorkerState.BUILDING
+    pending: int = 0
+    since: float = 0.0
+    restart_at: float = 0.0
+    gets_updates: bool = False
+    num_envs: int = 0
+    frames: int = 0
+
+    @property
+    def index(self) -> int:
+        """The worker index."""
+        return self.options.worker_idx
+
+    @property
+    def active(self) -> bool:
+        """Whether a worker with this index takes part in gathering."""
+        return self.state is WorkerState.ACTIVE

@@ -1,0 +1,61 @@
+"""One-line messages for errors in a command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+
+Settings = Mapping[str, Sequence[str]]
+"""The names of all settings; for one that belongs to a config group, the options of the group that have it."""
+
+
+def one_line(error: BaseException, settings: Settings) -> str:
+    """Return what an error of Hydra or OmegaConf is about; after a misspelt name, a suggestion from `settings`."""
+    text, cause = str(error), str(error.__cause__ or "")
+    reason = cause.partition("\n")[0]
+    if found := re.match(r"Could not override '(.+?)'", text):
+        name = found[1]
+        if "not in struct" in cause:  # a dictionary without a schema: names are free
+            return f"{name}: {reason}; say +{name}=… to add it"
+        return unknown(name, settings)
+    if found := re.match(r"Error merging override (.+)", text):
+        return f"{found[1]}: {reason}"
+    if found := re.match(r"In '(.+)/(.+?)': .*\nKey '(.+?)' not in", text):
+        group, option, name = found.groups()
+        return f"{group}/{option}.yaml: {unknown(f'{group}.{name}', settings)}"
+    if found := re.search(r"Could not find '(.+)/(.+?)'", text):
+        group, name = found.groups()
+        if group == "collector/for":  # a backend of a folder that is not --config-dir
+            return f"the collector for weight_sync={name} is not known: add collector=…"
+        options = [line.strip() for line in text.partition("Available options in")[2].splitlines() if line[:1] == "\t"]
+        options = [option for option in options if not option.startswith(("base_", "provider="))]
+        return f"{group}={name}: there is no such option{_suggestion(name, options)}; there are: {', '.join(options)}"
+    if found := re.match(r"Error in call to target '(?:.+\.)?(.+?)'", text):
+        message = _joined(cause) or repr(error.__cause__)
+        return message if message.startswith(found[1]) else f"{found[1]}: {message}"
+    if text.startswith("Error locating target") and cause:
+        return _joined(cause)
+    lines = [line.strip() for line in f"{text}\n{reason}".splitlines()]
+    message = "; ".join(line for line in lines if line and not line.startswith(("See http", "full_key", "object_type")))
+    return f"this override cannot be read: {message}" if "override_grammar" in text else message
+
+
+def unknown(name: str, settings: Settings) -> str:
+    """Return that no setting is called `name`, with the closest name of `settings` or the options that have it."""
+    if options := settings.get(name):
+        group = name.partition(".")[0]
+        return f"'{name}' is no setting of the {group} that was chosen, only of {group}={', '.join(sorted(options))}"
+    return f"no setting is called '{name}'{_suggestion(name, settings)}"
+
+
+def _joined(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _suggestion(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean …?" for the same name in another group, or else one that is spelt similarly."""
+    names = [one for one in known if not one.rpartition(".")[2].startswith("_")]  # those are Hydra's own
+    elsewhere = [one for one in names if one.rpartition(".")[2] == name.rpartition(".")[2]]
+    close = get_close_matches(name, elsewhere, n=1, cutoff=0.0) or get_close_matches(name, names, n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""

@@ -1,0 +1,60 @@
+"""Structured configs of the policy, the algorithm and the logger: the arguments of their classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class PolicyConfig:
+    """Networks of the policy and of the critic; see ``learning.make_policy``."""
+
+    hidden: list[int] = field(default_factory=lambda: [64, 64])
+    activation: str = "tanh"
+    initial_std: float = 1.0
+
+
+@dataclass
+class PPOConfig:
+    """See ``learning.PPO``."""
+
+    _target_: str = "learning.PPO"
+    gamma: float = 0.99
+    gae_lambda: float = 0.95
+    reward_scale: float = 1.0
+    epochs: int = 10
+    epochs_final: int | None = None
+    minibatch_size: int = 256
+    lr: float = 3e-4
+    lr_final: float | None = None
+    clip: float = 0.2
+    clip_final: float | None = None
+    anneal_frames: int = 100_000
+    value_coef: float = 0.5
+    value_clip: float | None = None
+    entropy_coef: float = 0.0
+    max_grad_norm: float = 0.5
+    target_kl: float | None = None
+    normalize_advantage: bool = True
+    adam_eps: float = 1e-5
+
+
+@dataclass
+class NoLoggerConfig:
+    """No dashboard, only the files in the run's folder."""
+
+    _target_: str = "learning.reporting.Reporter"
+
+
+@dataclass
+class WandbConfig:
+    """See ``learning.reporting.wandb_logger.WandbLogger``."""
+
+    _target_: str = "learning.reporting.wandb_logger.WandbLogger"
+    project: str = "wsync"
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+    mode: str | None = None
+    start_after: float = 10.0
+    close_within: float = 60.0

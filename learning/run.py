@@ -1,0 +1,161 @@
+"""The process of a training run: errors and exit statuses, signals, and the seed of a resumed run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import NoReturn, Self
+
+import numpy as np
+
+log = logging.getLogger(__name__)
+TRACEBACKS = "HYDRA_FULL_ERROR" in os.environ  # set by the user; `run_hydra` sets it for Hydra afterwards
+
+_job_errors: list[Exception] = []
+
+Describe = Callable[[BaseException], str | None]
+"""Returns an error that a user can act on in one line, None for any other error."""
+
+
+def run_command(
+    command: Callable[[], None], describe: Describe, on_error: Callable[[], None] = lambda: None
+) -> NoReturn:
+    """Call `command` and end the process.
+
+    An error with a description is one line on stderr, or a traceback if HYDRA_FULL_ERROR is set; so is an OSError from
+    outside of `reported_errors` (a folder that Hydra cannot make). Exit statuses: 1 after an error, 130 after Ctrl-C.
+
+    Args:
+        command: the command.
+        describe: describes errors.
+        on_error: called after an error, before it is reported.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set while modules were imported
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        command()
+    except BaseException as error:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a further Ctrl-C does not wait for `on_error`
+        on_error()
+        if isinstance(error, KeyboardInterrupt):
+            sys.exit(128 + signal.SIGINT)
+        message = describe(error)
+        if message is None and isinstance(error, OSError) and not any(error is one for one in _job_errors):
+            message = str(error)
+        if message is None or TRACEBACKS:
+            raise
+        sys.exit(f"{Path(sys.argv[0]).name}: {message}")
+    sys.exit(0)
+
+
+@contextmanager
+def reported_errors(folder: Path, describe: Describe, *, sweep: bool) -> Iterator[None]:
+    """Report an error of one job, which has its files in `folder`, and raise it again.
+
+    In a sweep, Hydra continues with the other jobs and raises only the first error, at the end: each error is logged at
+    once. In a single run, the error becomes a ``SystemExit`` with a one-line message, to which Hydra adds nothing.
+    """
+    try:
+        yield
+    except Exception as error:
+        _job_errors.append(error)
+        message = describe(error)
+        if sweep:
+            log.error("%s: %s", folder.name, message or error, exc_info=message is None)
+        elif message is not None and not TRACEBACKS:
+            raise SystemExit(f"{Path(sys.argv[0]).name}: {message}") from error
+        raise
+
+
+class StopRequest:
+    """Turns the first SIGINT, SIGTERM or SIGHUP into a request to stop; the second one has its usual effect.
+
+    SIGHUP comes when a terminal is closed or a connection is lost; under ``nohup`` it stays ignored.
+
+    A context manager, for the main thread. In another thread (a launcher of sweeps may run jobs in threads) Python
+    cannot catch signals, and `requested` stays false.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._callbacks: list[Callable[[], object]] = []
+        self._handlers: dict[signal.Signals, object] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal has arrived."""
+        return self.signal is not None
+
+    @property
+    def exit_status(self) -> int:
+        """The exit status of a process that a signal ended, 128 + its number; 0 without a signal."""
+        return 0 if self.signal is None else 128 + self.signal
+
+    def add_callback(self, callback: Callable[[], object]) -> None:
+        """Call `callback` when a signal arrives, inside the handler; at once if one has arrived."""
+        self._callbacks.append(callback)
+        if self.requested:
+            callback()
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in self.SIGNALS:
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._handlers[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.signal = signal.Signals(number)
+        self._restore()
+        for callback in self._callbacks:
+            callback()
+
+    def _restore(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]  (as returned by signal.signal)
+        self._handlers = {}
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Catch requests to stop inside. After a second one the process ends at once; contexts inside are left before."""
+    with StopRequest() as stop:
+        try:
+            yield stop
+        except KeyboardInterrupt:
+            if not stop.requested:
+                raise
+            exit_now(stop.exit_status)
+
+
+def exit_now(status: int) -> NoReturn:
+    """End the process without exit handlers: those of other libraries may wait for a server."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def resumed_seed(seed: int, frames: int) -> int:
+    """Return the seed for a run with the setting `seed` that continues after `frames` frames; `seed` itself for 0.
+
+    A resumed run must not repeat the initial states, noise and minibatches of the first one. The result has 31 bits, so
+    that the seeds of the environments, which count up from it, are valid.
+    """
+    if frames == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, frames]).generate_state(1)[0] >> 1)

@@ -1,0 +1,192 @@
+"""Checks of a training run's settings: the range of each, and combinations that contradict each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from collectors.config import ConfigError, EnvConfig, MultiAsyncConfig, MultiSyncConfig, RemoteConfig, sample
+from collectors.environments.specs import Spec
+from learning.config_errors import Settings, unknown
+from learning.networks import ACTIVATIONS
+
+if TYPE_CHECKING:
+    from learning.config import TrainConfig
+
+Limit = tuple[str, Callable[[float], bool]]
+"""A range in words, and whether a number is in it; NaN is in none."""
+
+COUNT: Limit = ("more than 0", lambda x: x > 0)  # infinite limits are allowed
+FACTOR: Limit = ("more than 0, and finite", lambda x: 0 < x < math.inf)
+NOT_NEGATIVE: Limit = ("at least 0", lambda x: x >= 0)
+SHARE: Limit = ("between 0 and 1", lambda x: 0 <= x <= 1)
+FINITE: Limit = ("finite", math.isfinite)
+NUMBER: Limit = ("a number", lambda x: not math.isnan(x))
+
+LIMITS: dict[str, Limit] = {
+    "num_workers": COUNT,
+    "num_envs": COUNT,
+    "total_frames": COUNT,
+    "seed": ("between 0 and 2^63 − 1", lambda x: 0 <= x < 2**63),  # what torch, numpy and Gymnasium all take
+    "timeout": COUNT,
+    "threads": ("between 1 and 1024", lambda x: 1 <= x <= 1024),  # OpenMP crashes if it cannot start so many
+    "checkpoint_every": NOT_NEGATIVE,
+    "weight_sync.timeout": COUNT,
+    "collector.init_random_frames": NOT_NEGATIVE,
+    "collector.worker_timeout": COUNT,
+    "collector.max_restarts": NOT_NEGATIVE,
+    "collector.restart_window": COUNT,
+    "collector.timeout": COUNT,
+    "collector.port": ("between 0 and 65535", lambda x: 0 <= x <= 65535),
+    "env.solved_at": FINITE,
+    "env.max_episode_steps": COUNT,
+    "policy.hidden": COUNT,
+    "policy.initial_std": FACTOR,
+    "algorithm.gamma": SHARE,
+    "algorithm.gae_lambda": SHARE,
+    "algorithm.reward_scale": FACTOR,
+    "algorithm.epochs": COUNT,
+    "algorithm.epochs_final": COUNT,
+    "algorithm.minibatch_size": COUNT,
+    "algorithm.lr": FACTOR,
+    "algorithm.lr_final": ("at least 0, and finite", lambda x: 0 <= x < math.inf),
+    "algorithm.clip": COUNT,
+    "algorithm.clip_final": NOT_NEGATIVE,
+    "algorithm.anneal_frames": COUNT,
+    "algorithm.value_coef": ("at least 0, and finite", lambda x: 0 <= x < math.inf),
+    "algorithm.value_clip": COUNT,
+    "algorithm.entropy_coef": FINITE,
+    "algorithm.max_grad_norm": COUNT,
+    "algorithm.target_kl": NOT_NEGATIVE,
+    "algorithm.adam_eps": FACTOR,
+    "logger.start_after": NOT_NEGATIVE,
+    "logger.close_within": NOT_NEGATIVE,
+    "chaos.rate": FACTOR,
+    "chaos.pause": FACTOR,
+    "chaos.limit": NOT_NEGATIVE,
+}
+
+
+def check(config: TrainConfig, settings: Settings) -> None:
+    """Check all settings, before anything is started.
+
+    Raises:
+        ConfigError: a setting is not among `settings`, out of range, or contradicts another one; names the first.
+    """
+    for name in _added(config):  # by an override with a +, which Hydra accepts for any name
+        raise ConfigError(unknown(name, settings))
+    check_ranges(config)
+    check_combinations(config)
+
+
+def _added(config: Any, prefix: str = "") -> Iterator[str]:
+    known = {field.name for field in fields(config)}
+    for name, value in vars(config).items():
+        if name not in known:
+            yield f"{prefix}{name}"
+        elif is_dataclass(value):
+            yield from _added(value, f"{prefix}{name}.")
+
+
+def check_ranges(config: Any) -> None:
+    """Check every number of `config`, a dataclass of numbers, lists and further dataclasses.
+
+    Raises:
+        ConfigError: a setting is out of range; names the first.
+    """
+    for name, value in _numbers("", config):
+        words, holds = LIMITS.get(name.partition("[")[0], NUMBER)
+        if not holds(value):
+            raise ConfigError(f"{name} has to be {words}, not {value}")
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    if is_dataclass(value):
+        for field in fields(value):
+            yield from _numbers(f"{name}.{field.name}".lstrip("."), getattr(value, field.name))
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _numbers(f"{name}[{i}]", item)
+    elif isinstance(value, int | float):
+        yield name, value
+
+
+def check_combinations(config: TrainConfig) -> None:
+    """Check combinations of settings, each of which is valid by itself.
+
+    Raises:
+        ConfigError: two settings contradict each other; names the first pair.
+    """
+    if isinstance(config.collector, MultiSyncConfig | RemoteConfig):
+        _check_joining(config.collector.cat_results, batched=config.num_envs > 1)
+    for group in ("weight_sync", "collector"):
+        if getattr(getattr(config, group), "host", None) == "":
+            raise ConfigError(f"{group}.host is empty: name an address of this machine (127.0.0.1: for workers on it)")
+    workers = 1 if _is_asynchronous(config.collector) else config.num_workers  # of a batch
+    rows = workers * config.num_envs
+    if config.frames_per_batch < rows:
+        of = "num_envs" if workers == 1 else f"num_workers × num_envs = {workers} × {config.num_envs}"
+        raise ConfigError(
+            f"frames_per_batch={config.frames_per_batch} is less than one frame for each of {of} = {rows} environments"
+        )
+    if config.policy.activation not in ACTIVATIONS:
+        raise ConfigError(f"policy.activation={config.policy.activation}: it is one of {', '.join(ACTIVATIONS)}")
+
+
+def _check_joining(how: Any, *, batched: bool) -> None:
+    """Check ``cat_results``: batches ``[T]`` can be stacked; ``[E, T]`` can also be joined along E."""
+    choices = "say stack, or 0" if batched else "say stack"
+    if how in ((1, -1) if batched else (0, -1)):
+        raise ConfigError(
+            f"collector.cat_results={how} joins the workers' batches along time, as if the frames of one followed "
+            f"those of another: {choices}"
+        )
+    if how != "stack" and not (batched and how in (0, -2)):
+        raise ConfigError(f"collector.cat_results={how}: a worker's batch has no such dimension: {choices}")
+
+
+def _is_asynchronous(collector: Any) -> bool:
+    return isinstance(collector, MultiAsyncConfig) or (isinstance(collector, RemoteConfig) and not collector.sync)
+
+
+def policy_specs(env: EnvConfig) -> tuple[int, Spec]:
+    """Return the length of an observation, and the spec of an action, for the networks; makes an environment for it.
+
+    Raises:
+        ConfigError: there is no such environment, or no policy for it.
+    """
+    with closing(sample(env)) as one:
+        size = observation_dim(env.id, one.observation_spec["observation"])
+        check_action(env.id, one.action_spec)
+        return size, one.action_spec
+
+
+def observation_dim(env_id: str, spec: Spec) -> int:
+    """Return the length of an observation.
+
+    Raises:
+        ConfigError: the observation is not a vector of floats, which policies need.
+    """
+    if len(spec.shape) != 1 or not spec.dtype.is_floating_point:
+        raise ConfigError(
+            f"env.id={env_id}: the policy reads a vector of floats, and an observation is {spec.dtype} of shape "
+            f"{list(spec.shape)}: register the environment with wrappers that make it one (FlattenObservation, "
+            "RescaleObservation)"
+        )
+    return spec.shape[0]
+
+
+def check_action(env_id: str, spec: Spec) -> None:
+    """Check that a policy can give the action.
+
+    Raises:
+        ConfigError: the action is neither a choice nor a vector.
+    """
+    if len(spec.shape) != 1:
+        raise ConfigError(
+            f"env.id={env_id}: the policy gives a choice or a vector, and an action is of shape {list(spec.shape)}: "
+            "register the environment with a wrapper that makes it one (TransformAction)"
+        )

@@ -1,0 +1,215 @@
+"""Workers that forward without a pause while versions are sent: what ``scripts/check_torn.py`` counts."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+import wsync
+from harness.backends import collector_class
+from harness.models import RevealingModel, RevealingPolicy, fill
+from harness.processes import worker_processes
+
+MakeScheme = Callable[[], wsync.WeightSyncScheme]
+_ENOUGH = 10  # mixed forwards after which the control ends
+
+
+@dataclass
+class Tally:
+    """Counts of what workers have seen.
+
+    Attributes:
+        forwards: number of forwards.
+        versions: number of different versions, summed over workers.
+        mixed: forwards with weights of several versions.
+        backwards: forwards with an older version than the forward before, in the same worker.
+        stale: forwards with an older version than one for which ``send`` had returned before.
+        updates: number of sends.
+        seconds: duration.
+        example: description of the first forward that broke a promise.
+    """
+
+    forwards: int = 0
+    versions: int = 0
+    mixed: int = 0
+    backwards: int = 0
+    stale: int = 0
+    updates: int = 0
+    seconds: float = 0.0
+    example: str = ""
+    _latest: dict[int, float] = field(default_factory=dict)
+
+    def count(self, low: float, high: float, floor: float, worker: int) -> None:
+        """Count one forward of ``worker`` that began when ``floor`` was the newest version that had been sent."""
+        latest = self._latest.get(worker, 0.0)
+        self.forwards += 1
+        self.versions += high > latest
+        faults = (low != high, low < latest, low < floor)
+        self.mixed += faults[0]
+        self.backwards += faults[1]
+        self.stale += faults[2]
+        if any(faults) and not self.example:
+            self.example = (
+                f"worker {worker} saw versions {low:.0f} to {high:.0f}, after {latest:.0f}, floor {floor:.0f}"
+            )
+        self._latest[worker] = high
+
+    def add(self, other: Tally) -> None:
+        """Add the counts of another worker."""
+        for name in ("forwards", "versions", "mixed", "backwards", "stale"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.example = self.example or other.example
+
+    @property
+    def faults(self) -> int:
+        """Number of broken promises."""
+        return self.mixed + self.backwards + self.stale
+
+
+@contextmanager
+def version_floor() -> Iterator[tuple[Path, np.ndarray]]:
+    """A number in a file that all processes map: the newest version for which ``send`` has returned."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "floor"
+        path.write_bytes(bytes(8))
+        yield path, np.memmap(path, np.int64, "r+")
+
+
+def send_next(model: RevealingModel, scheme: wsync.WeightSyncScheme, floor: np.ndarray, weights: Any = None) -> None:
+    """Send the next version, and store it as the floor."""
+    version = scheme.version + 1
+    fill(model, version)
+    scheme.send(weights)
+    floor[0] = version
+
+
+# --- workers that do nothing but forward ---
+
+
+def _worker(channel: Connection, worker: int, options: dict[str, Any]) -> None:
+    """Forward until there were enough forwards, or the time is over; then report, and stay for the last sends."""
+    torch.set_num_threads(1)
+    model, tally = RevealingModel(options["mib"], buffer=True), Tally()
+    floor = np.memmap(options["floor"], np.int64, "r")
+    with options["scheme"] as scheme:
+        scheme.init_on_receiver("policy", model=model, worker_idx=worker)
+        scheme.connect()
+        forward = model.forward if options["bypass"] else model
+        deadline = time.monotonic() + options["seconds"]
+        while tally.forwards < options["forwards"] and time.monotonic() < deadline:
+            known = int(floor[0])  # before the forward begins
+            low, high = forward().tolist()
+            tally.count(low, high, known, worker)
+            if options["bypass"] and tally.mixed >= _ENOUGH:
+                break
+        channel.send(tally)
+        channel.recv()
+
+
+def standalone(
+    make: MakeScheme, *, forwards: int, workers: int, mib: float, seconds: float, bypass: bool = False
+) -> Tally:
+    """Check a scheme with plain worker processes; ``bypass`` calls ``model.forward``, around the gate."""
+    model, total = RevealingModel(mib, buffer=True), Tally()
+    with version_floor() as (path, floor), make() as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=workers)
+        options = {
+            "scheme": scheme, "mib": mib, "floor": path, "forwards": -(-forwards // workers), "seconds": seconds,
+            "bypass": bypass,
+        }  # fmt: skip
+        with worker_processes(_worker, workers, options) as channels:
+            scheme.connect()
+            started, waiting = time.monotonic(), set(channels.pipes)
+            while waiting:
+                send_next(model, scheme, floor)
+                total.updates += 1
+                for channel in wait(list(waiting), timeout=0):
+                    assert isinstance(channel, Connection)
+                    total.add(channel.recv())
+                    waiting.discard(channel)
+            total.seconds = time.monotonic() - started
+            channels.send("end")
+    return total
+
+
+# --- workers of a collector ---
+
+
+class FloorEnv(gymnasium.Env):
+    """Its observation is the floor: the newest version for which ``send`` has returned."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, floor: Path) -> None:
+        self._floor = np.memmap(floor, np.int64, "r")
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        """See ``gymnasium.Env``."""
+        super().reset(seed=seed)
+        return np.array(self._floor, np.float32), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        """See ``gymnasium.Env``; reads the floor before the next forward begins."""
+        return np.array(self._floor, np.float32), 0.0, False, False, {}
+
+
+def in_collector(
+    make: MakeScheme, *, forwards: int, workers: int, mib: float, seconds: float, tell: Callable[..., object] = dict
+) -> Tally:
+    """Check a scheme in an asynchronous collector; ``tell(completed=…)`` is called with the progress."""
+    scheme, policy, total = make(), RevealingPolicy(mib, buffer=True), Tally()
+    fill(policy, int(scheme.delivers_at_connect))  # the workers begin with version 1, or with none
+    learner = RevealingPolicy(mib, buffer=True)  # the collector's own policy stays as it is
+    stop, errors = threading.Event(), []
+    with (
+        version_floor() as (path, floor),
+        collector_class(scheme.name, sync=False)(
+            [partial(FloorEnv, path)] * workers, policy, frames_per_batch=200, weight_sync_schemes={"policy": scheme}
+        ) as collector,
+    ):
+
+        def keep_sending() -> None:
+            try:
+                while not stop.is_set():
+                    send_next(learner, scheme, floor, learner)
+                    total.updates += 1
+            except wsync.WeightSyncError as error:
+                errors.append(error)
+
+        sender = threading.Thread(target=keep_sending)
+        started = time.monotonic()
+        sender.start()
+        try:
+            while total.forwards < forwards and time.monotonic() - started < seconds and not errors:
+                _count_batch(total, next(collector))
+                tell(completed=total.forwards)
+        finally:
+            stop.set()
+            sender.join()
+        total.seconds = time.monotonic() - started
+    if errors:
+        raise errors[0]
+    return total
+
+
+def _count_batch(total: Tally, batch: TensorDictBase) -> None:
+    """Count every frame of one worker's batch, in order of time; ``policy_version`` must be the one that acted."""
+    reveal = torch.cat([batch["reveal"], batch["policy_version"].unsqueeze(-1).float()], -1)
+    low, high = reveal.amin(-1).tolist(), reveal.amax(-1).tolist()
+    floors, processes = batch["observation"][..., 0].tolist(), batch["process"].tolist()
+    for frame in zip(low, high, floors, processes, strict=True):
+        total.count(*frame)

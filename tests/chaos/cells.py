@@ -1,0 +1,148 @@
+"""The outcomes of the cells as a page: faults by backends, with the times to detect and to recover."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from inspect import cleandoc
+from typing import Any
+
+import pytest
+
+DEADLINE = 0.5
+"""Seconds until a send gives up, where a worker is made silent."""
+
+VICTIM = 1
+"""The index of the worker that is hit."""
+
+HEAD = """\
+# Reliability
+
+Faults in a run, and how wsync reacts. Each cell of the tables below is a test with real processes: the fault is made,
+the error is awaited, and the weights of the survivors are compared. This page is written by the tests themselves:
+
+    make reliability
+
+It needs three minutes on two cores, no GPU, and no root. One row, or one cell, is made again by
+`pytest tests/chaos -k killed_between_updates`, or `-k "killed_between_updates and rpc"`.
+
+In a cell, the first time is from the fault (or from the call that meets it) to the error that names the worker; the
+second one is from there until the survivors, and the worker itself if it lives, act on a newer version.
+Times of one run, on a machine that did other things as well. Where the fault is a silent worker, the deadline of the
+send was set to {deadline:g} s: the time to detect it is that deadline.
+"""
+
+LEGEND = "✓ as promised · ✗ not as promised · – cannot happen there: see the note\n"
+
+
+@dataclass
+class Cell:
+    """One test: a fault against a backend.
+
+    Attributes:
+        fault: the row; the name of the test.
+        backend: the column; empty if the fault does not depend on it.
+        outcome: "passed", "failed" or "skipped"; empty before the end.
+        why: the reason of a skip.
+        detection: seconds.
+        recovery: seconds.
+    """
+
+    fault: str
+    backend: str
+    outcome: str = ""
+    why: str = ""
+    detection: float | None = None
+    recovery: float | None = None
+
+    @contextmanager
+    def detects(self, error: type[BaseException], match: str, *, since: float | None = None) -> Iterator[Any]:
+        """The statements inside are to raise ``error``; measures the time until then.
+
+        Args:
+            error: its class.
+            match: a regular expression for its message.
+            since: on ``time.perf_counter``'s clock, if the fault was made before.
+        """
+        started = time.perf_counter() if since is None else since
+        with pytest.raises(error, match=match) as caught:
+            yield caught
+        self.detection = time.perf_counter() - started
+        _clear_frames(caught.value)
+
+    @contextmanager
+    def recovers(self) -> Iterator[None]:
+        """The statements inside bring the workers to a newer version; measures the time that they take."""
+        started = time.perf_counter()
+        yield
+        self.recovery = time.perf_counter() - started
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Release the local variables of the frames that an error has passed: they would keep resources alive."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def time_of(seconds: float | None) -> str:
+    """A duration in the unit that suits it."""
+    if seconds is None:
+        return ""
+    return (
+        f"{seconds * 1e3:.1f} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+    )
+
+
+@dataclass
+class Matrix:
+    """All cells, in the order in which they ran.
+
+    Attributes:
+        rows: ``{fault: docstring of its test}``.
+    """
+
+    rows: dict[str, str] = field(default_factory=dict)
+    cells: dict[tuple[str, str], Cell] = field(default_factory=dict)
+
+    def add(self, fault: str, doc: str, backend: str) -> Cell:
+        """A cell that is about to run."""
+        self.rows[fault] = cleandoc(doc)
+        cell = self.cells[fault, backend] = Cell(fault, backend)
+        return cell
+
+    def page(self, backends: list[str], deadline: float) -> str:
+        """The whole page."""
+        by_backend = [fault for fault in self.rows if any((fault, backend) in self.cells for backend in backends)]
+        others = [fault for fault in self.rows if fault not in by_backend]
+        notes: dict[str, int] = {}
+        parts = [HEAD.format(deadline=deadline), "\n## The matrix\n\n", LEGEND, "\n"]
+        parts.append(self._table(by_backend, backends, backends, notes))
+        if others:
+            parts.append("\nIndependent of the backend:\n\n" + self._table(others, [""], [""], notes))
+        parts.append("\n" + "".join(f"{number}. {why}\n" for why, number in notes.items()) if notes else "")
+        parts.append("\n## The faults\n")
+        parts += [f"\n**{title(fault)}** (`{fault}`). {' '.join(self.rows[fault].split())}\n" for fault in self.rows]
+        return "".join(parts)
+
+    def _table(self, faults: list[str], backends: list[str], heads: list[str], notes: dict[str, int]) -> str:
+        lines = [["fault", *heads], ["---"] * (len(backends) + 1)]
+        lines += [[title(fault), *(self._entry(fault, backend, notes) for backend in backends)] for fault in faults]
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+    def _entry(self, fault: str, backend: str, notes: dict[str, int]) -> str:
+        cell = self.cells.get((fault, backend))
+        if cell is None:
+            return ""
+        if cell.outcome == "skipped":
+            return f"– [{notes.setdefault(cell.why, len(notes) + 1)}]"
+        times = [time_of(seconds) for seconds in (cell.detection, cell.recovery) if seconds is not None]
+        return " ".join(["✓" if cell.outcome == "passed" else "✗", " / ".join(times)]).strip()
+
+
+def title(fault: str) -> str:
+    """A test's name as words."""
+    return fault.replace("_", " ")

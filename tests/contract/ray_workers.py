@@ -1,0 +1,112 @@
+"""Ray actors as workers, in a cluster that the test run starts once."""
+
+from __future__ import annotations
+
+import os
+import select
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from backends import InSharedMemory
+
+from wsync.testing import Worker, WorkerPool, commands
+from wsync.testing.commands import Command, Outcome, WorkerState
+from wsync.testing.shutdowns import resources
+from wsync.testing.workers import ANSWER_TIMEOUT
+
+
+def start_cluster(address: str = "local") -> None:
+    """Start a cluster, or join the one at ``address``; nothing if this process is in one."""
+    if ray.is_initialized():
+        return
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    if address == "local":
+        options |= {"num_cpus": 2, "include_dashboard": False}
+    # Actors import the modules of tests. With a runtime_env they could not use the processes that Ray keeps ready.
+    folders = [os.environ.get("PYTHONPATH", ""), *(str(path) for path in Path(__file__).parents[1].iterdir())]
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", os.pathsep.join(folders))
+        ray.init(address, **options)
+
+
+class Actor:
+    """A worker: runs commands one after the other."""
+
+    def __init__(self) -> None:
+        self.state = WorkerState()
+
+    def pid(self) -> int:
+        """Of its process."""
+        return os.getpid()
+
+    def execute(self, command: Command) -> Outcome:
+        """Run a command."""
+        return commands.execute(self.state, command)
+
+
+class RayWorker(Worker):
+    """A Ray actor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor = ray.remote(Actor).options(num_cpus=0).remote()
+        self._refs: list[Any] = []
+        self._sentinel = -1
+
+    def wait_until_started(self) -> None:
+        """Wait for the actor's process."""
+        self.pid: int = ray.get(self.actor.pid.remote(), timeout=ANSWER_TIMEOUT)
+        self._sentinel = os.pidfd_open(self.pid)
+
+    @property
+    def sentinel(self) -> int:
+        """A descriptor that is readable when the process has ended."""
+        return self._sentinel
+
+    def _post(self, command: Command) -> None:
+        self._refs.append(self.actor.execute.remote(command))
+
+    def _outcome(self) -> Outcome:
+        return ray.get(self._refs.pop(0), timeout=ANSWER_TIMEOUT)
+
+    def _wait_for_end(self) -> None:
+        select.select([self._sentinel], [], [], ANSWER_TIMEOUT)
+
+    def close(self) -> None:
+        """End the actor."""
+        if self._sentinel < 0:
+            return
+        ray.kill(self.actor)
+        self._wait_for_end()
+        os.close(self._sentinel)
+        self._sentinel = -1
+
+
+class RayWorkerPool(WorkerPool):
+    """Ray actors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        start_cluster()
+
+    def _start(self, count: int) -> list[Worker]:
+        started = [RayWorker() for _ in range(count)]
+        for worker in started:
+            worker.wait_until_started()
+        return [*started]
+
+
+class Ray(InSharedMemory):
+    """The backend that has these workers."""
+
+    name = "ray"
+    pool_type = RayWorkerPool
+    can_fork = False  # the threads of Ray's client would be missing in the child
+
+    def trainer_resources(self) -> dict[str, Any]:
+        """Without descriptors: Ray's client opens and closes its own at any time."""
+        found = resources()
+        del found["descriptors"]
+        return found

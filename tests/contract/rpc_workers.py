@@ -1,0 +1,133 @@
+"""Workers that are members of a ``torch.distributed.rpc`` group; its other member is the trainer."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from backends import InSharedMemory
+from torch.distributed import (
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+    register_rendezvous_handler,
+    rpc,
+)
+
+from wsync.testing import ProcessWorker, Worker, WorkerGroup, WorkerPool, commands
+
+os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
+SPARES = 2
+"""Members that stand by: after the death of a member, a group admits no other."""
+
+_groups = itertools.count()
+_stores: dict[int, Any] = {}
+"""The stores that this process holds, by port: RPC would make a second one."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What a process needs to join a group.
+
+    Attributes:
+        port: of the group's store.
+        group: how many groups the trainer has been in; RPC puts it into every key of the store.
+        rank: of the process.
+        name: by which RPC addresses the process.
+    """
+
+    port: int
+    group: int
+    rank: int
+    name: str
+
+    def join(self) -> None:
+        """Join; returns when the other members know of this one."""
+        rpc._init_counter = self.group  # pyright: ignore[reportAttributeAccessIssue]
+        options = rpc.TensorPipeRpcBackendOptions(
+            init_method=f"held://127.0.0.1:{self.port}",
+            num_worker_threads=8,
+            rpc_timeout=30,
+            _transports=["uv"],
+            _channels=["basic"],
+        )
+        rpc.init_rpc(self.name, rank=self.rank, world_size=None, rpc_backend_options=options)
+
+
+def _rendezvous(url: str, timeout: Any = None, **_: Any) -> Iterator[tuple[Any, int, int]]:
+    """For URLs ``held://host:port``: the store that this process holds, or a client of another process's."""
+    host, port = url.removeprefix("held://").split("?")[0].rsplit(":", 1)
+    store = _stores.get(int(port)) or TCPStore(host, int(port), is_master=False)
+    yield store, -1, -1
+
+
+register_rendezvous_handler("held", _rendezvous)
+
+
+def serve(pipe: Any, membership: Membership) -> None:
+    """A worker's main function: ``commands.serve`` as a member of the group."""
+    membership.join()
+    commands.serve(pipe)
+    rpc.shutdown(graceful=False)
+
+
+class RpcWorkerPool(WorkerPool):
+    """A group of the trainer and its workers; a new one after the death of a member."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._store: Any = None
+        self._group = 0
+        self._ranks = itertools.count()
+        self._lost_member = False
+
+    def _open(self) -> None:
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        _stores[self._store.port] = self._store
+        self._group, self._ranks = next(_groups), itertools.count(1)
+        Membership(self._store.port, self._group, 0, "trainer").join()
+
+    def _start(self, count: int) -> list[Worker]:
+        started: list[Worker] = []
+        for rank in itertools.islice(self._ranks, count):
+            membership = Membership(self._store.port, self._group, rank, f"worker{rank}")
+            started.append(ProcessWorker(main=serve, args=(membership,)))
+        for worker in started:
+            worker.call(commands.ping)  # a group does not survive the death of a member while another one joins
+        return started
+
+    @contextmanager
+    def group(self, count: int) -> Iterator[WorkerGroup]:
+        """Workers for one test; see ``WorkerPool.group``."""
+        if self._store is None:
+            self._open()
+        self._idle += self._start(max(0, count + SPARES - len(self._idle)))
+        try:
+            with super().group(count) as group:
+                yield group
+        finally:
+            if self._lost_member:
+                self.close()
+
+    def _discard(self, worker: Worker) -> None:
+        super()._discard(worker)
+        self._lost_member = True
+
+    def close(self) -> None:
+        """End all workers, and leave the group."""
+        super().close()
+        if self._store is not None:
+            rpc.shutdown(graceful=False)
+            del _stores[self._store.port]
+            self._store = None
+            self._lost_member = False
+
+
+class Rpc(InSharedMemory):
+    """The backend that has these workers."""
+
+    name = "rpc"
+    pool_type = RpcWorkerPool
+    first_weights_at_connect = False

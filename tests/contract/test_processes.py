@@ -1,0 +1,380 @@
+"""Other processes: forked workers and children, workers of workers, workers that a context lists, other connections."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import select
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from backends import BuiltIn, SharedMemoryPublished
+from torch import nn
+
+import wsync
+from wsync.testing import ProcessWorker, WorkerError, WorkerGroup, WorkerPool, commands
+from wsync.testing.commands import WorkerState
+from wsync.testing.models import EveryTensorKind, Small, digest, fill, scramble
+
+# --- forks ---
+
+
+class ForkedPool(WorkerPool):
+    """Workers that are forked from the test's process."""
+
+    def _start(self, count: int) -> list[Any]:
+        return [ProcessWorker("fork") for _ in range(count)]
+
+
+def test_forked_workers(backend: BuiltIn) -> None:
+    pool = ForkedPool()
+    with pool.group(2) as workers, backend.make_scheme(timeout=30.0) as scheme:
+        model = scramble(EveryTensorKind(), 1)
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        for index, worker in enumerate(workers):
+            worker.start(commands.join, scheme, EveryTensorKind, index, "policy")
+        scheme.connect()
+        workers.results()
+        assert workers.call(commands.digest) == [digest(model)] * 2
+        scheme.send(scramble(model, 2))
+        assert workers.call(commands.digest) == [digest(model)] * 2
+        assert workers.call(commands.shutdown) == [[], []]
+    pool.close()
+
+
+_inherited: Any = None
+
+
+def use_inherited_scheme(state: WorkerState) -> None:
+    """Take the worker's role in the scheme as the fork has copied it."""
+    state.models["policy"], state.schemes["policy"] = Small(), _inherited
+    _inherited.init_on_receiver("policy", model=state.models["policy"], worker_idx=0)
+    _inherited.connect()
+
+
+def test_a_forked_worker_can_use_the_scheme_that_it_inherits(backend: BuiltIn) -> None:
+    global _inherited
+    pool = ForkedPool()
+    with backend.make_scheme(timeout=30.0) as scheme:
+        scheme.init_on_sender("policy", model=fill(Small(), 3), num_workers=1)
+        _inherited = scheme
+        try:
+            with pool.group(1) as workers:
+                workers[0].start(use_inherited_scheme)
+                scheme.connect()
+                workers[0].result()
+                assert workers[0].call(commands.output)[0] == 3
+                scheme.send(fill(Small(), 4))
+                assert workers[0].call(commands.output)[0] == 4
+        finally:
+            _inherited = None
+    pool.close()
+
+
+@contextmanager
+def forked(function: Callable[[], Any] = lambda: None) -> Iterator[None]:
+    """A forked child that has called ``function``, and lives."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        function()
+        os.write(writing, b".")
+        signal.pause()
+        os._exit(0)
+    try:
+        assert os.read(reading, 1) == b"."
+        yield
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
+
+
+def test_a_childs_shutdown_ends_no_connection_of_the_trainer_and_the_trainers_ends_all(backend: BuiltIn) -> None:
+    with backend.connected(1) as session, forked(session.scheme.shutdown):
+        session.send(2)
+        assert session.workers[0].call(commands.receive, 20.0)
+        with forked():
+            session.workers[0].start(commands.receive, 20.0)
+            session.scheme.shutdown()
+            with pytest.raises(WorkerError, match="NotConnected"):
+                session.workers[0].result()
+
+
+def shut_down_in_child(state: WorkerState) -> None:
+    """Fork a child inside the gate, which shuts its copies of the schemes down."""
+    with wsync.gate():
+        child = os.fork()
+        if child == 0:
+            commands.shutdown(state)
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def test_a_childs_shutdown_does_not_disconnect_its_parent(backend: BuiltIn) -> None:
+    with backend.connected(1) as session:
+        session.workers[0].call(shut_down_in_child)
+        for value in range(2, 6):
+            session.send(value)
+            assert session.outputs() == [value]
+
+
+def be_trainer(state: WorkerState, scheme: wsync.WeightSyncScheme) -> wsync.WeightSyncScheme:
+    scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
+    state.schemes["policy"] = scheme
+    return scheme
+
+
+def leave_a_child(state: WorkerState) -> int:
+    """Fork a child that lives on for a minute."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        signal.pause()
+    return child
+
+
+def test_the_death_of_a_trainer_is_noticed_although_its_child_lives(backend: BuiltIn) -> None:
+    with backend.workers(2) as workers:
+        scheme = workers[1].call(be_trainer, backend.make_scheme(timeout=30.0))
+        workers[0].start(commands.join, scheme, Small, 0, "policy")
+        workers[1].call(commands.connect)
+        workers[0].result()
+        child = workers[1].call(leave_a_child)
+        try:
+            workers[0].start(commands.receive, 15.0)
+            workers[1].kill()
+            with pytest.raises(WorkerError, match="NotConnected"):
+                workers[0].result()
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+# --- workers of workers ---
+
+
+class CascadingContext:
+    """A worker's context that sends each update on to workers of its own."""
+
+    def __init__(self, model: nn.Module, scheme: wsync.WeightSyncScheme) -> None:
+        self.policy = model
+        self.scheme = scheme
+        self.broken = False
+
+    def cascade_weights(self, model_id: str) -> None:
+        if self.broken:
+            raise ArithmeticError("the cascade is broken")
+        self.scheme.send()
+
+
+def become_middle(state: WorkerState, upper: wsync.WeightSyncScheme, lower: wsync.WeightSyncScheme) -> None:
+    """Follow ``upper``, and pass its updates on to two forked workers by ``lower``."""
+    model = fill(Small(), -1)
+    workers = WorkerGroup(ForkedPool(), 2)
+    lower.init_on_sender("policy", model=model, num_workers=2)
+    for index, worker in enumerate(workers):
+        worker.start(commands.join, lower, Small, index, "policy")
+    lower.connect()
+    workers.results()
+    context = CascadingContext(model, lower)
+    state.kept |= {"workers": workers, "context": context}
+    state.models["policy"], state.schemes["policy"], state.schemes["lower"] = model, upper, lower
+    upper.init_on_receiver("policy", context, worker_idx=0)
+    upper.connect()
+
+
+def outputs_below(state: WorkerState) -> list[float]:
+    return [output[0] for output in state.kept["workers"].call(commands.output)]
+
+
+def break_cascade(state: WorkerState, broken: bool) -> None:
+    state.kept["context"].broken = broken
+
+
+def end_workers_below(state: WorkerState) -> None:
+    for worker in state.kept["workers"]:
+        worker.close()
+
+
+def test_an_update_cascades_to_workers_of_a_worker(backend: BuiltIn) -> None:
+    if not backend.acknowledged:
+        pytest.skip("a scheme with sends that wait for no acknowledgement is refused: see below")
+    model = fill(Small(), 1)
+    with backend.workers(1) as workers, backend.make_scheme(timeout=30.0) as upper:
+        upper.init_on_sender("policy", model=model, num_workers=1)
+        workers[0].start(become_middle, upper, backend.make_scheme(timeout=30.0))
+        upper.connect()
+        workers[0].result()
+        assert workers[0].call(outputs_below) == [1, 1]
+        for value in range(2, 6):
+            upper.send(fill(model, value))
+            assert workers[0].call(outputs_below) == [value, value]
+        workers[0].call(break_cascade, True)
+        with pytest.raises(wsync.WorkerFailed, match=r"(?s)cascade_weights.*the cascade is broken"):
+            upper.send(fill(model, 9))
+        workers[0].call(break_cascade, False)
+        upper.send(fill(model, 10))
+        assert workers[0].call(outputs_below) == [10, 10]
+        workers[0].call(end_workers_below)
+
+
+def test_without_acknowledgements_nothing_cascades() -> None:
+    with SharedMemoryPublished().make_scheme() as upper:
+        upper.init_on_sender("policy", model=Small(), num_workers=1)
+        below = pickle.loads(pickle.dumps(upper))
+        with pytest.raises(ValueError, match="acknowledge='installed'"):
+            below.init_on_receiver("policy", CascadingContext(Small(), upper), worker_idx=0)
+
+
+# --- joining ---
+
+
+def test_a_listed_worker_that_dies_before_it_connects_is_named(backend: BuiltIn) -> None:
+    with backend.workers(2) as workers, backend.make_scheme(timeout=60.0) as scheme:
+        remote = [SimpleNamespace(worker_idx=i, sentinel=workers[i].sentinel) for i in range(2)]
+        scheme.init_on_sender("policy", SimpleNamespace(policy=Small(), remote_workers=remote))
+        workers[0].start(commands.join, scheme, Small, 0, "policy")
+        workers[1].kill()
+        with pytest.raises(wsync.WorkerDied, match="1") as died:
+            scheme.connect()
+        assert set(died.value.workers) == {1}
+
+
+def init_and_shut_down(state: WorkerState, scheme: wsync.WeightSyncScheme) -> None:
+    scheme.init_on_worker("policy", model=Small(), worker_idx=0)
+    scheme.shutdown()
+
+
+def test_a_worker_that_connected_and_left_is_not_waited_for(backend: BuiltIn) -> None:
+    with backend.workers(2) as workers, backend.make_scheme(timeout=10.0) as scheme:
+        scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
+        workers[0].call(init_and_shut_down, scheme)
+        workers[1].start(commands.join, scheme, Small, 0, "policy")
+        scheme.connect()
+        assert workers[1].result() == 1
+
+
+def test_a_shutdown_refuses_workers_that_wait_to_join(backend: BuiltIn) -> None:
+    before = listening_sockets()
+    with backend.workers(1) as workers, backend.make_scheme(timeout=20.0) as scheme:
+        scheme.init_on_sender("policy", model=Small(), num_workers=2)
+        listening = [fd for fd, _, _ in listening_sockets() - before]
+        workers[0].start(commands.join, scheme, Small, 0, "policy")
+        assert select.select(listening, [], [], 20.0)[0], "the worker does not connect"
+        with forked():
+            scheme.shutdown()
+            with pytest.raises(WorkerError, match="NotConnected"):
+                workers[0].result()
+
+
+def listening_sockets() -> set[tuple[int, int, Any]]:
+    """The sockets on which this process listens: descriptor, family and address."""
+    mine = {path.readlink().name: int(path.name) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    found = set[tuple[int, int, Any]]()
+    for row in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        columns = row.split()
+        fd = mine.get(f"socket:[{columns[9]}]")
+        if columns[3] == "0A" and fd is not None:
+            found.add((fd, socket.AF_INET, ("127.0.0.1", int(columns[1].split(":")[1], 16))))
+    for row in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        columns = row.split()
+        fd = mine.get(f"socket:[{columns[6]}]")
+        if len(columns) > 7 and int(columns[3], 16) & 0x10000 and fd is not None:
+            found.add((fd, socket.AF_UNIX, columns[7].replace("@", "\0", 1)))
+    return found
+
+
+def open_connection(family: int, address: Any) -> socket.socket:
+    for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
+        connection = socket.socket(family, kind)
+        try:
+            connection.connect(address)
+        except OSError:
+            connection.close()
+        else:
+            return connection
+    raise AssertionError(f"nothing listens on {address}")
+
+
+def test_workers_connect_beside_connections_that_send_noise_or_nothing(backend: BuiltIn) -> None:
+    noise = random.Random(5)
+    contents = [b"", b"GET / HTTP/1.1\r\n\r\n", noise.randbytes(500), bytes(8) + b"\xff" * 8, b"\x00", b"\x10"]
+    before = listening_sockets()
+    with backend.workers(2) as workers, backend.make_scheme(timeout=30.0) as scheme:
+        model = fill(Small(), 1)
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        opened = listening_sockets() - before
+        assert opened
+        others = [open_connection(family, address) for _, family, address in opened for _ in contents]
+        for connection, content in zip(others, contents * len(opened), strict=True):
+            if content:
+                connection.send(content)
+        for index, worker in enumerate(workers):
+            worker.start(commands.join, scheme, Small, index, "policy")
+        scheme.connect()
+        assert workers.results() == [1, 1]
+        for value in (2, 3):
+            scheme.send(fill(model, value))
+            assert [output[0] for output in workers.call(commands.output)] == [value] * 2
+        for connection in others:
+            connection.close()
+
+
+# --- misuse ---
+
+
+def numbered(*indices: int) -> SimpleNamespace:
+    """A context with workers of these indices."""
+    workers = [SimpleNamespace(worker_idx=index, sentinel=0) for index in indices]
+    return SimpleNamespace(policy=Small(), remote_workers=workers)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"model": Small(), "num_workers": 2.0}, "whole number"),
+        ({"model": Small(), "num_workers": "2"}, "whole number"),
+        ({"model": Small(), "devices": "cpu"}, "one for each worker"),
+        ({"model": "Small"}, r"weights are a torch\.nn\.Module"),
+        ({"weights": 3}, r"weights are a torch\.nn\.Module"),
+        ({"model": Small(), "device_map_fn": "cpu"}, "device_map_fn is a function"),
+        ({"params_map": {0: Small()}, "device_map_fn": lambda worker, weights: weights}, "device_map_fn"),
+        ({"params_map": {False: Small(), True: Small()}}, "workers 0 to 1"),
+        ({"params_map": {"policy": Small()}}, "workers 0 to 0"),
+        ({"context": numbered(1, 2)}, "0 to 1"),
+        ({"context": numbered(0, 0)}, "0 to 1"),
+        ({"context": SimpleNamespace(policy=Small(), remote_workers=["worker 0"])}, "worker_idx"),
+    ],
+)
+def test_an_init_that_is_refused_has_no_effect(backend: BuiltIn, given: Any, problem: str) -> None:
+    with backend.make_scheme() as scheme:
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises((TypeError, ValueError, AttributeError), match=problem):
+            scheme.init_on_sender("policy", **given)
+        assert len(os.listdir("/proc/self/fd")) == before
+        with pytest.raises(RuntimeError):
+            scheme.init_on_receiver("policy", model=Small())
+
+
+def test_a_transport_without_a_schemes_calls(backend: BuiltIn) -> None:
+    with backend.workers(2) as workers, backend.make_scheme(timeout=float("inf")) as scheme:
+        model = fill(Small(), 1)
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        for index, worker in enumerate(workers):
+            worker.start(commands.join, scheme, Small, index, "policy")
+        connecting = threading.Thread(target=scheme.connect)
+        connecting.start()
+        workers.results()
+        connecting.join()
+        scheme.sender_transports[1].send_weights(fill(Small(), 3))
+        assert [output[0] for output in workers.call(commands.output)] == [1, 3]

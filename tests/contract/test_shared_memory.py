@@ -1,0 +1,338 @@
+"""What only shared memory has: registered buffers, slots per worker, and memory that processes share."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+
+import pytest
+import torch
+from backends import SharedMemory, SharedMemoryPublished
+from striking import struck_at
+from tensordict import TensorDict
+from torch import nn
+
+import wsync
+from wsync.testing import WorkerPool, commands
+from wsync.testing.commands import WorkerState
+from wsync.testing.models import Small, fill
+
+
+@pytest.fixture
+def shared(pool: WorkerPool) -> SharedMemory:
+    SharedMemory.pool = pool
+    return SharedMemory()
+
+
+@pytest.fixture
+def published(pool: WorkerPool) -> SharedMemoryPublished:
+    SharedMemoryPublished.pool = pool
+    return SharedMemoryPublished()
+
+
+class TwoWeights(Small):
+    """Two parameters, of which the first is the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Parameter(torch.zeros(4))
+
+
+class TiedWeights(TwoWeights):
+    """The same names, for one tied parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = self.weight
+
+
+# --- buffers and slots ---
+
+
+def test_without_auto_register_buffers_have_to_be_registered(shared: SharedMemory) -> None:
+    with (
+        shared.connected(1, auto_register=False, init={}) as session,
+        pytest.raises(wsync.NotConnected, match="register_shared_weights"),
+    ):
+        session.send(2)
+
+
+def test_registered_buffers_are_read_and_written(shared: SharedMemory) -> None:
+    buffers = TensorDict({"weight": torch.ones(4)})
+    with shared.workers(1) as workers, shared.make_scheme(auto_register=False, timeout=30.0) as scheme:
+        assert isinstance(scheme, wsync.SharedMemWeightSyncScheme)
+        scheme.register_shared_weights("policy", buffers)
+        scheme.init_on_sender("policy", num_workers=1)
+        workers[0].start(commands.join, scheme, Small, 0, "policy")
+        scheme.connect()
+        workers[0].result()
+        assert workers[0].call(commands.output)[0] == 1
+        buffers["weight"].fill_(2)
+        scheme.send()
+        assert workers[0].call(commands.output)[0] == 2
+        scheme.send(fill(Small(), 3))
+        assert workers[0].call(commands.output)[0] == 3 and buffers["weight"][0] == 3
+
+
+def test_buffers_of_an_init_that_failed_can_be_given_again() -> None:
+    buffers = TensorDict({"weight": torch.ones(4)})
+    with wsync.SharedMemWeightSyncScheme() as scheme:
+        with pytest.raises(ValueError, match="at least 1"):
+            scheme.init_on_sender("policy", cached_weights=buffers, num_workers=0)
+        scheme.init_on_sender("policy", cached_weights=buffers, num_workers=1)
+        with pytest.raises(RuntimeError, match="already initialised"):
+            scheme.init_on_sender("policy", cached_weights=buffers, num_workers=1)
+
+
+def test_the_weights_of_a_sender_without_a_model_are_those_it_has_published(shared: SharedMemory) -> None:
+    with shared.connected(strategy="state_dict", init={}) as session:
+        assert session.scheme.weights is None
+        for value in (5.0, 6.0):
+            session.send(value)
+            assert session.scheme.weights["weight"].tolist() == [value] * 4
+        session.scheme.send({0: fill(Small(), 7), 1: fill(Small(), 8)})
+        assert session.scheme.weights is None
+
+
+def test_slots_per_worker(shared: SharedMemory) -> None:
+    with shared.connected(per_worker_weights=True) as session:
+        for value in range(2, 8):
+            session.scheme.send({0: fill(Small(), value), 1: fill(Small(), value * 10)})
+            assert session.outputs() == [value, value * 10]
+        session.send(3)
+        assert session.outputs() == [3, 3]
+
+
+def test_published_buffers_can_be_shared_by_the_trainer(shared: SharedMemory) -> None:
+    with shared.connected(1) as session:
+        for value in range(2, 8):
+            transport = session.scheme.shared_transport
+            assert isinstance(transport, wsync.SharedMemTransport)
+            (buffers,) = transport.unique_weights
+            assert buffers.share_memory_()["weight"][0] == value - 1
+            session.send(value)
+            assert session.outputs() == [value]
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_a_byte_changed_in_shared_memory_is_noticed_with_a_checksum(shared: SharedMemory, checksum: bool) -> None:
+    with shared.connected(1, checksum=checksum) as session:
+        session.workers[0].stop()
+        session.post(2)
+        transport = session.scheme.shared_transport
+        assert isinstance(transport, wsync.SharedMemTransport)
+        transport.unique_weights[0]["weight"][1] = 77.0
+        session.workers[0].resume()
+        if checksum:
+            with pytest.raises(wsync.WorkerFailed, match="corrupt"):
+                session.scheme.wait_async()
+        else:
+            session.scheme.wait_async()
+        assert session.workers[0].call(commands.output)[:2] == ([1.0, 1.0] if checksum else [2.0, 77.0])
+
+
+# --- forwards and slots ---
+
+
+def fork_while_acting(state: WorkerState) -> tuple[int, int]:
+    """Run forwards while another thread forks; returns their number, and how many saw two versions."""
+    over, matrix = threading.Event(), torch.ones(256, 256)
+
+    def fork() -> None:
+        for _ in range(60):
+            child = os.fork()
+            if child == 0:
+                os._exit(0)
+            os.waitpid(child, 0)
+        over.set()
+
+    forks = threading.Thread(target=fork)
+    forks.start()
+    forwards = torn = 0
+    while not over.is_set():
+        with wsync.gate():
+            first = state.models["policy"].weight[0].item()
+            for _ in range(4):
+                torch.mm(matrix, matrix)
+            torn += state.models["policy"].weight[-1].item() != first
+        forwards += 1
+    forks.join()
+    return forwards, torn
+
+
+def test_a_child_does_not_free_the_slot_that_its_parent_uses(published: SharedMemoryPublished) -> None:
+    with published.connected(1) as session:
+        session.workers[0].start(fork_while_acting)
+        over = threading.Event()
+
+        def send() -> None:
+            for value in count(2):
+                session.send(value)
+                if over.is_set():
+                    return
+
+        trainer = threading.Thread(target=send)
+        trainer.start()
+        forwards, torn = session.workers[0].result()
+        over.set()
+        trainer.join()
+        assert forwards > 0 and torn == 0
+
+
+def convert_other(state: WorkerState) -> None:
+    state.models["policy"].other.data = state.models["policy"].other.data.half()
+
+
+def add_module(state: WorkerState) -> None:
+    state.models["policy"].added = nn.Linear(2, 2)
+
+
+def begin_forward(state: WorkerState) -> None:
+    state.kept["gate"] = wsync.gate()
+    state.kept["gate"].__enter__()
+
+
+def end_forward(state: WorkerState) -> None:
+    state.kept["gate"].__exit__(None, None, None)
+
+
+def plain_weight(state: WorkerState) -> float:
+    return state.models["policy"].weight[0].item()
+
+
+@pytest.mark.parametrize("change", [convert_other, add_module])
+def test_a_forward_that_refuses_an_update_keeps_its_weights(
+    published: SharedMemoryPublished, change: Callable[[WorkerState], None]
+) -> None:
+    with published.connected(1, TwoWeights) as session:
+        session.send(2)
+        assert session.outputs() == [2]
+        session.workers[0].call(change)
+        session.send(3)
+        session.workers[0].call(begin_forward)
+        assert session.workers[0].call(plain_weight) == 2
+        with pytest.raises(wsync.WorkerFailed):
+            session.send(4)
+        for value in range(5, 9):
+            session.send(value)
+        assert session.workers[0].call(plain_weight) == 2
+        session.workers[0].call(end_forward)
+
+
+def begin_forward_in_thread(state: WorkerState) -> None:
+    """A thread reads the weights inside the gate, now and when it is told to end."""
+    state.kept["end"], begun = threading.Event(), threading.Event()
+    seen = state.kept["seen"] = []
+
+    def forward() -> None:
+        with wsync.gate():
+            seen.append(state.models["policy"].weight.tolist())
+            begun.set()
+            state.kept["end"].wait()
+            seen.append(state.models["policy"].weight.tolist())
+
+    state.kept["thread"] = threading.Thread(target=forward, daemon=True)
+    state.kept["thread"].start()
+    begun.wait()
+
+
+def end_forward_in_thread(state: WorkerState) -> list[list[float]]:
+    state.kept["end"].set()
+    state.kept["thread"].join()
+    return state.kept["seen"]
+
+
+def test_receive_ends_in_time_while_a_forward_runs(published: SharedMemoryPublished) -> None:
+    with published.connected(1) as session:
+        session.workers[0].call(begin_forward_in_thread)
+        session.send(2)
+        assert session.workers[0].call(commands.receive, 0.1) is None
+        assert session.workers[0].call(end_forward_in_thread) == [[1.0] * 4] * 2
+        assert session.workers[0].call(commands.receive, 20.0) is not None
+        assert session.outputs() == [2]
+
+
+def test_a_forward_after_a_refused_update_sees_one_version(published: SharedMemoryPublished) -> None:
+    source = fill(TwoWeights(), 1)
+    with published.workers(1) as workers, published.make_scheme(timeout=30.0) as scheme:
+        scheme.init_on_sender("policy", model=source, num_workers=1)
+        workers[0].start(commands.join, scheme, TiedWeights, 0, "policy")
+        scheme.connect()
+        workers[0].result()
+        source.other.data.fill_(2)
+        scheme.send()
+        workers[0].call(begin_forward_in_thread)  # refuses it: the model ties the two parameters
+        with suppress(wsync.WorkerFailed):
+            scheme.send(fill(source, 3))
+        for value in range(4, 8):
+            scheme.send(fill(source, value))
+        assert workers[0].call(end_forward_in_thread) == [[1.0] * 4] * 2
+        assert workers[0].call(commands.output)[0] == 7
+
+
+@pytest.mark.parametrize("action", ["shutdown", "receive"])
+def test_a_call_that_would_wait_for_its_own_forward_is_an_error(shared: SharedMemory, action: str) -> None:
+    with shared.connected(1) as session:
+        assert f"{action}() outside any forward" in session.workers[0].call(call_inside_the_gate, action)
+        session.send(2)
+        assert session.outputs() == [2]
+
+
+def call_inside_the_gate(state: WorkerState, action: str) -> str:
+    scheme = state.schemes["policy"]
+    with wsync.gate(), pytest.raises(RuntimeError) as raised:
+        scheme.shutdown() if action == "shutdown" else scheme.receive()
+    return str(raised.value)
+
+
+# --- several threads of a worker ---
+
+
+def wait_in_two_threads(state: WorkerState) -> None:
+    """One thread waits for long; another gives up."""
+    scheme, received = state.schemes["policy"], list[object]()
+    state.kept["received"] = received
+    state.kept["waiting"] = threading.Thread(target=lambda: received.append(scheme.receive(50.0)))
+    state.kept["waiting"].start()
+    assert scheme.receive(0.5) is None
+
+
+def has_received(state: WorkerState) -> bool:
+    state.kept["waiting"].join(20.0)
+    return len(state.kept["received"]) == 1 and state.kept["received"][0] is not None
+
+
+def test_a_receive_that_times_out_leaves_another_waiting(published: SharedMemoryPublished) -> None:
+    with published.connected(1) as session:
+        session.workers[0].call(wait_in_two_threads)
+        session.send(2)
+        assert session.workers[0].call(has_received)
+
+
+def interrupt_receive(state: WorkerState) -> int:
+    """Raise at each point of ``receive`` in turn, and receive in another thread; returns the number of points."""
+    receive = state.schemes["policy"].receive
+
+    def receive_here() -> None:
+        with suppress(RuntimeError):  # raised by threading.Condition if it is interrupted in releasing its lock
+            receive(0.0)
+
+    for point in count(1):
+        finished = struck_at(point, receive_here)
+        other = threading.Thread(target=receive, args=(0.0,), daemon=True)
+        other.start()
+        other.join(20.0)
+        assert not other.is_alive(), f"interrupted at point {point}"
+        if finished:
+            return point
+    raise AssertionError
+
+
+def test_an_interrupted_receive_leaves_no_lock_held(shared: SharedMemory) -> None:
+    with shared.connected(1) as session:
+        assert session.workers[0].call(interrupt_receive) > 10
+        session.send(2)
+        assert session.outputs() == [2]

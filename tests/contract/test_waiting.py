@@ -1,0 +1,221 @@
+"""``send_async`` and ``wait_async``: every acknowledgement is waited for once, and none is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from typing import Any
+
+import pytest
+from backends import BuiltIn
+from striking import struck_at
+
+import wsync
+from wsync.testing import commands
+from wsync.testing.models import OtherName, Small, WithExtraState, digest, fill, scramble
+
+
+def test_an_error_is_raised_by_a_later_wait(backend: BuiltIn) -> None:
+    with backend.connected(make=WithExtraState) as session:
+        session.model.state = "refuse 0"
+        session.scheme.send_async(worker_ids=0)
+        session.model.state = "accepted"
+        session.scheme.send(worker_ids=1)  # says nothing about worker 0
+        with pytest.raises(wsync.WorkerFailed, match=r"(?s)worker 0.*ArithmeticError"):
+            session.scheme.wait_async()
+        session.model.state = "refuse 0"
+        session.scheme.send_async(worker_ids=0)
+        session.model.state = "accepted"
+        session.scheme.send_async(worker_ids=1)
+        with pytest.raises(wsync.WorkerFailed, match=r"(?s)worker 0.*ArithmeticError"):
+            session.scheme.wait_async()
+        report = session.scheme.wait_async()
+        assert report is not None and dict(report.workers) == {1: 5}
+
+
+def test_a_worker_that_a_newer_send_leaves_out_is_waited_for(backend: BuiltIn) -> None:
+    with backend.connected(timeout=0.5) as session:
+        session.workers[1].stop()
+        session.post(2)
+        session.send(3, worker_ids=0)
+        with pytest.raises(wsync.SyncTimeout, match="worker 1"):
+            session.scheme.wait_async()
+        session.workers[1].resume()
+        assert session.scheme.wait_async() is None
+        assert session.workers[0].call(commands.output)[0] == 3
+
+
+def test_an_update_is_not_waited_for_twice(backend: BuiltIn) -> None:
+    with backend.connected(timeout=20.0) as session:
+        scheme = session.scheme
+        session.post(2)
+        wsync.synchronize({scheme: fill(session.model, 3)})
+        assert scheme.wait_async() is None
+        session.post(4)
+        session.send(5, worker_ids=1)
+        report = scheme.wait_async()
+        assert report is not None and dict(report.workers) == {0: 4}
+        session.post(6)
+        session.workers[1].kill()
+        assert session.restart(1) == 6
+        report = scheme.wait_async()
+        assert report is not None and dict(report.workers) == {0: 6}
+        session.workers[1].stop()
+        session.post(7)
+        scheme.disconnect(1)
+        report = scheme.wait_async()
+        assert report is not None and dict(report.workers) == {0: 7}
+
+
+def test_a_disconnected_worker_connects_again_with_the_newest_weights(backend: BuiltIn) -> None:
+    with backend.connected(timeout=20.0) as session:
+        for value in (2, 4, 6):
+            session.send(value)
+            session.scheme.disconnect(1)
+            with pytest.raises(Exception, match="NotConnected"):
+                session.workers[1].call(commands.receive, 20.0)
+                session.workers[1].call(commands.receive, 20.0)  # the first call may return what was sent before
+            if value == 4:
+                session.send(value + 0.5)
+            session.workers[1].start(commands.connect)
+            session.scheme.readmit(1)
+            assert session.workers[1].result() == session.scheme.version
+            for later in (value + 1, value + 1.25, value + 1.5, value + 1.75):
+                session.send(later)
+                assert session.outputs() == [later, later]
+
+
+def test_weights_that_were_sent_before_the_disconnection_are_not_installed_after_it(backend: BuiltIn) -> None:
+    with backend.connected(timeout=20.0) as session:
+        session.workers[1].stop()
+        session.post(2)
+        session.scheme.disconnect(1)
+        for value in range(3, 8):  # may be written where version 2 was
+            session.send(value, worker_ids=0)
+        session.workers[1].resume()
+        with pytest.raises(Exception, match="NotConnected"):
+            session.workers[1].call(commands.receive, 20.0)
+            session.workers[1].call(commands.receive, 20.0)
+        assert set(session.workers[1].call(commands.output)) in ({1.0}, {2.0})
+
+
+def test_a_slow_worker_installs_its_version_whole_after_newer_ones_to_others(backend: BuiltIn) -> None:
+    with backend.connected() as session:
+        session.workers[1].stop()
+        scramble(session.model, 1)
+        session.scheme.send_async()
+        first = digest(session.model)
+        for seed in range(2, 7):
+            session.scheme.send(scramble(session.model, seed), worker_ids=0)
+            assert session.workers[0].call(commands.digest) == digest(session.model)
+        session.workers[1].resume()
+        session.scheme.wait_async()
+        assert session.workers[1].call(commands.digest) == first
+
+
+def test_a_large_message_to_a_stopped_worker_does_not_delay_the_others(backend: BuiltIn) -> None:
+    with backend.connected(make=WithExtraState, timeout=3.0) as session:
+        session.workers[0].stop()
+        session.model.state = bytes(16 << 20)  # more than a socket buffers
+        with pytest.raises(wsync.SyncTimeout) as late:
+            session.update(2)
+        assert set(late.value.workers) == {0}
+        assert session.workers[1].call(commands.output)[0] == 2
+        session.workers[0].resume()
+        session.model.state = "small"
+        session.scheme.timeout = 30.0
+        session.send(3)
+        assert session.digests() == [digest(session.model)] * 2
+
+
+def test_a_send_waits_for_workers_that_have_to_map_the_first_weights(backend: BuiltIn) -> None:
+    with backend.connected(1, init={}) as session:
+        session.workers[0].stop()
+        session.scheme.timeout = 0.3
+        with pytest.raises(wsync.SyncTimeout, match="worker 0"):
+            session.send(5)
+        session.workers[0].resume()
+        session.scheme.timeout = 30.0
+        session.send(6, worker_ids=0)
+        assert session.outputs() == [6]
+
+
+def test_a_late_answer_about_first_weights_is_not_taken_for_one_about_others(backend: BuiltIn) -> None:
+    with backend.connected(init={}) as session:
+        session.workers[1].stop()
+        session.scheme.timeout = 1.0
+        with pytest.raises(wsync.SyncTimeout, match="worker 1"):
+            session.send(1)
+        session.workers[1].resume()
+        session.scheme.timeout = 60.0
+        with pytest.raises(wsync.WorkerFailed):
+            session.scheme.send(OtherName())
+        session.send(2)
+        assert session.outputs() == [2, 2]
+
+
+# --- signals ---
+
+
+class Interrupted(Exception):
+    """Raised by a signal handler."""
+
+
+@contextmanager
+def interrupted_by(number: signal.Signals) -> Iterator[None]:
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def test_an_acknowledgement_of_an_interrupted_update_does_not_count_for_the_next(backend: BuiltIn) -> None:
+    with interrupted_by(signal.SIGUSR1), backend.connected() as session:
+        for value in (2, 4):
+            session.workers[1].stop()
+            timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
+            timer.start()
+            with pytest.raises(Interrupted):
+                session.update(value)
+                threading.Event().wait(10.0)  # where the update did not wait for the worker
+            timer.join()
+            session.workers[1].resume()
+            session.update(value + 1)
+            assert session.outputs() == [value + 1] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised as a generator was closed
+@pytest.mark.parametrize("worker_ids", [None, [0, 1]], ids=["all", "list"])
+def test_wherever_a_send_is_interrupted_the_next_one_arrives(backend: BuiltIn, worker_ids: Any) -> None:
+    with backend.connected(timeout=10.0) as session:
+        for point in count(1):
+            session.scheme.send()
+            finished = struck_at(point, partial(session.scheme.send, scramble(session.model, 2 * point), worker_ids))
+            session.scheme.send(scramble(session.model, 2 * point + 1))
+            assert session.digests() == [digest(session.model)] * 2
+            if finished:
+                break
+
+
+def test_a_thread_that_waits_for_another_threads_send_succeeds(backend: BuiltIn) -> None:
+    with backend.connected() as session:
+        session.workers[1].stop()
+        first = threading.Thread(target=session.scheme.send, args=(fill(Small(), 2),))
+        first.start()
+        second = threading.Thread(target=session.scheme.send, args=(fill(Small(), 3),))
+        second.start()
+        session.workers[1].resume()
+        for thread in (first, second):
+            thread.join(30.0)
+            assert not thread.is_alive()
+        assert session.scheme.version == 3 and len(set(session.outputs())) == 1

@@ -1,0 +1,257 @@
+"""What a worker does with its model beside acting: an update neither disturbs that nor is disturbed by it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import threading
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from backends import BuiltIn
+from torch import nn
+
+import wsync
+from wsync.testing import WorkerError, WorkerPool, commands
+from wsync.testing.commands import WorkerState
+from wsync.testing.models import Small, fill
+
+
+class TwoWeights(Small):
+    """Two parameters, of which the first is the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Parameter(torch.zeros(4))
+
+
+class Frozen(Small):
+    """Refuses every assignment to an attribute, so that it cannot be gated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "frozen" and "frozen" in vars(self):
+            raise ArithmeticError(f"{name} is frozen")
+        super().__setattr__(name, value)
+
+
+def large() -> Small:
+    """A model of 4 MiB: its memory is unmapped when it moves."""
+    return Small(2**20)
+
+
+def replace_and_apply(state: WorkerState, value: float) -> None:
+    state.models["policy"].other = nn.Parameter(torch.zeros(4))
+    state.schemes["policy"].apply_weights(fill(TwoWeights(), value).state_dict())
+
+
+def test_weights_that_a_worker_applies_stay_in_that_worker(backend: BuiltIn) -> None:
+    with backend.connected(make=TwoWeights) as session:
+        session.workers[0].call(replace_and_apply, 9.0)
+        assert session.outputs() == [9, 1]
+        session.send(2)
+        assert session.outputs() == [2, 2]
+
+
+def replace_parameter(state: WorkerState) -> None:
+    state.kept["replaced"] = state.models["policy"].other
+    state.models["policy"].other = nn.Parameter(torch.zeros(4))
+
+
+def replaced_value(state: WorkerState) -> float:
+    return state.kept["replaced"][0].item()
+
+
+def test_a_parameter_that_a_worker_has_replaced_keeps_its_value(backend: BuiltIn) -> None:
+    with backend.connected(make=TwoWeights) as session:
+        session.workers[0].call(replace_parameter)
+        for value in range(2, 9):
+            session.update(value)
+            assert session.workers[0].call(replaced_value) == 1
+
+
+def fork_child(state: WorkerState) -> None:
+    """Fork a child that reports its model's output when it is asked."""
+    state.kept["line"], line = multiprocessing.Pipe()
+    state.kept["child"] = os.fork()
+    if state.kept["child"] == 0:
+        line.recv()
+        line.send(commands.output(state))
+        os._exit(0)
+
+
+def ask_child(state: WorkerState) -> list[float]:
+    state.kept["line"].send("output")
+    output = state.kept["line"].recv()
+    os.waitpid(state.kept["child"], 0)
+    return output
+
+
+def test_a_forked_child_of_a_worker_keeps_the_weights_of_the_fork(backend: BuiltIn) -> None:
+    with backend.connected(1) as session:
+        session.workers[0].call(fork_child)
+        for value in range(2, 8):
+            session.send(value)
+            assert session.outputs() == [value]
+        assert session.workers[0].call(ask_child) == [1.0] * 4
+
+
+def share_model(state: WorkerState) -> None:
+    """As ``torch.multiprocessing`` does with a model that is sent to a process: the storage moves."""
+    state.models["policy"].share_memory()
+
+
+@pytest.mark.parametrize("make", [Small, large])
+def test_a_worker_that_shares_its_model_is_updated(backend: BuiltIn, make: Any) -> None:
+    with backend.connected(1, make) as session:
+        for value in range(2, 10):
+            session.workers[0].call(share_model)
+            session.send(value)
+            assert session.outputs() == [value]
+
+
+def model_given_by_torch(state: WorkerState, scheme: wsync.WeightSyncScheme, worker_idx: int, model: nn.Module) -> None:
+    state.schemes["policy"], state.models["policy"] = scheme, model
+    scheme.init_on_receiver("policy", model=model, worker_idx=worker_idx)
+    scheme.connect()
+
+
+def both_values(state: WorkerState) -> list[float]:
+    with wsync.gate():
+        return [tensor[0].item() for tensor in state.models["policy"].state_dict().values()]
+
+
+def test_a_model_sent_by_torch_multiprocessing_is_not_shared_with_the_trainer(backend: BuiltIn) -> None:
+    model = fill(TwoWeights(), 1).share_memory()
+    with backend.workers(2) as workers, backend.make_scheme(timeout=30.0) as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        for worker_idx, worker in enumerate(workers):
+            worker.start(model_given_by_torch, scheme, worker_idx, model)
+        scheme.connect()
+        workers.results()
+        fill(model, 2)
+        assert workers.call(both_values) == [[1, 1], [1, 1]]
+        scheme.send({0: fill(TwoWeights(), 3), 1: fill(TwoWeights(), 4)})
+        assert workers.call(both_values) == [[3, 3], [4, 4]]
+        assert model.weight[0] == 2
+
+
+def gradient_through_functorch(state: WorkerState) -> float:
+    model = state.models["policy"]
+    return torch.func.grad(lambda x: (model() * x).sum())(torch.ones(4))[0].item()
+
+
+def test_a_forward_inside_a_function_transform_uses_the_update(backend: BuiltIn) -> None:
+    with backend.connected(1) as session:
+        for value in range(2, 8):
+            session.send(value)
+            assert session.workers[0].call(gradient_through_functorch) == value
+
+
+def functional_call(state: WorkerState, value: float) -> tuple[float, float]:
+    """The output of the model with other weights, and the value of these afterwards."""
+    weights = {"weight": torch.full((4,), value)}
+    output = torch.func.functional_call(state.models["policy"], weights, ())[0].item()
+    return output, weights["weight"][0].item()
+
+
+def test_a_functional_call_uses_its_own_weights_and_leaves_them_alone(backend: BuiltIn) -> None:
+    with backend.connected(1) as session:
+        for value in range(2, 6):
+            session.send(value)
+            assert session.workers[0].call(functional_call, 9.0) == (9, 9)
+            assert session.outputs() == [value]
+
+
+def convert_to_half(state: WorkerState) -> None:
+    with wsync.gate():
+        state.models["policy"].half()
+
+
+def dtype_of_weight(state: WorkerState) -> str:
+    return str(state.models["policy"].weight.dtype)
+
+
+def test_a_model_that_a_worker_has_converted_refuses_updates_and_stays_converted(backend: BuiltIn) -> None:
+    with backend.connected() as session:
+        session.send(2)
+        session.send(3)
+        session.workers[1].call(convert_to_half)
+        with pytest.raises(wsync.WorkerFailed, match=r"(?s)worker 1.*'weight'.*float16") as failed:
+            session.update(4)
+        assert set(failed.value.workers) == {1} and failed.value.version == 4
+        assert session.workers[1].call(dtype_of_weight) == "torch.float16"
+        assert session.outputs() == [4, 3]
+
+
+def test_a_model_that_cannot_be_gated_is_an_error_at_both_ends(backend: BuiltIn) -> None:
+    with backend.workers(1) as workers, backend.make_scheme(timeout=10.0) as scheme:
+        scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
+        workers[0].start(commands.join, scheme, Frozen, 0, "policy")
+        with pytest.raises(wsync.WorkerFailed, match="__class__ is frozen"):
+            scheme.connect()
+        with pytest.raises(WorkerError, match="ArithmeticError"):
+            workers[0].result()
+
+
+@pytest.mark.parametrize("kind", [wsync.SharedMemWeightSyncScheme, wsync.DistributedWeightSyncScheme])
+def test_a_model_of_two_schemes_is_gated_until_both_have_shut_down(kind: Any) -> None:
+    model = Small()
+    with ExitStack() as senders:
+        receivers = []
+        for name in ("one", "other"):
+            sender = senders.enter_context(kind())
+            sender.init_on_sender(name, model=fill(Small(), 1), num_workers=1)
+            receiver = pickle.loads(pickle.dumps(sender))
+            receiver.init_on_receiver(name, model=model, worker_idx=0)
+            connecting = threading.Thread(target=sender.connect)
+            connecting.start()
+            receiver.connect()
+            connecting.join()
+            receivers.append(receiver)
+        for receiver in receivers:
+            assert type(model) is not Small
+            receiver.shutdown()
+        assert type(model) is Small
+        assert model().tolist() == [1.0] * 4
+
+
+def many_values() -> Small:
+    """A model of 1 MiB."""
+    return Small(1 << 18)
+
+
+def values_of_copies(state: WorkerState, count: int) -> list[int]:
+    """How many different values there are in each of ``count`` copies of the weights, made as they are received."""
+    transport, copy = state.schemes["policy"].receiver_transport, many_values()
+    counts: list[int] = []
+    while len(counts) < count:
+        assert transport is not None and transport.receive_weights(20.0, model=copy) is not None
+        counts.append(copy.weight.unique().numel())
+    return counts
+
+
+def test_received_weights_are_copied_from_one_version(pool: WorkerPool, backend: BuiltIn) -> None:
+    with backend.connected(1, many_values) as session:
+        session.workers[0].start(values_of_copies, 30)
+        done = threading.Event()
+
+        def send() -> None:
+            models = [fill(many_values(), value) for value in range(4)]
+            while not done.is_set():
+                for model in models:
+                    session.scheme.send(model)
+
+        trainer = threading.Thread(target=send)
+        trainer.start()
+        try:
+            assert session.workers[0].result() == [1] * 30
+        finally:
+            done.set()
+            trainer.join()

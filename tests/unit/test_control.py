@@ -1,0 +1,250 @@
+"""Connections of ``wsync.control``: authentication, whole messages, many pending attempts, ends of either side."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import wsync
+from wsync.control import Address, Kind, Listener, Message, SocketConnection, connect, listen_on
+
+HOSTS = pytest.mark.parametrize("host", [None, "127.0.0.1"], ids=["unix", "tcp"])
+SECONDS = 10.0
+
+
+def open_socket(address: Address) -> socket.socket:
+    """Connect to a listener without any greeting."""
+    if address.host:
+        return socket.create_connection((address.host, int(address.port)))
+    opened = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    opened.connect(f"\0{address.port}")
+    return opened
+
+
+def accept(listener: Listener) -> tuple[SocketConnection, Message]:
+    """Wait for an authenticated connection."""
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        select.select([listener], [], [], SECONDS)
+        accepted = listener.accept()
+        if accepted is not None:
+            return accepted
+    raise AssertionError("the connection was not accepted")
+
+
+@contextmanager
+def connected(host: str | None) -> Iterator[tuple[SocketConnection, SocketConnection]]:
+    """Both ends of a connection: the listener's, and worker 3's. The listener's has sent one message."""
+    with closing(Listener(host)) as listener:
+        worker = connect(listener.address, 3, time.monotonic() + SECONDS)
+        ours, hello = accept(listener)
+        assert (hello.kind, hello.worker) == (Kind.HELLO, 3)
+        with closing(ours), closing(worker):
+            ours.send(Message(Kind.DATA, payload=b"first"))
+            first = worker.receive()
+            assert first is not None and first.payload == b"first"
+            yield ours, worker
+
+
+def is_closed_by(listener: Listener, other: socket.socket) -> bool:
+    """Whether the listener closes a connection instead of accepting it."""
+    while True:
+        ready, _, _ = select.select([listener, other], [], [], SECONDS)
+        assert ready, "the listener neither accepts nor closes the connection"
+        if other in ready:
+            return True
+        if (accepted := listener.accept()) is not None:
+            accepted[0].close()
+            return False
+
+
+def greeting_for(address: Address) -> bytes:
+    """What ``connect`` sends to a TCP address, at which nothing may listen yet."""
+    with listen_on(address.host, int(address.port)) as other:
+        worker = connect(address, 0, time.monotonic() + SECONDS)
+        received, _ = other.accept()
+        with closing(worker), received:
+            return received.recv(4096)
+
+
+def free_port() -> int:
+    with listen_on("127.0.0.1") as listening:
+        return listening.getsockname()[1]
+
+
+# --- authentication ---
+
+
+@HOSTS
+def test_the_payload_of_connect_arrives_with_the_greeting(host: str | None) -> None:
+    with closing(Listener(host)) as listener:
+        with closing(connect(listener.address, 5, None, b"payload")):
+            connection, hello = accept(listener)
+            connection.close()
+        assert (hello.worker, hello.payload) == (5, b"payload")
+
+
+def test_a_connection_without_the_token_is_closed() -> None:
+    with closing(Listener("127.0.0.1")) as listener:
+        address = listener.address
+        elsewhere = greeting_for(Address("127.0.0.1", free_port(), address.token))
+        wrong_token = greeting_for(Address("127.0.0.1", free_port(), b"t" * len(address.token)))
+        http = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" + b"\xff" * 64
+        for content in (elsewhere, wrong_token, http, Message(Kind.HELLO, 0, 10, bytes(48)).pack()):
+            with open_socket(address) as other:
+                other.send(content)
+                assert is_closed_by(listener, other)
+
+
+def test_a_greeting_is_accepted_once() -> None:
+    address = Address("127.0.0.1", free_port(), os.urandom(16))
+    greeting = greeting_for(address)
+    with closing(Listener(address.host, int(address.port), address.token)) as listener:
+        for replayed in (False, True):
+            with open_socket(address) as other:
+                other.sendall(greeting)
+                assert is_closed_by(listener, other) == replayed
+
+
+@pytest.mark.parametrize("answer", ["nothing", "noise", "echo"])
+def test_a_worker_reads_nothing_from_a_listener_without_the_token(answer: str) -> None:
+    with listen_on("127.0.0.1") as impostor:
+        worker = connect(Address("127.0.0.1", impostor.getsockname()[1], os.urandom(16)), 0, None)
+        received, _ = impostor.accept()
+        with closing(worker), received:
+            greeting = received.recv(4096)
+            proof = {"nothing": b"", "noise": bytes(32), "echo": greeting[-32:]}[answer]
+            received.sendall(proof + Message(Kind.DATA, payload=b"untrusted").pack() + bytes(64))
+            with pytest.raises(wsync.NotConnected, match="token"):
+                worker.receive()
+
+
+def test_an_address_survives_its_dump() -> None:
+    for address in (Address("127.0.0.1", 80, b"1" * 16), Address("", "name", b"2" * 16)):
+        assert Address.load(address.dump()) == address
+
+
+# --- other connections ---
+
+
+@HOSTS
+def test_a_worker_is_accepted_beside_many_silent_connections(host: str | None) -> None:
+    with closing(Listener(host)) as listener, ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(open_socket(listener.address))
+        with closing(connect(listener.address, 0, None)):
+            accept(listener)[0].close()
+
+
+def test_a_worker_is_accepted_when_it_takes_the_place_of_a_silent_connection() -> None:
+    """Its descriptor may have the number of the connection that was closed to make room."""
+    with closing(Listener("127.0.0.1")) as listener, ExitStack() as stack:
+        others = [stack.enter_context(open_socket(listener.address)) for _ in range(64)]
+        for _ in others:
+            assert listener.accept() is None
+        with closing(connect(listener.address, 0, None)):
+            others[0].send(b"\x10")
+            accept(listener)[0].close()
+
+
+def test_a_listener_whose_queue_is_full_is_an_error_at_the_deadline() -> None:
+    with closing(Listener()) as listener, ExitStack() as stack, pytest.raises(wsync.SyncTimeout, match="worker 7"):
+        while True:
+            stack.enter_context(closing(connect(listener.address, 7, time.monotonic() + 0.05)))
+
+
+def test_two_hundred_workers_can_connect_before_the_first_is_accepted() -> None:
+    with closing(Listener()) as listener, ExitStack() as stack:
+        for worker in range(200):
+            stack.enter_context(closing(connect(listener.address, worker, time.monotonic() + SECONDS)))
+        found = set[int]()
+        while len(found) < 200:
+            connection, hello = accept(listener)
+            found.add(hello.worker)
+            connection.close()
+
+
+# --- messages ---
+
+
+@HOSTS
+def test_long_and_short_messages_arrive_whole_and_in_order(host: str | None) -> None:
+    payloads = [b"", b"x", b"y" * 3_000_000, b"z" * 70_000]
+    with connected(host) as (ours, worker):
+        for index, payload in enumerate(payloads):
+            worker.send(Message(Kind.DATA, index, index, payload, 0.5))
+        for index, payload in enumerate(payloads):
+            assert ours.receive() == Message(Kind.DATA, index, index, payload, 0.5)
+        worker.close()
+        assert ours.receive() is None
+
+
+@HOSTS
+def test_messages_that_arrive_in_pieces(host: str | None) -> None:
+    """A message is complete when the descriptor is readable for it: the end of one never contains the next."""
+
+    @settings(max_examples=30, deadline=None)
+    @given(st.lists(st.binary(max_size=60), min_size=1, max_size=12), st.integers(1, 200))
+    def receive(payloads: list[bytes], piece: int) -> None:
+        sent = [Message(Kind.DATA, i, 2**40 + i, payload) for i, payload in enumerate(payloads)]
+        content = b"".join(message.pack() for message in sent)
+        with connected(host) as (ours, worker), socket.socket(fileno=os.dup(worker.fileno())) as raw:
+            sending = threading.Thread(
+                target=lambda: [raw.sendall(content[at : at + piece]) for at in range(0, len(content), piece)]
+            )
+            sending.start()
+            for message in sent:
+                assert select.select([ours], [], [], SECONDS)[0]
+                assert ours.receive() == message
+            sending.join()
+            assert not select.select([ours], [], [], 0.0)[0]
+
+    receive()
+
+
+def test_descriptors_travel_with_a_message_and_are_not_inherited_by_programs() -> None:
+    with connected(None) as (ours, worker):
+        memory = os.memfd_create("test")
+        ours.send(Message(Kind.DATA, fds=(memory,)))
+        message = worker.receive()
+        assert message is not None and len(message.fds) == 1 and not os.get_inheritable(message.fds[0])
+        for fd in (memory, *message.fds):
+            os.close(fd)
+
+
+@HOSTS
+def test_what_was_sent_before_the_end_of_a_connection_arrives(host: str | None) -> None:
+    """Also where the other end closes with something unread, which the kernel reports first."""
+    with connected(host) as (ours, worker):
+        ours.send(Message(Kind.DATA, version=7))
+        worker.send(Message(Kind.DATA, version=8))
+        worker.close()
+        message = ours.receive()
+        assert message is not None and message.version == 8
+        assert ours.receive() is None
+
+
+@HOSTS
+def test_a_forked_child_can_neither_send_nor_end_the_connection(host: str | None) -> None:
+    with connected(host) as (ours, worker):
+        child = os.fork()
+        if child == 0:
+            try:
+                worker.send(Message(Kind.DATA))
+            except ConnectionError:
+                worker.close()
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        worker.send(Message(Kind.DATA, version=9))
+        message = ours.receive()
+        assert message is not None and message.version == 9

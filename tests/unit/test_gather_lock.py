@@ -1,0 +1,121 @@
+"""Gathering and updating exclude each other, and neither starves the other."""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from collectors.workers.gather_lock import GatherLock
+
+pytestmark = pytest.mark.timeout(60)
+PATIENCE = 5.0  # seconds
+
+
+@pytest.fixture
+def lock() -> Iterator[GatherLock]:
+    made = GatherLock()
+    yield made
+    made.close()
+
+
+def test_the_descriptor_is_closed_with_a_lock_that_was_not_closed() -> None:
+    lock = GatherLock()
+    os.close(lock.wakeup_fd)
+    reader, lock.wakeup_fd = os.pipe()  # its other end shows whether it is open
+    del lock
+    gc.collect()
+    assert select.select([reader], [], [], PATIENCE)[0] and os.read(reader, 1) == b""
+    os.close(reader)
+
+
+def wait_in(lock: GatherLock) -> bool:
+    """Wait as a gathering thread does; return whether it was woken."""
+    woken = bool(select.select([lock.wakeup_fd], [], [], PATIENCE)[0])
+    lock.clear_wakeup()
+    return woken
+
+
+def test_an_update_interrupts_a_gathering_thread_that_waits(lock: GatherLock) -> None:
+    inside, slowest, over = [0], [0.0], threading.Event()
+
+    def gather() -> None:
+        while not over.is_set():
+            with lock.gathering():
+                inside[0] += 1
+                wait_in(lock)
+                inside[0] -= 1
+
+    gathering = threading.Thread(target=gather)
+    gathering.start()
+    for _ in range(3_000):
+        began = time.monotonic()
+        with lock.updating():
+            assert inside[0] == 0
+        slowest[0] = max(slowest[0], time.monotonic() - began)
+    over.set()
+    lock.wake()
+    gathering.join()
+    assert slowest[0] < PATIENCE / 2
+
+
+def test_continuous_updates_do_not_starve_gathering(lock: GatherLock) -> None:
+    over = threading.Event()
+
+    def update() -> None:
+        while not over.is_set():
+            with lock.updating():
+                until = time.monotonic() + 0.001
+                while time.monotonic() < until:
+                    pass
+
+    updating = threading.Thread(target=update)
+    updating.start()
+    began = time.monotonic()
+    for _ in range(100):
+        with lock.gathering():
+            pass
+    took = time.monotonic() - began
+    over.set()
+    updating.join()
+    assert took < PATIENCE
+
+
+@pytest.mark.parametrize("inner", ["gathering", "updating"])
+@pytest.mark.parametrize("outer", ["gathering", "updating"])
+def test_the_lock_is_re_entrant(lock: GatherLock, outer: str, inner: str) -> None:
+    done = []
+
+    def nest() -> None:
+        with getattr(lock, outer)(), getattr(lock, inner)():
+            done.append(outer)
+        with lock.gathering():
+            done.append(inner)
+
+    thread = threading.Thread(target=nest, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert done == [outer, inner]
+
+
+def test_the_lock_excludes(lock: GatherLock) -> None:
+    inside: list[str] = []
+
+    def work(kind: str) -> None:
+        for _ in range(500):
+            with getattr(lock, kind)():
+                inside.append(kind)
+                assert inside == [kind]
+                inside.clear()
+
+    threads = [threading.Thread(target=work, args=[kind]) for kind in ("gathering", "updating", "updating")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not inside

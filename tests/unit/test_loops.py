@@ -1,0 +1,719 @@
+"""The inner loops of an update, compiled and in Python: one suite for both."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import shlex
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+import weakref
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from implementations import KINDS, choose, implementation, new_arena
+from striking import struck_at
+from torch import Tensor, nn
+
+from wsync import loops
+from wsync.errors import NotConnected, SyncTimeout
+from wsync.loops.messages import ACK, HEADER, SLOT_FREED, UPDATE, Message, send_message, take_message
+from wsync.loops.words import AWAITED, BLOCK, HELD, NONE, PUBLISHED, TAKEN, USED, Block
+from wsync.shm.arena import Arena
+from wsync.types import SyncReport
+from wsync.weights.binding import Binding
+from wsync.weights.layout import Layout
+from wsync.weights.packing import Buffer
+from wsync.weights.snapshot import ModuleIndex, snapshot
+
+
+@pytest.fixture(params=KINDS, autouse=True)
+def classes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The classes of one implementation, which the rest of the library uses as well during the test."""
+    chosen = implementation(request.param)
+    choose(chosen, monkeypatch.setattr)
+    return chosen
+
+
+def test_it_was_built_where_that_is_possible() -> None:
+    if os.environ.get("WSYNC_NATIVE") == "0":
+        pytest.skip("the compiled classes are switched off")
+    compiler = shlex.split(sysconfig.get_config_var("CC") or "cc")
+    program = "#include <Python.h>\n#include <poll.h>\n#include <pthread.h>\n"
+    include = sysconfig.get_paths()["include"]
+    try:
+        compiles = subprocess.run(
+            [*compiler, "-fsyntax-only", "-xc", "-I", include, "-"], input=program, text=True, check=False, timeout=60
+        )
+    except FileNotFoundError:
+        pytest.skip("there is no C compiler here")
+    if compiles.returncode:
+        pytest.skip("Python's headers are not here")
+    assert loops.COMPILED, "pip install -e . builds wsync/csrc"
+
+
+def test_it_can_be_switched_off() -> None:
+    code = "import wsync.loops as l; assert not l.COMPILED and l.WorkerSlot.__module__ == 'wsync.loops.worker_slot'"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "WSYNC_NATIVE": "0"}, check=True, timeout=60)
+
+
+def test_a_stale_build_is_told_and_not_used() -> None:
+    code = """
+import sys, types, warnings
+sys.modules["wsync._loops"] = types.SimpleNamespace(REVISION=-1)
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    import wsync.loops
+assert not wsync.loops.COMPILED and any("builds it again" in str(one.message) for one in told), told
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "WSYNC_NATIVE"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+
+
+# --- PackPlan: what fits is copied, and nothing else ---
+
+
+def plan_for(*tensors: Tensor, shared: bool = False) -> tuple[loops.PackPlan, list[Tensor]]:
+    layout = Layout.of(snapshot({str(i): tensor for i, tensor in enumerate(tensors)}))
+    buffer = Buffer.over(layout, torch.zeros(layout.nbytes, dtype=torch.uint8), shared=shared)
+    return buffer.plan, list(buffer.views)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.integers(0, 4), max_size=4),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]),
+)
+def test_what_fits_is_copied(shape: list[int], dtype: torch.dtype) -> None:
+    tensor = torch.randint(0, 2, shape).to(dtype)
+    plan, (view,) = plan_for(tensor)
+    assert plan.fill([tensor]) and torch.equal(view, tensor)
+    ones = torch.ones_like(tensor)
+    assert plan.fill([nn.Parameter(ones, requires_grad=False)]) and torch.equal(view, ones)
+
+
+def odd_bytes(count: int, shift: int) -> Tensor:
+    """Random bytes that begin ``shift`` bytes behind where memory is aligned."""
+    return torch.randint(0, 256, (count + shift,), dtype=torch.uint8)[shift:]
+
+
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(0, 200), max_size=8), st.integers(1 << 17, 1 << 18), st.integers(0, 65))
+def test_what_other_processes_will_read_is_copied_whole(small: list[int], large: int, shift: int) -> None:
+    """Past the caches, whole lines are written; what comes before and behind them counts as much."""
+    tensors = [odd_bytes(count, shift) for count in (*small, large, *small)]
+    plan, views = plan_for(*tensors, shared=True)
+    assert plan.fill(tensors) and all(map(torch.equal, views, tensors))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5, 64])
+def test_what_is_much_is_copied_by_several_threads(threads: int) -> None:
+    sizes = [1, 40 << 20, 63, 50 << 20, 65, 0, 40 << 20]  # 130 MiB: for 8 threads at the most
+    tensors = [torch.empty(size, dtype=torch.uint8).random_() for size in sizes]
+    plan, views = plan_for(*tensors, shared=True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert plan.fill(tensors)
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, views, tensors))
+
+
+def test_large_copies_are_whole_in_whichever_way() -> None:
+    """The first large copies go by ordinary and by streaming stores in turn."""
+    tensors = [odd_bytes(count, 3) for count in (9 << 20, 77, 1)]
+    plan, views = plan_for(*tensors, shared=True)
+    for value in range(8):
+        for tensor in tensors:
+            tensor.fill_(value)
+        tensors[0][-1] = value + 1
+        assert plan.fill(tensors) and all(map(torch.equal, views, tensors))
+
+
+@pytest.mark.parametrize("mib", [1, 3, 9])  # as many as one does at once; others may run; past the caches
+def test_a_model_that_copies_has_all_of_it(mib: int) -> None:
+    model = nn.ParameterList(nn.Parameter(torch.zeros(size)) for size in (7, mib * 2**18, 1))
+    layout = Layout.of(snapshot(model))
+    binding = Binding(model, layout, bind=False)
+    views = layout.views(torch.empty(layout.nbytes, dtype=torch.uint8).random_(0, 64))
+    written = [parameter._version for parameter in model]
+    assert binding.installer.install(views)
+    assert all(map(torch.equal, model, views))
+    assert all(parameter._version > before for parameter, before in zip(model, written, strict=True))
+
+
+class Masked(Tensor):
+    """Its numbers are not those that lie at its address."""
+
+
+ODD: dict[str, Callable[[], Tensor]] = {
+    "another shape": lambda: torch.ones(3, 2),
+    "another dtype": lambda: torch.ones(2, 3, dtype=torch.float64),
+    "another order": lambda: torch.ones(3, 2).t(),
+    "one row, expanded": lambda: torch.ones(3).expand(2, 3),
+    "negated lazily": lambda: torch._neg_view(torch.ones(2, 3)),
+    "a subclass": lambda: torch.ones(2, 3).as_subclass(Masked),
+    "nowhere": lambda: torch.ones(2, 3, device="meta"),
+    "sparse": lambda: torch.ones(2, 3).to_sparse(),
+    "complex": lambda: torch.ones(2, 3, dtype=torch.complex64),
+    "zeros that take no memory": lambda: torch._efficientzerotensor((2, 3)),
+}
+
+
+@pytest.mark.parametrize("odd", list(ODD))
+def test_what_does_not_fit_is_left_to_the_slow_path(odd: str) -> None:
+    fits = torch.ones(2, 3)
+    plan, views = plan_for(fits, fits.clone())
+    assert plan.fill([fits, ODD[odd]()]) is False
+    assert all(not view.any() for view in views), "nothing is copied, not even what fits"
+    assert plan.fill([fits]) is False
+    assert plan.fill((fits, fits)) is False  # type: ignore[arg-type]
+
+
+def test_what_was_tied_and_is_no_more_is_left_to_the_slow_path() -> None:
+    tied = torch.ones(2, 3)
+    plan, (one, other) = plan_for(tied, tied)
+    assert one.data_ptr() == other.data_ptr()
+    assert plan.fill([tied, tied]) and bool(one.all())
+    assert plan.fill([tied, tied.clone()]) is False
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.data())
+def test_ties_are_found_in_whatever_order_the_memory_lies(order: list[int], data: st.DataObject) -> None:
+    sizes = [0, 7, 0, 16, 1, 64, 0, 3, 128, 5]
+    pool = [torch.randint(1, 256, (size,), dtype=torch.uint8) for size in sizes]
+    views = torch.zeros(sum(sizes), dtype=torch.uint8).split(sizes)
+    plan = loops.PackPlan([views[i] for i in order], False)
+    assert plan.fill([pool[i] for i in order])
+    assert all(torch.equal(views[i], pool[i]) for i in order)
+    assert all(not views[i].any() for i in {*range(len(pool))}.difference(order)), "nothing else is written"
+    at = data.draw(st.integers(0, len(order) - 1))
+    tied = order.count(order[at]) > 1 and sizes[order[at]] > 0
+    parted = [pool[i].clone() if place == at else pool[i] for place, i in enumerate(order)]
+    assert plan.fill(parted) is not tied
+
+
+# --- TensorTree: the tensors of a module that is as it was ---
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1, bias=False))
+        self.register_buffer("count", torch.zeros(1))
+
+
+def rename(net: Net) -> None:
+    net.head = net.body[1]
+
+
+CHANGES: dict[str, Callable[[Net], object]] = {
+    "a new child": lambda net: net.add_module("more", nn.Linear(1, 1)),
+    "another child": lambda net: net.body.__setitem__(1, nn.Linear(3, 1, bias=False)),
+    "a child less": lambda net: net.body.pop(1),
+    "a new buffer": lambda net: net.register_buffer("more", torch.zeros(1)),
+    "a bias where there was none": lambda net: setattr(net.body[1], "bias", nn.Parameter(torch.zeros(1))),
+    "a parameter less": lambda net: delattr(net.body[0], "bias"),
+    "None for a parameter": lambda net: setattr(net.body[0], "bias", None),
+    "a child under two names": rename,
+}
+
+
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_a_tree_that_has_changed_is_found_so(change: str) -> None:
+    net = Net()
+    index = ModuleIndex(net)
+    names = list(index.places)
+    tree = index.tree(names)
+    found = tree.tensors()
+    assert found is not None and [id(tensor) for tensor in found] == [id(index.tensors()[name]) for name in names]
+    net.count = torch.ones(1)  # another tensor in the same place is found anew
+    found = tree.tensors()
+    assert found is not None and found[names.index("count")] is net.count
+    CHANGES[change](net)
+    assert tree.tensors() is None
+
+
+def test_a_tree_keeps_no_circle_alive() -> None:
+    net = Net()
+    net.body.keep = ModuleIndex(net).tree(["count"])  # type: ignore[assignment]
+    gone = weakref.ref(net.body)
+    del net
+    gc.collect()
+    assert gone() is None
+
+
+# --- Installer ---
+
+
+def installer_of(model: nn.Module, *, bind: bool = True) -> tuple[Binding, tuple[Tensor, ...]]:
+    layout = Layout.of(snapshot(model))
+    binding = Binding(model, layout, bind=bind)
+    return binding, layout.views(torch.full((layout.nbytes,), 1, dtype=torch.uint8))
+
+
+def replace(net: Net) -> None:
+    net.body[0].weight = nn.Parameter(torch.zeros(3, 2))
+
+
+CHANGED: dict[str, Callable[[Net], object]] = {
+    "another parameter": replace,
+    "another dtype": lambda net: net.double(),
+    "a new child": lambda net: net.add_module("more", nn.Linear(1, 1)),
+}
+
+
+@pytest.mark.parametrize("change", list(CHANGED))
+def test_a_model_that_has_changed_is_not_installed_into(change: str) -> None:
+    net = Net()
+    binding, views = installer_of(net)
+    assert binding.installer.install(views) and net.body[0].weight.data_ptr() in {view.data_ptr() for view in views}
+    CHANGED[change](net)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    assert binding.installer.install(views) is False
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+
+
+def test_too_few_views_are_refused() -> None:
+    binding, views = installer_of(Net())
+    assert binding.installer.install(views[:-1]) is False
+    assert binding.installer.install(list(views)) is False
+    with pytest.raises(ValueError, match="fewer views"):
+        binding.installer.apply(views[:-1])
+
+
+@pytest.mark.parametrize("method", ["install", "apply"])
+@pytest.mark.parametrize("bind", [True, False])
+def test_an_install_clears_the_casts_of_autocast(method: str, bind: bool) -> None:
+    """Inside one autocast context PyTorch keeps casts of the old parameters."""
+    model, x = nn.Linear(4, 4, bias=False), torch.ones(1, 4)
+    binding, views = installer_of(model, bind=bind)
+    views[0].fill_(1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)
+        getattr(binding.installer, method)(views)
+        assert model(x).tolist() == [[4.0] * 4]
+
+
+def test_tensors_that_are_not_plain_bytes_are_copied_by_torch() -> None:
+    model = nn.Module()
+    model.register_buffer("spread", torch.zeros(2, 8)[:, ::2])
+    model.register_buffer("wave", torch.zeros(3, dtype=torch.complex64))
+    binding, _ = installer_of(model)
+    values = (torch.ones(2, 4), torch.full((3,), 2j, dtype=torch.complex64))
+    by_name = dict(zip(("spread", "wave"), values, strict=True))
+    views = tuple(by_name[name] for name in binding._layout.names)
+    assert binding.installer.install(views) is False
+    binding.installer.apply(views)
+    assert all(torch.equal(getattr(model, name), value) for name, value in by_name.items())
+
+
+# --- ArenaWriter: free slots, and published words ---
+
+word = st.integers(-1, 4)
+
+
+def arena_of(workers: int, slots: int, tensor: Tensor | None = None) -> tuple[Arena, loops.ArenaWriter]:
+    arena = new_arena(Layout.of(snapshot({"w": torch.rand(3) if tensor is None else tensor})), workers)
+    for _ in range(slots):
+        arena.grow()
+    return arena, arena.writer
+
+
+def block_of(arena: Arena, worker: int) -> Block:
+    return Block(arena.words, worker * BLOCK // 8)
+
+
+@contextmanager
+def connected(workers: int) -> Iterator[tuple[bytes, list[socket.socket]]]:
+    """The descriptors for an update, and the workers' ends of the connections."""
+    pairs = [socket.socketpair() for _ in range(workers)]
+    read, write = os.pipe()  # instead of processes
+    try:
+        yield array("i", [one.fileno() for one, _ in pairs] + [read] * workers).tobytes(), [end for _, end in pairs]
+    finally:
+        for end in (end for pair in pairs for end in pair):
+            end.close()
+        os.close(read)
+        os.close(write)
+
+
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), word, word, st.integers(0, 3)), min_size=2, max_size=2),
+    st.booleans(),
+)
+def test_an_update_takes_the_first_slot_that_is_not_occupied(
+    workers: list[tuple[int, int, int, int, int]], retains: bool
+) -> None:
+    tensor = torch.rand(3)
+    arena, writer = arena_of(2, 3, tensor)
+    for worker, (version, slot, used, held, taken) in enumerate(workers):
+        values = {PUBLISHED: version << 16 | slot << 1, USED: used, HELD: held, TAKEN: taken, AWAITED: 0}
+        block = block_of(arena, worker)
+        for offset, value in values.items():
+            block[offset] = value
+    named, in_use, kept = writer.occupied(range(2) if retains else ())
+    busy = named | in_use | kept
+    expected = next((slot for slot in range(3) if slot not in busy), None)
+    with connected(2) as (descriptors, _):
+        watch = loops.PeerWatch(descriptors)
+        done = writer.update(arena.plans, descriptors, retains, watch, [tensor], 7, 1.0, 0.0)
+    if expected is None:
+        assert done is None
+        assert [writer.published(worker)[0] for worker in (0, 1)] == [version for version, *_ in workers]
+    else:
+        assert isinstance(done, SyncReport) and dict(done.workers) == {0: 7, 1: 7}
+        assert sum(done.phases.values()) == pytest.approx(done.seconds)
+        assert [writer.published(worker) for worker in (0, 1)] == [(7, expected)] * 2
+        assert torch.equal(arena.views(expected)[0], tensor)
+    arena.close()
+
+
+def test_an_update_without_all_workers_is_not_delivered() -> None:
+    arena, writer = arena_of(2, 1)
+    assert writer.update(arena.plans, b"", True, None, [torch.rand(3)], 1, None, 0.0) is None
+    assert [writer.published(worker) for worker in (0, 1)] == [(0, 0)] * 2
+    arena.close()
+
+
+def test_an_update_waits_for_the_acknowledgements_of_its_version() -> None:
+    arena, writer = arena_of(2, 2)
+    with connected(2) as (descriptors, ends):
+        for worker, end in enumerate(ends):
+            send_message(end.fileno(), Message(ACK, worker, 5, 0.25, 0.5 + worker))
+        done = writer.update(arena.plans, descriptors, True, None, [torch.rand(3)], 5, 5.0, 0.0)
+        assert isinstance(done, SyncReport) and done.version == 5
+        for worker, end in enumerate(ends):
+            message = take_message(end.fileno(), UPDATE, 5)
+            assert message is not None and message.worker == worker
+    arena.close()
+
+
+@pytest.mark.parametrize("other", [Message(ACK, 1, 4), Message(SLOT_FREED, 1, 5)])
+def test_another_message_ends_the_wait_and_stays_to_be_read(other: Message) -> None:
+    arena, writer = arena_of(2, 2)
+    with connected(2) as (descriptors, ends):
+        send_message(ends[0].fileno(), Message(ACK, 0, 5))
+        send_message(ends[1].fileno(), other)
+        done = writer.update(arena.plans, descriptors, True, None, [torch.rand(3)], 5, 5.0, 0.0)
+        assert isinstance(done, tuple) and done[1:] in ((0, [], b"\1\0"), (0, [], b"\0\0"))
+        (first,) = array("i", descriptors)[1:2]
+        assert take_message(first, other.kind) == other
+    arena.close()
+
+
+def test_a_worker_stopped_in_its_mutex_is_left_to_the_caller() -> None:
+    arena, writer = arena_of(2, 2)
+    block_of(arena, 1).mutex.lock()
+    others: list[Any] = []
+
+    def update() -> None:
+        with connected(2) as (descriptors, _):
+            watch = loops.PeerWatch(descriptors)
+            others.append(writer.update(arena.plans, descriptors, True, watch, [torch.rand(3)], 5, 5.0, 0.0))
+        with pytest.raises(SyncTimeout, match="is it stopped"):
+            writer.publish(1, 5, 0, False, 0.01)
+
+    thread = threading.Thread(target=update)  # the mutex may not be locked twice by one thread
+    thread.start()
+    thread.join()
+    block_of(arena, 1).mutex.unlock()
+    assert others[0][1:] == (0, [1], b"\0\0") and [writer.published(worker)[0] for worker in (0, 1)] == [5, 0]
+    arena.close()
+
+
+def test_a_forked_child_is_refused() -> None:
+    arena, writer = arena_of(1, 2)
+    entries: list[Callable[[], object]] = [
+        partial(writer.publish, 0, 1, 0, False, 1.0),
+        partial(writer.await_free, 0, 1.0),
+        partial(writer.vacate, 0, 1.0),
+        partial(writer.update, arena.plans, b"", True, None, [torch.rand(3)], 1, 1.0, 0.0),
+    ]
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for entry in entries:
+            try:
+                entry()
+            except NotConnected:
+                refused += 1
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(entries)
+    assert writer.published(0) == (0, 0)
+    arena.close()
+
+
+def test_a_worker_that_does_not_exist_is_refused() -> None:
+    arena, writer = arena_of(2, 1)
+    for call in (partial(writer.published, 2), partial(writer.publish, -1, 1, 0, False, 1.0)):
+        with pytest.raises(IndexError):
+            call()
+    with pytest.raises(ValueError, match="fewer words"):
+        loops.ArenaWriter(arena.words, 10**6, BLOCK // 8, 0, 64)
+    arena.close()
+
+
+# --- PeerWatch ---
+
+
+def epolls() -> int:
+    """How many descriptors of this process are epoll's."""
+    links = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    return sum(link.endswith("[eventpoll]") for link in links)
+
+
+def test_a_watch_sees_messages_and_ends_and_leaves_nothing_behind() -> None:
+    (one, other), child = socket.socketpair(), subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    process = os.pidfd_open(child.pid)
+    gc.collect()
+    before = epolls()
+    watch = loops.PeerWatch(array("i", [one.fileno(), process, process]).tobytes())  # two workers may be one process
+    assert not watch.has_events()
+    other.send(b"!")
+    assert watch.has_events() and watch.has_events(), "until it is read"
+    one.recv(1)
+    assert not watch.has_events()
+    child.communicate()
+    assert watch.has_events()
+    with pytest.raises(OSError, match="descriptor"):
+        loops.PeerWatch(array("i", [one.fileno(), 1 << 20]).tobytes())
+    assert epolls() == before + 1
+    del watch
+    assert epolls() == before
+    other.close()
+    one.close()
+    os.close(process)
+
+
+def test_without_a_descriptor_for_it_there_is_no_watch() -> None:
+    one, other = os.pipe()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(OSError, match="open files"):
+            loops.PeerWatch(array("i", [one]).tobytes())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    os.close(one)
+    os.close(other)
+
+
+# --- WorkerSlot: the worker's words ---
+
+
+class Receiver:
+    """Counts the calls that the fast path leaves to it."""
+
+    version = waiting = 0
+    told_at = 0.0
+    calls = 0
+
+    def poll_update(self) -> bool:
+        self.calls += 1
+        return False
+
+    def forward_ended(self) -> None:
+        self.calls += 1
+
+    def on_readable(self) -> bool:
+        self.calls += 1
+        return False
+
+
+def test_a_slot_is_in_use_while_a_forward_runs() -> None:
+    arena, writer = arena_of(2, 3)
+    slot, receiver, block = loops.WorkerSlot(), Receiver(), block_of(arena, 1)
+    slot.follow(receiver, loops.GateLock(threading.RLock()))
+    slot.poll_update()
+    assert receiver.calls == 1, "without words there is no fast path"
+    slot.map_words(arena.words, arena.first_word_of(1))
+    slot.version, slot.slot = 3, 2
+    assert slot.poll_update() is False and slot.busy and block[USED] == 2 and receiver.calls == 1
+    assert writer.await_free(1, 1.0)
+    assert slot.release() and not slot.busy and block[USED] == NONE and not slot.release()
+    writer.publish(1, 4, 0, False, 1.0)
+    assert slot.poll_update() is False and receiver.calls == 2, "an update without a fast path"
+    slot.forward_ended()
+    assert receiver.calls == 3
+    assert slot.on_readable() is False and receiver.calls == 4
+    slot.close()
+    assert slot.poll_update() is False and slot.on_readable() is False and receiver.calls == 4
+    with pytest.raises(RuntimeError, match="map_words"):
+        slot.take(False)
+    arena.close()
+
+
+def test_a_refused_version_leaves_the_slot_before_it_held() -> None:
+    arena, writer = arena_of(1, 3)
+    slot, block = loops.WorkerSlot(), block_of(arena, 0)
+    slot.map_words(arena.words, arena.first_word_of(0))
+    writer.publish(0, 1, 1, True, 1.0)
+    assert slot.take(True) == (1, 1, True) and slot.busy and (block[USED], block[HELD], block[TAKEN]) == (1, NONE, 1)
+    slot.version, slot.slot = 1, 1
+    slot.release_previous()
+    writer.publish(0, 2, 2, False, 1.0)
+    assert slot.take(True) == (2, 2, False) and (block[USED], block[HELD], block[TAKEN]) == (2, 1, 2)
+    slot.refused = 2
+    slot.release()
+    assert (block[USED], block[HELD]) == (NONE, 1)
+    assert slot.take(True) is None and block[USED] == 1
+    slot.set_wakeups(False)
+    assert writer.publish(0, 3, 0, False, 1.0) is False
+    slot.set_wakeups(True)
+    assert writer.publish(0, 4, 0, False, 1.0) is True
+    arena.close()
+
+
+@contextmanager
+def fast_worker(
+    retains: bool, family: socket.AddressFamily = socket.AF_UNIX
+) -> Iterator[tuple[Arena, loops.ArenaWriter, loops.WorkerSlot, nn.Linear, Receiver, socket.socket]]:
+    """A worker with a fast path, and the sender's end of its connection."""
+    model = nn.Linear(3, 1, bias=False)
+    layout = Layout.of(snapshot(model))
+    arena = new_arena(layout, 1)
+    writer = arena.writer
+    for number in range(3):
+        arena.grow()
+        arena.views(number)[0].fill_(number)
+    slot, receiver = loops.WorkerSlot(), Receiver()
+    slot.map_words(arena.words, arena.first_word_of(0))
+    gate_lock = loops.GateLock(threading.RLock())
+    gate_lock.feeds = (slot,)
+    slot.follow(receiver, gate_lock)
+    one, other = tcp_pair() if family == socket.AF_INET else socket.socketpair(family, socket.SOCK_SEQPACKET)
+    installer = Binding(model, layout, bind=retains).installer
+    slot.install_fast_path(installer, arena.plans, {}, other.fileno(), 0, retains)
+    with one, other:
+        yield arena, writer, slot, model, receiver, one
+    arena.close()
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    return one, other
+
+
+@pytest.mark.parametrize("family", [socket.AF_UNIX, socket.AF_INET])
+@pytest.mark.parametrize("retains", [True, False])
+def test_a_usual_update_is_installed_and_acknowledged(retains: bool, family: socket.AddressFamily) -> None:
+    with fast_worker(retains, family) as (arena, writer, slot, model, receiver, sender):
+        writer.publish(0, 1, 1, True, 1.0)
+        send_message(sender.fileno(), Message(UPDATE, 0, 1))
+        assert slot.on_readable() and receiver.calls == 0 and receiver.version == 1 and not receiver.told_at
+        answer = HEADER.unpack(sender.recv(HEADER.size, socket.MSG_WAITALL))
+        assert answer[:4] == (ACK, 0, 1, 0) and answer[4] >= 0.0 and answer[5] > 0.0
+        assert model.weight.tolist() == [[1.0] * 3]
+        assert (model.weight.data_ptr() == arena.views(1)[0].data_ptr()) == retains
+        assert writer.occupied((0,)) == ({1}, set(), set()) and not slot.busy
+        writer.publish(0, 2, 2, False, 1.0)
+        assert slot.poll_update() is False and model.weight.tolist() == [[2.0] * 3] and receiver.version == 2
+        assert slot.busy is retains and block_of(arena, 0)[HELD] == NONE
+        assert writer.await_free(0, 1.0) is retains
+        slot.forward_ended()
+        if retains:
+            assert HEADER.unpack(sender.recv(HEADER.size, socket.MSG_WAITALL))[0] == SLOT_FREED
+        sender.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            sender.recv(1)
+
+
+def test_a_worker_whose_threads_wait_or_that_has_prepared_updates_takes_the_general_path() -> None:
+    with fast_worker(True) as (_, writer, slot, model, receiver, _):
+        receiver.waiting = 1
+        writer.publish(0, 1, 1, True, 1.0)
+        slot.poll_update()
+        assert receiver.calls == 1
+        receiver.waiting, slot.hold = 0, True
+        slot.poll_update()
+        assert receiver.calls == 2 and not slot.version
+        slot.hold = False
+        slot.poll_update()
+        assert receiver.calls == 2 and slot.version == 1 and model.weight.tolist() == [[1.0] * 3]
+
+
+@pytest.mark.parametrize("family", [socket.AF_UNIX, socket.AF_INET])
+@pytest.mark.parametrize("data", [HEADER.pack(9, 0, 1, 0, 0.0, 0.0), HEADER.pack(UPDATE, 0, 1, 5, 0.0, 0.0) + b"12345"])
+def test_another_message_is_left_to_the_receiver(family: socket.AddressFamily, data: bytes) -> None:
+    with fast_worker(True, family) as (_, _, slot, _, receiver, sender):
+        sender.sendall(data)
+        assert slot.on_readable() is False and receiver.calls == 1
+
+
+def test_half_a_message_of_a_stream_is_left_where_it_is() -> None:
+    with fast_worker(True, socket.AF_INET) as (_, writer, slot, _, receiver, sender):
+        data = HEADER.pack(UPDATE, 0, 1, 0, 0.0, 0.0)
+        writer.publish(0, 1, 1, True, 1.0)
+        sender.sendall(data[:7])
+        assert slot.on_readable() is False and receiver.calls == 1 and not slot.version
+        sender.sendall(data[7:])
+        while slot.version < 1:
+            slot.on_readable()
+        assert HEADER.unpack(sender.recv(HEADER.size, socket.MSG_WAITALL))[:3] == (ACK, 0, 1)
+
+
+def test_a_stream_with_space_for_a_part_of_a_message_is_shut_down() -> None:
+    with fast_worker(True, socket.AF_INET) as (arena, writer, slot, _, _, sender):
+        update = arena.plans, array("i", [sender.fileno(), sender.fileno()]).tobytes(), True, None
+        sender.setblocking(False)
+        sent = 0
+        with suppress(BlockingIOError):
+            while True:
+                sent += sender.send(b"x" * 1000)
+        writer.update(*update, [torch.rand(1, 3)], 1, 0.0, 0.0)  # all of its message was dropped, or a part
+        assert slot.on_readable() is False
+        slot.close()
+
+
+# --- signals ---
+
+
+@pytest.mark.parametrize("step", ["publish", "await_free", "vacate", "take", "release", "set_wakeups", "poll_update"])
+def test_a_signal_leaves_no_mutex_locked(step: str) -> None:
+    arena, writer = arena_of(1, 2)
+    slot = loops.WorkerSlot()
+    slot.map_words(arena.words, arena.first_word_of(0))
+    slot.follow(Receiver(), loops.GateLock(threading.RLock()))
+    steps: dict[str, Callable[[], object]] = {
+        "publish": partial(writer.publish, 0, 1, 0, False, 1.0),
+        "await_free": partial(writer.await_free, 0, 1.0),
+        "vacate": partial(writer.vacate, 0, 1.0),
+        "take": partial(slot.take, True),
+        "release": slot.release,
+        "set_wakeups": partial(slot.set_wakeups, True),
+        "poll_update": slot.poll_update,
+    }
+    published = list[int]()
+
+    def publish_elsewhere() -> None:
+        writer.publish(0, 1, 0, False, 0.0)
+        published.append(point)
+
+    for point in count(1):
+        slot.busy = True
+        finished = struck_at(point, steps[step])
+        other = threading.Thread(target=publish_elsewhere)
+        other.start()
+        other.join()
+        assert published[-1:] == [point], f"struck at point {point}, it is still locked"
+        if finished:
+            break
+    arena.close()

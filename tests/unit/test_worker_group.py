@@ -1,0 +1,62 @@
+"""A worker is late if its answer is missing, not if its answer was not read yet."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+
+import wsync
+from collectors.worker import WorkerOptions
+from collectors.workers.group import WorkerGroup
+from collectors.workers.pool import Event, WorkerHandle, WorkerPool
+from collectors.workers.records import FailurePolicy, Failures
+
+
+class FakeWorker(WorkerHandle):
+    """A worker without a process."""
+
+    @property
+    def sentinel(self) -> int:
+        return -1
+
+
+class ScriptedPool(WorkerPool[FakeWorker]):
+    """Two workers; each poll returns the next of the given lists of events."""
+
+    def __init__(self, *script: list[tuple[int, str]]) -> None:
+        super().__init__()
+        self.workers = [FakeWorker(0), FakeWorker(1)]
+        self.script = list(script)
+
+    def send(self, workers: Collection[FakeWorker], command: str, argument: Any = None) -> None:
+        pass
+
+    def poll(self, workers: Collection[FakeWorker], wakeup_fd: int, timeout: float | None) -> list[Event[FakeWorker]]:
+        return [Event(self.workers[i], kind) for i, kind in (self.script.pop(0) if self.script else [])]
+
+    def discard(self, worker: FakeWorker) -> None:
+        self.workers.remove(worker)
+
+    def close(self) -> None:
+        self.workers = []
+
+
+def start(*script: list[tuple[int, str]]) -> None:
+    """Start with a timeout of nothing: every worker without an answer is late."""
+    group = WorkerGroup(ScriptedPool(*script), FailurePolicy(worker_timeout=1e-9), {}, Failures())
+    options = [WorkerOptions(worker_idx=i, frames=1, buffers=1) for i in range(2)]
+    try:
+        group.start([b"", b""], options)
+    finally:
+        group.close()
+
+
+def test_a_worker_that_answers_while_another_is_handled_is_not_late() -> None:
+    start([(0, "ready")], [(1, "ready")], [(1, "connected")], [(0, "connected")])
+
+
+def test_a_worker_without_an_answer_is_named() -> None:
+    with pytest.raises(wsync.SyncTimeout, match="worker 1 did not answer"):
+        start([(0, "ready")])

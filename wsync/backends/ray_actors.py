@@ -1,0 +1,111 @@
+"""Calls to the Ray actors that a sender drives."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from wsync.errors import NotConnected, WeightSyncError, WorkerFailed
+
+
+class Actors:
+    """Actors by worker index. Ray accepts a handle only in the connection in which it was given."""
+
+    def __init__(self, handles: Sequence[ActorHandle] = ()) -> None:
+        self._handles = list(handles)
+        self._connection = _connection() if handles else None
+        self._pending: dict[int, ray.ObjectRef] = {}  # by worker, the last call of ``call_once``
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._handles)
+
+    @property
+    def reachable(self) -> bool:
+        """Whether there are any, and this process has the connection to Ray in which they were given."""
+        return self._connection is not None and self._connection == _connection()
+
+    def call(self, worker: int, function: Callable[..., None], *args: Any, retries: int = 0) -> ray.ObjectRef:
+        """Have an actor run ``function(itself, *args)``.
+
+        Args:
+            worker: its index.
+            function: may run again where the actor dies during it, if there are ``retries``.
+            args: for ``function``.
+            retries: without them, Ray refuses a call while it restarts the actor (``max_restarts``); -1: no limit.
+
+        Raises:
+            NotConnected: Ray was shut down meanwhile. (A call would start another Ray.)
+        """
+        self._require_reachable()
+        return self._handles[worker].__ray_call__.options(max_task_retries=retries).remote(function, *args)
+
+    def call_once(self, worker: int, function: Callable[..., None], *args: Any) -> ray.ObjectRef:
+        """As ``call``, with retries; returns the pending call while the last one has not finished.
+
+        Raises:
+            NotConnected: as ``call``.
+        """
+        self._require_reachable()
+        pending = self._pending.get(worker)
+        if pending is None or ray.wait([pending], timeout=0)[0]:
+            pending = self._pending[worker] = self.call(worker, function, *args, retries=-1)
+        return pending
+
+    def _require_reachable(self) -> None:
+        if not self.reachable:
+            raise NotConnected(
+                f"ray.shutdown() was called, and has ended the connection to the {len(self)} actor(s) of this scheme: "
+                "give new actors to a new scheme"
+            )
+
+
+def _connection() -> tuple[str, str] | None:
+    """Return which connection to Ray this process has; None for none."""
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_job_id()
+
+
+class ActorCalls:
+    """Calls to actors that are in progress; a failure makes the worker's sentinel readable."""
+
+    def __init__(self, refs: Mapping[int, ray.ObjectRef]) -> None:
+        self._refs = list(refs.values())
+        self._lock = threading.Lock()
+        self.sentinels = {worker: os.eventfd(0, os.EFD_CLOEXEC) for worker in refs}
+        self._errors: dict[int, BaseException] = {}
+        for worker, ref in refs.items():
+            ref.future().add_done_callback(lambda future, worker=worker: self._done(worker, future.exception()))
+
+    def _done(self, worker: int, error: BaseException | None) -> None:
+        with self._lock:
+            if error is not None and worker in self.sentinels:
+                self._errors[worker] = error
+                os.eventfd_write(self.sentinels[worker], 1)
+
+    def explain(self, error: WeightSyncError) -> WeightSyncError:
+        """Return the actors' own errors, if there are any; else ``error``."""
+        errors = {worker: str(cause) for worker, cause in self._errors.items()}
+        if not errors:
+            return error
+        lines = "\n".join(f"worker {worker}: {cause}" for worker, cause in sorted(errors.items()))
+        return WorkerFailed(f"{len(errors)} actor(s) could not join:\n{lines}", errors)
+
+    def settle(self, timeout: float) -> None:
+        """Wait until Ray has noticed that all calls are finished; it repeats a call if the actor dies before that."""
+        if self._refs:
+            ray.wait(self._refs, num_returns=len(self._refs), timeout=timeout)
+
+    def close(self) -> None:
+        """Close the sentinels."""
+        with self._lock:
+            descriptors, self.sentinels = self.sentinels, {}
+        for descriptor in descriptors.values():
+            os.close(descriptor)

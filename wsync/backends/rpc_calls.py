@@ -1,0 +1,146 @@
+"""The calls that ``torch.distributed.rpc`` makes between a sender and its workers, and the objects that serve them.
+
+A message of the sender is a call of ``_receive_weights_scheme`` in the worker, which processes it (inside the gate) in
+the thread of the call, and returns what the worker answers. What a worker sends by itself is a call in the other
+direction.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from typing import Protocol
+
+from torch.distributed import rpc
+
+from wsync.control.liveness import own_identity
+from wsync.control.messages import HEADER_SIZE, Kind, Message, payload_length, unpack
+from wsync.errors import NotConnected
+
+End = tuple[str, int, str]
+"""Of one connection: the sender's key, the worker's index, and a random name of the connection."""
+
+
+class SenderEndpoint(Protocol):
+    """Serves the workers' calls in the sender's process, for one sender. Called by RPC's threads."""
+
+    def register(self, end: End, protocol: int, name: str, identity: bytes) -> None:
+        """A worker connects. Called once per connection."""
+        ...
+
+    def deliver(self, end: End, data: bytes) -> None:
+        """A worker has sent a message by itself."""
+        ...
+
+
+class WorkerEndpoint(Protocol):
+    """Serves the sender's calls in a worker's process, for one connection. Called by RPC's threads."""
+
+    def serve(self, number: int, message: Message) -> list[bytes]:
+        """Process a message of the sender; return the answers."""
+        ...
+
+
+senders: dict[str, SenderEndpoint] = {}  # by key
+workers: dict[End, WorkerEndpoint] = {}
+
+
+def decode(data: bytes) -> Message:
+    """Return the message in ``data``.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    if len(data) < HEADER_SIZE or len(data) != HEADER_SIZE + payload_length(data):
+        raise ValueError("a message of a wrong length")
+    return unpack(data, data[HEADER_SIZE:])
+
+
+def connect(end: End, protocol: int, name: str, identity: bytes) -> bytes:
+    """Register a worker. Called in the sender, by the worker; returns the sender's identity.
+
+    Raises:
+        NotConnected: there is no such sender.
+    """
+    sender = senders.get(end[0])
+    if sender is None:
+        raise NotConnected("there is no such sender here (any more)")
+    sender.register(end, protocol, name, identity)
+    return own_identity()
+
+
+def is_open(key: str) -> bool:
+    """Return whether a sender is there. Called in the sender's process, by a worker."""
+    return key in senders
+
+
+def deliver(end: End, data: bytes) -> None:
+    """Take a message that a worker has sent by itself. Called in the sender's process."""
+    sender = senders.get(end[0])
+    if sender is not None:
+        sender.deliver(end, data)
+
+
+def _receive_weights_scheme(end: End, number: int, data: bytes) -> list[bytes]:
+    """Process a message of the sender; weights that it announces take their own way. Called in a worker.
+
+    A worker that has left answers that it has left, if the sender has not received its message about that.
+    """
+    worker = workers.get(end)
+    return [Message(Kind.LEAVE).pack()] if worker is None else worker.serve(number, decode(data))
+
+
+receive_weights_scheme = _receive_weights_scheme
+
+
+def own_name() -> str:
+    """Return this process's name in RPC.
+
+    Raises:
+        NotConnected: RPC is not initialised here.
+    """
+    try:
+        return rpc.get_worker_info().name
+    except RuntimeError as error:
+        raise NotConnected(
+            "torch.distributed.rpc is not initialised in this process: call init_rpc(name, rank=…, world_size=…) first"
+        ) from error
+
+
+class Inbox:
+    """Messages that have arrived and were not read, behind a descriptor that is readable while there are any."""
+
+    def __init__(self) -> None:
+        self._messages: deque[Message | None] = deque()
+        self._count = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
+        self._lock = threading.Lock()
+
+    def fileno(self) -> int:
+        """Return the descriptor; negative once closed."""
+        return self._count
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are any."""
+        return bool(self._messages)
+
+    def put(self, message: Message | None) -> None:
+        """Add a message, or (None) the end of the connection; nothing happens once closed."""
+        with self._lock:
+            if self._count >= 0:
+                self._messages.append(message)
+                os.eventfd_write(self._count, 1)
+
+    def get(self) -> Message | None:
+        """Remove and return the oldest."""
+        with self._lock:
+            os.eventfd_read(self._count)
+            return self._messages.popleft()
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        with self._lock:
+            if self._count >= 0:
+                os.close(self._count)
+                self._count = -1

@@ -1,0 +1,163 @@
+"""The sender's end of connections by RPC calls."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed import rpc
+
+from wsync.backends.rpc_calls import End, Inbox, decode, receive_weights_scheme, senders
+from wsync.control.connection import Connection
+from wsync.control.liveness import PeerProcess
+from wsync.control.messages import Kind, Message
+from wsync.control.receiver_thread import MessageHandler
+from wsync.errors import NotConnected
+
+_NO_TIMEOUT = 0.0  # in RPC's terms: the sender has a deadline of its own
+
+
+class RpcWorkerConnection:
+    """The sender's end of the connection to one worker (a ``Connection``).
+
+    Args:
+        end: of the connection.
+        name: the worker's, in RPC.
+        identity: the worker's process.
+        host: the sender's address for process groups.
+    """
+
+    socket_fd = -1
+    busy = False
+
+    def __init__(self, end: End, name: str, identity: bytes, host: str) -> None:
+        self.peer = f"RPC worker '{name}'"
+        self.local_host = host
+        self._end = end
+        self._name = name
+        self._peer = PeerProcess(identity)
+        self._inbox = Inbox()
+        self._sent = 0
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """See ``Connection``."""
+        return (self._inbox.fileno(), *self._peer.descriptors)
+
+    def fileno(self) -> int:
+        """See ``Connection``."""
+        return self._inbox.fileno()
+
+    def send(self, message: Message) -> None:
+        """See ``Connection``: call the worker; its answers go into the inbox."""
+        self._sent += 1
+        try:
+            arguments = (self._end, self._sent, message.pack())
+            future = rpc.rpc_async(self._name, receive_weights_scheme, args=arguments, timeout=_NO_TIMEOUT)
+        except RuntimeError as error:
+            raise ConnectionError(f"{self.peer} cannot be called: {error}") from error
+        future.add_done_callback(self._answered)
+
+    def notify(self, message: Message) -> None:
+        """See ``Connection``."""
+        self.send(message)
+
+    def _answered(self, future: Any) -> None:
+        try:
+            answers = future.value()
+        except RuntimeError:  # the call failed: the worker is gone
+            self._inbox.put(None)
+            return
+        for answer in answers:
+            self.deliver(answer)
+
+    def deliver(self, data: bytes) -> None:
+        """Take a message of the worker; garbage ends the connection."""
+        try:
+            self._inbox.put(decode(data))
+        except ValueError:
+            self._inbox.put(None)
+
+    def receive(self) -> Message | None:
+        """See ``Connection``."""
+        return self._inbox.get()
+
+    def attach(self, handler: MessageHandler) -> None:
+        """See ``Connection``: of workers only."""
+
+    def detach(self, handler: MessageHandler) -> None:
+        """See ``Connection``: of workers only."""
+
+    def peer_is_alive(self) -> bool:
+        """See ``Connection``: the descriptors tell."""
+        return True
+
+    def close(self) -> None:
+        """See ``Connection``."""
+        if self._inbox.fileno() < 0:
+            return
+        self._inbox.close()
+        self._peer.close()
+        try:
+            self.send(Message(Kind.LEAVE))
+        except ConnectionError:
+            return
+
+
+class RpcListener:
+    """Where workers connect by a call (a ``ConnectionSource``).
+
+    Args:
+        key: of this sender.
+        host: the sender's address for process groups.
+    """
+
+    passes_descriptors = False
+
+    def __init__(self, key: str, host: str) -> None:
+        self._key = key
+        self._host = host
+        self._arrivals = Inbox()
+        self._pending: deque[RpcWorkerConnection] = deque()
+        self._connections: dict[End, RpcWorkerConnection] = {}
+        self._lock = threading.Lock()  # calls come on several threads
+        senders[key] = self
+
+    def register(self, end: End, protocol: int, name: str, identity: bytes) -> None:
+        """See ``SenderEndpoint``."""
+        with self._lock:
+            if self._arrivals.fileno() < 0:
+                raise NotConnected("there is no such sender here any more")
+            connection = RpcWorkerConnection(end, name, identity, self._host)
+            self._connections = {other: one for other, one in self._connections.items() if one.fileno() >= 0}
+            self._connections[end] = connection
+            self._pending.append(connection)
+            self._arrivals.put(Message(Kind.HELLO, end[1], protocol))
+
+    def deliver(self, end: End, data: bytes) -> None:
+        """See ``SenderEndpoint``."""
+        connection = self._connections.get(end)
+        if connection is not None:
+            connection.deliver(data)
+
+    def fileno(self) -> int:
+        """See ``ConnectionSource``."""
+        return self._arrivals.fileno()
+
+    def accept(self) -> tuple[Connection, Message] | None:
+        """See ``ConnectionSource``."""
+        hello = self._arrivals.get()
+        connection = self._pending.popleft()
+        return None if hello is None else (connection, hello)
+
+    def close(self) -> None:
+        """See ``ConnectionSource``."""
+        senders.pop(self._key, None)
+        with self._lock:
+            self._arrivals.close()
+            pending, self._pending = self._pending, deque()
+            self._connections.clear()
+        for connection in pending:
+            connection.close()

@@ -1,0 +1,184 @@
+"""A worker's end of the connection by RPC calls. It has no thread of its own: calls bring the messages."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from torch.distributed import rpc
+
+from wsync.backends.rpc_calls import Inbox, connect, deliver, is_open, own_name, workers
+from wsync.control.liveness import PeerProcess, own_identity
+from wsync.control.messages import PROTOCOL, Kind, Message
+from wsync.control.receiver_thread import MessageHandler
+from wsync.deadlines import NOW, remaining, wait_readable
+from wsync.errors import NotConnected, SyncTimeout
+
+_CALL_TIMEOUT = 5.0  # seconds
+_LEAVE_TIMEOUT = 1.0  # seconds in which a sender that is neither stopped nor gone has taken the last message
+_NO_TIMEOUT = 0.0  # in RPC's terms
+_TIMED_OUT = "RPCErr:1:"  # how torch begins the message of a call that has timed out
+
+
+class RpcSenderConnection:
+    """A worker's end of the connection to its sender (a ``Connection``).
+
+    Args:
+        key: of the sender.
+        trainer: the sender's name in RPC.
+        host: the sender's address for process groups.
+        worker: this worker's index.
+        deadline: until when the sender has to have answered the call.
+
+    Raises:
+        SyncTimeout: it has not: it is stopped, or busy.
+        NotConnected: there is no such sender (any more).
+    """
+
+    socket_fd = -1
+    busy = False
+
+    def __init__(self, key: str, trainer: str, host: str, worker: int, deadline: float | None) -> None:
+        name = own_name()
+        self.peer = f"RPC worker '{trainer}'"
+        self._end = (key, worker, secrets.token_hex(8))
+        self._trainer = trainer
+        self._host = host
+        self._inbox = Inbox()
+        self._serving = threading.RLock()  # one call is processed at a time
+        self._received = 0
+        self._early: dict[int, Message] = {}  # calls may arrive out of order
+        self._handler: MessageHandler | None = None
+        self._sending = threading.Lock()
+        self._answers: list[bytes] | None = None  # to the call that is being processed
+        self._last_call: Any = None  # the newest call to the sender; it ends within the call timeout
+        self._peer = PeerProcess()
+        workers[self._end] = self
+        left = remaining(deadline)
+        timeout = _NO_TIMEOUT if left is None else max(left, 0.001)
+        try:
+            arguments = (self._end, PROTOCOL, name, own_identity())
+            identity = rpc.rpc_sync(trainer, connect, args=arguments, timeout=timeout)
+        except RuntimeError as error:
+            self._give_up(worker, error)
+        self._peer = PeerProcess(identity)
+
+    def _give_up(self, worker: int, error: RuntimeError) -> NoReturn:
+        late = _has_timed_out(error)
+        if late:
+            with suppress(ConnectionError):
+                self._call(Message(Kind.LEAVE).pack())  # the sender may process the call yet
+        self.close()
+        sender = f"worker {worker}: the sender '{self._trainer}'"
+        if late:
+            raise SyncTimeout(f"{sender} did not answer in time: is it stopped, or busy?") from error
+        raise NotConnected(f"{sender} is gone, has been shut down, or has another name: {error}") from error
+
+    @property
+    def local_host(self) -> str:
+        """See ``Connection``: the address by which this machine reaches the sender's."""
+        family, kind, protocol, _, where = socket.getaddrinfo(self._host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as sock:
+            sock.connect(where)  # sends nothing
+            return sock.getsockname()[0]
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """See ``Connection``."""
+        return (self._inbox.fileno(), *self._peer.descriptors)
+
+    def fileno(self) -> int:
+        """See ``Connection``."""
+        return self._inbox.fileno()
+
+    def serve(self, number: int, message: Message) -> list[bytes]:
+        """See ``WorkerEndpoint``: messages are processed in the order in which they were sent."""
+        with self._serving:
+            self._early[number] = message
+            while (following := self._early.pop(self._received + 1, None)) is not None:
+                self._received += 1
+                self._inbox.put(following)
+            return self._process()
+
+    def _process(self) -> list[bytes]:
+        if self._handler is None:
+            return []
+        with self._sending:
+            self._answers = []
+        try:
+            while self._inbox.waiting and self._handler is not None:
+                if not self._handler.on_readable():
+                    self._handler = None
+        finally:
+            with self._sending:
+                answers, self._answers = self._answers, None
+        return answers or []
+
+    def attach(self, handler: MessageHandler) -> None:
+        """See ``Connection``: calls are processed as they arrive from now on; those that have arrived, now."""
+        with self._serving:
+            self._handler = handler
+            answers = self._process()
+        for answer in answers:
+            self._call(answer)
+
+    def detach(self, handler: MessageHandler) -> None:
+        """See ``Connection``."""
+        with self._serving:
+            self._handler = None
+
+    def send(self, message: Message) -> None:
+        """See ``Connection``: as an answer to the call that is being processed, or by a call to the sender."""
+        data = message.pack()
+        with self._sending:
+            if self._answers is not None:
+                self._answers.append(data)
+                return
+        self._call(data, last=message.kind is Kind.LEAVE)
+
+    def _call(self, data: bytes, last: bool = False) -> None:
+        """Call the sender. The ``last`` call follows all others, and has been processed on return.
+
+        Otherwise the sender might take a failure for a departure, or accept a worker that has left.
+        """
+        try:
+            if last and self._last_call is not None:
+                self._last_call.wait()
+            timeout = _LEAVE_TIMEOUT if last else _CALL_TIMEOUT
+            self._last_call = rpc.rpc_async(self._trainer, deliver, args=(self._end, data), timeout=timeout)
+            if last:
+                self._last_call.wait()
+        except RuntimeError as error:
+            raise ConnectionError(f"{self.peer} cannot be called: {error}") from error
+
+    def notify(self, message: Message) -> None:
+        """See ``Connection``."""
+        self.send(message)
+
+    def receive(self) -> Message | None:
+        """See ``Connection``."""
+        return self._inbox.get()
+
+    def peer_is_alive(self) -> bool:
+        """See ``Connection``: its process tells, if that runs on this machine, or else its answer to a call."""
+        if self._peer.pid >= 0:
+            return bool(self._peer.descriptors) and not wait_readable(self._peer.descriptors, NOW)
+        try:
+            return rpc.rpc_sync(self._trainer, is_open, args=(self._end[0],), timeout=_CALL_TIMEOUT)
+        except RuntimeError as error:
+            return _has_timed_out(error)  # slow or stopped, but reachable
+
+    def close(self) -> None:
+        """See ``Connection``."""
+        self._peer.close()
+        workers.pop(self._end, None)
+        self._inbox.close()
+
+
+def _has_timed_out(error: RuntimeError) -> bool:
+    """Return whether a call has timed out; otherwise it has failed."""
+    return _TIMED_OUT in str(error)

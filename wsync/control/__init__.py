@@ -1,0 +1,30 @@
+"""Authenticated connections between a sender and its workers, and their messages.
+
+Public: collectors use it for separate connections.
+
+- ``Listener`` and ``connect``: a listening socket (TCP, or a Unix socket) and a connection to it; both sides prove that
+  they have the token of the ``Address`` before anything else is read.
+- ``Connection``: framed messages; it closes when the process on either side exits.
+- ``WorkerConnections``: a sender's connections to all workers: registration, acknowledgements, deaths.
+- ``PeerProcess``: a descriptor that is readable once a process on this machine has exited.
+"""
+
+from wsync.control.connection import Connection, SocketConnection
+from wsync.control.listener import Address, Listener, connect, listen_on
+from wsync.control.liveness import PeerProcess, own_identity
+from wsync.control.messages import Kind, Message
+from wsync.control.workers import WorkerConnections
+
+__all__ = [
+    "Address",
+    "Connection",
+    "Kind",
+    "Listener",
+    "Message",
+    "PeerProcess",
+    "SocketConnection",
+    "WorkerConnections",
+    "connect",
+    "listen_on",
+    "own_identity",
+]

@@ -1,0 +1,299 @@
+"""Framed messages over an authenticated socket, Unix or TCP.
+
+When a process exits, its socket closes, which wakes every wait of the peer. A child that the process has forked may
+keep a copy of the socket open; the peer's pidfd covers that case on one machine. A machine that vanishes is noticed by
+TCP's keepalive within about ten seconds.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from wsync.control.liveness import PeerProcess
+from wsync.control.messages import HEADER_SIZE, Message, payload_length, unpack
+from wsync.control.outbox import Outbox
+from wsync.control.receiver_thread import MessageHandler, receiver_thread
+from wsync.errors import NotConnected
+
+STALL_TIMEOUT = struct.pack("ll", 5, 0)  # 5 s: a partially received message must make progress; sending goes on longer
+_MAX_MESSAGE = 1 << 30  # bytes
+_CHUNK = 1 << 20  # bytes; memory is allocated as bytes arrive, not as a header announces them
+_FD_SPACE = socket.CMSG_SPACE(4 * 4)  # for four descriptors
+_KEEPALIVE = (
+    (socket.TCP_KEEPIDLE, 4),  # seconds without data before the first probe
+    (socket.TCP_KEEPINTVL, 2),  # seconds between probes
+    (socket.TCP_KEEPCNT, 3),  # unanswered probes
+    (socket.TCP_USER_TIMEOUT, 10_000),  # milliseconds in which sent data must be acknowledged
+)
+
+
+class Connection(Protocol):
+    """One side of the connection between a sender and one worker.
+
+    One thread at a time calls ``receive``: the sender's under its lock; a worker's connecting thread, then the receiver
+    thread. Any thread may ``send``, also without the gate: the connecting, forming and receiver threads, and the acting
+    thread (the worker thread that runs the model's forward). A lock inside ``send`` keeps messages whole.
+    """
+
+    @property
+    def peer(self) -> str:
+        """A description of the other process, for error messages."""
+        ...
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """Descriptors that become readable when a message arrives or the peer exits; ``fileno()`` first."""
+        ...
+
+    @property
+    def socket_fd(self) -> int:
+        """The descriptor of the stream socket that carries the messages; -1 where another medium does."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether a thread is sending earlier messages: nothing may be written to ``socket_fd`` directly then."""
+        ...
+
+    @property
+    def local_host(self) -> str:
+        """The address of this side, by which the peer reaches it; loopback for a Unix socket."""
+        ...
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when ``receive`` has something to return."""
+        ...
+
+    def send(self, message: Message) -> None:
+        """Send one message.
+
+        Raises:
+            ConnectionError: the peer has disconnected; or this is a forked child of the process that connected.
+        """
+        ...
+
+    def notify(self, message: Message) -> None:
+        """Send a message without payload, or drop it if the socket is full (the peer already has wake-ups pending)."""
+        ...
+
+    def receive(self) -> Message | None:
+        """Return the next message, once the descriptor is readable; None if the peer disconnected or sent garbage."""
+        ...
+
+    def attach(self, handler: MessageHandler) -> None:
+        """In a worker: from now on have ``handler.on_readable()`` called for each message and the peer's exit."""
+        ...
+
+    def detach(self, handler: MessageHandler) -> None:
+        """Undo ``attach``; when this returns no call is in progress, unless the caller is inside it."""
+        ...
+
+    def peer_is_alive(self) -> bool:
+        """Return False if the peer is known to have exited; called every few seconds while a thread waits."""
+        ...
+
+    def close(self) -> None:
+        """Close this side. Idempotent."""
+        ...
+
+
+def close_socket(sock: socket.socket, opener: int) -> None:
+    """Close ``sock``, for the peer too if this process (id ``opener``) opened it, not its forked child. Idempotent."""
+    if os.getpid() == opener:
+        with suppress(OSError):  # already closed, by either side
+            sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
+
+
+class SocketConnection:
+    """A ``Connection`` over a stream socket.
+
+    Args:
+        sock: connected; owned by this object.
+        peer: the other process.
+        proof: sent before the first message, by the sender: it has the token.
+        expected_proof: must arrive before the first message; the peer's identity follows it.
+    """
+
+    def __init__(
+        self, sock: socket.socket, peer: PeerProcess, *, proof: bytes = b"", expected_proof: bytes = b""
+    ) -> None:
+        self._socket = sock
+        self._opener = os.getpid()
+        self._peer = peer
+        self._proof = proof
+        self._expected_proof = expected_proof
+        self._outbox = Outbox(self._send_now, self._send_all)
+        sock.setblocking(True)
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, option, STALL_TIMEOUT)
+        self._where = "a process of this machine"
+        if sock.family != socket.AF_UNIX:
+            host, port, *_ = sock.getpeername()
+            self._where = f"{host} port {port}"
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE:
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    @property
+    def peer(self) -> str:
+        """See ``Connection``."""
+        return f"process {self._peer.pid}" if self._peer.pid >= 0 else self._where
+
+    @property
+    def passes_descriptors(self) -> bool:
+        """Whether messages may carry open descriptors (Unix sockets)."""
+        return self._socket.family == socket.AF_UNIX
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """See ``Connection``: the socket's, and the peer's pidfd if it runs on this machine."""
+        return (self._socket.fileno(), *self._peer.descriptors)
+
+    @property
+    def socket_fd(self) -> int:
+        """See ``Connection``."""
+        return self._socket.fileno()
+
+    @property
+    def busy(self) -> bool:
+        """See ``Connection``."""
+        return self._outbox.busy
+
+    @property
+    def local_host(self) -> str:
+        """See ``Connection``."""
+        return "127.0.0.1" if self.passes_descriptors else self._socket.getsockname()[0]
+
+    def fileno(self) -> int:
+        """See ``Connection``."""
+        return self._socket.fileno()
+
+    def send(self, message: Message) -> None:
+        """If the socket is full, the rest, and all later messages, are sent by a background thread, in order."""
+        self._require_opener()
+        proof, self._proof = self._proof, b""
+        if proof:
+            # Separately: descriptors arrive with the first byte of a sendmsg; the peer discards any with the proof.
+            self._outbox.put(proof)
+        self._outbox.put(message.pack(), message.fds)
+
+    def notify(self, message: Message) -> None:
+        """See ``Connection``."""
+        self._require_opener()
+        self._outbox.put(message.pack(), may_drop=not self._proof)
+
+    def flush(self) -> None:
+        """Wait until every message is sent.
+
+        Raises:
+            ConnectionError: the connection has broken.
+        """
+        self._outbox.flush()
+
+    def _require_opener(self) -> None:
+        if os.getpid() != self._opener:
+            raise ConnectionError("this connection belongs to the parent of this forked process")
+
+    def _send_now(self, data: bytes, fds: Sequence[int]) -> int:
+        try:
+            if fds:
+                return socket.send_fds(self._socket, [data], list(fds), socket.MSG_DONTWAIT)
+            return self._socket.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise ConnectionError(f"{self.peer} cannot be reached: {error}") from error
+
+    def _send_all(self, data: bytes, fds: Sequence[int]) -> None:
+        """Send, however long the peer does not read: it may be stopped, and continued later."""
+        view = memoryview(data)
+        while view:
+            try:
+                if fds:
+                    view, fds = view[socket.send_fds(self._socket, [view[:_CHUNK]], list(fds)) :], ()
+                else:
+                    view = view[self._socket.send(view[:_CHUNK]) :]
+            except BlockingIOError:  # no room within the stall timeout
+                continue
+            except OSError as error:
+                raise ConnectionError(f"{self.peer} cannot be reached: {error}") from error
+
+    def receive(self) -> Message | None:
+        """See ``Connection``.
+
+        Raises:
+            NotConnected: the peer did not prove that it has the token.
+        """
+        fds: list[int] = []
+        try:
+            if self._expected_proof:
+                self._check_proof()
+            header = self._read(HEADER_SIZE, fds)
+            length = payload_length(header)
+            if length <= _MAX_MESSAGE - HEADER_SIZE:
+                return unpack(header, self._read(length, fds), tuple(fds))
+        except (OSError, ValueError):  # disconnected, stalled or garbage: the connection is unusable
+            pass
+        for fd in fds:
+            os.close(fd)
+        return None
+
+    def _check_proof(self) -> None:
+        shown, self._expected_proof, expected = self._read(len(self._expected_proof)), b"", self._expected_proof
+        if not hmac.compare_digest(shown, expected):
+            raise NotConnected(f"{self._where} is not the sender of this run: it does not have the token")
+        identity = self._read(int.from_bytes(self._read(2), "little"))
+        if not self._peer.descriptors:
+            self._peer = PeerProcess(identity)
+
+    def _read(self, count: int, fds: list[int] | None = None) -> bytes:
+        """Return exactly ``count`` bytes; descriptors received with them are appended to ``fds``, or closed.
+
+        Raises:
+            ConnectionError: the peer disconnected first.
+        """
+        parts: list[bytes] = []
+        while count > 0:
+            data, attached = self._recv(min(count, _CHUNK))
+            for fd in attached:
+                os.close(fd) if fds is None else fds.append(fd)
+            if not data:
+                raise ConnectionError("the peer has disconnected")
+            parts.append(data)
+            count -= len(data)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _recv(self, count: int) -> tuple[bytes, Sequence[int]]:
+        try:
+            data, ancillary, _, _ = self._socket.recvmsg(count, _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
+        except ConnectionResetError:  # a Unix peer closed with unread data; what it sent before can still be read
+            data, ancillary, _, _ = self._socket.recvmsg(count, _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
+        return data, [fd for _, _, some in ancillary for fd in struct.unpack(f"{len(some) // 4}i", some)]
+
+    def attach(self, handler: MessageHandler) -> None:
+        """See ``Connection``: the process's receiver thread calls the handler."""
+        receiver_thread().listen(self.fileno(), self.descriptors, handler)
+
+    def detach(self, handler: MessageHandler) -> None:
+        """See ``Connection``."""
+        receiver_thread().unregister(handler)
+
+    def peer_is_alive(self) -> bool:
+        """See ``Connection``: the receiver thread notices a death by itself."""
+        return True
+
+    def close(self) -> None:
+        """See ``Connection``."""
+        if self._socket.fileno() >= 0:
+            close_socket(self._socket, self._opener)
+            self._peer.close()
+            if os.getpid() == self._opener:  # a forked child has no thread to join
+                self._outbox.close()

@@ -1,0 +1,195 @@
+"""The payload of the sender's ``ACCEPTED`` message, as plain JSON: nothing in it is executed, everything is checked.
+
+The layout tells where tensors lie in shared memory, so an untrusted layout is checked to stay within its buffer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+
+from wsync.weights.layout import ALIGNMENT, Layout
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not str(dtype).removeprefix("torch.").startswith(("qint", "quint"))
+}
+_LIMIT = 1 << 48  # largest valid number: bytes of a model, workers, generations
+
+
+@dataclass(frozen=True, slots=True)
+class SenderSettings:
+    """How the sender will send weights to a worker.
+
+    Attributes:
+        layout: of the weights; None until the sender has some.
+        checksum: whether each update has a checksum; None: only one that crosses a network.
+        workers: the number of workers.
+        generation: how many workers have connected with this index, including this one.
+        memory: where a process on the same machine finds the sender's arena: process id, two file-descriptor numbers in
+            that process, and the arena's random name; None if it comes with the message, or there is none.
+    """
+
+    layout: Layout | None
+    checksum: bool | None
+    workers: int = 1
+    generation: int = 0
+    memory: tuple[int, int, int, str] | None = None
+
+    def dump(self) -> bytes:
+        """Return the settings as bytes."""
+        layout = None if self.layout is None else _plain(self.layout)
+        fields = [layout, self.checksum, self.workers, self.generation, self.memory]
+        return json.dumps(fields, separators=(",", ":")).encode()
+
+    @classmethod
+    def load(cls, data: bytes) -> SenderSettings:
+        """Return the settings that ``dump`` returned as ``data``.
+
+        Raises:
+            ValueError: ``data`` is malformed, or the layout exceeds its buffer; says why.
+        """
+        layout, checksum, workers, generation, memory = _list(_parse(data), 5, "settings")
+        if not isinstance(checksum, bool | None):
+            raise ValueError("checksum must be a bool or null")
+        return cls(
+            None if layout is None else _layout(layout),
+            checksum,
+            _number(workers, 1, "workers"),
+            _number(generation, 0, "generation"),
+            None if memory is None else _memory(memory),
+        )
+
+
+def _memory(data: Any) -> tuple[int, int, int, str]:
+    pid, words, extra, name = _list(data, 4, "memory")
+    if not isinstance(name, str):
+        raise ValueError("the arena's name must be a string")
+    return _number(pid, 1, "a process id"), _number(words, 0, "a descriptor"), _number(extra, 0, "a descriptor"), name
+
+
+def layout_in(data: bytes) -> Layout:
+    """Return the layout in dumped settings.
+
+    Raises:
+        ValueError: ``data`` is malformed, or has no layout.
+    """
+    layout = SenderSettings.load(data).layout
+    if layout is None:
+        raise ValueError("the settings have no layout")
+    return layout
+
+
+def _plain(layout: Layout) -> list[Any]:
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in layout.dtypes]
+    extra = None if layout.extra is None else sorted(layout.extra)
+    tensors = [layout.names, dtypes, layout.shapes, layout.strides, layout.offsets]
+    return [*tensors, layout.ties, layout.nbytes, extra, sorted(layout.optional)]
+
+
+def _parse(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("JSON nested too deeply") from None
+
+
+def _layout(data: Any) -> Layout:
+    names, dtypes, shapes, strides, offsets, ties, nbytes, extra, optional = _list(data, 9, "a layout")
+    names = _names(names)
+    count = len(names)
+    if not count:
+        raise ValueError("a layout must have at least one tensor")
+    layout = Layout(
+        names=names,
+        shapes=tuple(torch.Size(_numbers(shape, "a shape")) for shape in _list(shapes, count, "shapes")),
+        strides=tuple(_numbers(stride, "strides") for stride in _list(strides, count, "strides")),
+        dtypes=tuple(_dtype(dtype) for dtype in _list(dtypes, count, "dtypes")),
+        offsets=_numbers(_list(offsets, count, "offsets"), "offsets"),
+        ties=tuple(_pair(tie, count) for tie in _list(ties, None, "ties")),
+        nbytes=_number(nbytes, ALIGNMENT, "bytes"),
+        extra=None if extra is None else frozenset(_names(extra)),
+        optional=frozenset(_names(optional)),
+    )
+    _check(layout)
+    return layout
+
+
+def _check(layout: Layout) -> None:
+    """Check that every view lies inside the buffer, fills its range, and shares it only with tied tensors."""
+    entries = list(zip(layout.shapes, layout.strides, layout.dtypes, layout.offsets, strict=True))
+    ranges: list[tuple[int, int]] = []
+    leaders = dict(layout.ties)
+    if len(leaders) < len(layout.ties) or leaders.keys() & set(leaders.values()):
+        raise ValueError("a tensor must not be tied twice, nor to a tied tensor")
+    for index, (shape, strides, dtype, offset) in enumerate(entries):
+        name = layout.names[index]
+        if index in leaders:
+            if entries[leaders[index]] != entries[index]:
+                raise ValueError(f"'{name}' is tied to a tensor of another shape, dtype or offset")
+            continue
+        if len(shape) > 64 or prod(max(size, 1) for size in shape) > _LIMIT or not _is_dense(shape, strides):
+            raise ValueError(f"'{name}' has an invalid shape or strides: {list(shape)}, {list(strides)}")
+        end = offset + prod(shape) * dtype.itemsize
+        if offset % ALIGNMENT or end > layout.nbytes:
+            raise ValueError(f"'{name}' is misaligned or outside the buffer: {offset} to {end} of {layout.nbytes}")
+        if end > offset:
+            ranges.append((offset, end))
+    ranges.sort()
+    if any(end > begin for (_, end), (begin, _) in pairwise(ranges)):
+        raise ValueError("untied tensors must not overlap")
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether elements fill their memory without gap or overlap, in any order."""
+    if len(shape) != len(strides):
+        return False
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
+        if stride != expected and prod(shape):
+            return False
+        expected *= size
+    return True
+
+
+def _list(value: Any, length: int | None, what: str) -> list[Any]:
+    if not isinstance(value, list) or (length is not None and len(value) != length):
+        raise ValueError(f"{what}: must be a list{'' if length is None else f' of {length}'}")
+    return value
+
+
+def _number(value: Any, least: int, what: str) -> int:
+    if type(value) is not int or not least <= value <= _LIMIT:  # not a bool
+        raise ValueError(f"{what}: must be an integer from {least} to {_LIMIT}")
+    return value
+
+
+def _numbers(value: Any, what: str) -> tuple[int, ...]:
+    return tuple(_number(item, 0, what) for item in _list(value, None, what))
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    names = _list(value, None, "names")
+    if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        raise ValueError("names must be unique strings")
+    return tuple(names)
+
+
+def _dtype(value: Any) -> torch.dtype:
+    if not isinstance(value, str) or value not in _DTYPES:
+        raise ValueError("unknown dtype: another version of PyTorch?")
+    return _DTYPES[value]
+
+
+def _pair(value: Any, count: int) -> tuple[int, int]:
+    follower, leader = _numbers(_list(value, 2, "a tie"), "a tie")
+    if not leader < follower < count:
+        raise ValueError("a tied tensor must refer to an earlier tensor")
+    return follower, leader

@@ -1,0 +1,299 @@
+"""The listening socket of a sender, and the connection attempts that are not authenticated yet.
+
+The listener never blocks on an unauthenticated connection: each is read when it has sent something, and the listener's
+descriptor is readable only then. Until its credentials are checked, an attempt costs one descriptor and at most a
+kilobyte. Invalid credentials close it at once; without any it is closed after five seconds, or when many are pending.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from wsync.control.connection import STALL_TIMEOUT, SocketConnection, close_socket
+from wsync.control.credentials import CLAIM_SIZE, is_valid, new_claim, new_token, proof_for
+from wsync.control.liveness import PeerProcess, own_identity
+from wsync.control.messages import HEADER_SIZE, PROTOCOL, Kind, Message, payload_length, unpack
+from wsync.deadlines import milliseconds, remaining
+from wsync.errors import NotConnected, SyncTimeout
+
+_AUTH_TIMEOUT = 5.0  # seconds in which an attempt must send its credentials
+_MAX_PENDING = 64  # unauthenticated attempts at a time
+_MAX_HELLO = 1024  # bytes, the payload
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a sender listens, and the token that a worker must have. Travels in a pickled scheme.
+
+    Attributes:
+        host: an IP address or host name; empty for a Unix socket.
+        port: its port; for a Unix socket, the abstract name.
+        token: secret, random.
+    """
+
+    host: str
+    port: int | str
+    token: bytes
+
+    @property
+    def public(self) -> bytes:
+        """The address without the token, as the credentials include it."""
+        return f"{self.host} {self.port}".encode()
+
+    def dump(self) -> str:
+        """Return the address as JSON. It contains the token: send it only over trusted media."""
+        return json.dumps([self.host, self.port, self.token.hex()])
+
+    @classmethod
+    def load(cls, text: str | bytes) -> Address:
+        """Return the address that ``dump`` returned as ``text``; ValueError if it is not such a dump."""
+        try:
+            host, port, token = json.loads(text)
+            valid = (type(port) is int and 0 < port < 65536) if host else isinstance(port, str)
+            if not isinstance(host, str) or not valid:
+                raise ValueError("host and port are missing or invalid")
+            return cls(host, port, bytes.fromhex(token))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError("this is not the address of a sender") from error
+
+
+@dataclass(slots=True)
+class _Pending:
+    """An unauthenticated connection attempt, and what it has sent so far."""
+
+    socket: socket.socket
+    until: float
+    received: bytearray = field(default_factory=bytearray)
+
+
+def listen_on(host: str, port: int = 0) -> socket.socket:
+    """Return a TCP socket that listens on one address of this machine.
+
+    Args:
+        host: an address of this machine, by which workers reach it; never every interface.
+        port: 0 for any free one.
+
+    Raises:
+        NotConnected: this machine has no such address, the port is taken, or the address means every interface.
+    """
+    if not host:
+        raise NotConnected("host is empty: it has to be an address of this machine, by which workers reach it")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    where = f"host={host}" + (f" port {port}" if port else "")
+    try:
+        addresses = {address[0] for *_, address in socket.getaddrinfo(host, port, family)}
+        if addresses & {"0.0.0.0", "::"}:
+            raise NotConnected(f"host={host} is every interface: name one address of this machine instead")
+        return socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        raise NotConnected(f"cannot listen on {where}, which has to be an address of this machine: {error}") from error
+
+
+class Listener:
+    """A listening socket that hands out authenticated connections.
+
+    Args:
+        host: the address to listen on, by TCP; None for a Unix socket with an abstract name, which only processes of
+            the same user on this machine can use.
+        port: 0 for any free one.
+        token: the secret; a new random one if it is not given.
+
+    Raises:
+        NotConnected: see ``listen_on``.
+    """
+
+    def __init__(self, host: str | None = None, port: int = 0, token: bytes | None = None) -> None:
+        if host is not None:
+            self._socket = listen_on(host, port)
+            place: int | str = self._socket.getsockname()[1]
+        else:
+            place = f"wsync-{secrets.token_hex(16)}"
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._socket.bind(b"\0" + place.encode())
+            self._socket.listen(socket.SOMAXCONN)
+        self.address = Address(host or "", place, token or new_token())
+        self._opener = os.getpid()
+        self._pending: dict[int, _Pending] = {}
+        self._used: set[bytes] = set()  # replay protection: a claim is accepted once
+        self._epoll = select.epoll()
+        self._socket.setblocking(False)
+        self._epoll.register(self._socket.fileno(), select.EPOLLIN)
+
+    @property
+    def passes_descriptors(self) -> bool:
+        """Whether connections can carry open descriptors (Unix sockets)."""
+        return not self.address.host
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when ``accept`` has something to do."""
+        return self._epoll.fileno()
+
+    def accept(self) -> tuple[SocketConnection, Message] | None:
+        """Return an authenticated connection and its ``HELLO``, if there is one; never waits.
+
+        The payload of the message is what the worker gave to ``connect``.
+        """
+        ready, own = {fd for fd, _ in self._epoll.poll(0)}, self._socket.fileno()
+        for fd in ready - {own}:
+            if (accepted := self._read(fd)) is not None:
+                return accepted
+        if own in ready:  # last: a new attempt may reuse the descriptor number of one closed just now
+            self._accept_pending()
+        for fd in [fd for fd, pending in self._pending.items() if pending.until < time.monotonic()]:
+            self._drop(fd)
+        return None
+
+    def _accept_pending(self) -> None:
+        if len(self._pending) == _MAX_PENDING:
+            self._drop(next(iter(self._pending)))  # the oldest
+        try:
+            sock, _ = self._socket.accept()
+        except (BlockingIOError, ConnectionError):  # the client has disconnected already
+            return
+        sock.setblocking(False)
+        self._pending[sock.fileno()] = _Pending(sock, time.monotonic() + _AUTH_TIMEOUT)
+        self._epoll.register(sock.fileno(), select.EPOLLIN)
+
+    def _read(self, fd: int) -> tuple[SocketConnection, Message] | None:
+        try:
+            accepted = self._authenticate(self._pending[fd])
+        except (ValueError, OSError):  # wrong credentials, or the client has disconnected
+            self._drop(fd)
+            return None
+        if accepted is not None:
+            self._epoll.unregister(fd)
+            del self._pending[fd]
+        return accepted
+
+    def _authenticate(self, pending: _Pending) -> tuple[SocketConnection, Message] | None:
+        """Read what has arrived; return the connection once the ``HELLO`` is complete.
+
+        Raises:
+            ValueError, OSError: it is no ``HELLO``, the credentials are wrong, or the client has disconnected.
+        """
+        received = pending.received
+        header_only = len(received) < HEADER_SIZE
+        wanted = HEADER_SIZE if header_only else HEADER_SIZE + payload_length(received)
+        part = pending.socket.recv(wanted - len(received))  # never more than the HELLO
+        if not part:
+            raise ConnectionError("closed")
+        received += part
+        if len(received) < HEADER_SIZE:
+            return None
+        length = payload_length(received)
+        hello = unpack(received, b"")
+        if hello.kind is not Kind.HELLO or not CLAIM_SIZE <= length <= _MAX_HELLO:
+            raise ValueError("not a HELLO")
+        claim_end = HEADER_SIZE + CLAIM_SIZE
+        claim = bytes(received[HEADER_SIZE:claim_end])
+        if len(received) >= claim_end and not self._accepts(claim):
+            raise ValueError("wrong credentials")
+        if len(received) < HEADER_SIZE + length:
+            return None
+        self._used.add(claim)
+        return self._connection(pending.socket, hello, claim, bytes(received[claim_end:]))
+
+    def _accepts(self, claim: bytes) -> bool:
+        return claim not in self._used and is_valid(claim, self.address.token, self.address.public)
+
+    def _connection(
+        self, sock: socket.socket, hello: Message, claim: bytes, rest: bytes
+    ) -> tuple[SocketConnection, Message]:
+        size = int.from_bytes(rest[:2], "little")
+        identity, payload = rest[2 : 2 + size], rest[2 + size :]
+        own = own_identity()
+        proof = proof_for(claim, self.address.token, self.address.public) + struct.pack("<H", len(own)) + own
+        connection = SocketConnection(sock, _peer_of(sock, identity), proof=proof)
+        return connection, hello._replace(payload=payload)
+
+    def _drop(self, fd: int) -> None:
+        pending = self._pending.pop(fd)
+        self._epoll.unregister(fd)
+        pending.socket.close()
+
+    def close(self) -> None:
+        """Stop listening and close all pending attempts. Idempotent."""
+        for pending in self._pending.values():
+            close_socket(pending.socket, self._opener)
+        self._pending.clear()
+        self._epoll.close()
+        if os.getpid() == self._opener:
+            with suppress(OSError):  # no client is left in the queue, or the listener was closed before
+                self._socket.shutdown(socket.SHUT_RDWR)
+                while True:  # a forked child may hold the socket: else queued clients would never be refused
+                    close_socket(self._socket.accept()[0], self._opener)
+        self._socket.close()
+
+
+def connect(address: Address, worker: int, deadline: float | None, payload: bytes = b"") -> SocketConnection:
+    """Connect to a listener and send the ``HELLO`` of worker ``worker``; does not wait for an answer.
+
+    Args:
+        address: of the listener.
+        worker: the worker's index.
+        deadline: on ``time.monotonic``'s clock; None for none.
+        payload: for the peer's ``accept``; up to about 800 bytes.
+
+    Raises:
+        NotConnected: no sender listens there (any more), or it cannot be reached.
+        SyncTimeout: the listener's queue of connection attempts stayed full.
+    """
+    claim = new_claim(address.token, address.public)
+    expected = proof_for(claim, address.token, address.public)
+    own = own_identity()
+    sock: socket.socket | None = None
+    try:
+        sock = _open_socket(address, deadline)
+        connection = SocketConnection(sock, _peer_of(sock, b""), expected_proof=expected)
+        hello = claim + struct.pack("<H", len(own)) + own + payload
+        connection.send(Message(Kind.HELLO, worker, PROTOCOL, hello))
+        return connection
+    except BlockingIOError:
+        raise SyncTimeout(
+            f"worker {worker}: the sender accepts no connections, and its queue is full: does it call connect()?"
+        ) from None
+    except OSError as error:
+        if sock is not None:
+            sock.close()
+        where = f" at {address.host} port {address.port}" if address.host else ""
+        raise NotConnected(
+            f"worker {worker}: the sender{where} is gone, has been shut down, or cannot be reached ({error})"
+        ) from error
+
+
+def _open_socket(address: Address, deadline: float | None) -> socket.socket:
+    if address.host:
+        return socket.create_connection((address.host, int(address.port)), timeout=remaining(deadline))
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        left = milliseconds(deadline)
+        send_timeout = (0, 0) if left is None else divmod(max(1, int(left)) * 1000, 1_000_000)  # (0, 0): no limit
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", *send_timeout))
+        sock.connect(b"\0" + str(address.port).encode())
+    except BaseException:
+        sock.close()
+        raise
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, STALL_TIMEOUT)
+    return sock
+
+
+def _peer_of(sock: socket.socket, identity: bytes) -> PeerProcess:
+    """Return the peer's process; for a Unix socket, as the kernel reports it.
+
+    Raises:
+        PermissionError: the peer belongs to another user.
+    """
+    if sock.family != socket.AF_UNIX:
+        return PeerProcess(identity)
+    pid, uid, _ = struct.unpack("iii", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if uid != os.getuid():
+        raise PermissionError("the peer process belongs to another user")
+    return PeerProcess.of_pid(pid)

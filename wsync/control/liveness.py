@@ -1,0 +1,61 @@
+"""Pidfds (process descriptors): how the exit of another process on this machine is noticed."""
+
+from __future__ import annotations
+
+import os
+import struct
+from functools import cache
+from pathlib import Path
+
+_PID = struct.Struct("<i")
+
+
+@cache
+def _pid_namespace() -> bytes:
+    """Return what identifies the PID namespace (and boot): a process id has one meaning within it."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}".encode()
+
+
+def own_identity() -> bytes:
+    """Return what another process on this machine needs to watch this one."""
+    return _PID.pack(os.getpid()) + _pid_namespace()
+
+
+class PeerProcess:
+    """The process on the other side of a connection; has its pidfd if it runs on this machine.
+
+    Args:
+        identity: the other process's ``own_identity()``; empty if it is not known.
+
+    Attributes:
+        pid: its process id; -1 if it runs elsewhere.
+        descriptors: its pidfd, readable once the process has exited; empty if it runs elsewhere, or has exited.
+    """
+
+    def __init__(self, identity: bytes = b"") -> None:
+        here = identity[_PID.size :] == _pid_namespace()
+        self.pid: int = _PID.unpack_from(identity)[0] if here else -1
+        self.descriptors: tuple[int, ...] = ()
+        if here:
+            self._open()
+
+    @classmethod
+    def of_pid(cls, pid: int) -> PeerProcess:
+        """Watch the process with this id in this process's PID namespace (from ``SO_PEERCRED``)."""
+        peer = cls()
+        peer.pid = pid
+        peer._open()
+        return peer
+
+    def _open(self) -> None:
+        try:
+            self.descriptors = (os.pidfd_open(self.pid),)
+        except OSError:  # it has exited, or the id is invalid: the closed connection is noticed instead
+            self.descriptors = ()
+
+    def close(self) -> None:
+        """Close the pidfd. Idempotent."""
+        descriptors, self.descriptors = self.descriptors, ()
+        for descriptor in descriptors:
+            os.close(descriptor)

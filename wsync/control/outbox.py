@@ -1,0 +1,107 @@
+"""Ordered sending that does not wait for a slow receiver; used by both sides, trainer and worker."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+_MANY = 1000  # queued messages; from this many on, a message that may be dropped is dropped
+
+
+class Outbox:
+    """Sends data in order, for any thread: at once while the socket has room, else by a background thread.
+
+    Args:
+        send_now: sends what the socket has room for, without waiting; returns the number of bytes sent.
+        send_all: sends data and descriptors; returns when all is sent.
+
+    Both raise ConnectionError if the connection has broken.
+    """
+
+    def __init__(
+        self, send_now: Callable[[bytes, Sequence[int]], int], send_all: Callable[[bytes, Sequence[int]], None]
+    ) -> None:
+        self._send_now = send_now
+        self._send_all = send_all
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[bytes, Sequence[int]]] = deque()
+        self._thread: threading.Thread | None = None
+        self._error: ConnectionError | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether the thread is sending, or has failed: then it stays True, and ``put`` raises the error."""
+        return self._thread is not None
+
+    def put(self, data: bytes, fds: Sequence[int] = (), *, may_drop: bool = False) -> None:
+        """Send ``data``.
+
+        Args:
+            data: of one message.
+            fds: open descriptors that travel with it; the caller may close them afterwards.
+            may_drop: drop it if the socket has no room at all, or ``_MANY`` messages are queued.
+
+        Raises:
+            ConnectionError: it, or earlier data, could not be sent.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._thread is None:
+                sent = self._send_now(data, fds)
+                if sent == len(data) or (may_drop and not sent):
+                    return
+                self._waiting.append((data[sent:], [] if sent else _duplicates(fds)))
+                self._thread = threading.Thread(target=self._run, name="wsync-outbox", daemon=True)
+                self._thread.start()
+            elif not may_drop or len(self._waiting) < _MANY:
+                self._waiting.append((data, _duplicates(fds)))
+
+    def _run(self) -> None:
+        try:
+            while (waiting := self._next()) is not None:
+                data, fds = waiting
+                try:
+                    self._send_all(data, fds)
+                finally:
+                    _close_all(fds)
+        except ConnectionError as error:
+            self._error = error
+
+    def _next(self) -> tuple[bytes, Sequence[int]] | None:
+        with self._lock:
+            if not self._waiting:
+                self._thread = None
+                return None
+            return self._waiting.popleft()
+
+    def flush(self) -> None:
+        """Wait until all is sent.
+
+        Raises:
+            ConnectionError: it could not be sent.
+        """
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Wait for the thread, which exits because the caller has shut the socket down."""
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+        while self._waiting:
+            _close_all(self._waiting.popleft()[1])
+
+
+def _duplicates(fds: Sequence[int]) -> list[int]:
+    return [os.dup(fd) for fd in fds]
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

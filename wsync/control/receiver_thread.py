@@ -1,0 +1,173 @@
+"""The receiver thread: one per process, one loop, for every connection of every receiver in the process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Protocol
+
+_log = logging.getLogger(__name__)
+
+
+class MessageHandler(Protocol):
+    """What the receiver thread calls."""
+
+    def on_readable(self) -> bool:
+        """Read and process one message. Called by the receiver thread each time the connection is readable.
+
+        Returns:
+            False when there will be no more messages: the connection is then no longer watched.
+        """
+        ...
+
+
+class ReceiverThread:
+    """Waits for all connections of this process at once. Runs while at least one handler is registered."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calling = threading.RLock()  # held while a handler runs
+        # descriptor -> (handler, descriptor of its connection)
+        self._handlers: dict[int, tuple[MessageHandler, int]] = {}
+        self._thread: threading.Thread | None = None
+        self._wake = -1
+
+    def listen(self, connection: int, descriptors: Sequence[int], handler: MessageHandler) -> None:
+        """Call ``handler`` for a connection.
+
+        Args:
+            connection: the connection's descriptor.
+            descriptors: that one, and the peer's pidfd if there is one. Once the peer has exited, the connection is
+                shut down: a forked child of the peer may keep its copy of the socket open.
+            handler: called while ``connection`` is readable.
+        """
+        self._add({descriptor: (handler, connection) for descriptor in descriptors})
+
+    def register(self, descriptor: int, handler: MessageHandler) -> None:
+        """Call ``handler`` when ``descriptor`` is readable."""
+        self._add({descriptor: (handler, descriptor)})
+
+    def _add(self, handlers: dict[int, tuple[MessageHandler, int]]) -> None:
+        with self._lock:
+            self._handlers.update(handlers)
+            if self._thread is not None:
+                os.eventfd_write(self._wake, 1)
+            else:
+                self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._wake,), name="wsync-receiver", daemon=True
+                )
+                self._thread.start()
+
+    def unregister(self, handler: MessageHandler) -> None:
+        """Stop calling ``handler``; on return no call of it is in progress, unless the caller is inside it."""
+        with self._lock:
+            self._handlers = {fd: other for fd, other in self._handlers.items() if other[0] is not handler}
+            thread = self._thread
+            if thread is None:
+                return
+            last = not self._handlers
+            if last:
+                self._thread = None
+            os.eventfd_write(self._wake, 1)
+        if thread is threading.current_thread():
+            return
+        if last:
+            thread.join()
+        else:
+            with self._calling:  # wait for a running handler
+                return
+
+    def _run(self, wake: int) -> None:
+        try:
+            while True:
+                with self._lock:
+                    if self._thread is not threading.current_thread():
+                        return
+                    handlers = dict(self._handlers)
+                poller = select.poll()
+                for descriptor in (wake, *handlers):
+                    poller.register(descriptor, select.POLLIN)
+                while not self._serve(poller, handlers, wake):
+                    pass
+        finally:
+            with self._lock:
+                if self._thread is threading.current_thread():  # after an error: the next registration starts a thread
+                    self._thread, self._wake = None, -1
+                os.close(wake)
+
+    def _serve(self, poller: select.poll, handlers: dict[int, tuple[MessageHandler, int]], wake: int) -> bool:
+        """Wait once and call handlers; return True when the set of handlers has changed."""
+        changed = False
+        for descriptor, _ in poller.poll():
+            if descriptor == wake:
+                os.eventfd_read(wake)
+                changed = True
+                continue
+            with self._calling:
+                if self._handlers.get(descriptor) is not handlers[descriptor]:
+                    continue
+                handler, connection = handlers[descriptor]
+                if descriptor != connection:  # a pidfd: the peer has exited; the handler reads the rest of the socket
+                    with suppress(OSError):
+                        _shut_down(connection)
+                elif _call(handler, connection):
+                    continue
+                with self._lock:  # after a connection, stop watching its pidfd as well; after a pidfd, that alone
+                    finished = [fd for fd, one in handlers.items() if fd == descriptor or one == (handler, descriptor)]
+                    for fd in finished:
+                        if self._handlers.get(fd) is handlers[fd]:
+                            del self._handlers[fd]
+                changed = True
+        return changed
+
+
+def _call(handler: MessageHandler, connection: int) -> bool:
+    """Call a handler; False when there will be no more messages.
+
+    If it raises, its connection is shut down, which both sides notice, and it is called again, to read the end of the
+    stream and clean up. The thread continues, since it serves other receivers as well.
+    """
+    for _ in range(2):
+        try:
+            return handler.on_readable()
+        except BaseException:  # noqa: BLE001  an error of one receiver must not stop the shared thread
+            _log.exception("a receiver raised an error; its connection is shut down")
+        with suppress(OSError):  # already closed, by the handler or the peer
+            _discard(connection)
+    return False
+
+
+def _discard(descriptor: int) -> None:
+    """Shut a connection down, and discard unread data."""
+    _shut_down(descriptor)
+    with socket.socket(fileno=os.dup(descriptor)) as sock:
+        while sock.recv(1 << 16):
+            pass
+
+
+def _shut_down(descriptor: int) -> None:
+    """Shut a connection down for both sides; data that has arrived can still be read."""
+    with socket.socket(fileno=os.dup(descriptor)) as sock:
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+_thread = ReceiverThread()
+
+
+def _reset_in_child() -> None:
+    global _thread
+    _thread = ReceiverThread()
+
+
+os.register_at_fork(after_in_child=_reset_in_child)
+
+
+def receiver_thread() -> ReceiverThread:
+    """Return this process's receiver thread."""
+    return _thread

@@ -1,0 +1,282 @@
+"""A sender's connections to its workers: registration, acknowledgements, deaths."""
+
+from __future__ import annotations
+
+import logging
+import select
+from array import array
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+from wsync.control.connection import Connection
+from wsync.control.interfaces import ConnectionCallbacks, ConnectionSource
+from wsync.control.messages import PROTOCOL, Kind, Message
+from wsync.deadlines import NOW, milliseconds, wait_readable
+from wsync.errors import SyncTimeout, WorkerDied
+from wsync.types import Ack
+
+_log = logging.getLogger(__name__)
+_ANSWERS = frozenset((Kind.ACK, Kind.PREPARED, Kind.FAILED, Kind.SLOT_FREED))
+
+
+class WorkerConnections:
+    """The connections to all workers of one sender.
+
+    It has no thread: messages are read only during calls, each under the sender's lock. The trainer calls it during
+    connect, send and wait only; but while an update waits for a worker that receives it by a transport, the background
+    thread of ``sending.send_loop.SendLoop`` reads as well.
+
+    Args:
+        source: where workers connect; closed with this object.
+        num_workers: the number of workers.
+        callbacks: notified as workers connect, answer and disconnect.
+    """
+
+    def __init__(self, source: ConnectionSource, num_workers: int, callbacks: ConnectionCallbacks) -> None:
+        self._source = source
+        self._num_workers = num_workers
+        self._callbacks = callbacks
+        self._connections: dict[int, Connection] = {}
+        self._to_replace: set[int] = set()  # workers that were connected, and have not been replaced yet
+        self._worker_of: dict[int, int] = {}  # descriptor -> worker
+        self._watched: dict[int, Callable[[], None]] = {}  # descriptor -> callback, see watch()
+        self._poll = select.poll()  # not epoll: a forked child would share its set of descriptors
+        self._answers: dict[int, Ack] = {}
+        self._deaths: dict[int, Ack] = {}
+        self._reads = 0
+
+    @property
+    def workers(self) -> Collection[int]:
+        """The workers that are connected and alive."""
+        return self._connections.keys()
+
+    @property
+    def descriptors(self) -> bytes:
+        """All stream sockets, then all pidfds, as an ``array("i")``, for the compiled fast path.
+
+        Empty if a worker is missing, has no stream socket or pidfd, or has a connection on which a thread is sending.
+        """
+        ordered = [self._connections[worker] for worker in range(self._num_workers) if worker in self._connections]
+        each = [one.descriptors for one in ordered if one.socket_fd >= 0 and not one.busy]
+        if len(each) < self._num_workers or any(len(both) != 2 for both in each):
+            return b""
+        return array("i", [fd for column in zip(*each, strict=True) for fd in column]).tobytes()
+
+    @property
+    def readable_descriptors(self) -> Collection[int]:
+        """Descriptors, one of which becomes readable when a message arrives or a worker exits."""
+        return [*self._worker_of, *self._watched]
+
+    def watch(self, descriptor: int, callback: Callable[[], None]) -> None:
+        """Have ``read`` call ``callback`` when ``descriptor`` is readable, e.g. the eventfd of the transfer threads."""
+        self._watched[descriptor] = callback
+        self._poll.register(descriptor, select.POLLIN)
+
+    def connection(self, worker: int) -> Connection:
+        """Return the connection to a worker that is connected."""
+        return self._connections[worker]
+
+    def wait_for_workers(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
+        """Accept connections until all of ``workers`` are connected.
+
+        Args:
+            workers: their indices.
+            sentinels: ``{worker: descriptor}``; the descriptor is readable once the worker's process has exited.
+            deadline: when to give up.
+
+        Raises:
+            SyncTimeout: names the workers that did not connect.
+            WorkerDied: a worker's process exited first.
+        """
+        self.drain()  # some may have died, and have replacements that are connecting
+        missing = set(workers) - self._connections.keys()
+        watched = {sentinels[worker]: worker for worker in missing if worker in sentinels}
+        while missing:
+            ready = wait_readable([self._source.fileno(), *watched], deadline)
+            if not ready:
+                _log.debug("workers that did not connect in time: %s", join_indices(missing))
+                raise SyncTimeout(
+                    f"worker(s) {join_indices(missing)} did not connect in time: "
+                    "each worker must call connect(worker_idx=…), or init_on_worker(…), while the sender waits",
+                    {worker: "never connected" for worker in missing},
+                )
+            if self._source.fileno() in ready:
+                missing.discard(self._accept(deadline))
+                watched = {fd: worker for fd, worker in watched.items() if worker in missing}
+                continue
+            dead = {watched[fd]: "died before it had connected" for fd in ready}
+            raise WorkerDied(f"worker(s) {join_indices(dead)} died before they had connected", dead)
+
+    def _accept(self, deadline: float | None) -> int:
+        """Register the worker of one new connection; return its index, or -1 if it was refused or has disconnected."""
+        arrival = self._source.accept()
+        if arrival is None:
+            return -1
+        connection, hello = arrival
+        worker = hello.worker
+        if wait_readable(connection.descriptors, NOW):  # a live worker is silent until accepted: it has disconnected
+            connection.close()
+            return -1
+        self.drain()  # the worker before it may have died
+        reason = self._refusal(hello)
+        if reason:
+            _log.debug("refused worker %d: %s", worker, reason)
+            with suppress(ConnectionError):  # it has disconnected
+                connection.send(Message(Kind.REFUSED, worker, payload=reason.encode()))
+            connection.close()
+            return -1
+        rejoined = worker in self._to_replace
+        self._to_replace.discard(worker)
+        self._answers.pop(worker, None)
+        self._deaths.pop(worker, None)
+        accepted = self._callbacks.accept_message(worker, rejoined)
+        self._connections[worker] = connection
+        for fd in connection.descriptors:
+            self._worker_of[fd] = worker
+            self._poll.register(fd, select.POLLIN)
+        try:
+            connection.send(accepted)
+        except ConnectionError:  # it has disconnected: treated as never connected
+            self.disconnect(worker)
+            if not rejoined:
+                self._to_replace.discard(worker)
+            return -1
+        _log.debug("worker %d %s as %s", worker, "rejoined" if rejoined else "joined", connection.peer)
+        self._callbacks.on_accepted(worker, deadline)
+        return worker
+
+    def _refusal(self, hello: Message) -> str:
+        if hello.version != PROTOCOL:
+            return f"it has protocol {hello.version}, the sender {PROTOCOL}: two versions of wsync"
+        if not 0 <= hello.worker < self._num_workers:
+            return f"worker_idx {hello.worker} is out of range: there are {self._num_workers} workers"
+        if hello.worker in self._connections:
+            return f"worker_idx {hello.worker} is taken by {self._connections[hello.worker].peer}"
+        return ""
+
+    def disconnect(self, worker: int) -> None:
+        """Close the connection to a worker; later messages from it are ignored. Idempotent."""
+        connection = self._connections.pop(worker, None)
+        if connection is None:
+            return
+        for fd in connection.descriptors:
+            self._poll.unregister(fd)
+            del self._worker_of[fd]
+        connection.close()
+        self._to_replace.add(worker)
+        self._callbacks.on_disconnected(worker)
+
+    def mark_dead(self, worker: int, cause: str) -> None:
+        """Record that a worker is treated as dead, for the reason ``cause``, and close its connection."""
+        _log.debug("worker %d is treated as dead: %s", worker, cause)
+        self.disconnect(worker)
+        self._deaths[worker] = Ack(worker, 0, died=True, error=cause)
+
+    def send(self, worker: int, message: Message) -> None:
+        """Send to a worker; a broken connection is noticed and reported by the next read."""
+        connection = self._connections.get(worker)
+        if connection is not None:
+            with suppress(ConnectionError):
+                connection.send(message)
+
+    def notify(self, worker: int, message: Message) -> None:
+        """Send a message without payload; it may be dropped, see ``Connection.notify``."""
+        connection = self._connections.get(worker)
+        if connection is not None:
+            with suppress(ConnectionError):
+                connection.notify(message)
+
+    def record(self, ack: Ack) -> None:
+        """Store an acknowledgement or a death that was not read here (by the fast path, or of a transport)."""
+        (self._deaths if ack.died else self._answers)[ack.worker] = ack
+
+    def drain(self) -> None:
+        """Process all messages that have arrived, without waiting."""
+        while self.read(NOW):
+            pass
+
+    def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
+        """Wait for an acknowledgement of ``version`` or newer, an error or the death of each of ``workers``.
+
+        Returns:
+            One for each worker that has answered or died before ``deadline``.
+        """
+        while True:
+            acks = [ack for worker in workers if (ack := self._answer_of(worker, version))]
+            if len(acks) == len(workers) or not self.read(deadline):
+                for ack in acks:
+                    (self._deaths if ack.died else self._answers).pop(ack.worker)
+                return acks
+
+    def _answer_of(self, worker: int, version: int) -> Ack | None:
+        """Return the worker's answer to ``version``, else its death: an answer takes precedence over a death."""
+        ack = self._answers.get(worker)
+        return ack if ack is not None and ack.version >= version else self._deaths.get(worker)
+
+    @contextmanager
+    def reading_directly(self, worker: int) -> Iterator[Connection]:
+        """While open, the caller reads one worker's messages from its connection, e.g. to form a process group."""
+        connection = self._connections[worker]
+        descriptors = list(connection.descriptors)
+        for fd in descriptors:
+            self._poll.unregister(fd)
+        try:
+            yield connection
+        finally:
+            if self._connections.get(worker) is connection:
+                for fd in descriptors:
+                    self._poll.register(fd, select.POLLIN)
+
+    def read(self, deadline: float | None) -> bool:
+        """Wait for messages and process one of each worker that has sent any; False at the deadline."""
+        ready = self._poll.poll(milliseconds(deadline))
+        if not ready:
+            return False
+        self._reads += 1
+        this_read = self._reads
+        # Sockets before pidfds: a worker that answered and then exited has answered.
+        for fd, _ in sorted(ready, key=self._is_pidfd) if len(ready) > 1 else ready:
+            if fd in self._watched:
+                self._watched[fd]()
+                continue
+            worker = self._worker_of.get(fd)
+            if worker is None:
+                continue
+            connection = self._connections[worker]
+            message = None if fd != connection.fileno() else connection.receive()
+            if message is None or message.kind not in _ANSWERS:
+                self.mark_dead(worker, _disconnect_reason(connection, message))
+                continue
+            known = self._answers.get(worker)  # a repeated answer may arrive after a newer one
+            if message.kind is not Kind.SLOT_FREED and (known is None or known.version <= message.version):
+                error = message.payload.decode(errors="replace") if message.kind is Kind.FAILED else ""
+                self._answers[worker] = Ack(worker, message.version, error, wait=message.wait, apply=message.apply)
+            self._callbacks.on_answer(worker, message)
+            if self._reads != this_read:
+                return True  # a callback has read meanwhile: the rest of ``ready`` may be stale
+        return True
+
+    def _is_pidfd(self, ready: tuple[int, int]) -> bool:
+        fd, _ = ready
+        worker = self._worker_of.get(fd)
+        return worker is not None and self._connections[worker].fileno() != fd
+
+    def close(self) -> None:
+        """Close all connections, and accept no more. Idempotent."""
+        for worker in list(self._connections):
+            self.disconnect(worker)
+        self._source.close()
+
+
+def _disconnect_reason(connection: Connection, message: Message | None) -> str:
+    """Return why a connection is closed, given what was read from it last."""
+    if message is None:
+        return f"{connection.peer} died"
+    if message.kind is Kind.LEAVE:
+        return f"{connection.peer} has shut down its side"
+    return f"{connection.peer} sent an unexpected message {message.kind.name}"
+
+
+def join_indices(workers: Collection[int]) -> str:
+    """Return worker indices as text."""
+    return ", ".join(str(worker) for worker in sorted(workers))

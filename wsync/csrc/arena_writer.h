@@ -1,0 +1,48 @@
+/* What arena_writer.c and arena_update.c share. */
+
+#ifndef WSYNC_ARENA_WRITER_H
+#define WSYNC_ARENA_WRITER_H
+
+#include <unistd.h>
+
+#include "words.h"
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer words;
+    Py_ssize_t workers, block, extra; /* how many; words per worker; where the sizes of extra states begin */
+    Py_ssize_t nbytes;                /* of one copy of the weights */
+    pid_t creator;
+} ArenaWriter;
+
+/* The slots that a worker may yet start to use, that its forward uses, and that it holds; or NONE. */
+typedef struct {
+    int64_t named, used, held;
+} Needed;
+
+static inline Block *block_of(ArenaWriter *self, Py_ssize_t worker)
+{
+    return (Block *)((int64_t *)self->words.buf + worker * self->block);
+}
+
+/* The loads are in the opposite order of the worker's stores: see WorkerSlot.take. */
+static inline Needed slots_needed(Block *block, int again)
+{
+    int64_t word = load(&block->published), taken = load(&block->taken);
+    int named = version_in(word) && (again || taken < version_in(word));
+    int64_t used = load(&block->used), held = load(&block->held);
+    return (Needed){named ? slot_in(word) : NONE, used, held};
+}
+
+/* Return 0; -1 with NotConnected set in a forked child of the process that made the writer. */
+static inline int require_creator(ArenaWriter *self)
+{
+    if (getpid() == self->creator)
+        return 0;
+    PyErr_SetString(names.not_connected, "a forked child cannot send by its parent's scheme: make one of its own");
+    return -1;
+}
+
+PyObject *ArenaWriter_update(ArenaWriter *self, PyObject *const *args, Py_ssize_t count);
+
+#endif

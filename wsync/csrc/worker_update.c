@@ -1,0 +1,158 @@
+/* WorkerSlot's fast path: what a forward costs that finds nothing new, and a usual update. */
+
+#include "worker_slot.h"
+
+/* Send an answer. Where the socket has no room this waits, as long as the socket's own deadline. */
+static void answer(WorkerSlot *self, const Message *message)
+{
+    if (send_message(self->fd, message, MSG_DONTWAIT) || errno != EAGAIN)
+        return; /* a broken connection is noticed by its reader */
+    Py_BEGIN_ALLOW_THREADS
+    while (!send_message(self->fd, message, 0) && errno == EINTR)
+        continue; /* Python's signal handler runs afterwards */
+    Py_END_ALLOW_THREADS
+}
+
+/* Return the views of a slot; NULL if it has to be mapped, for the first time or again. */
+static PyObject *views_of(WorkerSlot *self, Py_ssize_t slot)
+{
+    if (slot >= PyList_GET_SIZE(self->plans))
+        return NULL;
+    PackPlan *plan = (PackPlan *)PyList_GET_ITEM(self->plans, slot);
+    return Py_TYPE(plan) == PackPlan_type && PackPlan_is_in_place(plan) ? plan->views : NULL;
+}
+
+/* Whether the fast path may be taken: 1, 0, or -1 with an error. */
+static int is_usual(WorkerSlot *self)
+{
+    if (!self->installer || self->hold || PyDict_GET_SIZE(self->staged))
+        return 0;
+    PyObject *waiting = PyObject_GetAttr(self->receiver, names.waiting); /* threads that the receiver has to wake */
+    int some = waiting ? PyObject_IsTrue(waiting) : -1;
+    Py_XDECREF(waiting);
+    if (some)
+        return some < 0 ? -1 : 0;
+    PyObject *views = views_of(self, 0); /* the views of all slots are alike */
+    return views ? Installer_check((Installer *)self->installer, views) : 0;
+}
+
+/* Tell the receiver about an installed version. Return when it was announced, or 0; -1 with an error. */
+static double report_version(WorkerSlot *self)
+{
+    PyObject *version = PyLong_FromLongLong(self->version), *told = PyObject_GetAttr(self->receiver, names.told_at);
+    double told_at = told ? PyFloat_AsDouble(told) : -1;
+    Py_XDECREF(told);
+    if (!version || (told_at < 0 && PyErr_Occurred()) || PyObject_SetAttr(self->receiver, names.version, version)
+        || PyObject_SetAttr(self->receiver, names.told_at, names.zero))
+        told_at = -1;
+    Py_XDECREF(version);
+    return told_at;
+}
+
+/* Install the published version. Return 1; 0 with nothing done that the receiver would not do again; -1 with an error. */
+static int install(WorkerSlot *self, double started)
+{
+    int usual = is_usual(self);
+    if (usual <= 0)
+        return usual;
+    Block *block = own_block(self);
+    if (try_lock(block)) /* while this thread waited, others would run, and might change the model */
+        return 0;
+    int64_t word = block->published, slot = slot_in(word);
+    PyObject *views = views_of(self, (Py_ssize_t)slot);
+    if (views) { /* in this order: see the Python class */
+        if (self->retains)
+            store(&block->held, self->slot);
+        store(&block->used, slot);
+        store(&block->taken, version_in(word));
+    }
+    unlock(block);
+    if (!views)
+        return 0;
+    self->busy = 1;
+    if (Installer_switch((Installer *)self->installer, views))
+        return -1;
+    self->version = version_in(word);
+    if (self->retains) {
+        self->slot = slot;
+        store(&block->held, NONE);
+    }
+    int awaited = self->retains ? 0 : release_slot(self);
+    double told_at = awaited < 0 ? -1 : report_version(self);
+    if (told_at < 0)
+        return -1;
+    if (awaited)
+        answer(self, &(Message){.kind = SLOT_FREED, .worker = self->worker});
+    if (word & 1)
+        answer(self, &(Message){.kind = ACK, .worker = self->worker, .version = (uint64_t)self->version,
+                                .wait = told_at > 0 ? started - told_at : 0, .apply = now() - started});
+    return 1;
+}
+
+/* Return 1 if a newer version is published; 0 if not, and then the model's own slot is in use; -1 with an error. */
+static int has_update(WorkerSlot *self)
+{
+    Block *block = own_block(self);
+    if (lock_own(block))
+        return -1;
+    int newer = version_in(block->published) > known_version(self);
+    if (!newer)
+        store(&block->used, self->slot);
+    unlock(block);
+    if (!newer)
+        self->busy = self->slot >= 0;
+    return newer;
+}
+
+PyObject *WorkerSlot_poll_update(WorkerSlot *self, PyObject *Py_UNUSED(ignored))
+{
+    if (!self->receiver)
+        Py_RETURN_FALSE;
+    if (self->words.obj) {
+        int newer = has_update(self);
+        if (newer < 0)
+            return NULL;
+        if (!newer)
+            Py_RETURN_FALSE;
+        int done = install(self, now());
+        if (done > 0)
+            Py_RETURN_FALSE;
+        if (done < 0 && !PyErr_ExceptionMatches(PyExc_Exception)) /* from a signal handler */
+            return NULL;
+        PyErr_Clear(); /* the receiver meets the same error, and tells the sender */
+    }
+    return PyObject_CallMethodNoArgs(self->receiver, names.poll_update);
+}
+
+PyObject *WorkerSlot_forward_ended(WorkerSlot *self, PyObject *Py_UNUSED(ignored))
+{
+    if (!self->receiver)
+        Py_RETURN_NONE;
+    if (!self->words.obj || !self->installer)
+        return PyObject_CallMethodNoArgs(self->receiver, names.forward_ended);
+    int awaited = release_slot(self);
+    if (awaited < 0)
+        return NULL;
+    if (awaited)
+        answer(self, &(Message){.kind = SLOT_FREED, .worker = self->worker});
+    Py_RETURN_NONE;
+}
+
+PyObject *WorkerSlot_on_readable(WorkerSlot *self, PyObject *Py_UNUSED(ignored))
+{
+    Message message;
+    if (!self->receiver)
+        Py_RETURN_FALSE;
+    if (!self->installer || !take_message(self->fd, UPDATE, 0, &message))
+        return PyObject_CallMethodNoArgs(self->receiver, names.on_readable);
+    PyObject *receiver = Py_NewRef(self->receiver), *gate_lock = Py_NewRef(self->gate_lock);
+    PyObject *told_at = PyFloat_FromDouble(now());
+    int failed = !told_at || PyObject_SetAttr(receiver, names.told_at, told_at) || pass_through_gate(gate_lock)
+        || PyObject_SetAttr(receiver, names.told_at, names.zero); /* the acting thread may have installed it */
+    Py_XDECREF(told_at);
+    Py_DECREF(receiver);
+    Py_DECREF(gate_lock);
+    if (failed)
+        return NULL;
+    Py_RETURN_TRUE;
+}

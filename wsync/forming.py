@@ -1,0 +1,191 @@
+"""Setting up a transport between two processes, while their control connection is watched.
+
+What forms a process group blocks, and cannot be waited for together with a deadline and a death. So it runs in a thread
+of its own; meanwhile the thread that waits relays the group's store over the authenticated connection. Where the
+waiting thread gives up, the forming thread ends by itself: its store raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import threading
+from collections.abc import Callable, Collection, Sequence
+
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+from wsync.control import Connection, Kind, Message
+from wsync.deadlines import deadline_in, remaining, wait_readable
+from wsync.errors import NotConnected, SyncTimeout
+from wsync.transport import Closing, FlatTransport
+
+_log = logging.getLogger(__name__)
+_KEY_LENGTH = struct.Struct("<H")
+_LONGEST = 600.0  # seconds, where there is no deadline
+_LATER = 1.0  # seconds by which the forming thread's deadline is later: the waiting thread then reports the timeout
+
+
+class RelayStore(Store):
+    """A ``torch.distributed`` store of two processes: what one sets, the other can get.
+
+    ``set``, ``get``, ``wait`` and ``check`` are called by the forming thread; ``put`` and ``abandon`` by the thread
+    that reads the connection.
+
+    Args:
+        relay: sends a key and its value to the other process.
+        deadline: of all waits.
+    """
+
+    def __init__(self, relay: Callable[[str, bytes], None], deadline: float | None) -> None:
+        super().__init__()
+        self._relay = relay
+        self._deadline = deadline
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._abandoned = False
+
+    def put(self, key: str, value: bytes) -> None:
+        """Store a value that the other process has set."""
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def abandon(self) -> None:
+        """Have every wait raise."""
+        with self._changed:
+            self._abandoned = True
+            self._changed.notify_all()
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """See ``torch.distributed.Store``."""
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self.put(key, data)
+        self._relay(key, data)
+
+    def get(self, key: str) -> bytes:
+        """See ``torch.distributed.Store``; waits for the key."""
+        self.wait([key])
+        return self._values[key]
+
+    def wait(self, keys: Sequence[str], timeout: object = None) -> None:
+        """See ``torch.distributed.Store``."""
+
+        def complete() -> bool:
+            return self._abandoned or all(key in self._values for key in keys)
+
+        with self._changed:
+            if not self._changed.wait_for(complete, remaining(self._deadline)) or self._abandoned:
+                raise RuntimeError(f"the other process did not set {', '.join(keys)} in time")
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """See ``torch.distributed.Store``."""
+        return all(key in self._values for key in keys)
+
+
+def relayed(message: Message) -> tuple[str, bytes]:
+    """Return key and value of a ``STORE`` message.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    payload = message.payload
+    if len(payload) < _KEY_LENGTH.size:
+        raise ValueError("a STORE message without a key")
+    (length,) = _KEY_LENGTH.unpack_from(payload)
+    begin = _KEY_LENGTH.size
+    return payload[begin : begin + length].decode(), payload[begin + length :]
+
+
+def forming_deadline(deadline: float | None) -> float | None:
+    """Return the forming thread's deadline."""
+    return deadline_in(_LONGEST) if deadline is None else deadline + _LATER
+
+
+def close_unformed(transport: object) -> None:
+    """Close a transport with a set-up that has failed, or is given up at a deadline: a set-up that blocks then ends."""
+    if isinstance(transport, Closing) and not isinstance(transport, FlatTransport):
+        transport.close()
+
+
+class Forming:
+    """The set-up of one transport, in progress.
+
+    Args:
+        connection: to the other process; read by ``wait`` alone meanwhile.
+        worker: the worker's index.
+        deadline: of the whole.
+        form: sets up this process's half, by the thread; given the store.
+    """
+
+    def __init__(
+        self, connection: Connection, worker: int, deadline: float | None, form: Callable[[Store], None]
+    ) -> None:
+        self._connection = connection
+        self._worker = worker
+        self._deadline = deadline
+        self._lock = threading.Lock()
+        self._done = os.eventfd(0, os.EFD_CLOEXEC)
+        self._error: BaseException | None = None
+        self._outgoing: list[Message] = []
+        self._early: list[Message] = []
+        self.store = RelayStore(self._relay, forming_deadline(deadline))
+        self.thread = threading.Thread(target=self._run, args=(form,), name="wsync-forming", daemon=True)
+        self.thread.start()
+
+    def _relay(self, key: str, value: bytes) -> None:
+        name = key.encode()
+        payload = _KEY_LENGTH.pack(len(name)) + name + value
+        self._connection.send(Message(Kind.STORE, self._worker, payload=payload))
+
+    def _run(self, form: Callable[[Store], None]) -> None:
+        try:
+            form(self.store)
+        except BaseException as error:  # noqa: BLE001  raised by wait()
+            self._error = error
+        with self._lock:
+            if self._done >= 0:
+                os.eventfd_write(self._done, 1)
+
+    def wait(self, watched: Collection[int] = ()) -> Sequence[Message]:
+        """Wait until this half is set up; return other messages that arrived meanwhile.
+
+        Args:
+            watched: more descriptors that end the wait when they are readable.
+
+        Raises:
+            NotConnected: the connection ended.
+            SyncTimeout: the deadline passed.
+            Exception: whatever the set-up raised.
+        """
+        descriptors = [self._done, *self._connection.descriptors]
+        while True:
+            ready = wait_readable(descriptors, self._deadline)
+            if not ready:
+                raise SyncTimeout(f"worker {self._worker}: the transport was not set up in time at both ends")
+            if self._connection.fileno() in ready:
+                self._take(self._connection.receive())
+            elif self._done in ready:
+                if self._error is not None:
+                    raise self._error
+                return self._early
+            else:
+                raise NotConnected(
+                    f"worker {self._worker}: {self._connection.peer} died while the transport was set up"
+                )
+
+    def _take(self, message: Message | None) -> None:
+        if message is None or message.kind is Kind.LEAVE:
+            raise NotConnected(f"worker {self._worker}: {self._connection.peer} closed the connection")
+        if message.kind is Kind.STORE:
+            self.store.put(*relayed(message))
+        else:
+            self._early.append(message)
+
+    def close(self) -> None:
+        """Wait no longer; a thread that is still forming ends soon."""
+        self.store.abandon()
+        with self._lock:
+            os.close(self._done)
+            self._done = -1
+        self._error = None  # its traceback would keep the group's descriptors

@@ -1,0 +1,193 @@
+"""The gate: no model changes while its forward runs.
+
+There is one re-entrant gate per process, for all synchronised models in it. A forward of a gated model holds it. Each
+model has a *feed* (the object that checks for a pending update and installs it). The gate polls the feeds when a thread
+enters it from outside, and only then; so a forward sees one version from its first layer to its last.
+
+The receiver thread installs by passing through the gate too. It blocks on the lock, so a pending update is installed as
+soon as the running forward ends, even if no other forward follows.
+
+What bypasses the gate: ``model.forward(...)`` called directly, a submodule called on its own, and plain reads of
+parameters or of an output that is a view of one. Hold the gate explicitly for those, and around forward *and* backward
+in a worker that trains::
+
+    with wsync.gate():
+        loss = model(x).sum()
+        loss.backward()
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+from torch import nn
+
+from wsync import loops
+from wsync.deadlines import remaining
+from wsync.loops.gate_lock import Feed
+
+
+class Gate:
+    """The gate of one process.
+
+    Attributes:
+        gate_lock: the lock and the feeds.
+        call: ``call(function, *args, **kwargs)`` calls ``function`` inside the gate; faster than ``hold``.
+    """
+
+    def __init__(self) -> None:
+        self.gate_lock = loops.GateLock(threading.RLock())
+        self.call = self.gate_lock.call
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep every synchronised model of this process at one version while the block runs."""
+        gate_lock = self.gate_lock
+        with gate_lock.lock:
+            depth = gate_lock.depth
+            try:
+                gate_lock.enter(depth)
+                yield
+            finally:
+                gate_lock.depth = depth  # not only in leave(): a signal handler may raise where that call begins
+                gate_lock.leave(depth)
+
+    def call_with_deadline(self, deadline: float | None, function: Callable[..., Any], *args: Any) -> Any | None:
+        """Acquire the gate within ``deadline`` and call ``function``; None on timeout.
+
+        Called by a thread that does not hold the gate.
+        """
+        lock, left = self.gate_lock.lock, remaining(deadline)
+        try:
+            return self.call(function, *args) if lock.acquire(timeout=-1 if left is None else left) else None
+        finally:
+            try:  # noqa: SIM105  a signal handler may run where suppress() begins
+                lock.release()
+            except RuntimeError:  # not acquired; or acquired, and a signal handler raised right after
+                pass
+
+    @property
+    def held_here(self) -> bool:
+        """Whether the calling thread is inside the gate."""
+        gate_lock = self.gate_lock
+        return gate_lock.lock._is_owned() and gate_lock.depth > 0  # this thread has the lock, so the depth is its own
+
+    def attach(self, feed: Feed) -> None:
+        """Poll ``feed`` for updates from now on."""
+        with self.gate_lock.lock:
+            self.gate_lock.feeds = (*self.feeds, feed)
+
+    def detach(self, feed: Feed) -> None:
+        """Stop polling ``feed``."""
+        with self.gate_lock.lock:
+            self.gate_lock.feeds = tuple(other for other in self.feeds if other is not feed)
+
+    @property
+    def feeds(self) -> Sequence[Feed]:
+        """The attached feeds."""
+        return self.gate_lock.feeds
+
+
+_gate = Gate()
+
+
+def _reset_in_child() -> None:
+    """Start anew: a child has no receivers, and the lock may be held by a thread that does not exist in the child."""
+    global _gate
+    _gate = Gate()
+
+
+os.register_at_fork(after_in_child=_reset_in_child)
+
+
+def process_gate() -> Gate:
+    """Return the gate of this process."""
+    return _gate
+
+
+def gate() -> Any:
+    """Return a context manager that keeps every synchronised model of this process at one version while it is open.
+
+    Re-entrant: forwards inside it install nothing. An update that arrives meanwhile is installed after it.
+    """
+    return _gate.hold()
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def gated(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that calls ``function`` inside ``gate()``; much faster than ``with gate()``."""
+
+    @functools.wraps(function)
+    def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+        return _gate.call(function, *args, **kwargs)
+
+    return inside
+
+
+_ORIGINAL = "_wsync_original"  # attribute of a gated class: the class that it was made from
+_gated: weakref.WeakKeyDictionary[type[nn.Module], weakref.ref[type[nn.Module]]] = weakref.WeakKeyDictionary()
+
+
+def guard(module: nn.Module) -> None:
+    """Make every call of ``module`` pass through the gate.
+
+    The module's class is replaced by a subclass of the same name. Nothing is stored in the module itself. A copy or
+    unpickled module has the original class and is not gated.
+    """
+    original = type(module)
+    if _ORIGINAL in vars(original):
+        return
+    known = _gated.get(original)
+    gated = None if known is None else known()
+    if gated is None:
+        gated = _gated_class(original)
+        _gated[original] = weakref.ref(gated)
+    module.__class__ = gated
+
+
+def release(module: nn.Module) -> None:
+    """Give ``module`` its own class back."""
+    original = vars(type(module)).get(_ORIGINAL)
+    if original is not None:
+        module.__class__ = original
+
+
+def _new(cls: type, *arguments: Any) -> Any:
+    """An empty instance, as unpickling needs it."""
+    return cls.__new__(cls, *arguments)
+
+
+def _gated_class(original: type[nn.Module]) -> type[nn.Module]:
+    inner = original.__call__
+
+    @functools.wraps(inner)
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _gate.call(inner, self, *args, **kwargs)
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        function, arguments, *rest = original.__reduce_ex__(self, protocol)
+        if function is copyreg.__newobj__:  # pyright: ignore[reportAttributeAccessIssue]
+            # pickle rejects copyreg.__newobj__ when obj.__class__ differs from the class in the arguments
+            function = _new
+        return (function, tuple(original if item is type(self) else item for item in arguments), *rest)
+
+    namespace = {
+        _ORIGINAL: original,
+        "__call__": __call__,
+        "__reduce_ex__": __reduce_ex__,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+    }
+    metaclass: Any = type(original)
+    return metaclass(original.__name__, (original,), namespace)

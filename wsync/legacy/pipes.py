@@ -1,0 +1,169 @@
+"""The older API's pipes: one message through each tells a worker where the sender is. Plain JSON; nothing is executed.
+
+The weights take the usual way. All else that goes through a pipe is the user's: what is sent before that message must
+be received before it.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from wsync.control import Address
+from wsync.deadlines import deadline_in, milliseconds
+from wsync.errors import NotConnected, SyncTimeout
+from wsync.roles import ReceiverRole
+from wsync.transport import TransportBackend
+from wsync.types import RemoteWorker
+
+if TYPE_CHECKING:
+    from wsync.scheme import WeightSyncScheme
+
+_MARK = "wsync invitation"
+
+
+@runtime_checkable
+class PipesContext(Protocol):
+    """A trainer's context that has a pipe to each worker."""
+
+    pipes: Sequence[Connection]
+
+
+class PipeTransport:
+    """The sender's way to the worker at the other end of a pipe (a ``TransportBackend``).
+
+    Args:
+        scheme: initialised by the first call, if it was not, as ``"policy"`` with all pipes that it was given.
+        pipes: of the scheme.
+        worker_ids: the workers; None for all.
+    """
+
+    def __init__(self, scheme: WeightSyncScheme, pipes: Sequence[Connection], worker_ids: Sequence[int] | None) -> None:
+        self._scheme = scheme
+        self._pipes = pipes
+        self._worker_ids = worker_ids
+
+    def send_weights(self, weights: Any = None) -> None:
+        """Deliver ``weights`` (None: the model's), once all workers are connected."""
+        self.setup_connection_and_weights_on_sender()
+        self._scheme.send(weights, self._worker_ids)
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Wait for every worker of the scheme, unless that has been done."""
+        if self._scheme.model_id is None:
+            self._scheme.init_on_sender(pipes=self._pipes)
+        if not self._scheme.sender.connected:
+            self._scheme.connect()
+
+    def receive_weights(self, timeout: float | None = None, **_: Any) -> Any | None:
+        """Refuse: this is the sender's end.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("this is the sender's end: receive in the worker, by its scheme")
+
+    def setup_connection_and_weights_on_receiver(self, **_: Any) -> Any | None:
+        """Refuse: this is the sender's end.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("this is the sender's end: connect in the worker, by its scheme")
+
+
+def older_transport(scheme: WeightSyncScheme, pipes: list[Connection], given: object) -> TransportBackend | None:
+    """Return what the older API's ``create_transport(pipe_or_context)`` returned; None if it was not meant.
+
+    Args:
+        scheme: of the sender.
+        pipes: those that the scheme was given; a new one is added before ``init_on_sender``.
+        given: a pipe to one worker, a worker (``RemoteWorker``), or a context, which means all workers.
+
+    Raises:
+        ValueError: a pipe, but the scheme is initialised without it.
+    """
+    if given is None or isinstance(given, int):
+        return None
+    role, shared = scheme._role, scheme.binds_arena
+    if isinstance(given, RemoteWorker):
+        return scheme.sender_transports[given.worker_idx]
+    if not isinstance(given, Connection):
+        return scheme.shared_transport
+    if role is None and all(known is not given for known in pipes):
+        pipes.append(given)
+    for worker, known in enumerate(pipes):
+        if known is given and not isinstance(role, ReceiverRole):
+            return PipeTransport(scheme, pipes, None if shared else [worker])
+    raise ValueError("this scheme was not given that pipe: give init_on_sender() all of them, pipes=[…]")
+
+
+def pipes_of(context: Any, pipes: Sequence[Connection] | None) -> list[Connection]:
+    """Return the pipes that ``init_on_sender`` was given, or that its context has."""
+    if pipes is None and isinstance(context, PipesContext):
+        pipes = context.pipes
+    return list(pipes or ())
+
+
+def invite_all(scheme: WeightSyncScheme, pipes: Sequence[Connection]) -> None:
+    """Tell every worker through its pipe where the sender is; a failure shuts the scheme down.
+
+    Raises:
+        NotConnected: a pipe is closed; names the worker.
+        SyncTimeout: a pipe is full and is not read.
+    """
+    try:
+        for worker, pipe in enumerate(pipes):
+            _invite(pipe, str(scheme.model_id), worker, scheme._address, scheme.timeout)
+    except Exception:
+        scheme.shutdown()
+        raise
+
+
+def _invite(pipe: Connection, model_id: str, worker: int, address: Address, timeout: float | None) -> None:
+    message = json.dumps([_MARK, model_id, worker, address.dump()])
+    poller = select.poll()
+    try:
+        poller.register(pipe.fileno(), select.POLLOUT)
+        ready = poller.poll(milliseconds(deadline_in(timeout)))
+        if ready:
+            pipe.send_bytes(message.encode())
+    except OSError as error:
+        raise NotConnected(f"worker {worker}: its pipe is closed, or cannot send ({error})") from error
+    if not ready:
+        raise SyncTimeout(f"worker {worker}: its pipe is full, and is not read", {worker: "does not read its pipe"})
+
+
+def read_invitation(pipe: Connection, model_id: str, timeout: float | None) -> tuple[int, Address]:
+    """Return this worker's index and the sender's address, as the sender has sent them through ``pipe``.
+
+    Raises:
+        NotConnected: the pipe is closed, or cannot receive.
+        SyncTimeout: nothing came for ``timeout`` seconds.
+        ValueError: another message came, or one about another model.
+    """
+    try:
+        ready = pipe.poll(timeout)
+        message = pipe.recv_bytes() if ready else b""
+    except (EOFError, OSError) as error:
+        raise NotConnected(f"'{model_id}': the sender has closed this pipe, or died ({error})") from error
+    if not ready:
+        raise SyncTimeout(f"'{model_id}': no invitation came within {timeout} s: call init_on_sender(pipes=[…]) first")
+    try:
+        mark, invited, worker, address = json.loads(message)
+        if mark != _MARK or type(worker) is not int:
+            raise ValueError("another message")
+        found = Address.load(address)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"'{model_id}': a message of {len(message)} bytes came through this pipe that is not init_on_sender()'s: "
+            "receive your own earlier messages before init_on_worker(), and send later ones after it"
+        ) from error
+    if invited != model_id:
+        raise ValueError(
+            f"the sender's message is about '{invited}', this worker about '{model_id}': use one order at both ends"
+        )
+    return worker, found

@@ -1,0 +1,77 @@
+"""The inner loops of an update: compiled (``csrc/``, the module ``wsync._loops``) where that was built, else in Python.
+
+Both have the same classes, with the same constructors and methods, and the same unit tests run on both. The choice is
+made here, once, at import; no caller asks which it was. In Python a small update takes several times as long.
+``WSYNC_NATIVE=0`` in the environment chooses Python.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from wsync.errors import NotConnected, SyncTimeout
+from wsync.loops.tensors import PLAIN_TYPES, copy_all
+from wsync.types import PHASES, SyncReport
+
+_REVISION = 10  # of csrc/module.c
+
+
+def _load() -> ModuleType | None:
+    """Return the compiled module; None if it was not built here, is not wanted, or does not fit these sources."""
+    if os.environ.get("WSYNC_NATIVE") == "0":
+        return None
+    try:
+        from wsync import _loops
+    except ImportError:
+        return None
+    table: object | None = Tensor.__dict__.get("__dlpack_c_exchange_api__")
+    if table is None or _loops.REVISION != _REVISION:
+        stale = "it was built from other sources: `pip install -e .` builds it again"
+        why = stale if table is not None else f"PyTorch {torch.__version__} has no table of DLPack's functions"
+        warnings.warn(f"updates are slower, because wsync's compiled code cannot be used: {why}", stacklevel=2)
+        return None
+    _loops.configure(
+        table,
+        PLAIN_TYPES,
+        SyncReport,
+        PHASES,
+        torch.get_num_threads,
+        increment_version,
+        torch.clear_autocast_cache,
+        copy_all,
+        NotConnected,
+        SyncTimeout,
+    )
+    return _loops
+
+
+_compiled = _load()
+COMPILED = _compiled is not None
+"""Whether the compiled classes were chosen; for information."""
+
+if TYPE_CHECKING or _compiled is None:
+    from wsync.loops.arena_writer import ArenaWriter
+    from wsync.loops.gate_lock import GateLock
+    from wsync.loops.installer import Installer
+    from wsync.loops.pack_plan import PackPlan
+    from wsync.loops.peer_watch import PeerWatch
+    from wsync.loops.tensor_tree import TensorTree
+    from wsync.loops.worker_slot import WorkerSlot
+else:
+    ArenaWriter = _compiled.ArenaWriter
+    GateLock = _compiled.GateLock
+    Installer = _compiled.Installer
+    PackPlan = _compiled.PackPlan
+    PeerWatch = _compiled.PeerWatch
+    TensorTree = _compiled.TensorTree
+    WorkerSlot = _compiled.WorkerSlot
+
+CLASSES = ("ArenaWriter", "GateLock", "Installer", "PackPlan", "PeerWatch", "TensorTree", "WorkerSlot")
+__all__ = ["CLASSES", "COMPILED", *CLASSES]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -1,0 +1,104 @@
+"""A mutex in shared memory that the kernel hands on when its owner dies.
+
+POSIX robust, process-shared, error-checking mutexes, by way of ``ctypes``: an uncontended lock or unlock is one
+atomic instruction and no system call (about a quarter of a microsecond from Python). Robust: if a worker is killed
+while it holds the mutex, the next one to lock it is told so and owns it. Error-checking: unlocking a mutex that this
+thread does not hold is refused without harm, so ``finally: unlock()`` is right even if a signal came before the lock
+was taken.
+
+A signal handler may run where a Python function begins, so ``unlock`` is not one: it would be left before it had done
+anything, and the mutex would stay locked for as long as this process lives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+
+from wsync.errors import SyncTimeout
+
+SIZE = 64  # bytes reserved; glibc needs 40 (48 on some platforms)
+
+_PROCESS_SHARED, _ROBUST, _ERRORCHECK = 1, 1, 2
+_quick = ctypes.PyDLL(None)  # holds the GIL: for calls that never block
+_blocking = ctypes.CDLL(None)  # releases it
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def _function(library: ctypes.CDLL, name: str, *argtypes: type) -> Callable[..., int]:
+    function = library[name]
+    function.argtypes = argtypes
+    function.restype = ctypes.c_int
+    return function
+
+
+_trylock = _function(_quick, "pthread_mutex_trylock", ctypes.c_void_p)
+_unlock = _function(_quick, "pthread_mutex_unlock", ctypes.c_void_p)
+_consistent = _function(_quick, "pthread_mutex_consistent", ctypes.c_void_p)
+_lock_until = _function(_blocking, "pthread_mutex_clocklock", ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Timespec))
+
+
+class Mutex:
+    """One process's handle on a mutex that lies in shared memory.
+
+    Args:
+        address: where it lies in this process.
+        keep: what keeps that memory mapped.
+
+    Attributes:
+        unlock: gives the mutex back; nothing happens if this thread does not hold it.
+    """
+
+    __slots__ = ("_address", "_keep", "unlock")
+
+    def __init__(self, address: int, keep: object) -> None:
+        self._address = address
+        self._keep = keep
+        self.unlock: Callable[[], object] = partial(_unlock, address)
+
+    def initialise(self) -> None:
+        """Make the ``SIZE`` bytes a mutex, once, before another process sees them.
+
+        Raises:
+            OSError: the platform has no such mutexes.
+        """
+        attributes = ctypes.create_string_buffer(64)
+        calls = (
+            _quick.pthread_mutexattr_init(attributes),
+            _quick.pthread_mutexattr_setpshared(attributes, _PROCESS_SHARED),
+            _quick.pthread_mutexattr_setrobust(attributes, _ROBUST),
+            _quick.pthread_mutexattr_settype(attributes, _ERRORCHECK),
+            _quick.pthread_mutex_init(ctypes.c_void_p(self._address), attributes),
+        )
+        for code in calls:
+            if code:
+                raise OSError(code, f"cannot make a process-shared mutex: {os.strerror(code)}")
+
+    def lock(self, timeout: float | None = None) -> None:
+        """Take the mutex; at once if its owner died.
+
+        Args:
+            timeout: seconds; None for no limit.
+
+        Raises:
+            SyncTimeout: it was not free in time (its owner is stopped inside).
+        """
+        code = _trylock(self._address)
+        if code == errno.EBUSY:
+            until = time.monotonic() + (31_536_000 if timeout is None else timeout)
+            whole = int(until)
+            moment = ctypes.byref(_Timespec(whole, int((until - whole) * 1e9)))
+            code = _lock_until(self._address, time.CLOCK_MONOTONIC, moment)
+        if code == errno.EOWNERDEAD:
+            _consistent(self._address)
+        elif code == errno.ETIMEDOUT:
+            raise SyncTimeout(f"the worker's process has held its mutex for {timeout} s: is it stopped?")
+        elif code:
+            raise OSError(code, f"cannot lock a shared mutex: {os.strerror(code)}")

@@ -1,0 +1,45 @@
+"""Which tensors are plain bytes in main memory, and copying the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+PLAIN_TYPES = (nn.Parameter, Tensor)
+"""Only these: a subclass of Tensor may keep its numbers elsewhere."""
+
+
+def copy_all(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its destination by PyTorch, without recording it for autograd."""
+    with torch.no_grad():
+        torch._foreach_copy_(list(destinations), list(sources))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def is_plain(tensor: object) -> bool:
+    """Whether ``tensor`` is a real, strided tensor in main memory that is stored as it is read."""
+    return (
+        type(tensor) in PLAIN_TYPES
+        and isinstance(tensor, Tensor)
+        and tensor.layout is torch.strided
+        and tensor.is_cpu
+        and not tensor.is_complex()
+        and not tensor.is_neg()
+        and not tensor._is_zerotensor()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+    )
+
+
+def is_like(tensor: object, like: Tensor) -> bool:
+    """Whether ``tensor`` is plain and has the dtype, shape and strides of ``like``, so that a copy is one of bytes."""
+    return (
+        is_plain(tensor)
+        and isinstance(tensor, Tensor)
+        and tensor.dtype is like.dtype
+        and tensor.shape == like.shape
+        and all(
+            size < 2 or stride == expected
+            for size, stride, expected in zip(tensor.shape, tensor.stride(), like.stride(), strict=True)
+        )
+    )

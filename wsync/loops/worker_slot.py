@@ -1,0 +1,274 @@
+"""A worker's half of an arena's words: taking the published slot before a forward, and releasing it afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from wsync.loops.gate_lock import GateLock
+from wsync.loops.installer import Installer
+from wsync.loops.messages import ACK, SLOT_FREED, UPDATE, Message, send_answer, take_message
+from wsync.loops.pack_plan import PackPlan
+from wsync.loops.words import (
+    AWAITED,
+    HELD,
+    NONE,
+    PUBLISHED,
+    TAKEN,
+    USED,
+    WAKEUPS,
+    Block,
+    slot_in,
+    version_in,
+)
+
+
+class SlotReceiver(Protocol):
+    """Takes the updates that are not usual. Each method is called as the ``WorkerSlot``'s of the same name.
+
+    Attributes:
+        version: that the model has.
+        told_at: when the update that is being installed was announced, on ``time.perf_counter``; 0.0 if it was not.
+        waiting: how many threads wait for an update, and have to be woken by ``poll_update``.
+    """
+
+    version: int
+    told_at: float
+    waiting: int
+
+    def poll_update(self) -> bool: ...  # noqa: D102
+    def forward_ended(self) -> None: ...  # noqa: D102
+    def on_readable(self) -> bool: ...  # noqa: D102
+
+
+class WorkerSlot:
+    """One worker's slot in an arena. The gate polls it, and the receiver thread calls it, instead of the receiver.
+
+    All methods are called inside the gate, except ``on_readable`` and ``set_wakeups``.
+
+    Attributes:
+        version: that the model has.
+        slot: that the model is bound to; -1 if the model has memory of its own.
+        refused: the newest version that could not be installed.
+        hold: whether the model may refuse the next version. Its slot is then kept between forwards as well.
+        busy: whether a slot is in use.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.slot = NONE
+        self.refused = 0
+        self.hold = False
+        self.busy = False
+        self._block: Block | None = None
+        self._receiver: SlotReceiver | None = None
+        self._gate_lock: GateLock | None = None
+        self._installer: Installer | None = None
+        self._plans: list[PackPlan] = []
+        self._staged: Mapping[int, Any] = {}
+        self._fd = self._worker = -1
+        self._retains = False
+
+    def follow(self, receiver: SlotReceiver, gate_lock: GateLock, /) -> None:
+        """Set the receiver of unusual updates, and the gate. Called once, before ``poll_update``."""
+        self._receiver = receiver
+        self._gate_lock = gate_lock
+
+    def map_words(self, words: memoryview, at: int, /) -> None:
+        """Set where the worker's words are: at index ``at`` of ``words``. Before, only the receiver is polled.
+
+        Raises:
+            ValueError: the words end before.
+        """
+        self._block = Block(words, at)
+
+    def close(self) -> None:
+        """Drop everything; the methods that the gate and the receiver thread call do nothing from then on."""
+        self._receiver = self._gate_lock = self._block = None
+        self.disable_fast_path()
+
+    def install_fast_path(
+        self,
+        installer: Installer,
+        plans: list[PackPlan],
+        staged: dict[int, Any],
+        fd: int,
+        worker: int,
+        retains: bool,
+        /,
+    ) -> None:
+        """Install usual updates without the receiver from now on, if the model need not be able to refuse them.
+
+        Args:
+            installer: switches the model.
+            plans: of the slots that are mapped here; new ones are appended.
+            staged: the prepared transactions of this process; while there are any, the receiver takes all updates.
+            fd: of the connection's socket, for answers.
+            worker: this one's index.
+            retains: whether the model stays bound to slots; otherwise it copies.
+        """
+        self._plans, self._staged = plans, staged
+        self._fd, self._worker, self._retains = fd, worker, retains
+        self._installer = installer
+
+    def disable_fast_path(self) -> None:
+        """Leave all updates to the receiver from now on."""
+        self._installer = None
+
+    # --- the words ---
+
+    def _mapped(self) -> Block:
+        if self._block is None:
+            raise RuntimeError("map_words() comes first")
+        return self._block
+
+    @property
+    def _known(self) -> int:
+        """The newest version that need not be installed again."""
+        return max(self.version, self.refused)
+
+    def take(self, hold: bool, /) -> tuple[int, int, bool] | None:
+        """Start to use the published slot if its version is new here, else the slot that the model is bound to.
+
+        Args:
+            hold: keep the model's slot as well until ``release_previous`` or ``release``: installing may fail.
+
+        Returns:
+            ``(version, slot, acknowledge)`` of a new version; None if there is none.
+        """
+        block = self._mapped()
+        self.busy = True  # before the words say so: an interrupted call is then followed by a release
+        try:
+            block.mutex.lock()
+            word, slot = block[PUBLISHED], self.slot
+            newer = version_in(word) > self._known
+            if newer and hold:
+                block[HELD] = slot
+            if newer:
+                slot = slot_in(word)
+            # The sender looks without the mutex, at TAKEN, then USED, then HELD: what says that a slot is needed is
+            # stored before what said so until now goes.
+            block[USED] = slot
+            if newer:
+                block[TAKEN] = version_in(word)
+        finally:
+            block.mutex.unlock()
+        self.busy = slot >= 0
+        return (version_in(word), slot, bool(word & 1)) if newer else None
+
+    def release_previous(self) -> None:
+        """Stop holding the slot before: the new one is installed."""
+        self._mapped()[HELD] = NONE
+
+    def release(self) -> bool:
+        """Stop using slots; return whether the sender waits for a message about it. Harmless when repeated.
+
+        The model's own slot is held if the model may refuse the next version, or has refused the newest.
+        """
+        if not self.busy:
+            return False
+        block = self._mapped()
+        keep = self.slot if self.hold or self.refused > self.version else NONE
+        try:
+            block.mutex.lock()
+            block[HELD] = keep  # before the next store: see take()
+            block[USED] = NONE
+            awaited = block[AWAITED]
+            block[AWAITED] = 0
+        finally:
+            block.mutex.unlock()
+        self.busy = False
+        return bool(awaited)
+
+    def set_wakeups(self, wanted: bool, /) -> None:
+        """Set whether the sender must wake this worker for an update that it need not acknowledge."""
+        block = self._mapped()
+        try:
+            block.mutex.lock()
+            block[WAKEUPS] = wanted
+        finally:
+            block.mutex.unlock()
+
+    # --- called by the gate and by the receiver thread ---
+
+    def poll_update(self) -> bool:
+        """See ``gate_lock.Feed``. Most calls find nothing new; usual updates are installed here."""
+        receiver = self._receiver
+        if receiver is None:
+            return False
+        if self._block is None:
+            return receiver.poll_update()
+        if not self._has_update(self._block) or self._install(receiver):
+            return False
+        return receiver.poll_update()
+
+    def _has_update(self, block: Block) -> bool:
+        """Whether a new version is published; if not, the model's own slot is in use from here on."""
+        self.busy = True  # see take()
+        try:
+            block.mutex.lock()
+            newer = version_in(block[PUBLISHED]) > self._known
+            if not newer:
+                block[USED] = self.slot
+        finally:
+            block.mutex.unlock()
+        self.busy = newer or self.slot >= 0
+        return newer
+
+    def _install(self, receiver: SlotReceiver) -> bool:
+        """Install the published version; False, and nothing done that the receiver would not do again, if unusual."""
+        started, installer = time.perf_counter(), self._installer
+        if installer is None or self.hold or self._staged or receiver.waiting:
+            return False
+        views = self._views(0)  # the views of all slots are alike
+        if views is None or not installer.fits(views):
+            return False
+        taken = self.take(self._retains)
+        views = None if taken is None else self._views(taken[1])
+        if taken is None or views is None or not installer.install(views):
+            return False  # the receiver meets the same error, and tells the sender
+        self._installed(receiver, *taken, started)
+        return True
+
+    def _views(self, slot: int) -> Any:
+        """The views of a slot; None if it has to be mapped, for the first time or again."""
+        return self._plans[slot].views if slot < len(self._plans) and self._plans[slot].is_in_place() else None
+
+    def _installed(self, receiver: SlotReceiver, version: int, slot: int, acknowledge: bool, started: float) -> None:
+        self.version = version
+        if self._retains:
+            self.slot = slot
+            self.release_previous()
+        awaited = not self._retains and self.release()
+        told_at, receiver.told_at = receiver.told_at, 0.0
+        receiver.version = version
+        if awaited:
+            send_answer(self._fd, Message(SLOT_FREED, self._worker))
+        if acknowledge:
+            wait = started - told_at if told_at else 0.0
+            send_answer(self._fd, Message(ACK, self._worker, version, wait, time.perf_counter() - started))
+
+    def forward_ended(self) -> None:
+        """See ``gate_lock.Feed``."""
+        if self._receiver is None:
+            return
+        if self._block is None or self._installer is None:
+            self._receiver.forward_ended()
+        elif self.release():
+            send_answer(self._fd, Message(SLOT_FREED, self._worker))
+
+    def on_readable(self) -> bool:
+        """Take a message off the connection and do what it says; False if there will be no more.
+
+        Called by the receiver thread, outside the gate, when the connection is readable.
+        """
+        receiver, gate_lock = self._receiver, self._gate_lock
+        if receiver is None or gate_lock is None:
+            return False
+        if self._installer is None or take_message(self._fd, UPDATE) is None:
+            return receiver.on_readable()
+        receiver.told_at = time.perf_counter()
+        gate_lock.pass_through()
+        receiver.told_at = 0.0  # the acting thread may have installed it
+        return True

@@ -1,0 +1,239 @@
+"""Weights through a ``torch.distributed`` process group of two: the sender and one worker.
+
+One group per worker: groups are static, and a worker that is restarted needs a new one. The halves find each other by a
+store over their control connection, so no port is open to other processes while a group is formed. No default group is
+needed, and none of the user's is touched. Or weights go through a group that the user has made.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import (
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    ProcessGroup,
+    ProcessGroupGloo,
+)
+from torch.distributed import Store as TorchStore  # pyright: ignore[reportPrivateImportUsage]
+
+from wsync.deadlines import as_timedelta, time_until
+from wsync.errors import NotConnected
+from wsync.gate import process_gate
+from wsync.transport import Transfer
+from wsync.weights.layout import Layout
+from wsync.weights.packing import Buffer, Packer
+from wsync.weights.snapshot import snapshot
+from wsync.weights.strategy import WeightStrategy
+
+BACKENDS = ("gloo", "nccl")
+_PLACE = "wsync group"  # key in the store: the sender's rank in the user's group, and the tag; empty for a group of two
+
+_inherited: list[Any] = []  # groups that a fork has copied: their threads are the parent's, so they cannot be destroyed
+_unfinished: WeakKeyDictionary[Any, list[Transfer]] = WeakKeyDictionary()  # by user's group: kept as long as the group
+
+
+def check_backend(backend: str) -> str:
+    """Return ``backend``.
+
+    Raises:
+        ValueError: it is no backend of ``torch.distributed`` that is supported here.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r} of torch.distributed: choose one of {', '.join(BACKENDS)}")
+    if backend == "nccl" and not distributed.is_nccl_available():
+        raise ValueError("this build of PyTorch has no nccl: choose backend=gloo")
+    return backend
+
+
+def device_of(backend: str) -> torch.device:
+    """Return where ``backend`` needs weights to be packed and received."""
+    return torch.device("cuda" if backend == "nccl" else "cpu")
+
+
+class GroupTransport:
+    """One end of a process group of two (a ``FlatTransport`` and a ``TransportBackend``).
+
+    Args:
+        backend: ``"gloo"`` or ``"nccl"``.
+        group: the user's group, instead of a group of two.
+        worker: under a scheme, the worker's index: in the user's group its ranks without the sender's are the workers.
+        weights_buffer: without a scheme, weights like those that are sent, which define the layout.
+        store: without a scheme, a store by which the two ends find each other; None: the default group is used.
+        rank: without a scheme, the worker's rank in the default group, or any number that both ends have for the
+            worker.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: str = "gloo",
+        group: ProcessGroup | None = None,
+        worker: int = 0,
+        weights_buffer: Any = None,
+        store: TorchStore | None = None,
+        rank: int = 1,
+    ) -> None:
+        self.device = device_of(backend)
+        self.receives_ahead = backend == "gloo" and group is None
+        self._backend = backend
+        self._users_group = group
+        self._group: Any = group
+        self._worker = worker
+        self._peer = 0
+        self._tag = 0
+        self._store = store
+        self._rank = rank
+        self._pid = os.getpid()
+        self._packed = None if weights_buffer is None else PackedWeights(weights_buffer, self.device)
+
+    # --- under a scheme: FlatTransport ---
+
+    def form(self, store: TorchStore, rank: int, generation: int, host: str, deadline: float | None) -> None:
+        """See ``FlatTransport``.
+
+        Raises:
+            NotConnected: one end was given a group by the user, and the other was not.
+            RuntimeError: it could not be formed.
+        """
+        store.set_timeout(time_until(deadline))
+        if rank == 0:
+            store.set(_PLACE, "" if self._users_group is None else f"{self._users_group.rank()} {secrets.randbits(30)}")
+        place = store.get(_PLACE).decode()
+        if bool(place) != (self._users_group is not None):
+            raise NotConnected("only one end was given a process group: give both ends group=")
+        if self._users_group is not None:
+            sender, tag = map(int, place.split())
+            self._tag = tag  # another one for each connection: a restarted worker must not get its predecessor's data
+            self._peer = self._worker + (self._worker >= sender) if rank == 0 else sender
+            return
+        self._peer = 1 - rank
+        if self._backend == "nccl":
+            from torch.distributed import ProcessGroupNCCL  # only in builds for CUDA
+
+            self._group = ProcessGroupNCCL(store, rank, 2, ProcessGroupNCCL.Options())
+            return
+        options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        options._threads = 1  # sends and receives need no more
+        options._timeout = time_until(deadline)
+        self._group = ProcessGroupGloo(store, rank, 2, options)
+
+    def begin_send(self, flat: Tensor, transfers: list[Transfer]) -> None:
+        """See ``FlatTransport``. One C call extends the list: no signal handler runs between its steps."""
+        transfers.extend(map(self._group.send, [[flat]], [self._peer], [self._tag]))
+
+    def begin_receive(self, flat: Tensor, transfers: list[Transfer]) -> None:
+        """See ``FlatTransport``; likewise."""
+        transfers.extend(map(self._group.recv, [[flat]], [self._peer], [self._tag]))
+
+    def close(self, pending: Transfer | None = None) -> bool:
+        """See ``FlatTransport``.
+
+        A pending transfer ends with a group of two. In the user's group it is kept as long as the group: where gloo
+        waits in vain for a message, it closes the whole group.
+        """
+        kept = self._users_group is not None and pending is not None
+        if kept and pending is not None:
+            _unfinished.setdefault(self._users_group, []).append(pending)
+        if os.getpid() != self._pid and self._group is not None:
+            _inherited.append(self._group)
+        self._group = self._users_group = None
+        return kept
+
+    # --- without a scheme: TransportBackend ---
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """See ``TransportBackend``; by the given store, or in the default group."""
+        self._set_up(0)
+
+    def setup_connection_and_weights_on_receiver(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        model: nn.Module | None = None,
+        strategy: WeightStrategy | None = None,
+    ) -> Any | None:
+        """See ``TransportBackend``; the first weights arrive by ``receive_weights``, like all others."""
+        self._set_up(1)
+        return None
+
+    def _set_up(self, half: int) -> None:
+        if self._group is not None:
+            return
+        if self._store is not None:
+            self.form(PrefixStore(f"wsync/{self._rank}", self._store), half, 0, "127.0.0.1", None)
+            return
+        self._group = distributed.distributed_c10d._get_default_group()
+        self._peer = self._rank if half == 0 else 0
+
+    def send_weights(self, weights: Any) -> None:
+        """Send one version, and return when it has been sent.
+
+        Raises:
+            LayoutMismatch: the weights are not like ``weights_buffer``.
+            RuntimeError: the group has broken.
+        """
+        self._set_up(0)
+        packed = self._require_packed()
+        packed.pack(weights)
+        self._group.send([packed.flat], self._peer, self._tag).wait()
+
+    def receive_weights(
+        self,
+        timeout: float | None = None,
+        *,
+        weights: Any = None,
+        model: nn.Module | None = None,
+        strategy: WeightStrategy | None = None,
+    ) -> Any | None:
+        """Return the next version; None if none arrived in time (gloo cannot use the group any more then)."""
+        self._set_up(1)
+        packed = self._require_packed() if weights is None else PackedWeights(weights, self.device)
+        work = self._group.recv([packed.flat], self._peer, self._tag)
+        try:
+            work.wait(as_timedelta(timeout))
+        except RuntimeError:
+            if timeout is None:
+                raise
+            return None
+        return packed.apply(weights, model, strategy or WeightStrategy())
+
+    def _require_packed(self) -> PackedWeights:
+        if self._packed is None:
+            raise RuntimeError(
+                "without a scheme this transport needs weights_buffer=, weights like those that are sent"
+            )
+        return self._packed
+
+
+class PackedWeights:
+    """A flat buffer with the layout of some weights.
+
+    Args:
+        like: a module, a TensorDict or a state dict, which defines the layout.
+        device: where the buffer is.
+    """
+
+    def __init__(self, like: Any, device: torch.device) -> None:
+        self._layout = Layout.of(snapshot(like))
+        self.flat = torch.zeros(self._layout.nbytes, dtype=torch.uint8, device=device)
+        self._buffer = Buffer.over(self._layout, self.flat)
+
+    def pack(self, weights: Any) -> None:
+        """Copy weights of the same layout into the buffer."""
+        Packer(self._layout).pack(self._layout.order(snapshot(weights)), self._buffer)
+
+    def apply(self, weights: Any, model: nn.Module | None, strategy: WeightStrategy) -> Any:
+        """Apply the buffer's weights to ``weights`` and ``model``, if given, inside the gate; return them."""
+        received = dict(zip(self._layout.names, self._buffer.views, strict=True))
+        with process_gate().hold():
+            for destination in (weights, model):
+                if destination is not None:
+                    strategy.apply_weights(destination, received)
+        return strategy.extract_weights(received)

@@ -1,0 +1,299 @@
+"""The receive path: what a worker does with an update, the same for every backend.
+
+    message (receiver thread) ─→ gate ─→ channel.poll_update ─→ binding.install ─→ acknowledgement
+
+Acting thread: the worker thread that runs the model's forward. Receiver thread: reads the sender's messages.
+
+An update is installed by the one that enters the gate first: the acting thread before a forward, or the receiver thread
+after it has read the message. The same thread acknowledges it, unless there is a cascade.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from wsync.deadlines import deadline_in
+from wsync.errors import NotConnected, WeightSyncError
+from wsync.gate import guard, process_gate, release
+from wsync.receiving import prepared
+from wsync.receiving.forking import gated_receivers
+from wsync.receiving.protocols import (
+    CheckLayout,
+    Closed,
+    Decision,
+    Event,
+    Failed,
+    Poller,
+    Prepare,
+    ReceiveChannel,
+)
+from wsync.receiving.versions import VersionState
+from wsync.types import ANY_VERSION, Ack, Update
+from wsync.weights.binding import Binding, load_extra, unshare
+from wsync.weights.strategy import WeightStrategy
+
+
+class Receiver(VersionState):
+    """One model in one worker.
+
+    Inherited from ``VersionState``: ``version``, ``waiting``, and waiting for the next version (``wait_next``).
+
+    Args:
+        model: gated from ``begin_connect`` or ``connect`` on.
+        strategy: the format in which ``receive`` returns weights.
+        channel: the connection to the sender, and what it delivers.
+        cascade: passes the update on to this worker's own workers. Called outside the gate after each installed update,
+            before it is acknowledged.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        strategy: WeightStrategy,
+        channel: ReceiveChannel,
+        *,
+        cascade: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(channel)
+        self.model = model
+        self.worker_idx = -1
+        self.told_at = 0.0
+        self._strategy = strategy
+        # Registered twice: with the gate (polled before each forward) and with the receiver thread (called per
+        # message). A channel may substitute a compiled one.
+        self._poller: Poller = self
+        self._cascade = cascade
+        self._unacknowledged: Update | None = None  # installed; acknowledged after the cascade
+        self._binding: Binding | None = None
+        self._attached = False
+        self._in_forked_child = False
+        self._error = ""
+
+    def begin_connect(self, worker_idx: int, timeout: float | None) -> Sequence[int]:
+        """Begin ``connect`` without waiting for the sender.
+
+        The model is gated from here on: the receiver thread may call ``connect`` (``BackgroundConnect``) while another
+        thread uses the model.
+
+        Returns:
+            File descriptors to poll; when any is readable, ``connect`` will not block.
+
+        Raises:
+            NotConnected: there is no sender.
+            SyncTimeout: the sender's queue of connection attempts stayed full for ``timeout`` seconds.
+        """
+        self._reset()
+        descriptors = self._channel.begin_connect(worker_idx, deadline_in(timeout))
+        self._guard_model()
+        return descriptors
+
+    def connect(self, worker_idx: int, timeout: float | None) -> None:
+        """Connect to the sender, and install the first weights if the sender has any yet.
+
+        Raises:
+            NotConnected: there is no sender, or it refused this worker.
+            SyncTimeout: it did not answer within ``timeout`` seconds.
+            LayoutMismatch: its weights do not fit the model.
+            RuntimeError: this worker is connected already, and stays so.
+            Exception: whatever else the model raised. The sender gets every such error too.
+        """
+        self._reset()
+        self.worker_idx = worker_idx
+        self._closed = False
+        self._channel.connect(worker_idx, deadline_in(timeout))
+        try:
+            if self._channel.layout is not None:
+                self._bind_model()
+            self._guard_model()
+        except Exception:
+            self._channel.answer(Ack(worker_idx, ANY_VERSION, traceback.format_exc()))
+            self._channel.close()
+            raise
+        gate = process_gate()
+        self._poller = self._channel.poller(self)
+        gate.attach(self._poller)
+        gate.gate_lock.pass_through()  # installs the first weights, if there are any
+        self._acknowledge_after_cascade()
+        self._seen = min(self.version, self._channel.first_version)  # a newer version may be installed already
+        self._channel.attach(self._poller)
+        self._attached = True
+        # A failure of a later version is reported only to the sender.
+        if self._error and self._channel.first_version:
+            error = self._error
+            self.close()
+            raise WeightSyncError(f"worker {worker_idx} could not install its first weights:\n{error}")
+
+    def _reset(self) -> None:
+        """Release the previous connection: a worker that the sender has disconnected may connect again."""
+        if not self._attached:
+            return
+        if not self._closed and self._channel.sender_is_alive():
+            raise RuntimeError(f"worker {self.worker_idx} is connected already: connect() was called twice")
+        self.close()
+        self._attached, self._binding = False, None
+
+    def _guard_model(self) -> None:
+        guard(self.model)
+        process_gate().call(gated_receivers.add, self)
+
+    def _bind_model(self) -> Binding:
+        if self._binding is None:
+            layout = self._channel.layout
+            if layout is None:
+                raise NotConnected("an update arrived before its layout")
+            unshare(self.model)
+            self._binding = Binding(self.model, layout, bind=self._channel.binds)
+            if self._binding.may_refuse:  # keep the previous version's slot so that a failed install can roll back
+                self._channel.hold_previous()
+        return self._binding
+
+    # --- called inside the gate, by the acting thread or the receiver thread ---
+
+    def poll_update(self) -> bool:
+        """Install the version that the next forward must use. Implements ``wsync.loops.gate_lock.Feed``."""
+        update = self._channel.poll_update()
+        if update is None:
+            return False
+        if prepared.commit_if_prepared(self, update.version):
+            return True
+        self.install(update)
+        return False
+
+    def forward_ended(self) -> None:
+        """Release what the forward used. Implements ``wsync.loops.gate_lock.Feed``."""
+        self._channel.forward_ended()
+
+    def install(self, update: Update) -> None:
+        """Install and acknowledge the update. If that fails, the model is unchanged and the sender gets the error."""
+        started = time.perf_counter()
+        wait = started - self.told_at if self.told_at else 0.0
+        self._error = ""
+        try:
+            _require_undamaged(update)
+            self._bind_model().install(update.views, load_extra(update.extra))
+        except Exception:  # noqa: BLE001  the trainer raises the model's error; the forward here must continue
+            self._error = traceback.format_exc()
+        self._channel.on_installed(update, self._error)
+        if self._binding is not None and not (self._error or update.extra or self._cascade):
+            self._channel.enable_fast_path(self._binding)
+        self.told_at = 0.0
+        if not self._error:
+            self.set_version(update.version)
+            if self._cascade is not None:
+                self._unacknowledged = update
+                return
+        if update.acknowledge or self._error:
+            apply = time.perf_counter() - started
+            self._channel.answer(Ack(self.worker_idx, update.version, self._error, wait=wait, apply=apply))
+
+    # --- called by the receiver thread ---
+
+    def on_readable(self) -> bool:
+        """Process one message. Implements ``wsync.control.receiver_thread.MessageHandler``."""
+        return self.process(self._channel.receive_events())
+
+    def process(self, events: Sequence[Event]) -> bool:
+        """Process events, outside the gate. Implements ``wsync.receiving.protocols.UpdateReceiver``."""
+        for event in events:
+            if isinstance(event, Closed):
+                self.end()
+                return False
+            self.told_at = time.perf_counter()
+            process_gate().call(self._process, event)
+            self._acknowledge_after_cascade()
+        return True
+
+    def _process(self, event: Event) -> None:
+        # ``Published`` needs no branch: entering the gate has already polled the feed and installed the update.
+        if isinstance(event, Prepare):
+            self._prepare(event)
+        elif isinstance(event, Decision):
+            prepared.decide(event.transaction, event.commit)
+        elif isinstance(event, CheckLayout):
+            self._check_layout(event)
+        elif isinstance(event, Failed):
+            self._channel.answer(Ack(self.worker_idx, event.version, event.error))
+        # Clear it: if the acting thread already installed this update, this timestamp must not count in the next
+        # update's wait.
+        self.told_at = 0.0
+
+    def _prepare(self, event: Prepare) -> None:
+        error = ""
+        try:
+            _require_undamaged(event.update)
+            self._bind_model().check_only(event.update.views, load_extra(event.update.extra))
+            prepared.keep(event.transaction, self, event.update)
+        except Exception:  # noqa: BLE001  the error is this worker's answer to the sender
+            error = traceback.format_exc()
+        self._channel.answer(Ack(self.worker_idx, event.update.version, error), prepared=True)
+
+    def _check_layout(self, event: CheckLayout) -> None:
+        error = ""
+        try:
+            Binding(self.model, event.layout, bind=self._channel.binds)
+        except Exception:  # noqa: BLE001  the error is this worker's answer to the sender
+            error = traceback.format_exc()
+        self._channel.answer(Ack(self.worker_idx, event.version, error), prepared=True)
+
+    def _acknowledge_after_cascade(self) -> None:
+        """Pass the installed update on to this worker's own workers, then acknowledge it.
+
+        Called outside the gate, by the thread that processes messages or connects: also when the acting thread
+        installed the update, because the message about it still arrives.
+        """
+        update, self._unacknowledged = self._unacknowledged, None
+        if update is None or self._cascade is None:
+            return
+        error = ""
+        try:
+            self._cascade()
+        except Exception:  # noqa: BLE001  the trainer raises it: this worker's own workers lack the update
+            error = traceback.format_exc()
+        if update.acknowledge or error:
+            self._channel.answer(Ack(self.worker_idx, update.version, error))
+
+    # --- called by the user ---
+
+    def weights(self) -> Any:
+        """Return the model's weights in the strategy's format, not copied. Within the gate they are of one version."""
+        return self._strategy.extract_weights(self.model)
+
+    def receive(self, timeout: float | None, take: Callable[[], Any] | None = None) -> Any | None:
+        """Wait for the next version; return what ``take()`` returns (by default ``weights``): see ``wait_next``."""
+        return self.wait_next(timeout, take or self.weights)
+
+    def own_memory(self) -> None:
+        """Copy the model into memory of its own until the next update, so it may be written. Called inside the gate."""
+        if self._binding is not None:
+            self._binding.detach()
+
+    def end_in_forked_child(self) -> None:
+        """Process and send nothing more: the connection belongs to the parent process."""
+        super().end_in_forked_child()
+        self._in_forked_child = True
+
+    def close(self) -> None:
+        """Give the model its memory and class back, and close the connection; ``receive`` returns in other threads."""
+        self.end()
+        self._channel.detach(self._poller)
+        gate = process_gate()
+        with gate.hold():
+            gate.detach(self._poller)
+            prepared.forget(self)
+            if not self._in_forked_child:
+                self._channel.forward_ended()
+            self.own_memory()
+            gated_receivers.discard(self)
+            if all(other.model is not self.model for other in gated_receivers):
+                release(self.model)
+        self._channel.close()
+
+
+def _require_undamaged(update: Update) -> None:
+    if update.damage:
+        raise WeightSyncError(update.damage)

@@ -1,0 +1,133 @@
+"""A worker's updates from the arena: it binds its model to a slot, or copies the weights out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from wsync.control.messages import unpack_exactly
+from wsync.errors import NotConnected
+from wsync.gate import process_gate
+from wsync.loops import Installer, WorkerSlot
+from wsync.receiving.prepared import prepared
+from wsync.receiving.protocols import Event, Poller, Prepare, Published, UpdateReceiver
+from wsync.shm.arena import PREPARE, Arena
+from wsync.types import Update
+from wsync.weights.binding import Binding
+from wsync.weights.layout import Layout
+
+
+class ArenaReader:
+    """One worker's end of the arena. Implements ``wsync.receiving.protocols.UpdateReader``.
+
+    Args:
+        arena: mapped here; owned by this object.
+        worker: this worker's index.
+        binds: whether the model stays bound to the slot that it was given; otherwise it copies.
+    """
+
+    def __init__(self, arena: Arena, worker: int, *, binds: bool) -> None:
+        self._arena = arena
+        self._worker = worker
+        self.binds = binds
+        self._slot = WorkerSlot()
+        self._has_layout = False
+        self._checksum = False
+        self._checked = 0  # the newest version whose checksum was right
+        self._installer: Installer | None = None  # the one for which the fast path is enabled
+        self._wakeups = True
+
+    def set_layout(self, layout: Layout, checksum: bool | None) -> None:
+        """See ``UpdateReader``."""
+        self._arena.set_layout(layout)
+        self._arena.map_all()
+        self._checksum = checksum is True
+        self._slot.map_words(self._arena.words, self._arena.first_word_of(self._worker))
+        self._slot.hold = self.binds and self._checksum
+        self._slot.set_wakeups(self._wakeups)
+        self._has_layout = True  # last: an acting thread that sees it uses all of the above
+
+    def poller(self, receiver: UpdateReceiver) -> Poller:
+        """See ``ReceiveChannel``: a compiled one, which passes only unusual updates to ``receiver``."""
+        self._slot.follow(receiver, process_gate().gate_lock)
+        return self._slot
+
+    def enable_fast_path(self, binding: Binding, socket_fd: int) -> None:
+        """See ``ReceiveChannel``: not for updates that have to be checked, or may be refused."""
+        if binding.installer is self._installer or not self._has_layout or socket_fd < 0:
+            return
+        self._installer = binding.installer
+        self._slot.disable_fast_path()
+        if not self._checksum and not self._slot.hold:
+            self._slot.install_fast_path(
+                binding.installer, self._arena.plans, prepared, socket_fd, self._worker, self.binds
+            )
+
+    def disable_fast_path(self) -> None:
+        """See ``UpdateReader``."""
+        self._installer = None
+        self._slot.disable_fast_path()
+
+    def published(self, version: int, payload: bytes) -> Sequence[Event]:
+        """See ``UpdateReader``: which version it is, is read from the published word."""
+        return [Published()]
+
+    def fetch(self, version: int, payload: bytes) -> Sequence[Event]:
+        """See ``UpdateReader``."""
+        raise ValueError("FETCH, although this worker uses the arena")
+
+    def prepare(self, version: int, payload: bytes) -> Sequence[Event]:
+        """See ``UpdateReader``."""
+        transaction, slot = unpack_exactly(PREPARE, payload)
+        return [Prepare(transaction, self._update(version, slot, acknowledge=True))]
+
+    def decide(self, transaction: int, commit: bool) -> None:
+        """See ``UpdateReader``: slots belong to the sender."""
+
+    def _update(self, version: int, slot: int, acknowledge: bool) -> Update:
+        if not self._has_layout:
+            raise NotConnected("an update arrived before its layout")
+        views, extra = self._arena.views(slot), self._arena.read_extra(slot)
+        if self._checksum and version != self._checked:
+            damage = self._arena.find_damage(version, slot, extra)
+            if damage:
+                return Update(version, views, extra, slot, acknowledge, damage)
+            self._checked = version  # prepared, then committed: one check is enough
+        return Update(version, views, extra, slot, acknowledge)
+
+    def set_wakeups(self, wanted: bool) -> None:
+        """See ``ReceiveChannel``; stored in the worker's words as soon as they can be used."""
+        self._wakeups = wanted
+        if self._has_layout:
+            self._slot.set_wakeups(wanted)
+
+    def hold_previous(self) -> None:
+        """See ``ReceiveChannel``."""
+        self._slot.hold = self.binds
+
+    def poll_update(self) -> Update | None:
+        """See ``ReceiveChannel``."""
+        taken = self._slot.take(self.binds) if self._has_layout else None
+        return None if taken is None else self._update(*taken)
+
+    def on_installed(self, update: Update, error: str) -> None:
+        """See ``ReceiveChannel``: record where the model is bound. A model that copies gives the slot back at once."""
+        if error:
+            self._slot.refused = update.version
+        else:
+            self._slot.version = update.version
+            if self.binds:
+                self._slot.slot = update.slot
+        if self.binds and not error and not self._slot.hold:
+            self._slot.release_previous()
+
+    def forward_ended(self) -> bool:
+        """See ``UpdateReader``."""
+        return self._slot.release()
+
+    def answered(self) -> None:
+        """See ``UpdateReader``."""
+
+    def close(self) -> None:
+        """See ``UpdateReader``."""
+        self._slot.close()
+        self._arena.close()

@@ -1,0 +1,76 @@
+"""The names of backends, and the schemes behind them.
+
+A backend is added by ``register_backend``, or by an entry point in the group ``wsync.backends``::
+
+    [project.entry-points."wsync.backends"]
+    store = "mypackage:StoreScheme"
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+ENTRY_POINTS = "wsync.backends"
+
+_BACKENDS = {
+    "shared_mem": "wsync.backends.shared_mem:SharedMemWeightSyncScheme",
+    "multiprocess": "wsync.backends.multiprocess:MultiProcessWeightSyncScheme",
+    "distributed": "wsync.backends.distributed:DistributedWeightSyncScheme",
+    "rpc": "wsync.backends.rpc:RPCWeightSyncScheme",
+    "ray": "wsync.backends.ray:RayWeightSyncScheme",
+    "ray_module_transform": "wsync.backends.ray:RayModuleTransformScheme",
+    "none": "wsync.backends.none:NoWeightSyncScheme",
+}
+_ALIASES = {"shared": "shared_mem", "process": "multiprocess", "multiprocessing": "multiprocess", "direct": "none"}
+
+
+def register_backend(name: str, scheme: str) -> None:
+    """Add a backend. Registering the same one again is harmless.
+
+    Args:
+        name: as in ``WeightSyncScheme.from_backend``; ``weight_sync=<name>`` of ``train.py`` needs an entry point.
+        scheme: import string of the scheme's class, ``"mypackage.module:MyScheme"``.
+
+    Raises:
+        ValueError: the name belongs to another backend, or ``scheme`` is no import string.
+    """
+    module, _, attribute = scheme.partition(":")
+    if not module or not attribute:
+        raise ValueError(f"the scheme of backend '{name}' is an import string 'package.module:Class', not {scheme!r}")
+    known = _BACKENDS.setdefault(name, scheme)
+    if known != scheme:
+        raise ValueError(f"backend '{name}' is registered already, as {known}")
+
+
+def registered_backends() -> dict[str, str]:
+    """Return all backends: ``{name: import string}``; registered ones first, then those of installed packages."""
+    found = dict(_BACKENDS)
+    for point in entry_points(group=ENTRY_POINTS):
+        found.setdefault(point.name, point.value)
+    return found
+
+
+def import_string(name: str) -> str:
+    """Return the import string of a backend's scheme.
+
+    Raises:
+        ValueError: there is no such backend; lists those that there are.
+    """
+    known = registered_backends()
+    found = known.get(_ALIASES.get(name, name))
+    if found is None:
+        raise ValueError(f"unknown backend {name!r}: choose one of {', '.join(sorted(known))}")
+    return found
+
+
+def load_backend(name: str) -> Any:
+    """Return the scheme class of a backend.
+
+    Raises:
+        ValueError: there is no such backend; lists those that there are.
+        ImportError: it could not be imported.
+    """
+    module, _, attribute = import_string(name).partition(":")
+    return getattr(import_module(module), attribute)

@@ -1,0 +1,208 @@
+"""How a sender and its workers find each other.
+
+A rendezvous has two halves. On the sender it opens what workers connect to, and has an ``address`` that travels in the
+pickled scheme. In a worker it makes the connection. A scheme names its rendezvous by ``create_rendezvous``.
+
+    SocketRendezvous    the address in the pickled scheme: a Unix socket, or TCP
+    StoreRendezvous     TCP; where processes share no pickled scheme, the address is looked up in a torch.distributed
+    store RpcRendezvous       a torch.distributed.rpc call (backends/rpc.py)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import count
+from typing import Any, Protocol
+
+from torch import distributed as dist
+from torch.distributed import (
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
+
+from wsync.control import Address, Connection, Listener, connect
+from wsync.control.interfaces import ConnectionSource
+from wsync.deadlines import time_until
+from wsync.errors import NotConnected, SyncTimeout
+
+
+class Rendezvous(Protocol):
+    """How the two ends of a scheme find each other. Picklable; holds no open resource."""
+
+    def open(self) -> tuple[ConnectionSource, Any]:
+        """On the sender: return where workers connect, and its picklable address. Called once, by ``init_on_sender``.
+
+        Raises:
+            NotConnected: it cannot be opened; says why.
+        """
+        ...
+
+    def announce(self, address: Any, model_id: str, deadline: float | None) -> None:
+        """On the sender: publish the address. Called by ``connect``, once."""
+        ...
+
+    def can_look_up(self) -> bool:
+        """In a worker: return whether ``dial`` can find the sender without an address."""
+        ...
+
+    def dial(self, address: Any | None, model_id: str, worker: int, deadline: float | None) -> Connection:
+        """In a worker: connect to the sender. Called once per ``connect`` or ``init_on_worker``.
+
+        Raises:
+            NotConnected: no sender is there; says why.
+            SyncTimeout: it did not appear in time.
+        """
+        ...
+
+    def connected(self, worker: int) -> None:
+        """In a worker: the connection of the last ``dial`` has been accepted by the sender."""
+        ...
+
+
+class SocketRendezvous:
+    """Workers find the sender by the address in the pickled scheme (a ``Rendezvous``).
+
+    Args:
+        host: the sender's address for TCP; None for a Unix socket, for workers on the same machine.
+    """
+
+    def __init__(self, host: str | None = None) -> None:
+        self.host = host
+
+    def open(self) -> tuple[ConnectionSource, Address]:
+        """See ``Rendezvous``."""
+        listener = Listener(self.host)
+        return listener, listener.address
+
+    def announce(self, address: Any, model_id: str, deadline: float | None) -> None:
+        """See ``Rendezvous``: the address travels in the pickled scheme."""
+
+    def can_look_up(self) -> bool:
+        """See ``Rendezvous``."""
+        return False
+
+    def dial(self, address: Any | None, model_id: str, worker: int, deadline: float | None) -> Connection:
+        """See ``Rendezvous``."""
+        if address is None:
+            raise NotConnected(f"worker {worker}: this scheme has no sender's address")
+        return connect(address, worker, deadline)
+
+    def connected(self, worker: int) -> None:
+        """See ``Rendezvous``."""
+
+
+_used: set[tuple[bytes, int]] = set()  # senders that were found in a store, by token; and as which worker
+
+
+class StoreRendezvous(SocketRendezvous):
+    """TCP; a worker without an address looks the sender up in a store that all processes share (a ``Rendezvous``).
+
+    The store holds addresses with their tokens, and nothing else is taken from it. A worker connects to the first
+    sender of its model that is still open and that it has not been connected to before.
+
+    Args:
+        host: the sender's address.
+        store: a ``torch.distributed`` store; None for that of the default group, or of ``torchrun``.
+    """
+
+    def __init__(self, host: str, store: Store | None = None) -> None:
+        super().__init__(host)
+        self._store = store
+        self._agent_store: Store | None = None
+        self._found: Address | None = None
+
+    def announce(self, address: Any, model_id: str, deadline: float | None) -> None:
+        """See ``Rendezvous``."""
+        if not self.can_look_up():
+            return
+        store, text = self._shared_store(deadline), address.dump()
+        for number in count(1):
+            if store.compare_set(_key(model_id, number), "", text).decode(errors="replace") == text:
+                return
+
+    def can_look_up(self) -> bool:
+        """See ``Rendezvous``."""
+        return self._store is not None or dist.is_initialized() or "TORCHELASTIC_RUN_ID" in os.environ
+
+    def dial(self, address: Any | None, model_id: str, worker: int, deadline: float | None) -> Connection:
+        """See ``Rendezvous``."""
+        if address is not None:
+            return connect(address, worker, deadline)
+        gone: NotConnected | None = None
+        for found in self._candidates(model_id, worker, deadline):
+            try:
+                connection = connect(found, worker, deadline)
+            except NotConnected as error:  # that sender has ended: the next one
+                gone = error
+                continue
+            self._found = found
+            return connection
+        raise gone or NotConnected(f"worker {worker}: no sender is announced")
+
+    def connected(self, worker: int) -> None:
+        """See ``Rendezvous``."""
+        if self._found is not None:
+            _used.add((self._found.token, worker))
+
+    def _candidates(self, model_id: str, worker: int, deadline: float | None) -> Iterator[Address]:
+        """Return the announced senders in order; waits for the next one."""
+        if self._found is not None:
+            yield self._found
+        store = self._shared_store(deadline)
+        for address in _announced(store, model_id, worker, deadline):
+            if (address.token, worker) not in _used:
+                yield address
+
+    def _shared_store(self, deadline: float | None) -> Store:
+        if self._store is not None:
+            return self._store
+        if dist.is_initialized():
+            return dist.distributed_c10d._get_default_store()
+        if self._agent_store is None:
+            self._agent_store = _agents_store(deadline)
+        return self._agent_store
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the options; stores belong to one process."""
+        return {"host": self.host, "_store": None, "_agent_store": None, "_found": None}
+
+
+def _key(model_id: str, number: int) -> str:
+    return f"wsync/{model_id}/{number}"
+
+
+def _announced(store: Store, model_id: str, worker: int, deadline: float | None) -> Iterator[Address]:
+    """Return the addresses under the keys of ``model_id``; waits for the next one.
+
+    Raises:
+        SyncTimeout: none appeared before ``deadline``.
+        NotConnected: a value is no address: another program has written it.
+    """
+    for number in count(1):
+        key = _key(model_id, number)
+        try:
+            store.wait([key], time_until(deadline))
+        except RuntimeError as error:
+            former = f" ({number - 1} before it have ended, or were used)" if number > 1 else ""
+            raise SyncTimeout(f"worker {worker}: no sender has announced itself as '{key}' in time{former}") from error
+        try:
+            yield Address.load(store.get(key))
+        except ValueError as error:
+            raise NotConnected(f"worker {worker}: the store's value of '{key}' is no address: {error}") from error
+
+
+def _agents_store(deadline: float | None) -> Store:
+    """Return the store of ``torchrun``.
+
+    Raises:
+        NotConnected: it cannot be reached.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = TCPStore(host, port, is_master=False, timeout=time_until(deadline))
+    except RuntimeError as error:
+        raise NotConnected(f"torchrun's store at {host} port {port} cannot be reached: {error}") from error
+    # The store outlives the workers: those of a second attempt must not find the trainer of the first.
+    return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -1,0 +1,333 @@
+"""The send path: what a trainer does with an update, the same for every backend.
+
+    source ─→ loader ─→ channel.publish ─→ acknowledgements ─→ report, or one error that names the workers that lack it
+
+Most updates take the fast path instead: one call for all steps (``fast_path.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from wsync.deadlines import deadline_in
+from wsync.errors import NotConnected
+from wsync.fast_path import FastCalls, PartialDelivery
+from wsync.sending.acknowledgements import Acknowledgements
+from wsync.sending.in_flight import InFlight
+from wsync.sending.loading import Loader, Packed
+from wsync.sending.locators import Locators
+from wsync.sending.membership import Membership
+from wsync.sending.protocols import SendChannel
+from wsync.sending.source import Source
+from wsync.types import Ack, SyncReport
+from wsync.weights.layout import Layout
+
+
+class Sender:
+    """One model, and all workers that act with copies of it. Any thread may call; one call runs at a time.
+
+    Args:
+        channel: the connections to the workers, and the memory or transports that carry the weights.
+        source: where weights come from when a call is given none.
+        num_workers: how many workers there are.
+        timeout: seconds for ``connect`` and ``send``; None for no limit.
+        delivers_at_connect: whether the first weights are delivered by ``connect``, or by the first ``send``.
+        finishes_on_publish: whether a send finishes once the update is published, because every later forward is
+            guaranteed to use it; no acknowledgements are awaited.
+        record: called with the report of each finished update.
+
+    Attributes:
+        version: the newest version sent; 0 before the first.
+        source: the ``source`` that was given.
+        connected: whether ``connect`` has succeeded.
+    """
+
+    def __init__(
+        self,
+        channel: SendChannel,
+        source: Source,
+        num_workers: int,
+        timeout: float | None,
+        *,
+        delivers_at_connect: bool = True,
+        finishes_on_publish: bool = False,
+        record: Callable[[SyncReport], None],
+    ) -> None:
+        self.version = 0
+        self.source = source
+        self.num_workers = num_workers
+        self.connected = False
+        self._channel = channel
+        self._delivers_at_connect = delivers_at_connect
+        self._finishes_on_publish = finishes_on_publish
+        self._record = record
+        self._members = Membership(num_workers)
+        self._acks = Acknowledgements(channel, self._members, timeout)
+        self._loader = Loader(channel, source, self._members)
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._in_flight: list[InFlight] = []  # sent without waiting
+        self._not_yet_mapped: set[int] = set()  # got the layout late: must acknowledge their first update
+        self._locators = Locators(source.weights)  # find the tensors of weights seen before without walking the module
+        self._fast: FastCalls | None = None  # the fast path, while it is enabled
+        # Report of the last fast update; noted in the membership only when the fast path is disabled, to keep it short.
+        self._newest: SyncReport | None = None
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout of the weights; None before the first."""
+        return self._loader.layout
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds for ``connect`` and ``send``; None for no limit."""
+        return self._acks.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float | None) -> None:
+        self._acks.timeout = seconds
+
+    # --- connecting ---
+
+    def connect(self, weights: object, sentinels: Mapping[int, int]) -> None:
+        """Wait for every worker; deliver the first weights, if there are any.
+
+        Raises:
+            SyncTimeout: a worker did not connect, or did not install them in time.
+            WorkerDied, WorkerFailed: names the worker; a failure carries its traceback.
+        """
+        with self.exclusive():
+            everyone = range(self.num_workers)
+            update = None
+            if weights is not None or (self._delivers_at_connect and self.source.weights is not None):
+                update = self._publish(weights, everyone, (), acknowledge=True)
+            elif self.source.weights is not None:
+                self._loader.define(None)  # workers check the layout as they connect; the first send brings weights
+            deadline = update.deadline if update else deadline_in(self._acks.timeout)
+            self._channel.wait_for_workers(everyone, sentinels, deadline)
+            self._members.add(everyone)  # connect may be called again to accept replacements
+            self.connected = True
+            if update:
+                # Not recorded in the metrics: the time includes worker start-up.
+                self._acks.require(update.workers, update.version, update.deadline)
+                self._enable_fast(weights)
+
+    def disconnect(self, worker: int) -> None:
+        """Treat a worker as dead: stop sending to it. Its replacement gets the newest update sent to all workers."""
+        with self.exclusive():
+            self._channel.disconnect(worker)
+            self._stop_waiting_for([worker])
+            self._members.remove([worker])
+
+    def readmit(self, worker: int, sentinel: int | None = None, timeout: float | None = None) -> None:
+        """Accept a replacement for a dead worker. It gets the version last sent to its index, alone or to all workers.
+
+        Args:
+            worker: the dead worker's index. Updates to all workers are sent to it even while no worker has it.
+            sentinel: a descriptor that becomes readable when the replacement's process ends.
+            timeout: seconds; None for those of ``connect``.
+
+        Raises:
+            SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or not with these weights.
+        """
+        with self.exclusive():
+            deadline = deadline_in(self._acks.timeout if timeout is None else timeout)
+            self.disconnect(worker)
+            self._channel.wait_for_workers([worker], {} if sentinel is None else {worker: sentinel}, deadline)
+            self._members.add([worker])
+            version = self._members.expected_version.get(worker)
+            if version:
+                self._acks.require([worker], version, deadline)
+
+    # --- sending ---
+
+    def send(self, weights: object, worker_ids: int | Sequence[int] | None, wait: bool) -> SyncReport | None:
+        """Deliver an update; with ``wait``, return when every worker uses it."""
+        with self._lock:  # Hot path: no avoidable calls or allocations
+            began = time.perf_counter()
+            fast = self._fast
+            if fast is not None and wait and worker_ids is None:
+                tensors = self._locators.find(weights)
+                if tensors is not None:
+                    self.version += 1  # before sending: an interrupted update's number is not reused
+                    report = fast.update(tensors, self.version, self._acks.timeout, began)
+                    if report is not None:
+                        if not isinstance(report, SyncReport):  # a tuple: sent, but not yet finished
+                            report = self._complete(fast, PartialDelivery(*report), began)
+                        self._newest = report
+                        self._record(report)
+                        return report
+                    self.version -= 1  # None: nothing was sent, so the number is free again; do a full send
+        return self._send(weights, worker_ids, wait)
+
+    def _send(self, weights: object, worker_ids: int | Sequence[int] | None, wait: bool) -> SyncReport | None:
+        with self.exclusive():
+            self._require_connected()
+            workers, absent = self._members.recipients(worker_ids)
+            update = self._publish(weights, workers, absent, acknowledge=not (wait and self._finishes_on_publish))
+            self._stop_waiting_for(update.workers)
+            if wait:
+                report = self._finish(update)
+                if worker_ids is None:
+                    self._enable_fast(weights)
+                return report
+            self._in_flight.append(update)
+            self._channel.drain()
+            return None
+
+    def wait(self) -> SyncReport | None:
+        """Wait for everything that was sent without waiting; return the newest one's report."""
+        with self.exclusive():
+            report = None
+            while self._in_flight:  # after an error the next call waits for the others
+                report = self._finish(self._in_flight.pop(0))
+            return report
+
+    def _stop_waiting_for(self, workers: Collection[int]) -> None:
+        """Drop ``workers`` from older unfinished sends: the acknowledgement of a newer update covers them."""
+        for older in self._in_flight:
+            older.workers = [worker for worker in older.workers if worker not in workers]
+        self._in_flight = [older for older in self._in_flight if older.workers]
+
+    def _require_connected(self) -> None:
+        if not self.connected:
+            raise NotConnected("not connected yet: call connect() on the sender (and on every worker) before send()")
+
+    def _publish(
+        self, weights: object, workers: Sequence[int], absent: Sequence[int], *, acknowledge: bool
+    ) -> InFlight:
+        with self._loaded(weights, workers, absent) as (update, packed):
+            # Two cases need acknowledgements in any mode: extra state, because set_extra_state may raise; and workers
+            # that may not have mapped the shared memory yet, because they use it only once they have answered.
+            unsure = not self._not_yet_mapped.isdisjoint(workers) or any([extra for _, _, extra in packed])
+            update.acknowledge = acknowledge = acknowledge or unsure
+            for part, buffer, extra in packed:
+                self._channel.publish(buffer, update.version, extra, part.workers, acknowledge)
+        self._members.note_sent(update.version, update.extra)
+        update.transfer = time.perf_counter() - update.packed
+        return update
+
+    @contextmanager
+    def _loaded(
+        self, weights: object, workers: Sequence[int], absent: Sequence[int], *, keep: bool = False
+    ) -> Iterator[tuple[InFlight, Sequence[Packed]]]:
+        """Load the next version into buffers, which are released if the block raises."""
+        deadline = deadline_in(self._acks.timeout)
+        if self.layout is None and self.connected:
+            self._agree_on_layout(weights, deadline)
+        with self._loader.loaded(weights, workers, absent, self.version + 1, deadline, keep=keep) as loaded:
+            self.version += 1
+            yield loaded
+
+    def _agree_on_layout(self, weights: object, deadline: float | None) -> None:
+        """Ask the workers to check the first weights' layout: the sender may have no model to check it against."""
+        workers, version, layout = self._members.present, self.version + 1, self._loader.layout_of(weights)
+        try:
+            self._channel.check_layout(layout, version)
+            self._acks.require(workers, version, deadline, committed=False)
+        except BaseException:
+            self.version = version  # not reused: an answer to it may arrive late
+            raise
+        self._not_yet_mapped.update(workers)
+
+    def _finish(self, update: InFlight) -> SyncReport:
+        """Wait for the acknowledgements, if they are wanted; report, or raise."""
+        acks: Sequence[Ack] = ()
+        if update.acknowledge:
+            acks = self._acks.require(update.workers, update.version, update.deadline)
+            self._not_yet_mapped.difference_update(update.workers)
+        else:
+            self._acks.raise_failures(update.workers, update.version)
+        report = update.report(self.layout.nbytes if self.layout else 0, acks, time.perf_counter())
+        self._record(report)
+        return report
+
+    # --- the fast path: see fast_path.py ---
+
+    def _enable_fast(self, weights: object) -> None:
+        """Enable the fast path for sends like this one, which went to all workers."""
+        if self.layout is None or self._in_flight or self._members.absent or self._members.extra:
+            return
+        locator = self.source.locator(weights, self.layout)
+        if locator is not None:
+            self._locators.add(weights, locator)
+            self._fast = self._channel.fast_calls(acknowledge=not self._finishes_on_publish)
+
+    def _complete(self, fast: FastCalls, delivery: PartialDelivery, began: float) -> SyncReport:
+        """Finish a fast update in which a worker died, failed, held its mutex or did not answer in time."""
+        self._disable_fast()
+        workers, timeout, version = self._members.present, self._acks.timeout, self.version
+        left = None if timeout is None else max(0.0, timeout - (time.perf_counter() - began))
+        self._members.note_sent(version, ((workers, b""),))
+        fast.complete(delivery, version)
+        if self._finishes_on_publish:
+            self._acks.raise_failures(workers, version)
+        else:
+            self._acks.require(workers, version, deadline_in(left))
+        report, seconds = delivery.report, time.perf_counter() - began
+        acknowledge = report.phases["acknowledge"] + seconds - report.seconds
+        return report._replace(seconds=seconds, phases={**report.phases, "acknowledge": acknowledge})
+
+    def _disable_fast(self) -> None:
+        self._fast = None
+        if self._newest is not None:
+            self._members.expected_version.update(self._newest.workers)
+            self._newest = None
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Take the sender's lock and disable the fast path; the next full send enables it again.
+
+        Raises:
+            NotConnected: this process is a forked child of the one that made the sender.
+        """
+        if os.getpid() != self._pid:
+            raise NotConnected("this scheme was initialised in the parent of this forked process: make a new one here")
+        with self._lock:
+            self._disable_fast()
+            yield
+
+    # --- transactions: see transaction.py ---
+
+    def prepare(self, weights: object, worker_ids: int | Sequence[int] | None, transaction: int) -> InFlight:
+        """Have every worker check an update and keep it; raises if one refuses."""
+        with self.exclusive():
+            self._require_connected()
+            workers, absent = self._members.recipients(worker_ids)
+            with self._loaded(weights, workers, absent, keep=True) as (update, packed):
+                for part, buffer, extra in packed:
+                    self._channel.prepare(buffer, update.version, extra, part.workers, transaction)
+            self._stop_waiting_for(workers)
+            self._acks.require(workers, update.version, update.deadline, committed=False)
+            return update
+
+    def commit(self, update: InFlight, transaction: int) -> None:
+        """Have the workers install what they have prepared."""
+        with self.exclusive():
+            update.deadline = deadline_in(self._acks.timeout)
+            self._channel.commit(update.version, transaction)
+            self._members.note_sent(update.version, update.extra)
+            update.transfer = time.perf_counter() - update.packed
+
+    def finish(self, update: InFlight) -> SyncReport:
+        """Wait until a committed update is installed."""
+        with self.exclusive():
+            return self._finish(update)
+
+    def abort(self, transaction: int) -> None:
+        """Have the workers forget what they have prepared. The aborted update's version number is not reused."""
+        with self.exclusive():
+            self._channel.abort(range(self.num_workers), transaction)
+
+    def close(self) -> None:
+        """Close all connections. In a forked child, only its copies of them."""
+        if os.getpid() != self._pid:
+            self._channel.close()
+            return
+        with self.exclusive():
+            self.connected = False
+            self._channel.close()

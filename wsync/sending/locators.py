@@ -1,0 +1,72 @@
+"""Finding the tensors of weights that come in a form that was sent before: a module, a TensorDict, a state dict.
+
+Locators are kept while the sender lives, so that forms in alternation are as fast as one form again and again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from wsync.loops import TensorTree
+
+_MAX_LOCATORS = 8
+
+
+class Locator(Protocol):
+    """Finds the tensors in weights of one form, in the layout's order."""
+
+    def find(self, given: object) -> TensorTree | list[Tensor] | None:
+        """Return the tensors of ``given``, or what finds them; None if it has another form."""
+        ...
+
+
+class ModuleLocator:
+    """Finds the tensors of one module, and does not keep the module alive.
+
+    Args:
+        module: the module.
+        tree: finds its tensors. It keeps the module's children alive, so it is dropped when the module goes.
+    """
+
+    def __init__(self, module: nn.Module, tree: TensorTree) -> None:
+        self._module = weakref.ref(module, self._drop)
+        self._tree: TensorTree | None = tree
+
+    def _drop(self, _: object) -> None:
+        self._tree = None
+
+    def find(self, given: object) -> TensorTree | None:
+        """See ``Locator``."""
+        return self._tree if self._module() is given else None
+
+
+@dataclass(slots=True)
+class Locators:
+    """The forms in which weights were sent, newest first.
+
+    Attributes:
+        own: the weights that ``send()`` without an argument reads.
+    """
+
+    own: object
+    _known: list[Locator] = field(default_factory=list)
+
+    def find(self, given: object) -> TensorTree | list[Tensor] | None:
+        """Return the tensors of ``given`` (None: of the own weights), or what finds them; None for an unknown form."""
+        if given is None:
+            given = self.own
+        for locator in self._known:
+            found = locator.find(given)
+            if found is not None:
+                return found
+        return None
+
+    def add(self, given: object, locator: Locator) -> None:
+        """Keep the locator of ``given``, in the place of an older one."""
+        given = self.own if given is None else given
+        others = [one for one in self._known if one.find(given) is None]
+        self._known = [locator, *others][:_MAX_LOCATORS]

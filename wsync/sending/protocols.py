@@ -1,0 +1,107 @@
+"""The interface between a sender and the way to its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+from wsync.fast_path import FastCalls
+from wsync.types import Ack
+from wsync.weights.layout import Layout
+from wsync.weights.packing import Buffer
+
+
+class SendChannel(Protocol):
+    """The trainer's side of the way to all workers of one model.
+
+    All methods are called by the thread that calls the scheme, under the sender's lock; ``close`` also at exit.
+    """
+
+    @property
+    def workers(self) -> Collection[int]:
+        """The workers that are connected and alive."""
+        ...
+
+    def check_layout(self, layout: Layout, version: int) -> None:
+        """Ask the connected workers whether weights of a layout would fit; ``wait_acks`` returns the answers."""
+        ...
+
+    def set_layout(self, layout: Layout) -> None:
+        """Make room for weights of this layout, and tell the connected workers. Called once, before ``reserve``.
+
+        Raises:
+            WeightSyncError: the machine has no memory left for it.
+        """
+        ...
+
+    def wait_for_workers(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
+        """Return when all of ``workers`` are connected. Called by ``connect`` and ``readmit``.
+
+        Raises:
+            SyncTimeout: names the workers that did not connect.
+            WorkerDied: a worker's sentinel became readable first.
+        """
+        ...
+
+    def disconnect(self, worker: int) -> None:
+        """Close the connection to a worker that is taken for dead. Later messages from it are ignored. Idempotent."""
+        ...
+
+    def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
+        """Return a buffer that no worker reads, for an update of ``workers``; may wait for a forward to end.
+
+        Args:
+            workers: which get the update.
+            deadline: when to give up.
+            keep: whether the previous version must be kept, even if it was copied: the new one may be aborted.
+
+        Raises:
+            SyncTimeout: none was free in time; names the workers that use them.
+            WeightSyncError: the machine has no memory left for one more.
+        """
+        ...
+
+    def release(self, buffers: Sequence[Buffer]) -> None:
+        """Take back reserved buffers that were not published."""
+        ...
+
+    def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
+        """Make a packed buffer the newest version of ``workers``, without waiting for them.
+
+        Those that have gone are included: a worker that takes such a one's place is given the version.
+        """
+        ...
+
+    def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
+        """Return the one-call update to all workers; None if a worker is missing, or there is no such call.
+
+        It is valid until another method is called.
+        """
+        ...
+
+    def prepare(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
+        """Have ``workers`` check a packed buffer and keep it; ``wait_acks`` returns their votes."""
+        ...
+
+    def commit(self, version: int, transaction: int) -> None:
+        """Have the workers install what they have prepared in a transaction, of all its models together."""
+        ...
+
+    def abort(self, workers: Collection[int], transaction: int) -> None:
+        """Have ``workers`` forget what they have prepared."""
+        ...
+
+    def drain(self) -> None:
+        """Process the workers' messages that have arrived, without waiting.
+
+        Unread acknowledgements would fill the socket, and a worker would wait for room inside its gate.
+        """
+        ...
+
+    def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
+        """Return one acknowledgement, error or death of each worker that answers ``version`` before ``deadline``."""
+        ...
+
+    def close(self) -> None:
+        """Close all connections and release everything. Idempotent."""
+        ...

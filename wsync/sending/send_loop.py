@@ -1,0 +1,66 @@
+"""The thread that sends what waits for a worker as soon as the worker is ready, while the trainer is busy."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+from wsync.control.workers import WorkerConnections
+from wsync.deadlines import NOW, wait_readable
+
+
+class SendLoop:
+    """Reads the workers' messages while anything waits for one of them: reading an answer sends what comes next.
+
+    All methods but ``close`` are called under the sender's lock.
+
+    Args:
+        connections: to all workers.
+        lock: the sender's.
+        needed: whether anything waits for a connected worker.
+    """
+
+    def __init__(self, connections: WorkerConnections, lock: threading.RLock, needed: Callable[[], bool]) -> None:
+        self._connections, self._lock, self._needed = connections, lock, needed
+        self._thread: threading.Thread | None = None
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._closed = False
+
+    def start_if_needed(self) -> None:
+        """Start the thread, unless it runs or nothing waits."""
+        running = self._thread is not None and self._thread.ident is not None  # None: a signal handler raised first
+        if not running and not self._closed and self._needed():
+            self._thread = threading.Thread(target=self._run, name="wsync-send-loop", daemon=True)
+            self._thread.start()
+
+    def connections_changed(self) -> None:
+        """Have the thread wait for the present set of connections."""
+        if self._thread is not None:
+            os.eventfd_write(self._wake, 1)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                descriptors = [self._wake, *self._connections.readable_descriptors]
+            ready = wait_readable(descriptors, None)
+            with self._lock:
+                if self._wake in ready:
+                    os.eventfd_read(self._wake)
+                if not self._closed:
+                    self._connections.read(NOW)
+                if self._closed or not self._needed():
+                    self._thread = None
+                    return
+
+    def stop(self) -> None:
+        """Have the thread end once it gets the lock; ``close`` follows."""
+        self._closed = True
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Wait for the thread, without the lock."""
+        thread = self._thread
+        if thread is not None and thread.ident is not None:
+            thread.join()
+        os.close(self._wake)

@@ -1,0 +1,124 @@
+"""The arena on the sender's side: which slot may be written, and pointing workers to slots.
+
+All methods are called under the sender's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import Tensor
+
+from wsync.control.messages import Kind, Message
+from wsync.control.workers import WorkerConnections, join_indices
+from wsync.deadlines import remaining
+from wsync.errors import SyncTimeout
+from wsync.sending.queues import QueuedUpdate
+from wsync.shm.arena import Arena
+from wsync.types import ANY_VERSION, Ack
+from wsync.weights.layout import Layout
+from wsync.weights.packing import Buffer
+
+_MUTEX_TIMEOUT = 5.0  # seconds; a worker holds its mutex for a microsecond, unless it was stopped inside
+
+
+class Slots:
+    """See the module.
+
+    The published word of a worker that is not connected names the version for a worker in its place, whether that one
+    uses the arena or a transport.
+
+    Args:
+        connections: to all workers.
+        num_workers: how many there are.
+        retains: whether workers stay bound to slots; otherwise they copy.
+        checksum: whether each update gets a checksum.
+
+    Attributes:
+        arena: the slots.
+        workers: the connected workers that use the arena.
+    """
+
+    def __init__(
+        self, connections: WorkerConnections, num_workers: int, *, retains: bool, checksum: bool | None
+    ) -> None:
+        self.arena = Arena(num_workers)
+        self.workers: set[int] = set()
+        self._connections = connections
+        self._num_workers = num_workers
+        self._retains = retains
+        self._checksum = checksum
+
+    def set_layout(self, layout: Layout) -> None:
+        """Define what a slot holds. The second update needs another slot in any case, where workers stay bound."""
+        self.arena.set_layout(layout)
+        for _ in range(2 if self._retains else 1):
+            self.arena.grow()
+
+    def reserve(self, workers: Collection[int], busy: set[int], deadline: float | None, *, keep: bool) -> Buffer:
+        """Return a slot that no published word names, that no forward uses, and that is not in ``busy``.
+
+        A slot that ``workers`` have copied out may be written again, unless ``keep``; a worker that takes the place of
+        any other one will need that one's slot.
+
+        Raises:
+            SyncTimeout: there was none before ``deadline``; names the workers that use them.
+        """
+        arena, everyone = self.arena, range(self._num_workers)
+        again = list(everyone) if self._retains or keep else sorted({*everyone} - {*workers})
+        while True:
+            named, used, held = (set(slots) for slots in arena.writer.occupied(again))
+            named |= busy
+            slot = arena.free_slot(named | used | held)
+            if slot is None and arena.slots < len(named | held) + (2 if self._retains else 1):
+                slot = arena.grow()
+            if slot is not None:
+                return arena.buffer(slot)
+            self._wait_for_slot(deadline)
+
+    def _wait_for_slot(self, deadline: float | None) -> None:
+        """Wait until one of the forwards that use all slots has ended, or its worker has died."""
+        left = remaining(deadline)
+        blocking = [worker for worker in sorted(self.workers) if self.arena.writer.await_free(worker, left)]
+        if blocking and not self._connections.read(deadline):
+            raise SyncTimeout(
+                f"no slot came free in time: worker(s) {join_indices(blocking)} are still inside a forward, or stopped",
+                {worker: "holds its weights in a forward that does not end" for worker in blocking},
+            )
+
+    def complete(self, buffer: Buffer, extra: bytes) -> None:
+        """Store what belongs to the weights that were packed into a slot."""
+        self.arena.write_extra(buffer.slot, extra)
+        if self._checksum:
+            self.arena.write_checksum(buffer.slot, extra)
+
+    def point(self, worker: int, version: int, slot: int, acknowledge: bool) -> None:
+        """Store a worker's published word, and wake the worker if it has to be."""
+        try:
+            wake = self.arena.writer.publish(worker, version, slot, acknowledge, _MUTEX_TIMEOUT)
+        except SyncTimeout as error:
+            self._connections.record(Ack(worker, ANY_VERSION, error=f"could not be pointed to the update: {error}"))
+            return
+        if acknowledge or wake:
+            self._connections.notify(worker, Message(Kind.UPDATE, worker, version))
+
+    def published(self, worker: int) -> QueuedUpdate | None:
+        """Return the version that a worker's published word names; None if there is none."""
+        version, slot = self.arena.writer.published(worker)
+        if not version:
+            return None
+        return QueuedUpdate(Kind.UPDATE, version, self.arena.buffer(slot), self.arena.read_extra(slot))
+
+    def clear(self, worker: int) -> None:
+        """Have a worker's words name and use no slot."""
+        self.vacate(worker)
+        self.arena.writer.publish(worker, 0, 0, False, _MUTEX_TIMEOUT)
+
+    def vacate(self, worker: int) -> None:
+        """Have a worker that has gone use no slot; its published word stays, for a worker in its place."""
+        self.workers.discard(worker)
+        self.arena.writer.vacate(worker, _MUTEX_TIMEOUT)
+
+    def published_views(self) -> list[Sequence[Tensor]]:
+        """Return the slots that workers are pointed to, each once, as tensors of the caller's own."""
+        return [self.arena.map_slot(slot).views for slot in self.arena.published_slots()]

@@ -1,0 +1,60 @@
+"""The thread that runs a transport's ``send_weights`` for one worker, so that a deadline can end the wait for it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from queue import SimpleQueue
+from typing import Any
+
+from wsync.transport import Closing, TransportBackend
+
+
+class TransferThread:
+    """Calls ``send_weights``, one call at a time.
+
+    All methods but the thread's own are called under the sender's lock.
+
+    Args:
+        transport: of one worker.
+        wake: an eventfd that is written when a call has ended.
+    """
+
+    def __init__(self, transport: TransportBackend, wake: int) -> None:
+        self._transport = transport
+        self._wake = os.dup(wake)
+        self._calls: SimpleQueue[Any] = SimpleQueue()
+        self._error: str | None = None
+        self.busy = False
+        self._thread = threading.Thread(target=self._run, name="wsync-transfer", daemon=True)
+        self._thread.start()
+
+    def begin(self, weights: Any) -> None:
+        """Have the thread send ``weights``; it must not be busy."""
+        self._error, self.busy = None, True
+        self._calls.put((weights,))
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            (weights,) = call
+            try:
+                self._transport.send_weights(weights)
+            except Exception:  # noqa: BLE001  a transport may raise anything; the trainer raises it as WorkerFailed
+                self._error = traceback.format_exc()
+            del call, weights
+            self.busy = False
+            os.eventfd_write(self._wake, 1)
+        os.close(self._wake)
+
+    @property
+    def error(self) -> str | None:
+        """The traceback of the last call; None if it succeeded."""
+        return self._error
+
+    def close(self) -> threading.Thread:
+        """Close the transport, which ends a blocking call; return the thread, which then ends."""
+        if isinstance(self._transport, Closing):
+            self._transport.close()
+        self._calls.put(None)
+        return self._thread

@@ -1,0 +1,55 @@
+"""Anonymous memory files, whose pages are allocated before they are touched.
+
+Without this, touching a page when memory is exhausted kills the process with SIGBUS.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from typing import NoReturn
+
+from wsync.errors import WeightSyncError
+
+
+def whole_pages(nbytes: int) -> int:
+    """Return ``nbytes`` rounded up to whole pages."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def memory_file(name: str, size: int = 0) -> int:
+    """Return a file descriptor of a new memory file of ``size`` bytes.
+
+    The memory is freed when its last descriptor and mapping are closed.
+
+    Raises:
+        WeightSyncError: the machine has no memory left for it.
+    """
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    if size:
+        try:
+            allocate(descriptor, 0, size)
+        except BaseException:
+            os.close(descriptor)
+            raise
+    return descriptor
+
+
+def allocate(descriptor: int, offset: int, size: int) -> None:
+    """Allocate ``size`` bytes of a file.
+
+    Raises:
+        WeightSyncError: the machine has no memory left for them.
+    """
+    try:
+        os.posix_fallocate(descriptor, offset, size)
+    except OSError as error:
+        raise_shortage(error, size)
+
+
+def raise_shortage(error: OSError, size: int) -> NoReturn:
+    """Raise WeightSyncError if ``error`` says that ``size`` bytes of memory are lacking; else re-raise ``error``."""
+    if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+        raise error
+    raise WeightSyncError(f"no shared memory left: {size / 2**20:.1f} MiB more are needed ({error})") from error

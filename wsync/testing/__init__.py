@@ -1,0 +1,12 @@
+"""The contract suite for backends, for use with pytest: ``BackendContract``. pytest has to be installed."""
+
+import pytest
+
+_PARTS = ("delivery", "faults", "restarts", "session", "shutdowns", "transactions", "updates", "workers")
+pytest.register_assert_rewrite(*(f"wsync.testing.{part}" for part in _PARTS))  # before they are imported
+
+from wsync.testing.contract import BackendContract  # noqa: E402
+from wsync.testing.session import Session  # noqa: E402
+from wsync.testing.workers import ProcessWorker, Worker, WorkerError, WorkerGroup, WorkerPool  # noqa: E402
+
+__all__ = ["BackendContract", "ProcessWorker", "Session", "Worker", "WorkerError", "WorkerGroup", "WorkerPool"]

@@ -1,0 +1,179 @@
+"""Models of the contract suite: made by name in any process, filled with known values, compared bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+EXTRA_STATE_KEY = "_extra_state"
+M = TypeVar("M", bound=nn.Module)
+
+
+class Small(nn.Module):
+    """One parameter of ``size`` values, which is also the output.
+
+    Args:
+        size: number of values.
+        dtype: their type.
+    """
+
+    def __init__(self, size: int = 4, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size, dtype=dtype))
+
+    def forward(self) -> Tensor:
+        """The parameter, of shape ``[size]``."""
+        return self.weight
+
+
+class Large(Small):
+    """32 MiB in one parameter: more than a socket buffers. The output is its first value, of shape ``[1]``."""
+
+    def __init__(self) -> None:
+        super().__init__(2**23)
+
+    def forward(self) -> Tensor:
+        """The first value, of shape ``[1]``."""
+        return self.weight[:1]
+
+
+class WithExtraState(Small):
+    """One parameter and extra state, which some workers refuse.
+
+    The extra state ``"refuse"`` is refused by every worker, ``"refuse 1"`` by worker 1 alone: ``set_extra_state``
+    raises when it has already changed the module.
+
+    Attributes:
+        state: the extra state; any picklable value.
+    """
+
+    worker_idx = -1
+    """Of this process; ``wsync.testing.commands.init`` sets it."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.state: Any = {"steps": 0}
+
+    def get_extra_state(self) -> Any:
+        """The extra state."""
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take over the extra state.
+
+        Raises:
+            ArithmeticError: this worker refuses it.
+        """
+        if state in ("refuse", f"refuse {self.worker_idx}"):
+            self.state = "half applied"
+            raise ArithmeticError(f"the extra state {state!r} is refused")
+        self.state = state
+
+
+class EveryTensorKind(nn.Module):
+    """Each kind of parameter and buffer that a model can have, ties and extra state included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        self.norm = nn.BatchNorm2d(8)
+        self.embed = nn.Embedding(11, 6)
+        self.decode = nn.Linear(6, 11, bias=False)
+        self.decode.weight = self.embed.weight
+        self.bfloat = nn.Parameter(torch.zeros(5, 3, dtype=torch.bfloat16))
+        self.wide = nn.Parameter(torch.zeros(2, 7, dtype=torch.float64))
+        self.transposed = nn.Parameter(torch.zeros(4, 6).t())
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.register_buffer("count", torch.zeros(5, dtype=torch.int64))
+        self.register_buffer("mask", torch.zeros(9, dtype=torch.bool))
+        self.register_buffer("nothing", None)
+        self.register_buffer("scratch", torch.zeros(4), persistent=False)
+        self.deep = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 1)))
+        self.tail = WithExtraState()
+
+    def forward(self) -> Tensor:
+        """The scalar parameter, of shape ``[]``."""
+        return self.scalar
+
+
+class OtherName(nn.Module):
+    """A model with a parameter that is called ``bias``, where the one of ``Small`` is called ``weight``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(4))
+
+    def forward(self) -> Tensor:
+        """The parameter, of shape ``[4]``."""
+        return self.bias
+
+
+def longer() -> Small:
+    """``Small`` with another shape: ``[7]``."""
+    return Small(7)
+
+
+def double() -> Small:
+    """``Small`` with another dtype: float64."""
+    return Small(4, torch.float64)
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer by name; a tied tensor under each of its names."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
+@torch.no_grad()
+def fill(model: M, value: float) -> M:
+    """Set every value of every parameter; returns the model."""
+    for parameter in model.parameters():
+        parameter.fill_(value)
+    return model
+
+
+@torch.no_grad()
+def scramble(model: M, seed: int) -> M:
+    """Fill every tensor with random bits (NaNs, infinities and denormals among them), and set the extra state.
+
+    Returns:
+        The model.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in named_tensors(model).values():
+        size = tensor.numel() * tensor.element_size()
+        bits = torch.randint(0, 2 if tensor.dtype is torch.bool else 256, (size,), generator=generator)
+        tensor.copy_(bits.to(torch.uint8).view(tensor.dtype).reshape(tensor.shape))
+    for module in model.modules():
+        if isinstance(module, WithExtraState):
+            module.state = {"steps": seed, "text": f"é{seed}", "tensor": torch.full((2,), seed)}
+    return model
+
+
+def digest(model: nn.Module) -> dict[str, Any]:
+    """The model's weights as plain values: dtype, shape and a hash of the bytes of each tensor, and the extra state."""
+    result: dict[str, Any] = {name: _digest_of(tensor) for name, tensor in named_tensors(model).items()}
+    for name, module in model.named_modules():
+        if isinstance(module, WithExtraState):
+            result[f"{name}.{EXTRA_STATE_KEY}".lstrip(".")] = repr(module.state)
+    return result
+
+
+def _digest_of(tensor: Tensor) -> tuple[str, tuple[int, ...], str]:
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(data).hexdigest()[:16]
+
+
+def strides(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The strides of every tensor that is not empty."""
+    return {name: tensor.stride() for name, tensor in named_tensors(model).items() if tensor.numel()}
+
+
+def ties_hold(model: nn.Module) -> bool:
+    """Whether the tied weights of an ``EveryTensorKind`` are still one parameter in one place."""
+    embed, decode = model.get_parameter("embed.weight"), model.get_parameter("decode.weight")
+    return embed is decode

@@ -1,0 +1,138 @@
+"""The contract, part 6: a scheme takes away what it has made, at its end and at the end of its worker."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wsync
+from wsync.testing import commands
+from wsync.testing.commands import WorkerState
+from wsync.testing.hooks import TIMEOUT, BackendHooks
+from wsync.testing.models import Small
+from wsync.testing.workers import WorkerError
+
+ROUNDS = 3
+GROWTH = 8.0
+"""MiB by which the resident memory may grow in ``ROUNDS`` rounds: an allocator keeps some."""
+
+
+def resources() -> dict[str, Any]:
+    """What this process has that a scheme may have made: threads, descriptors, child processes, wsync's mappings."""
+    gc.collect()  # a memory map keeps a descriptor until it is collected
+    return {
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "children": len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()),
+        "mappings": sum("wsync" in line for line in Path("/proc/self/maps").read_text().splitlines()),
+    }
+
+
+def shared_memory_files() -> set[str]:
+    """The names in /dev/shm that contain ``wsync``."""
+    return {name for name in os.listdir("/dev/shm") if "wsync" in name}
+
+
+def _resident() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def _resources(state: WorkerState) -> dict[str, Any]:
+    state.clear()
+    return resources()
+
+
+def _shut_down_while_receiving(state: WorkerState) -> list[str]:
+    """Shut down while another thread waits in ``receive``; returns the classes of the error that it raised there."""
+    scheme, waiting, raised = state.schemes["policy"], threading.Event(), list[str]()
+
+    def wait() -> None:
+        waiting.set()
+        try:
+            scheme.receive()
+        except wsync.WeightSyncError as error:
+            raised.extend(kind.__name__ for kind in type(error).__mro__)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    waiting.wait()
+    scheme.shutdown()
+    thread.join(TIMEOUT)
+    assert not thread.is_alive(), "receive() still waits"
+    return raised
+
+
+class Shutdowns(BackendHooks):
+    """What is left."""
+
+    def trainer_resources(self) -> dict[str, Any]:
+        """``resources`` of the trainer's process; a backend with libraries that come and go leaves theirs out."""
+        return resources()
+
+    def _round(self, session_count: int = 2) -> list[dict[str, Any]]:
+        with self.connected(session_count) as session:
+            for value in (2, 3):
+                session.send(value)
+                assert session.outputs() == [value] * session_count
+            assert session.workers.call(commands.shutdown) == [[]] * session_count
+            session.scheme.shutdown()
+            session.scheme.shutdown()
+            return session.workers.call(_resources)
+
+    def test_nothing_is_left_after_shutdown(self) -> None:
+        inside = self._round()  # what libraries make once, they keep
+        before, files, size = self.trainer_resources(), shared_memory_files(), _resident()
+        latest = [self._round() for _ in range(ROUNDS)][-1]
+        assert self.trainer_resources() == before
+        assert shared_memory_files() <= files
+        assert sorted(map(str, latest)) == sorted(map(str, inside))
+        assert _resident() - size < GROWTH
+
+    def test_nothing_is_left_of_killed_workers(self) -> None:
+        def attempt() -> None:
+            with self.connected() as session:
+                session.workers[0].kill()
+                session.restart(0)
+                session.send(2)
+                assert session.outputs() == [2, 2]
+                session.workers[1].kill()
+
+        attempt()
+        before, files = self.trainer_resources(), shared_memory_files()
+        attempt()
+        after = self.trainer_resources()
+        assert after.pop("children") <= before.pop("children")  # the pool starts workers when it needs them
+        assert after.pop("descriptors", 0) <= before.pop("descriptors", 0)
+        assert after == before
+        assert shared_memory_files() <= files
+
+    def test_a_scheme_that_never_connected_leaves_nothing(self) -> None:
+        self.make_scheme().shutdown()
+        before = self.trainer_resources()
+        for _ in range(3):
+            scheme = self.make_scheme()
+            scheme.init_on_sender("policy", model=Small(), num_workers=2)
+            scheme.shutdown()
+        assert self.trainer_resources() == before
+
+    def test_the_end_of_the_sender_ends_a_receive(self) -> None:
+        with self.connected(1) as session:
+            session.send(3)
+            session.workers[0].start(commands.receive, None)
+            session.scheme.shutdown()
+            with pytest.raises(WorkerError) as ended:
+                while session.workers[0].result() is not None:  # what was sent before may come first
+                    session.workers[0].start(commands.receive, None)
+            assert "NotConnected" in ended.value.kinds
+            assert session.outputs() == [3]
+            assert session.workers[0].call(commands.shutdown) == []
+            assert session.outputs() == [3]  # in memory of its own
+
+    def test_shutdown_ends_a_receive_that_waits(self) -> None:
+        with self.connected(1) as session:
+            assert "NotConnected" in session.workers[0].call(_shut_down_while_receiving)

@@ -1,0 +1,124 @@
+"""The contract, part 2: versions, reports, sends that do not wait, and forwards that are never torn."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import wsync
+from wsync.testing import commands
+from wsync.testing.commands import WorkerState
+from wsync.testing.hooks import BackendHooks
+from wsync.testing.models import Small, digest, fill
+
+FORWARDS = 400
+"""Forwards of each worker while updates are sent."""
+
+
+class TwoReads(Small):
+    """Reads its parameter twice in a forward, with work between: weights of two versions would differ.
+
+    The output is the smallest and the largest value that was read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(4096)
+
+    def forward(self) -> torch.Tensor:
+        first = self.weight.detach().clone()
+        torch.mm(torch.ones(64, 64), torch.ones(64, 64))
+        both = torch.cat([first, self.weight.detach()])
+        return torch.stack([both.min(), both.max()])
+
+
+def _forwards(state: WorkerState, count: int) -> tuple[int, bool, int]:
+    """Run forwards: how many were torn, whether their versions never went back, and how many versions they saw."""
+    seen = [state.models["policy"]().tolist() for _ in range(count)]
+    torn = sum(low != high for low, high in seen)
+    lows = [low for low, _ in seen]
+    return torn, lows == sorted(lows), len(set(lows))
+
+
+class Updates(BackendHooks):
+    """What one update after the other means."""
+
+    def test_after_a_send_every_forward_uses_the_new_version(self) -> None:
+        with self.connected() as session:
+            before = session.scheme.metrics.updates
+            for version in range(2, 40):
+                report = session.send(version)
+                assert report is not None and report.version == session.scheme.version == version
+                assert session.outputs() == [version, version]
+            assert session.versions() == [39, 39]
+            assert session.scheme.metrics.updates == before + 38
+
+    def test_a_report_accounts_for_every_worker_and_for_all_of_the_time(self) -> None:
+        with self.connected() as session, self.second_model(session, Small, "critic") as critic:
+            reports = [session.send(2), session.send(3), session.send(4, worker_ids=1), session.update(5)]
+            reports += wsync.synchronize({session.scheme: None, critic.scheme: None}).values()
+            assert [dict(report.workers) for report in reports[:4] if report is not None] == [
+                {0: 2, 1: 2},
+                {0: 3, 1: 3},
+                {1: 4},
+                {0: 5, 1: 5},
+            ]
+            for report in reports:
+                assert report is not None and report.bytes >= 16 and report.seconds > 0
+                assert sum(report.phases.values()) == pytest.approx(report.seconds, rel=0.0, abs=1e-9), report
+
+    def test_send_async_copies_the_weights_and_wait_async_waits(self) -> None:
+        with self.connected() as session:
+            assert session.scheme.wait_async() is None  # no update is under way
+            for value in range(2, 20):
+                session.post(value)
+            fill(session.model, -1)
+            report = session.scheme.wait_async()
+            assert report is not None and report.version == 19
+            assert session.outputs() == [19, 19]
+            session.post(20, worker_ids=0)
+            session.post(21, worker_ids=1)
+            session.scheme.wait_async()
+            assert session.outputs() == [20, 21]
+
+    def test_with_sync_false_send_does_not_wait(self) -> None:
+        with self.connected(1, sync=False) as session:
+            assert session.send(2) is None
+            session.scheme.wait_async()
+            assert session.outputs() == [2]
+
+    def test_acknowledgements_that_are_not_waited_for_do_not_block_a_worker(self) -> None:
+        with self.connected(1) as session:
+            for version in range(2, 602):  # more than a socket buffers
+                session.scheme.send_async()
+                assert session.scheme.version == version
+            assert session.update(7).version == 602
+            assert session.outputs() == [7]
+
+    def test_no_forward_is_torn_under_continuous_sends(self) -> None:
+        with self.connected(make=TwoReads) as session:
+            done = threading.Event()
+
+            def train() -> None:
+                value = 2
+                while not done.is_set():
+                    session.send(value)
+                    value += 1
+
+            trainer = threading.Thread(target=train)
+            trainer.start()
+            try:
+                results: list[Any] = session.workers.call(_forwards, FORWARDS)
+            finally:
+                done.set()
+                trainer.join()
+            for torn, in_order, versions in results:
+                assert torn == 0 and in_order and versions > 1
+
+    def test_an_acknowledged_update_is_seen_by_a_read_outside_the_gate(self) -> None:
+        with self.connected(1) as session:
+            for value in range(2, 12):
+                session.update(value)
+                assert session.workers[0].call(commands.plain_digest) == digest(session.model)

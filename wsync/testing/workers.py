@@ -1,0 +1,278 @@
+"""The test's side of its workers: processes that are started once, and serve many tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from wsync.testing import commands
+from wsync.testing.commands import Command, Outcome, WorkerState
+
+ANSWER_TIMEOUT = 60.0
+"""Seconds for the outcome of a command. None takes as long; a test that needs it all has failed."""
+
+PRELOADED_MODULES = ["wsync.testing"]
+"""What the fork server imports once, before it starts workers. To be extended before the first worker is started."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class WorkerError(Exception):
+    """A command raised in a worker.
+
+    Attributes:
+        kinds: the names of the classes of the exception, from its own to ``BaseException``.
+    """
+
+    def __init__(self, kinds: Sequence[str], message: str) -> None:
+        super().__init__(f"{kinds[0]}: {message}")
+        self.kinds = list(kinds)
+
+
+class Worker(ABC):
+    """One worker, as a test sees it.
+
+    Attributes:
+        pid: of its process.
+        alive: until the test kills it.
+        reusable: whether another test may use it: it was neither killed nor stopped, and has no command to answer.
+    """
+
+    pid: int
+
+    def __init__(self) -> None:
+        self.alive = True
+        self._stopped = False
+        self._pending = 0
+
+    @abstractmethod
+    def _post(self, command: Command) -> None:
+        """Send a command."""
+
+    @abstractmethod
+    def _outcome(self) -> Outcome:
+        """Wait for the outcome of the oldest command."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the process, and wait for its end. Idempotent."""
+
+    @property
+    @abstractmethod
+    def sentinel(self) -> int:
+        """A descriptor that is readable when the process has ended."""
+
+    @property
+    def reusable(self) -> bool:
+        """Whether another test may use it."""
+        return self.alive and not self._stopped and not self._pending
+
+    def start(self, command: Callable[Concatenate[WorkerState, P], object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Send a command; ``result`` waits for its outcome."""
+        self._pending += 1
+        self._post(Command(command, args, kwargs))
+
+    def result(self) -> Any:
+        """Wait for the outcome of the oldest command.
+
+        Raises:
+            WorkerError: the command raised.
+            AssertionError: no outcome came within ``ANSWER_TIMEOUT``.
+        """
+        outcome = self._outcome()
+        self._pending -= 1
+        if outcome.error:
+            raise WorkerError(outcome.error, outcome.message)
+        return outcome.value
+
+    def call(self, command: Callable[Concatenate[WorkerState, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """``start`` and ``result``."""
+        self.start(command, *args, **kwargs)
+        return self.result()
+
+    def kill(self) -> None:
+        """SIGKILL; returns when the process has ended."""
+        self.alive = False
+        os.kill(self.pid, signal.SIGKILL)
+        self._wait_for_end()
+
+    @abstractmethod
+    def _wait_for_end(self) -> None:
+        """Wait for the end of the process, which was killed."""
+
+    def stop(self) -> None:
+        """SIGSTOP; returns when no thread of the process runs any more, which the signal alone does not ensure."""
+        self._stopped = True
+        os.kill(self.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + ANSWER_TIMEOUT
+        while any(_state_of(thread) not in "Tt" for thread in Path(f"/proc/{self.pid}/task").iterdir()):
+            assert time.monotonic() < deadline, f"process {self.pid} did not stop"
+            os.sched_yield()
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
+
+
+def _state_of(thread: Path) -> str:
+    return (thread / "stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+class ProcessWorker(Worker):
+    """A process with a pipe.
+
+    Args:
+        method: how it is started: ``"forkserver"`` or ``"spawn"``; or ``"fork"``, as a copy of the test's process.
+        main: its main function, which is given the worker's end of the pipe, then ``args``.
+        args: see ``main``.
+    """
+
+    def __init__(self, method: str = "forkserver", main: Callable[..., None] = commands.serve, args: Any = ()) -> None:
+        super().__init__()
+        multiprocessing.set_forkserver_preload(PRELOADED_MODULES)
+        context = multiprocessing.get_context(method)
+        self.pipe, theirs = context.Pipe()
+        self._process: Any = context.Process(target=main, args=(theirs, *args))  # pyright: ignore
+        self._process.daemon = False  # it may have workers of its own
+        self._process.start()
+        self.pid = self._process.pid
+        theirs.close()
+
+    @property
+    def sentinel(self) -> int:
+        """A descriptor that is readable when the process has ended."""
+        return self._process.sentinel
+
+    def _post(self, command: Command) -> None:
+        self.pipe.send((sys.path, bytes(ForkingPickler.dumps(command))))
+
+    def _outcome(self) -> Outcome:
+        assert self.pipe.poll(ANSWER_TIMEOUT), f"worker process {self.pid} did not answer in {ANSWER_TIMEOUT} s"
+        return self.pipe.recv()
+
+    def _wait_for_end(self) -> None:
+        self._process.join(ANSWER_TIMEOUT)
+
+    def close(self) -> None:
+        """End the process: in order if it can, else by SIGKILL."""
+        if self.pipe.closed:
+            return
+        if self.reusable:
+            with suppress(ConnectionError):
+                self.pipe.send(None)
+            self._process.join(5.0)
+        self.pipe.close()
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+
+
+class WorkerGroup:
+    """The workers of one test, by index. Iteration goes over those that the test has not killed."""
+
+    def __init__(self, pool: WorkerPool, count: int) -> None:
+        self._pool = pool
+        self.used: list[Worker] = []
+        self._members = self._take(count)
+
+    def _take(self, count: int) -> list[Worker]:
+        taken = self._pool.take(count)
+        self.used += taken
+        return taken
+
+    def __getitem__(self, index: int) -> Worker:
+        return self._members[index]
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Worker]:
+        return (worker for worker in self._members if worker.alive)
+
+    def spare(self) -> Worker:
+        """One more worker, which has no index yet."""
+        return self._take(1)[0]
+
+    def replace(self, index: int, worker: Worker) -> None:
+        """Give ``worker`` the index of another one."""
+        self._members[index] = worker
+
+    def start(self, command: Callable[Concatenate[WorkerState, P], object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Send a command to each."""
+        for worker in self:
+            worker.start(command, *args, **kwargs)
+
+    def results(self) -> list[Any]:
+        """Wait for the outcome of the oldest command of each."""
+        return [worker.result() for worker in self]
+
+    def call(self, command: Callable[Concatenate[WorkerState, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """``start`` and ``results``: they run side by side."""
+        self.start(command, *args, **kwargs)
+        return self.results()
+
+
+class WorkerPool:
+    """Worker processes that serve one test after the other.
+
+    A worker that a test has killed or stopped, that still runs a command, or in which wsync has left a thread, is
+    ended; another one takes its place when it is needed.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[Worker] = []
+
+    def _start(self, count: int) -> list[Worker]:
+        """Start ``count`` workers. For pools of other kinds of workers to override."""
+        return [ProcessWorker() for _ in range(count)]
+
+    def take(self, count: int) -> list[Worker]:
+        """``count`` workers that no test uses."""
+        taken = [self._idle.pop() for _ in range(min(count, len(self._idle)))]
+        return taken + self._start(count - len(taken))
+
+    @contextmanager
+    def group(self, count: int) -> Iterator[WorkerGroup]:
+        """Workers for one test.
+
+        Raises:
+            AssertionError: a thread of wsync's is left in one of them after ``shutdown``.
+        """
+        group = WorkerGroup(self, count)
+        try:
+            yield group
+        except BaseException:  # what the test has left in them is not known
+            for worker in group.used:
+                self._discard(worker)
+            raise
+        left = [self._take_back(worker) for worker in group.used]
+        assert not any(left), f"threads are left in workers after shutdown: {left}"
+
+    def _take_back(self, worker: Worker) -> list[str]:
+        if not worker.reusable:
+            self._discard(worker)
+            return []
+        left = worker.call(commands.reset)
+        if left:
+            self._discard(worker)
+        else:
+            self._idle.append(worker)
+        return left
+
+    def _discard(self, worker: Worker) -> None:
+        worker.close()
+
+    def close(self) -> None:
+        """End all workers."""
+        while self._idle:
+            self._idle.pop().close()
