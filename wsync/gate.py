@@ -38,7 +38,8 @@ class Gate:
     """The gate of one process.
 
     Attributes:
-        gate_lock: the lock and the feeds.
+        gate_lock: the lock and the feeds. Its ``lock`` is the bare lock: acquiring that does not enter the gate, so no
+            feed is polled.
         call: ``call(function, *args, **kwargs)`` calls ``function`` inside the gate; faster than ``hold``.
     """
 
@@ -56,19 +57,19 @@ class Gate:
                 gate_lock.enter(depth)
                 yield
             finally:
-                gate_lock.depth = depth  # not only in leave(): a signal handler may raise where that call begins
+                gate_lock.depth = depth  # here as well: a signal handler may raise before leave() has run
                 gate_lock.leave(depth)
 
     def call_with_deadline(self, deadline: float | None, function: Callable[..., Any], *args: Any) -> Any | None:
         """Acquire the gate within ``deadline`` and call ``function``; None on timeout.
 
-        Called by a thread that does not hold the gate.
+        The calling thread must not hold the gate.
         """
         lock, left = self.gate_lock.lock, remaining(deadline)
         try:
             return self.call(function, *args) if lock.acquire(timeout=-1 if left is None else left) else None
         finally:
-            try:  # noqa: SIM105  a signal handler may run where suppress() begins
+            try:  # noqa: SIM105  a signal handler may raise in suppress(), before release()
                 lock.release()
             except RuntimeError:  # not acquired; or acquired, and a signal handler raised right after
                 pass
@@ -77,7 +78,7 @@ class Gate:
     def held_here(self) -> bool:
         """Whether the calling thread is inside the gate."""
         gate_lock = self.gate_lock
-        return gate_lock.lock._is_owned() and gate_lock.depth > 0  # this thread has the lock, so the depth is its own
+        return gate_lock.lock._is_owned() and gate_lock.depth > 0  # 0 if only the bare lock
 
     def attach(self, feed: Feed) -> None:
         """Poll ``feed`` for updates from now on."""
@@ -135,10 +136,11 @@ def gated(function: Callable[P, R]) -> Callable[P, R]:
 
 
 _ORIGINAL = "_wsync_original"  # attribute of a gated class: the class that it was made from
-_gated: weakref.WeakKeyDictionary[type[nn.Module], weakref.ref[type[nn.Module]]] = weakref.WeakKeyDictionary()
+# Each class that has been gated → its gated subclass.
+_gated_classes: weakref.WeakKeyDictionary[type[nn.Module], weakref.ref[type[nn.Module]]] = weakref.WeakKeyDictionary()
 
 
-def guard(module: nn.Module) -> None:
+def gate_model(module: nn.Module) -> None:
     """Make every call of ``module`` pass through the gate.
 
     The module's class is replaced by a subclass of the same name. Nothing is stored in the module itself. A copy or
@@ -147,15 +149,15 @@ def guard(module: nn.Module) -> None:
     original = type(module)
     if _ORIGINAL in vars(original):
         return
-    known = _gated.get(original)
-    gated = None if known is None else known()
-    if gated is None:
-        gated = _gated_class(original)
-        _gated[original] = weakref.ref(gated)
-    module.__class__ = gated
+    known = _gated_classes.get(original)
+    subclass = None if known is None else known()
+    if subclass is None:
+        subclass = _gated_class(original)
+        _gated_classes[original] = weakref.ref(subclass)
+    module.__class__ = subclass
 
 
-def release(module: nn.Module) -> None:
+def ungate_model(module: nn.Module) -> None:
     """Give ``module`` its own class back."""
     original = vars(type(module)).get(_ORIGINAL)
     if original is not None:

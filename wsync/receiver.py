@@ -2,7 +2,8 @@
 
     message (receiver thread) ─→ gate ─→ channel.poll_update ─→ binding.install ─→ acknowledgement
 
-Acting thread: the worker thread that runs the model's forward. Receiver thread: reads the sender's messages.
+Acting thread: the worker thread that runs the model's forward. Receiver thread: reads the sender's messages (with RPC:
+the thread of the incoming call).
 
 An update is installed by the one that enters the gate first: the acting thread before a forward, or the receiver thread
 after it has read the message. The same thread acknowledges it, unless there is a cascade.
@@ -19,7 +20,7 @@ from torch import nn
 
 from wsync.deadlines import deadline_in
 from wsync.errors import NotConnected, WeightSyncError
-from wsync.gate import guard, process_gate, release
+from wsync.gate import gate_model, process_gate, ungate_model
 from wsync.receiving import prepared
 from wsync.receiving.forking import gated_receivers
 from wsync.receiving.protocols import (
@@ -41,7 +42,8 @@ from wsync.weights.strategy import WeightStrategy
 class Receiver(VersionState):
     """One model in one worker.
 
-    Inherited from ``VersionState``: ``version``, ``waiting``, and waiting for the next version (``wait_next``).
+    Inherited from ``VersionState``: ``version``, ``waiting``, ``wait_next``, and ``_seen``, the version that was last
+    returned by ``receive``.
 
     Args:
         model: gated from ``begin_connect`` or ``connect`` on.
@@ -118,13 +120,12 @@ class Receiver(VersionState):
         self._poller = self._channel.poller(self)
         gate.attach(self._poller)
         gate.gate_lock.pass_through()  # installs the first weights, if there are any
+        error = self._error if self._channel.first_version else ""  # without a first version: of a later update
         self._acknowledge_after_cascade()
-        self._seen = min(self.version, self._channel.first_version)  # a newer version may be installed already
+        self._seen = min(self.version, self._channel.first_version)  # `receive` returns a newer one
         self._channel.attach(self._poller)
         self._attached = True
-        # A failure of a later version is reported only to the sender.
-        if self._error and self._channel.first_version:
-            error = self._error
+        if error:
             self.close()
             raise WeightSyncError(f"worker {worker_idx} could not install its first weights:\n{error}")
 
@@ -138,8 +139,8 @@ class Receiver(VersionState):
         self._attached, self._binding = False, None
 
     def _guard_model(self) -> None:
-        guard(self.model)
-        process_gate().call(gated_receivers.add, self)
+        gate_model(self.model)
+        process_gate().call(gated_receivers.add, self)  # only the holder of the gate may use the set
 
     def _bind_model(self) -> Binding:
         if self._binding is None:
@@ -155,7 +156,10 @@ class Receiver(VersionState):
     # --- called inside the gate, by the acting thread or the receiver thread ---
 
     def poll_update(self) -> bool:
-        """Install the version that the next forward must use. Implements ``wsync.loops.gate_lock.Feed``."""
+        """Install the version that the next forward must use. Implements ``wsync.loops.gate_lock.Feed``.
+
+        Returns True if it committed a transaction: other models have changed too, and the gate polls all feeds again.
+        """
         update = self._channel.poll_update()
         if update is None:
             return False
@@ -235,7 +239,7 @@ class Receiver(VersionState):
     def _check_layout(self, event: CheckLayout) -> None:
         error = ""
         try:
-            Binding(self.model, event.layout, bind=self._channel.binds)
+            Binding(self.model, event.layout, bind=self._channel.binds)  # checks the layout
         except Exception:  # noqa: BLE001  the error is this worker's answer to the sender
             error = traceback.format_exc()
         self._channel.answer(Ack(self.worker_idx, event.version, error), prepared=True)
@@ -267,7 +271,7 @@ class Receiver(VersionState):
         """Wait for the next version; return what ``take()`` returns (by default ``weights``): see ``wait_next``."""
         return self.wait_next(timeout, take or self.weights)
 
-    def own_memory(self) -> None:
+    def copy_to_own_memory(self) -> None:
         """Copy the model into memory of its own until the next update, so it may be written. Called inside the gate."""
         if self._binding is not None:
             self._binding.detach()
@@ -278,7 +282,10 @@ class Receiver(VersionState):
         self._in_forked_child = True
 
     def close(self) -> None:
-        """Give the model its memory and class back, and close the connection; ``receive`` returns in other threads."""
+        """Copy the model to memory of its own, restore its class, and close the connection.
+
+        ``receive`` returns in other threads.
+        """
         self.end()
         self._channel.detach(self._poller)
         gate = process_gate()
@@ -287,10 +294,10 @@ class Receiver(VersionState):
             prepared.forget(self)
             if not self._in_forked_child:
                 self._channel.forward_ended()
-            self.own_memory()
+            self.copy_to_own_memory()
             gated_receivers.discard(self)
             if all(other.model is not self.model for other in gated_receivers):
-                release(self.model)
+                ungate_model(self.model)
         self._channel.close()
 
 

@@ -4,8 +4,8 @@ A rendezvous has two halves. On the sender it opens what workers connect to, and
 pickled scheme. In a worker it makes the connection. A scheme names its rendezvous by ``create_rendezvous``.
 
     SocketRendezvous    the address in the pickled scheme: a Unix socket, or TCP
-    StoreRendezvous     TCP; where processes share no pickled scheme, the address is looked up in a torch.distributed
-    store RpcRendezvous       a torch.distributed.rpc call (backends/rpc.py)
+    StoreRendezvous     TCP; without a pickled scheme, the address is looked up in a torch.distributed store
+    RpcRendezvous       a torch.distributed.rpc call (backends/rpc.py)
 """
 
 from __future__ import annotations

@@ -104,9 +104,8 @@ def single_count(counts: Mapping[str, int | None]) -> int | None:
 def close_at_exit(channel: SendChannel) -> None:
     """Close ``channel`` before this process waits for its children, unless that has been done.
 
-    A trainer that ends by an error has not shut down, and ``multiprocessing`` waits for its children, which may wait
-    for weights. Its own finalizers run before that wait, also in a process that it has started; a forked child has
-    none.
+    A trainer that ends by an error has not shut down. ``multiprocessing`` then joins its child processes, which may be
+    waiting for weights. Finalizers of ``multiprocessing`` run before that; a forked child inherits none.
     """
     util.Finalize(channel, _close, args=(ref(channel),), exitpriority=0)
 

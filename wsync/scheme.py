@@ -36,9 +36,8 @@ from wsync.scheme_transports import ReceiverTransport, SenderTransport
 from wsync.sender import Sender
 from wsync.sending.channel import WorkerChannel
 from wsync.sending.source import DeviceMap, Source, per_worker
-from wsync.transport import TransportBackend
+from wsync.transport import FlatTransport, TransportBackend
 from wsync.types import CascadingContext, CollectorContext, SyncReport
-from wsync.weights.snapshot import snapshot
 from wsync.weights.strategy import Format, WeightStrategy
 
 if TYPE_CHECKING:
@@ -49,7 +48,8 @@ class WeightSyncScheme(ABC):
     """Carries one model's weights from a trainer to its workers.
 
     Args:
-        strategy: the format in which weights are returned, ``"tensordict"`` or ``"state_dict"``. ``send`` takes both.
+        strategy: the format of weights that ``receive`` and ``weights`` return and that a transport is given,
+            ``"tensordict"`` or ``"state_dict"``. ``send`` takes both.
         sync: whether ``send`` waits until every worker uses the update; otherwise ``wait_async`` waits for that.
         timeout: seconds for ``connect`` and for ``send``; None for no limit.
         bind: whether a worker's model may be bound (see the module); False if the worker writes to its parameters.
@@ -61,8 +61,8 @@ class WeightSyncScheme(ABC):
     name: ClassVar[str]
     """The backend's name: in configs, in reports."""
     collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single")
-    """The options of Hydra's group ``collector`` that can carry the scheme, if any; the first one is the default."""
-    carries: ClassVar[bool] = True
+    """Values of ``collector=`` in ``train.py`` that work with this scheme, the default first; empty if none does."""
+    sends_weights: ClassVar[bool] = True
     """Whether anything is sent at all."""
     delivers_at_connect: ClassVar[bool] = True
     """Whether the first weights are delivered by ``connect``; otherwise by the first ``send``."""
@@ -80,13 +80,13 @@ class WeightSyncScheme(ABC):
         self.sync = sync
         self.timeout = timeout
         self.bind = bind
-        self.checksum: bool | None = None
+        self.checksum: bool | None = None  # always, never, or (None) only where a transport moves the weights
         self.metrics = SyncMetrics(self.name)
 
     # --- what a backend overrides ---
 
     @abstractmethod
-    def create_transport(self, worker_idx: int | None = None) -> TransportBackend:
+    def create_transport(self, worker_idx: int | None = None) -> TransportBackend | FlatTransport:
         """Return a new transport to (or in) worker ``worker_idx``. Called once per connection, at both ends."""
 
     def create_rendezvous(self) -> Rendezvous:
@@ -104,6 +104,7 @@ class WeightSyncScheme(ABC):
         return torch.device("cpu")
 
     def _uses_arena(self) -> bool:
+        """Return whether this instance uses the arena; overridden where an option turns it off."""
         return self.arena
 
     def _transport_factory(self) -> Any:
@@ -135,7 +136,7 @@ class WeightSyncScheme(ABC):
             context: a collector, or any object that has the model.
             model: the model; read again by each ``send()`` without arguments.
             weights: instead of a model, its live weights; likewise read again.
-            devices: one per worker (each worker moves weights to its own device).
+            devices: one per worker. Only the number is used: each worker keeps its model on the device it has.
             device_map_fn: ``(worker_idx, weights) -> weights`` for that worker.
             num_workers: how many there are; by default as many as ``devices``, ``params_map`` or the context's workers.
             params_map: ``{worker_idx: weights}``, for workers that are to have different ones.
@@ -165,12 +166,12 @@ class WeightSyncScheme(ABC):
         source = self._make_source(model_id, params_map or (model if weights is None else weights), device_map_fn)
         sender, channel = self._open_sender(source, count)
         self._role = SenderRole(model_id, context, model, sender, channel, self._address, sentinels)
-        close_at_exit(channel)  # by a finalizer that runs before multiprocessing waits for its child processes
+        close_at_exit(channel)
         if pipes:
-            invite_all(self, pipes)
+            invite_all(self, pipes)  # tell each worker through its pipe where to connect
 
     def _open_sender(self, source: Source, num_workers: int) -> tuple[Sender, WorkerChannel]:
-        """Begin to listen for workers; from here on there is something to release."""
+        """Open the listening socket. Workers are accepted during ``connect`` and ``readmit``, by the calling thread."""
         connections, self._address = self.create_rendezvous().open()
         channel = WorkerChannel(
             connections,
@@ -213,8 +214,8 @@ class WeightSyncScheme(ABC):
         Raises:
             RuntimeError: the scheme was never initialised on a sender, or is initialised here already.
             LookupError, TypeError: the context has no such model.
-            ValueError: neither a model nor a context; or a context that passes updates on, with a scheme that has
-                no acknowledged sends.
+            ValueError: neither a model nor a context; or a context with ``cascade_weights`` and a scheme with
+                ``acknowledge="published"``.
         """
         self._require_fresh_receiver()
         rendezvous = self.create_rendezvous()
@@ -236,8 +237,8 @@ class WeightSyncScheme(ABC):
             self._transport_factory(),
             self._strategy,
             arena=self._uses_arena(),
-            binds_arena=self.binds_arena and self.bind,  # to slots of the arena
-            binds_buffers=self.bind,  # to the receive buffers of a transport
+            binds_arena=self.binds_arena and self.bind,  # parameters to slots of the arena
+            binds_buffers=self.bind,  # parameters to the receive buffers of a transport
             timeout=self.timeout,
             connected=rendezvous.connected,
         )
@@ -250,14 +251,14 @@ class WeightSyncScheme(ABC):
         Args:
             model_id: the model's name.
             model: the one that acts and is updated.
-            source: model or weights that ``send()`` without arguments reads; the current ones are installed at once.
+            source: model or weights that ``send()`` without arguments reads; installed at once, as version 1.
 
         Raises:
             RuntimeError: the scheme is initialised already.
             LayoutMismatch: the source does not fit the model.
         """
         self._require_fresh()
-        channel = InProcessChannel(connect=lambda: receiver.connect(0, self.timeout))
+        channel = InProcessChannel(connect=lambda: receiver.connect(0, self.timeout))  # called by sender.connect()
         receiver = Receiver(model, self._strategy, channel)
         source = self._make_source(model_id, source, None)
         sender = Sender(channel, source, 1, self.timeout, record=self.metrics.record)
@@ -303,7 +304,7 @@ class WeightSyncScheme(ABC):
                 raise ValueError("worker_idx is missing: give it to init_on_receiver() or connect()")
             role.receiver.connect(index, self.timeout)
             if not self.acknowledges:
-                role.receiver.act_through_gate_only()
+                role.receiver.wake_only_for_receive()  # else the next forward installs
         else:
             raise NotConnected("call init_on_sender() or init_on_receiver() before connect(), also after shutdown()")
 
@@ -314,15 +315,15 @@ class WeightSyncScheme(ABC):
     def disconnect(self, worker_idx: int) -> None:
         """On the sender: treat a worker as dead: stop sending to it.
 
-        The newest update sent to all workers is delivered to its replacement when that connects: see ``readmit``.
+        Its replacement gets the last update sent to this index: see ``readmit``.
         """
         self._sender_role("disconnect").sender.disconnect(worker_idx)
 
     def readmit(self, worker_idx: int, sentinel: int | None = None, timeout: float | None = None) -> None:
         """On the sender: accept a replacement, which calls ``connect``, for a worker that has died.
 
-        It gets the version last sent to its index, by itself or to all workers, even if sent while no worker had that
-        index. Other workers are not affected. A worker still connected under this index is disconnected first.
+        It gets the last update sent to its index, whether to it alone or to all workers, even if sent while no worker
+        had that index. Other workers are not affected. A worker still connected under this index is disconnected first.
 
         Args:
             worker_idx: the index of the dead worker, which the replacement takes over.
@@ -352,7 +353,7 @@ class WeightSyncScheme(ABC):
             WorkerDied, WorkerFailed, SyncTimeout: names each worker that lacks the update, and why; the others have it.
         """
         role = self._role
-        if not isinstance(role, SenderRole):
+        if not isinstance(role, SenderRole):  # tested here as well: saves a call per update
             role = self._sender_role("send")
         return role.sender.send(weights, worker_ids, self.sync)
 
@@ -372,7 +373,7 @@ class WeightSyncScheme(ABC):
         return self._sender_role("wait_async").sender.wait()
 
     def receive(self, timeout: float | None = None) -> Any | None:
-        """Wait for a version newer than the one the previous ``receive`` returned; the first call: than ``connect``'s.
+        """Wait for a version newer than the last one returned; at first, newer than the one ``connect`` delivered.
 
         Args:
             timeout: seconds; None for no limit.
@@ -398,15 +399,15 @@ class WeightSyncScheme(ABC):
             raise NotConnected("this end has no model to apply weights to")
         with process_gate().hold():
             if isinstance(role, ReceiverRole):
-                role.receiver.own_memory()  # its current memory is shared with other workers and must not be written
+                role.receiver.copy_to_own_memory()  # the arena's must not be written
             self.strategy.apply_weights(model, weights, inplace=inplace)
 
     def prepare_weights(
         self, weights: Any, model_id: str, strategy: WeightStrategy | None = None, context: Any = None
     ) -> Any:
-        """Return what ``send(weights)`` would send, in the strategy's format, ``{worker: …}`` where workers differ.
+        """Return the weights that ``send(weights)`` starts from, before any ``device_map_fn``; changes nothing.
 
-        Changes nothing, and calls no ``device_map_fn``.
+        In the strategy's format; ``{worker: …}`` where workers differ.
 
         Raises:
             NotConnected: no weights were given, and there is no model to take them from.
@@ -499,8 +500,8 @@ class WeightSyncScheme(ABC):
         role = self._role
         if not isinstance(role, ReceiverRole):
             return None
-        connected = role.receiver.worker_idx
-        return connected if connected >= 0 else role.worker_idx
+        index = role.receiver.worker_idx
+        return index if index >= 0 else role.worker_idx
 
     @property
     def num_workers(self) -> int:
@@ -536,11 +537,14 @@ class WeightSyncScheme(ABC):
         by_worker = per_worker(source)
         if by_worker is not None:
             return {worker: self.strategy.extract_weights(weights) for worker, weights in by_worker.items()}
-        return self.strategy.express(snapshot(source))
+        return self.strategy.extract_weights(source)
 
     @property
     def sender_transports(self) -> dict[int, TransportBackend]:
-        """On the sender, the transport to each worker; empty on a receiver."""
+        """On the sender, ``{worker_idx: transport}``; empty on a receiver.
+
+        Their calls go through this scheme (``send``, ``connect``), with its versions and acknowledgements.
+        """
         role = self._role
         if not isinstance(role, SenderRole):
             return {}
@@ -548,7 +552,7 @@ class WeightSyncScheme(ABC):
 
     @property
     def shared_transport(self) -> TransportBackend | None:
-        """On the sender, one transport to all workers; None on a receiver."""
+        """On the sender, one transport to all workers: see ``sender_transports``; None on a receiver."""
         role = self._role
         return SenderTransport(role.sender, self.connect, None) if isinstance(role, SenderRole) else None
 
@@ -560,7 +564,7 @@ class WeightSyncScheme(ABC):
 
     @property
     def sender(self) -> Sender:
-        """The send path: for ``synchronize``."""
+        """The send path; used by ``wsync.synchronize`` (``transaction.py``)."""
         return self._sender_role("sender").sender
 
     def _sender_role(self, what: str) -> SenderRole:

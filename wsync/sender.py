@@ -71,11 +71,12 @@ class Sender:
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._in_flight: list[InFlight] = []  # sent without waiting
-        self._not_yet_mapped: set[int] = set()  # got the layout late: must acknowledge their first update
-        self._locators = Locators(source.weights)  # find the tensors of weights seen before without walking the module
+        # Connected before there was a layout: may not have mapped the arena, so must acknowledge their first update.
+        self._not_yet_mapped: set[int] = set()
+        self._locators = Locators(source.weights)  # where the tensors of weights sent before are
         self._fast: FastCalls | None = None  # the fast path, while it is enabled
-        # Report of the last fast update; noted in the membership only when the fast path is disabled, to keep it short.
-        self._newest: SyncReport | None = None
+        # Its versions are copied to the membership by `_disable_fast`, not after each update: a shorter fast path.
+        self._last_fast_report: SyncReport | None = None
 
     @property
     def layout(self) -> Layout | None:
@@ -117,17 +118,17 @@ class Sender:
                 self._enable_fast(weights)
 
     def disconnect(self, worker: int) -> None:
-        """Treat a worker as dead: stop sending to it. Its replacement gets the newest update sent to all workers."""
+        """Treat a worker as dead: stop sending to it. Its replacement gets the last update sent to this index."""
         with self.exclusive():
             self._channel.disconnect(worker)
             self._stop_waiting_for([worker])
             self._members.remove([worker])
 
     def readmit(self, worker: int, sentinel: int | None = None, timeout: float | None = None) -> None:
-        """Accept a replacement for a dead worker. It gets the version last sent to its index, alone or to all workers.
+        """Accept a replacement for a dead worker. It gets the last update sent to its index, or to all workers.
 
         Args:
-            worker: the dead worker's index. Updates to all workers are sent to it even while no worker has it.
+            worker: the dead worker's index. Updates to all workers are kept for it while no worker has this index.
             sentinel: a descriptor that becomes readable when the replacement's process ends.
             timeout: seconds; None for those of ``connect``.
 
@@ -147,7 +148,8 @@ class Sender:
 
     def send(self, weights: object, worker_ids: int | Sequence[int] | None, wait: bool) -> SyncReport | None:
         """Deliver an update; with ``wait``, return when every worker uses it."""
-        with self._lock:  # Hot path: no avoidable calls or allocations
+        # Hot path: no avoidable calls or allocations. In a forked child `fast.update` returns None, and `_send` raises.
+        with self._lock:
             began = time.perf_counter()
             fast = self._fast
             if fast is not None and wait and worker_ids is None:
@@ -158,7 +160,7 @@ class Sender:
                     if report is not None:
                         if not isinstance(report, SyncReport):  # a tuple: sent, but not yet finished
                             report = self._complete(fast, PartialDelivery(*report), began)
-                        self._newest = report
+                        self._last_fast_report = report
                         self._record(report)
                         return report
                     self.version -= 1  # None: nothing was sent, so the number is free again; do a full send
@@ -168,6 +170,7 @@ class Sender:
         with self.exclusive():
             self._require_connected()
             workers, absent = self._members.recipients(worker_ids)
+            # Without `wait`, always with acknowledgements: `wait_async` waits until the update is installed.
             update = self._publish(weights, workers, absent, acknowledge=not (wait and self._finishes_on_publish))
             self._stop_waiting_for(update.workers)
             if wait:
@@ -176,7 +179,7 @@ class Sender:
                     self._enable_fast(weights)
                 return report
             self._in_flight.append(update)
-            self._channel.drain()
+            self._channel.drain()  # and have the send loop send what still waits for a worker
             return None
 
     def wait(self) -> SyncReport | None:
@@ -202,7 +205,7 @@ class Sender:
     ) -> InFlight:
         with self._loaded(weights, workers, absent) as (update, packed):
             # Two cases need acknowledgements in any mode: extra state, because set_extra_state may raise; and workers
-            # that may not have mapped the shared memory yet, because they use it only once they have answered.
+            # that may not have mapped the arena yet: until they have answered, their forwards do not read it.
             unsure = not self._not_yet_mapped.isdisjoint(workers) or any([extra for _, _, extra in packed])
             update.acknowledge = acknowledge = acknowledge or unsure
             for part, buffer, extra in packed:
@@ -274,9 +277,9 @@ class Sender:
 
     def _disable_fast(self) -> None:
         self._fast = None
-        if self._newest is not None:
-            self._members.expected_version.update(self._newest.workers)
-            self._newest = None
+        if self._last_fast_report is not None:
+            self._members.expected_version.update(self._last_fast_report.workers)
+            self._last_fast_report = None
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -301,7 +304,7 @@ class Sender:
             with self._loaded(weights, workers, absent, keep=True) as (update, packed):
                 for part, buffer, extra in packed:
                     self._channel.prepare(buffer, update.version, extra, part.workers, transaction)
-            self._stop_waiting_for(workers)
+            self._stop_waiting_for(workers)  # a vote also shows that older updates have been processed
             self._acks.require(workers, update.version, update.deadline, committed=False)
             return update
 

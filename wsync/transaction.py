@@ -38,7 +38,7 @@ def synchronize(
             the message says that it was committed, the other workers have all of them.
     """
     transaction = secrets.randbits(63)
-    carried = {scheme: weights for scheme, weights in updates.items() if scheme.carries}
+    carried = {scheme: weights for scheme, weights in updates.items() if scheme.sends_weights}
     senders = {str(scheme.model_id): (scheme.sender, weights) for scheme, weights in carried.items()}
     if len(senders) < len(carried):
         raise ValueError(f"each scheme must have a model_id of its own, not {[s.model_id for s in carried]}")

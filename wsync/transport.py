@@ -35,17 +35,17 @@ class TransportBackend(Protocol):
     Each end has an instance of its own: ``scheme.create_transport(worker_idx)`` is called once per worker on the
     sender, and once in the worker, each time the worker connects or reconnects.
 
-    A transport keeps no model and no strategy. It may also be used standalone (without a scheme); ``model``, and
-    ``weights`` of the set-up, exist only for that.
+    A transport keeps no model and no strategy. It may also be used standalone (without a scheme): only then is it given
+    a ``model``, or ``weights`` for the set-up methods.
     """
 
     def setup_connection_and_weights_on_sender(self) -> None:
         """Set up the sender's half.
 
         Called once per connection, in a dedicated thread of the trainer, before any ``send_weights``. May wait for the
-        worker's half, which runs at the same time. May raise anything: ``connect`` then raises ``SyncTimeout`` naming
-        the worker. Where it has not returned at the deadline of ``connect``, or when the worker has gone, ``close()``
-        is called, if the transport has such a method.
+        worker's half, which runs at the same time. If it raises anything, the worker counts as not connected:
+        ``connect`` raises ``SyncTimeout``, which names the worker and this error. Where it has not returned at the
+        deadline of ``connect``, or when the worker has gone, ``close()`` is called, if the transport has such a method.
         """
         ...
 
@@ -100,9 +100,10 @@ class TransportBackend(Protocol):
     ) -> Any | None:
         """Return the next version, or None if none arrived within ``timeout`` seconds.
 
-        Under a scheme it is called by the worker's receiver thread when the sender has announced an update, while
-        ``send_weights`` runs or after it has returned. It is called again if it returned None, or (detected by the
-        checksum) another version. What it raises is raised in the trainer as ``WorkerFailed``.
+        Under a scheme it is called when the sender has announced an update, while ``send_weights`` runs or after it has
+        returned, by the thread that reads the sender's messages: the receiver thread or, for the first weights, the
+        thread in ``connect``. If it returned None, or another version (detected by the checksum), it is called again
+        when ``send_weights`` has returned. What it raises is raised in the trainer as ``WorkerFailed``.
 
         Args:
             timeout: seconds; None for no limit.
@@ -119,7 +120,7 @@ class Closing(Protocol):
     """A transport that has resources to release."""
 
     def close(self) -> None:
-        """Release it, and end a call that blocks.
+        """Release the resources, and make a call that blocks in another thread return or raise.
 
         Called when the worker has gone, at a deadline, at shutdown, and after a set-up that failed. May be called by
         another thread than the one inside ``send_weights``, and more than once.
@@ -156,7 +157,7 @@ class FlatTransport(Protocol):
         Called once per connection, in a dedicated thread of the trainer and in one of the worker.
 
         Args:
-            store: shared by the two halves only, over their authenticated connection.
+            store: of these two processes only, open; its messages go over their authenticated connection.
             rank: 0 on the sender, 1 in the worker.
             generation: 1 for the first worker at this index, +1 per replacement (or reconnection).
             host: the address of this end by which the other end reaches it.
@@ -170,14 +171,15 @@ class FlatTransport(Protocol):
     def begin_send(self, flat: Tensor, transfers: list[Transfer]) -> None:
         """Begin to send, and append the transfer to ``transfers``.
 
-        Called under the sender's lock, by the thread that called ``scheme.send`` or, for an update that had to wait for
-        the worker, by the sender's background thread.
+        Called under the sender's lock, by the thread that called the scheme or, for an update that had to wait for the
+        worker, by the send-loop thread.
 
         Args:
             flat: ``uint8[nbytes]``; unchanged until the worker has answered.
             transfers: an empty list; the scheme takes the transfer as begun exactly if the list is filled. If a signal
                 handler raises during the call and the list is still empty, ``begin_send`` is called again. Begin and
-                append in one C call, so that no transfer is begun twice.
+                append in one C call, so that no transfer is begun twice:
+                ``transfers.extend(map(group.send, [[flat]], [rank], [tag]))``.
 
         Raises:
             RuntimeError: the connection has broken: the scheme then treats the worker as dead.
@@ -187,7 +189,7 @@ class FlatTransport(Protocol):
     def begin_receive(self, flat: Tensor, transfers: list[Transfer]) -> None:
         """Begin to receive into ``flat``, and append the transfer to ``transfers``, like ``begin_send``.
 
-        Called by the worker's receiver thread, or by the thread that runs the model's forward.
+        Called by the worker's receiver thread, by the thread in ``connect``, or by the thread that runs the forward.
 
         Raises:
             RuntimeError: the connection has broken.
@@ -195,7 +197,7 @@ class FlatTransport(Protocol):
         ...
 
     def close(self, pending: Transfer | None = None) -> bool:
-        """Release the connection. Called once, when the worker has gone or at shutdown.
+        """Release the connection. Called once at each end, by any thread, when the worker has gone or at shutdown.
 
         Args:
             pending: a transfer that has not been completed.
@@ -206,5 +208,5 @@ class FlatTransport(Protocol):
         ...
 
 
-TransportFactory = Callable[[int], TransportBackend]
+TransportFactory = Callable[[int], TransportBackend | FlatTransport]
 """``scheme.create_transport``, called with the worker's index."""

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import wsync
-from wsync.gate import Gate, guard, process_gate, release
+from wsync.gate import Gate, gate_model, process_gate, ungate_model
 
 
 class News:
@@ -75,7 +75,7 @@ def test_only_the_outermost_asks_for_news() -> None:
 @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), SystemExit(1)])
 def test_open_again_whatever_the_forward_raised(error: BaseException) -> None:
     model, news = Raises(error), News()
-    guard(model)
+    gate_model(model)
     process_gate().attach(news)
     try:
         for _ in range(2):
@@ -158,14 +158,14 @@ def test_who_is_inside_knows() -> None:
 
 def test_copies_are_ungated_and_of_the_original_class() -> None:
     model = nn.Linear(2, 2)
-    guard(model)
+    gate_model(model)
     assert type(model) is not nn.Linear and isinstance(model, nn.Linear)
     assert type(model).__name__ == "Linear"
     for twin in (copy.deepcopy(model), copy.copy(model), pickle.loads(pickle.dumps(model))):
         assert type(twin) is nn.Linear
         assert torch.equal(twin.weight, model.weight)
     assert type(model) is not nn.Linear
-    release(model)
+    ungate_model(model)
     assert type(model) is nn.Linear
 
 
@@ -190,9 +190,9 @@ def test_classes_are_let_go_with_their_last_model() -> None:
     """A parametrised module has a class of its own; so has its gated self."""
     models = [parametrize.register_parametrization(nn.Linear(2, 2), "weight", nn.Identity()) for _ in range(3)]
     for model in models:
-        guard(model)
+        gate_model(model)
     classes = [weakref.ref(kind) for model in models for kind in (type(model), type(model).__mro__[1])]
-    release(models[0])
+    ungate_model(models[0])
     assert models[0](torch.ones(2)).shape == (2,)
     models.clear()
     del model

@@ -21,7 +21,7 @@ from collectors.environments.transforms import Key, ModuleTransform
 from collectors.envs import GymEnv
 from collectors.rollouts.acting import Actor
 from collectors.rollouts.rollout import Rollout
-from wsync.gate import guard, process_gate
+from wsync.gate import gate_model, process_gate
 
 OBSERVATION: list[Key] = ["observation"]
 REWARD: list[Key] = [("next", "reward")]
@@ -353,7 +353,7 @@ class Bias(nn.Module):
 def test_rewards_that_are_views_of_weights_are_those_of_the_call() -> None:
     model = Bias()
     env = GymEnv(Counter, 2, transforms=[ModuleTransform(model, OBSERVATION, REWARD)])
-    guard(model)  # as one that is synchronised
+    gate_model(model)  # as one that is synchronised
     process_gate().attach(model)
     try:
         batch = env.rollout(4)

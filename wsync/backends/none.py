@@ -34,7 +34,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
     """Carries nothing: every call does nothing, and workers keep the weights that they have."""
 
     name = "none"
-    carries = False
+    sends_weights = False
     collectors: ClassVar[tuple[str, ...]] = (
         "multi_sync",
         "multi_async",

@@ -20,7 +20,7 @@ class GatedReceiver(Protocol):
 
     model: nn.Module
 
-    def own_memory(self) -> None:
+    def copy_to_own_memory(self) -> None:
         """Give the model memory of its own until the next update. Called inside the gate, before a fork."""
         ...
 
@@ -36,7 +36,7 @@ _held: list[Any] = []  # the gate's lock, while this process forks
 
 def _own_memory() -> None:
     for receiver in gated_receivers:
-        receiver.own_memory()
+        receiver.copy_to_own_memory()
 
 
 def _before_fork() -> None:

@@ -15,7 +15,7 @@ _CHECK_INTERVAL = 2.0  # seconds between checks that the sender is alive, in cas
 
 
 class VersionState:
-    """Which version one model in one worker has, and who waits for the next one.
+    """Which version one model in one worker has, and the threads that wait for the next one.
 
     Args:
         channel: the connection to the sender.
@@ -30,7 +30,7 @@ class VersionState:
         self.waiting = 0
         self._channel = channel
         self._seen = 0
-        self._acts_through_gate_only = False
+        self._wake_only_for_receive = False
         self._closed = False
         self._reset_lock()
 
@@ -94,16 +94,19 @@ class VersionState:
                 with self._guard:
                     self._closed = True
 
-    def act_through_gate_only(self) -> None:
-        """Request no message for updates that no thread waits for: the model is used only through the gate."""
-        self._acts_through_gate_only = True
+    def wake_only_for_receive(self) -> None:
+        """Have the sender wake this worker only while a thread waits in ``receive``.
+
+        Otherwise the next forward installs the update. Called once after ``connect``, by the same thread.
+        """
+        self._wake_only_for_receive = True
         self._add_waiting(0)
 
     def _add_waiting(self, threads: int) -> None:
         with self._guard:
             self.waiting += threads
             if not self._closed:
-                self._channel.set_wakeups(self.waiting > 0 or not self._acts_through_gate_only)
+                self._channel.set_wakeups(self.waiting > 0 or not self._wake_only_for_receive)
 
     def end_in_forked_child(self) -> None:
         """End in a forked child; its lock may be held by a thread that does not exist there."""
