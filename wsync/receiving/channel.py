@@ -10,7 +10,6 @@ from wsync.control.handshake import SenderSettings, layout_in
 from wsync.control.receiver_thread import MessageHandler
 from wsync.deadlines import wait_readable
 from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
-from wsync.forming import Forming, close_unformed, forming_deadline
 from wsync.receiving.arena_reader import ArenaReader
 from wsync.receiving.protocols import (
     CheckLayout,
@@ -22,13 +21,11 @@ from wsync.receiving.protocols import (
     UpdateReader,
     UpdateReceiver,
 )
+from wsync.receiving.readers import ReaderFactory
 from wsync.receiving.transport_reader import TransportReader
-from wsync.shm.arena import Arena, open_handle
-from wsync.transport import FlatTransport, TransportFactory
 from wsync.types import ANY_VERSION, Ack, Update
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
-from wsync.weights.strategy import WeightStrategy
 
 _log = logging.getLogger(__name__)
 
@@ -38,35 +35,20 @@ class SenderChannel:
 
     Args:
         dial: ``(worker, deadline) -> connection``.
-        create_transport: the scheme's; None where all workers use the arena.
-        strategy: the format in which a transport is given a buffer.
-        arena: whether to use the sender's arena where it can be mapped.
-        binds_arena: whether the model stays bound to the arena's slots; otherwise it copies.
-        binds_buffers: whether the model stays bound to a transport's receive buffers.
-        timeout: seconds that an announced version may take to arrive; None for no limit.
+        readers: makes the reader of an accepted connection.
         connected: called with the worker's index when the sender has accepted it.
     """
 
     def __init__(
         self,
         dial: Callable[[int, float | None], Connection],
-        create_transport: TransportFactory | None,
-        strategy: WeightStrategy,
+        readers: ReaderFactory,
         *,
-        arena: bool,
-        binds_arena: bool,
-        binds_buffers: bool,
-        timeout: float | None,
         connected: Callable[[int], None],
     ) -> None:
-        self._connected = connected
         self._dial = dial
-        self._create_transport = create_transport
-        self._strategy = strategy
-        self._use_arena = arena
-        self._binds_arena = binds_arena
-        self._binds_buffers = binds_buffers
-        self._timeout = timeout
+        self._readers = readers
+        self._connected = connected
         self._pending: Connection | None = None  # the sender has not accepted it yet
         self._connection: Connection | None = None
         self._reader: UpdateReader | None = None
@@ -115,10 +97,11 @@ class SenderChannel:
             raise NotConnected(f"worker {self._worker} was refused: {accepted.payload.decode(errors='replace')}")
         self.first_version = accepted.version
         try:
-            handshake = SenderSettings.load(accepted.payload)
-            early = self._open_reader(connection, accepted, handshake, deadline)
-            if handshake.layout is not None:
-                self._set_layout(handshake)
+            settings = SenderSettings.load(accepted.payload)
+            self._reader, early = self._readers.open(connection, self._worker, settings, accepted.fds, deadline)
+            self._reader.set_wakeups(self._wakeups)
+            if settings.layout is not None:
+                self._set_layout(settings)
             if accepted.version and isinstance(self._reader, TransportReader):  # the first weights come right now
                 self._first_update(connection, early, deadline)
         except (WeightSyncError, ConnectionError):
@@ -126,62 +109,11 @@ class SenderChannel:
         except ValueError as error:
             raise NotConnected(f"worker {self._worker} does not understand the sender: {error}") from error
 
-    def _open_reader(
-        self, connection: Connection, accepted: Message, handshake: SenderSettings, deadline: float | None
-    ) -> Sequence[Message]:
-        """Map the arena, or set up the transport; return messages that arrived meanwhile."""
-        if self._worker >= handshake.workers:
-            raise ValueError(f"there is no worker {self._worker} of {handshake.workers}")
-        fds = (accepted.fds[0], accepted.fds[1]) if len(accepted.fds) == 2 else None
-        if handshake.memory is not None:
-            fds = open_handle(handshake.memory) if self._use_arena else None
-            connection.send(Message(Kind.JOINED, self._worker, int(fds is not None)))
-        if fds is not None:
-            arena = Arena(handshake.workers, fds)
-            self._reader = ArenaReader(arena, self._worker, binds=self._binds_arena)
-            self._reader.set_wakeups(self._wakeups)
-            return ()
-        if self._create_transport is None:
-            raise NotConnected(
-                f"worker {self._worker} cannot use the sender's shared memory, and its scheme has no other transport"
-            )
-        return self._open_transport(connection, self._create_transport, handshake.generation, deadline)
-
-    def _open_transport(
-        self, connection: Connection, create: TransportFactory, generation: int, deadline: float | None
-    ) -> Sequence[Message]:
-        transport, worker, strategy = create(self._worker), self._worker, self._strategy
-        if isinstance(transport, FlatTransport):
-            latest, host = forming_deadline(deadline), connection.local_host
-            forming = Forming(
-                connection, worker, deadline, lambda store: transport.form(store, 1, generation, host, latest)
-            )
-        else:
-
-            def set_up(_: object) -> None:
-                transport.setup_connection_and_weights_on_receiver(worker_idx=worker, strategy=strategy)
-
-            forming = Forming(connection, worker, deadline, set_up)
-        try:
-            early = forming.wait()
-        except WeightSyncError:
-            close_unformed(transport)
-            raise
-        except Exception as error:
-            close_unformed(transport)
-            raise NotConnected(
-                f"worker {worker}: the set-up of its transport raised {type(error).__name__}: {error}"
-            ) from error
-        finally:
-            forming.close()
-        self._reader = TransportReader(transport, strategy, binds=self._binds_buffers, timeout=self._timeout)
-        return early
-
-    def _set_layout(self, handshake: SenderSettings) -> None:
-        if self._reader is None or handshake.layout is None:
-            raise ValueError("a handshake without a layout")
-        self._reader.set_layout(handshake.layout, handshake.checksum)
-        self._layout = handshake.layout
+    def _set_layout(self, settings: SenderSettings) -> None:
+        if self._reader is None or settings.layout is None:
+            raise ValueError("the settings have no layout")
+        self._reader.set_layout(settings.layout, settings.checksum)
+        self._layout = settings.layout
 
     def _first_update(self, connection: Connection, early: Sequence[Message], deadline: float | None) -> None:
         """Receive the version that the sender sends to a worker as it joins; it is installed by the first ``poll``."""

@@ -6,17 +6,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
-
 from wsync.checksum import CHECKSUM, checksum_of
 from wsync.control.messages import TRANSACTION, Kind
-from wsync.errors import WeightSyncError
 from wsync.sending.transfer_thread import TransferThread
 from wsync.transport import FlatTransport, Transfer, TransportBackend
-from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
-
-_MAX_EXTRA = 1000 << 20  # bytes of extra state in one message
 
 
 @dataclass(slots=True, eq=False)
@@ -100,10 +94,12 @@ class WorkerQueue:
                 self.waiting.pop()
         self.waiting.append(update)
 
-    def clear(self) -> None:
-        """Forget all updates but the latest."""
+    def restart(self, update: QueuedUpdate | None) -> None:
+        """Forget all updates but the latest, and queue ``update``, for a new connection."""
         self.current = None
         self.waiting.clear()
+        if update is not None:
+            self.append(update)
 
     def abort(self, transaction: int) -> None:
         """Forget what waits to be prepared in a transaction."""
@@ -114,42 +110,3 @@ class WorkerQueue:
         """The latest, the current one, and those that wait: their buffers are in use."""
         current = self.current.update if self.current else None
         return (*(update for update in (self.latest, current) if update), *self.waiting)
-
-
-def check_extra_size(extra: bytes) -> None:
-    """Check that extra state fits into one message.
-
-    Raises:
-        WeightSyncError: it does not.
-    """
-    if len(extra) > _MAX_EXTRA:
-        raise WeightSyncError(
-            f"the modules' extra state has {len(extra) / 2**20:.0f} MiB; a message carries up to "
-            f"{_MAX_EXTRA / 2**20:.0f}: register large values as buffers"
-        )
-
-
-class BufferPool:
-    """Private buffers of one layout, where there is no arena; a new one is made when all others are in use.
-
-    Args:
-        device: where they are.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers: list[Buffer] = []
-
-    def buffer(self, layout: Layout, busy: Iterable[int]) -> Buffer:
-        """Return a buffer with a ``slot`` that is not in ``busy``."""
-        busy = set(busy)
-        for buffer in self._buffers:
-            if buffer.slot not in busy:
-                return buffer
-        flat = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self._device)
-        self._buffers.append(Buffer.over(layout, flat, len(self._buffers)))
-        return self._buffers[-1]
-
-    def clear(self) -> None:
-        """Release the memory."""
-        self._buffers.clear()

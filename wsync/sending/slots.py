@@ -6,13 +6,15 @@ All methods are called under the sender's lock.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 
 from torch import Tensor
 
 from wsync.control.messages import Kind, Message
 from wsync.control.workers import WorkerConnections, join_indices
-from wsync.deadlines import remaining
+from wsync.deadlines import remaining, wait_readable
 from wsync.errors import SyncTimeout
+from wsync.fast_path import FastCalls, PartialDelivery
 from wsync.sending.queues import QueuedUpdate
 from wsync.shm.arena import Arena
 from wsync.types import ANY_VERSION, Ack
@@ -118,6 +120,40 @@ class Slots:
         """Have a worker that has gone use no slot; its published word stays, for a worker in its place."""
         self.workers.discard(worker)
         self.arena.writer.vacate(worker, _MUTEX_TIMEOUT)
+
+    def are_mapped(self, worker: int, deadline: float | None) -> bool:
+        """Wait until an accepted worker has tried to map the arena; False if it could not, or has disconnected.
+
+        Raises:
+            SyncTimeout: it did not answer; it is disconnected.
+        """
+        with self._connections.reading_directly(worker) as connection:
+            ready = wait_readable(connection.descriptors, deadline)
+            if not ready:
+                self._connections.disconnect(worker)
+                cause = "was accepted, but did not answer"
+                raise SyncTimeout(f"worker {worker} {cause}: is it stopped?", {worker: cause})
+            message = connection.receive() if connection.fileno() in ready else None
+        if message is None or message.kind is not Kind.JOINED:
+            self._connections.mark_dead(worker, f"{connection.peer} left while it was joining")
+            return False
+        return message.version == 1
+
+    def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
+        """See ``SendChannel``: it needs all workers in the arena, and updates without checksum."""
+        descriptors = self._connections.descriptors
+        if self._checksum or not descriptors or len(self.workers) < self._num_workers:
+            return None
+        update = self.arena.fast_update(descriptors, self._retains, acknowledge)
+        return None if update is None else FastCalls(update, partial(self._complete_fast, acknowledge))
+
+    def _complete_fast(self, acknowledge: bool, delivery: PartialDelivery, version: int) -> None:
+        """Point the workers that the fast call could not, and record the acknowledgements that it has read."""
+        for worker in delivery.others:
+            self.point(worker, version, delivery.slot, acknowledge)
+        for worker, answered in enumerate(delivery.answered):
+            if answered:
+                self._connections.record(Ack(worker, version))
 
     def published_views(self) -> list[Sequence[Tensor]]:
         """Return the slots that workers are pointed to, each once, as tensors of the caller's own."""

@@ -17,14 +17,15 @@ from typing import Any
 
 from wsync.control.messages import Kind, Message
 from wsync.control.workers import WorkerConnections
-from wsync.errors import NotConnected, SyncTimeout
-from wsync.forming import Forming, close_unformed, forming_deadline
+from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
+from wsync.forming import Forming
 from wsync.sending.queues import Delivery, QueuedUpdate, WorkerQueue
 from wsync.sending.transfer_thread import TransferThread
 from wsync.transport import FlatTransport, TransportFactory
 from wsync.types import Ack
 
 _log = logging.getLogger(__name__)
+_MAX_EXTRA = 1000 << 20  # bytes of extra state in one message
 
 
 class Transfers:
@@ -33,7 +34,7 @@ class Transfers:
     Args:
         connections: to all workers.
         num_workers: how many there are.
-        create_transport: the scheme's.
+        create_transport: the scheme's; None if every worker must use the arena: no update is then sent here.
         express: ``(update) -> weights`` in the strategy's format, views of the update's buffer.
         checksum: whether updates carry a checksum; None: they do.
 
@@ -45,7 +46,7 @@ class Transfers:
         self,
         connections: WorkerConnections,
         num_workers: int,
-        create_transport: TransportFactory,
+        create_transport: TransportFactory | None,
         express: Callable[[QueuedUpdate], Any],
         checksum: bool | None,
     ) -> None:
@@ -82,27 +83,19 @@ class Transfers:
             SyncTimeout: it could not be set up; the worker is disconnected.
         """
         queue = self.queues[worker]
+        if self._create_transport is None:
+            return  # the worker disconnects
         transport = self._create_transport(worker)
+
+        def set_up() -> None:
+            transport.setup_connection_and_weights_on_sender()
+
         try:
             with self._connections.reading_directly(worker) as connection:
-                if isinstance(transport, FlatTransport):
-                    latest, generation, host = forming_deadline(deadline), queue.generation, connection.local_host
-                    forming = Forming(
-                        connection,
-                        worker,
-                        deadline,
-                        lambda store: transport.form(store, 0, generation, host, latest),
-                    )
-                else:
-                    set_up = transport.setup_connection_and_weights_on_sender
-                    forming = Forming(connection, worker, deadline, lambda store: set_up())
+                forming = Forming(connection, worker, deadline, transport, 0, queue.generation, set_up)
                 try:
                     forming.wait()
-                except BaseException:
-                    close_unformed(transport)
-                    raise
                 finally:
-                    forming.close()
                     if forming.thread.is_alive():
                         self.ending.append(forming.thread)
         except NotConnected as error:
@@ -124,7 +117,7 @@ class Transfers:
         queue = self.queues[worker]
         transport, thread, current = queue.transport, queue.thread, queue.current
         queue.transport = queue.thread = None
-        queue.clear()
+        queue.restart(None)
         if thread is not None:
             if thread.busy and current is not None:
                 self._given_away.add(current.update.buffer.slot)  # send_weights may still read it
@@ -134,14 +127,19 @@ class Transfers:
             if transport.close(pending) and current is not None:
                 self._given_away.add(current.update.buffer.slot)
 
-    def rejoin(self, worker: int) -> None:
-        """Queue the latest version for a worker that takes another one's place."""
-        queue = self.queues[worker]
-        queue.clear()
-        if queue.latest is not None:
-            queue.append(queue.latest)
-
     # --- updates ---
+
+    def check_extra(self, extra: bytes) -> None:
+        """Check that extra state fits into one message.
+
+        Raises:
+            WeightSyncError: it does not.
+        """
+        if self._create_transport is not None and len(extra) > _MAX_EXTRA:
+            raise WeightSyncError(
+                f"the modules' extra state has {len(extra) / 2**20:.0f} MiB; a message carries up to "
+                f"{_MAX_EXTRA / 2**20:.0f}: register large values as buffers"
+            )
 
     def enqueue(self, update: QueuedUpdate, workers: Iterable[int]) -> None:
         """Send an update to workers that are ready for it; others get it, or a newer one, when they are."""
