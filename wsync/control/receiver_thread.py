@@ -15,19 +15,25 @@ _log = logging.getLogger(__name__)
 
 
 class MessageHandler(Protocol):
-    """What the receiver thread calls."""
+    """Handles the messages of one connection, e.g. a worker's ``Receiver``."""
 
     def on_readable(self) -> bool:
         """Read and process one message. Called by the receiver thread each time the connection is readable.
 
         Returns:
             False when there will be no more messages: the connection is then no longer watched.
+
+        Raises:
+            BaseException: anything; it is logged, and the connection is shut down.
         """
         ...
 
 
 class ReceiverThread:
-    """Waits for all connections of this process at once. Runs while at least one handler is registered."""
+    """The thread that waits for all connections of this process at once.
+
+    It runs while at least one handler is registered. Any thread may call the methods.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -113,12 +119,12 @@ class ReceiverThread:
                 if self._handlers.get(descriptor) is not handlers[descriptor]:
                     continue
                 handler, connection = handlers[descriptor]
-                if descriptor != connection:  # a pidfd: the peer has exited; the handler reads the rest of the socket
+                if descriptor != connection:  # a pidfd: the peer has exited; what it sent before is still read
                     with suppress(OSError):
                         _shut_down(connection)
                 elif _call(handler, connection):
                     continue
-                with self._lock:  # after a connection, stop watching its pidfd as well; after a pidfd, that alone
+                with self._lock:  # a connection that has ended is removed with its pidfd, a readable pidfd alone
                     finished = [fd for fd, one in handlers.items() if fd == descriptor or one == (handler, descriptor)]
                     for fd in finished:
                         if self._handlers.get(fd) is handlers[fd]:
