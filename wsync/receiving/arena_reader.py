@@ -48,7 +48,7 @@ class ArenaReader:
 
     def poller(self, receiver: UpdateReceiver) -> Poller:
         """See ``ReceiveChannel``: a compiled one, which passes only unusual updates to ``receiver``."""
-        self._slot.follow(receiver, process_gate().gate_lock)
+        self._slot.set_receiver(receiver, process_gate().gate_lock)
         return self._slot
 
     def enable_fast_path(self, binding: Binding, socket_fd: int) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from wsync.control.receiver_thread import MessageHandler
 from wsync.loops.gate_lock import Feed
+from wsync.loops.worker_slot import SlotReceiver
 from wsync.types import Ack, Update
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
@@ -59,24 +60,14 @@ Event = Published | Prepare | Decision | CheckLayout | Failed | Closed
 
 
 class Poller(Feed, MessageHandler, Protocol):
-    """A receiver, or a compiled object in its place.
+    """A ``Receiver``, or the ``WorkerSlot`` in its place.
 
     Registered twice: with the gate (polled before each forward) and with the receiver thread (called per message).
     """
 
 
-class UpdateReceiver(Poller, Protocol):
-    """A ``Receiver``, as a compiled ``Poller`` uses it: every unusual update is passed to it.
-
-    Attributes:
-        version: the version that is installed in the model.
-        told_at: when the update that is being installed was announced, on ``time.perf_counter``; 0.0 if it was not.
-        waiting: how many threads wait in ``receive``; an update has to wake them.
-    """
-
-    version: int
-    told_at: float
-    waiting: int
+class UpdateReceiver(SlotReceiver, Protocol):
+    """A ``Receiver``, as its channel uses it."""
 
     def process(self, events: Sequence[Event]) -> bool:
         """Process events, outside the gate; False when there will be no more."""
