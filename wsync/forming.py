@@ -27,10 +27,10 @@ _LATER = 1.0  # seconds by which the forming thread's deadline is later: the wai
 
 
 class RelayStore(Store):
-    """A ``torch.distributed`` store of two processes: what one sets, the other can get.
+    """A ``torch.distributed`` store of two processes: a value that one sets, the other can get.
 
     ``set``, ``get``, ``wait`` and ``check`` are called by the forming thread; ``put`` and ``abandon`` by the thread
-    that reads the connection.
+    that connects.
 
     Args:
         relay: sends a key and its value to the other process.
@@ -52,7 +52,7 @@ class RelayStore(Store):
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Have every wait raise."""
+        """Let every wait raise, now and later."""
         with self._changed:
             self._abandoned = True
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""A worker's end of the connection to its sender: messages, and the arena or a transport for the weights."""
+"""A worker's channel to its sender: the connection, and the reader of the weights (from the arena or a transport)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class SenderChannel:
-    """A worker's end of one connection. Implements ``wsync.receiving.protocols.ReceiveChannel``.
+    """A worker's channel to its sender. Implements ``wsync.receiving.protocols.ReceiveChannel``; see there for threads.
 
     Args:
         dial: ``(worker, deadline) -> connection``.
@@ -102,12 +102,12 @@ class SenderChannel:
             self._reader.set_wakeups(self._wakeups)
             if settings.layout is not None:
                 self._set_layout(settings)
-            if accepted.version and isinstance(self._reader, TransportReader):  # the first weights come right now
+            if accepted.version and isinstance(self._reader, TransportReader):  # the first weights follow at once
                 self._first_update(connection, early, deadline)
         except (WeightSyncError, ConnectionError):
             raise
         except ValueError as error:
-            raise NotConnected(f"worker {self._worker} does not understand the sender: {error}") from error
+            raise NotConnected(f"worker {self._worker} got an invalid message of the sender: {error}") from error
 
     def _set_layout(self, settings: SenderSettings) -> None:
         if self._reader is None or settings.layout is None:
@@ -116,7 +116,7 @@ class SenderChannel:
         self._layout = settings.layout
 
     def _first_update(self, connection: Connection, early: Sequence[Message], deadline: float | None) -> None:
-        """Receive the version that the sender sends to a worker as it joins; it is installed by the first ``poll``."""
+        """Receive the version that the sender sends at once; the first ``poll_update`` returns it."""
         waiting = list(early)
         while True:
             message = waiting.pop(0) if waiting else self._wait_message(connection, deadline)
@@ -140,7 +140,7 @@ class SenderChannel:
         ready = wait_readable(connection.descriptors, deadline)
         if not ready:
             raise SyncTimeout(f"worker {self._worker}: the sender did not answer: does it call connect() too?")
-        # A forked child may keep the dead sender's socket open: then only the pidfd shows that it is gone.
+        # A forked child of a dead sender may keep the socket open: then only the pidfd is readable.
         message = connection.receive() if connection.fileno() in ready else None
         if message is None or message.kind is Kind.LEAVE:
             raise NotConnected(f"worker {self._worker} was not accepted: the sender went away")
@@ -175,17 +175,17 @@ class SenderChannel:
             _log.debug("worker %d: the sender %s", self._worker, "has shut down" if message else "is gone")
             return [Closed()]
         try:
-            return self._understand(message)
+            return self._events_of(message)
         except ConnectionError as error:
             _log.debug("worker %d: %s", self._worker, error)
         except ValueError as error:
-            self.answer(Ack(self._worker, ANY_VERSION, f"it does not understand the sender: {error}"))
+            self.answer(Ack(self._worker, ANY_VERSION, f"it got an invalid message of the sender: {error}"))
         if self._connection is not None:
             _leave(self._connection)
         return [Closed()]
 
-    def _understand(self, message: Message) -> Sequence[Event]:
-        """Return what a message asks for.
+    def _events_of(self, message: Message) -> Sequence[Event]:
+        """Return the events of a message.
 
         Raises:
             ValueError: it is malformed, or unexpected.
@@ -247,9 +247,7 @@ class SenderChannel:
         if self._reader is None:
             return
         self._reader.on_installed(update, error)
-        if (
-            isinstance(self._reader, ArenaReader) and not self._reader.binds
-        ):  # it has copied, and needs the slot no more
+        if isinstance(self._reader, ArenaReader) and not self._reader.binds:  # copied: the slot is free
             self.forward_ended()
 
     def forward_ended(self) -> None:
@@ -265,19 +263,19 @@ class SenderChannel:
             self._reader.answered()
 
     def _send(self, message: Message) -> None:
-        """Send; if the sender is gone, the receiver thread notices that."""
+        """Send; if the sender is gone, the receiver thread will notice."""
         try:
             connection = self._open()
             connection.send(message)
         except ConnectionError:
             return
-        if connection.busy and self._reader is not None:  # the fast path writes to the socket directly
+        if connection.busy and self._reader is not None:  # the fast path would write to the socket directly
             self._reader.disable_fast_path()
 
     def close(self) -> None:
         """See ``ReceiveChannel``."""
         if self._pending is not None:
-            _leave(self._pending)  # over RPC, nothing else tells the sender that this worker has gone
+            _leave(self._pending)  # over RPC the sender has no other way to notice
             self._pending = None
         if self._connection is not None:
             _leave(self._connection)
@@ -289,7 +287,7 @@ class SenderChannel:
 
 
 def _leave(connection: Connection) -> None:
-    """Close a connection, and tell the other end that this is on purpose."""
+    """Close a connection, after a message that this is on purpose."""
     try:
         connection.send(Message(Kind.LEAVE))
     except ConnectionError:

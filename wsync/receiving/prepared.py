@@ -1,4 +1,4 @@
-"""The updates that are prepared in this process, by transaction. Only the thread that holds the gate uses them."""
+"""The updates that are prepared in this process, by transaction. All functions are called inside the gate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def keep(transaction: int, receiver: Installs, update: Update) -> None:
 
 
 def decide(transaction: int, commit: bool) -> None:
-    """Install all updates of a transaction, or forget them."""
+    """Install all updates of a transaction (``commit``), or drop them."""
     for receiver, update in prepared.pop(transaction, []):
         if commit:
             receiver.install(update)
@@ -46,7 +46,7 @@ def commit_if_prepared(receiver: Installs, version: int) -> bool:
 
 
 def forget(receiver: Installs) -> None:
-    """Forget all updates of a receiver that is closed."""
+    """Drop all updates of a receiver that is closed."""
     for transaction, updates in list(prepared.items()):
         updates[:] = [(one, update) for one, update in updates if one is not receiver]
         if not updates:

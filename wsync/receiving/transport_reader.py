@@ -1,4 +1,4 @@
-"""A worker's updates from a transport: what was received and is not installed yet."""
+"""A worker's updates from a transport: its receive buffers, and the updates that are not installed yet."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TransportReader:
         self._lock = threading.Lock()  # the receiver thread takes buffers, the acting thread may free them
         self._bound = -1  # the buffer that the model is bound to
         self._pending: Update | None = None  # received, and not installed
-        self._received = 0  # the newest version that has arrived: it may be announced once more
+        self._received = 0  # the newest version that has arrived: it may be announced again
         self._prepared: dict[int, Update] = {}  # by transaction
 
     def set_layout(self, layout: Layout, checksum: bool | None) -> None:
@@ -132,7 +132,7 @@ class TransportReader:
         """See ``ReceiveChannel``: a buffer is not written while the model is bound to it."""
 
     def poll_update(self) -> Update | None:
-        """See ``ReceiveChannel``. It stays pending until it is installed: a signal handler may raise in between."""
+        """See ``ReceiveChannel``. The update stays pending until it is installed: a signal handler may raise."""
         return self._pending
 
     def on_installed(self, update: Update, error: str) -> None:

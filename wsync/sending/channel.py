@@ -1,7 +1,7 @@
-"""The trainer's side of the way to all workers: connections, the arena on this machine, transports to others.
+"""How a sender reaches its workers: connections, the arena for those on this machine, transports to the others.
 
-Weights are packed once for all workers: into a slot of the arena, or into a private buffer where there is no arena. A
-worker that has mapped the arena is told which slot to use; every other worker is sent the same buffer by its transport.
+Weights are packed once for all workers: into a slot of the arena, or into a private buffer if there is no arena. A
+worker that has mapped the arena is pointed to the slot; every other worker is sent the same memory by its transport.
 """
 
 from __future__ import annotations
@@ -33,17 +33,19 @@ _GRACE = 2.0  # seconds for a thread that has nothing to wait for any more
 
 
 class WorkerChannel:
-    """See the module; a ``SendChannel``. Implements ``ConnectionCallbacks``.
+    """The channel of one sender to its workers. Implements ``SendChannel`` and ``ConnectionCallbacks``.
+
+    Used by the thread that calls the scheme, and by the thread of ``SendLoop``. ``_lock`` keeps their calls apart.
 
     Args:
         source: where workers connect.
-        num_workers: how many there are.
-        create_transport: makes the transport of a worker that cannot use the arena; None: every worker must use it.
-        strategy: the format in which transports are given weights.
+        num_workers: the number of workers.
+        create_transport: makes the transport of a worker that cannot use the arena; None if every worker must use it.
+        strategy: the format of the weights that transports are given.
         arena: whether workers on this machine take weights from shared memory.
         retains: whether a worker's model stays bound to the slot that it was given.
-        checksum: whether updates carry a checksum; None: those that a transport carries.
-        device: where weights are packed, without an arena.
+        checksum: whether updates have a checksum; None: only those that a transport carries.
+        device: where weights are packed if there is no arena.
     """
 
     def __init__(
@@ -84,9 +86,9 @@ class WorkerChannel:
         return self._strategy.extract_weights(views)
 
     def _split(self, workers: Collection[int]) -> tuple[list[int], list[int]]:
-        """Return those of ``workers`` that have their published words stored, and those that have a transport.
+        """Return those of ``workers`` that get the version by a published word, and those that get it by a transport.
 
-        Of workers that are not connected, the version is kept in the arena, if there is one.
+        For workers that are not connected the published word keeps the version, if there is an arena.
         """
         if self._slots is None:
             return [], list(workers)
@@ -127,7 +129,7 @@ class WorkerChannel:
     # --- ConnectionCallbacks ---
 
     def accept_message(self, worker: int, rejoined: bool) -> Message:
-        """See ``ConnectionCallbacks``: the message names the version that the worker gets as it joins."""
+        """See ``ConnectionCallbacks``: the message names the version that the worker is given first."""
         queue = self._transfers.queues[worker]
         queue.generation += 1
         fds: tuple[int, ...] = ()
@@ -156,7 +158,7 @@ class WorkerChannel:
         self._loop.connections_changed()
 
     def on_disconnected(self, worker: int) -> None:
-        """See ``ConnectionCallbacks``: free what the worker used; keep what a worker in its place will be given."""
+        """See ``ConnectionCallbacks``: free what the worker used; keep the version that its replacement will get."""
         self._transfers.disconnect(worker)
         latest = self._transfers.queues[worker].latest
         if self._slots is not None:
@@ -191,7 +193,7 @@ class WorkerChannel:
             self._reserved.difference_update(buffer.slot for buffer in buffers)
 
     def published_views(self) -> list[Sequence[Tensor]]:
-        """Return the slots that workers are pointed to, each once, as tensors of the caller's own."""
+        """Return each slot that workers are pointed to, as new tensors."""
         return [] if self._slots is None else self._slots.published_views()
 
     # --- updates ---
@@ -247,7 +249,7 @@ class WorkerChannel:
         with self._lock:
             prepared = self._prepared.pop(transaction, {})
             in_arena, others = self._split(workers)
-            for worker in in_arena:  # may be dropped: what is not committed is not installed
+            for worker in in_arena:  # may be dropped: without a commit nothing is installed
                 self._connections.notify(worker, Message(Kind.ABORT, worker, transaction))
             for worker in others if prepared else ():
                 self._transfers.abort(worker, transaction)
@@ -260,28 +262,23 @@ class WorkerChannel:
         with self._lock:
             try:
                 self._connections.drain()
-            except BaseException:  # a signal handler raised: what was being read is lost
-                self._mark_overdue(self.workers)
+            except BaseException:  # a signal handler raised: a message may be lost
+                self._transfers.mark_overdue(self.workers)
                 raise
             self._loop.start_if_needed()
 
     def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
         """See ``SendChannel``."""
         with self._lock:
-            heard: set[int] = set()
+            answered: set[int] = set()
             try:
                 acks = self._connections.wait_acks(workers, version, deadline)
-                heard.update(ack.worker for ack in acks)
-                if len(heard) < len(workers):
-                    self._transfers.give_up(set(workers) - heard)
+                answered.update(ack.worker for ack in acks)
+                if len(answered) < len(workers):
+                    self._transfers.give_up(set(workers) - answered)
                 return acks
-            finally:  # also where a signal handler raised: what was being read is lost
-                self._mark_overdue(set(workers) - heard)
-
-    def _mark_overdue(self, workers: Collection[int]) -> None:
-        for worker in workers:
-            queue = self._transfers.queues[worker]
-            queue.overdue = queue.current is not None
+            finally:  # also if a signal handler raised: a message may be lost
+                self._transfers.mark_overdue(set(workers) - answered)
 
     def close(self) -> None:
         """See ``SendChannel``."""
@@ -290,7 +287,7 @@ class WorkerChannel:
                 return
             self._closed = True
             self._loop.stop()
-            slots, self._slots = self._slots, None  # first: a forked child that closes must not touch workers' words
+            slots, self._slots = self._slots, None  # first: disconnecting must not write words in a forked child
             self._connections.close()
             self._pool.clear()
             self._transfers.close()

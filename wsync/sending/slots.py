@@ -1,7 +1,4 @@
-"""The arena on the sender's side: which slot may be written, and pointing workers to slots.
-
-All methods are called under the sender's lock.
-"""
+"""The arena in the sender's process: which slot may be written, and pointing workers to slots."""
 
 from __future__ import annotations
 
@@ -25,14 +22,14 @@ _MUTEX_TIMEOUT = 5.0  # seconds; a worker holds its mutex for a microsecond, unl
 
 
 class Slots:
-    """See the module.
+    """The slots of one sender's arena. All methods are called under the sender's lock.
 
-    The published word of a worker that is not connected names the version for a worker in its place, whether that one
-    uses the arena or a transport.
+    The published word of a worker that is not connected names the version for its replacement, even if the replacement
+    will use a transport.
 
     Args:
         connections: to all workers.
-        num_workers: how many there are.
+        num_workers: the number of workers.
         retains: whether workers stay bound to slots; otherwise they copy.
         checksum: whether each update gets a checksum.
 
@@ -52,7 +49,7 @@ class Slots:
         self._checksum = checksum
 
     def set_layout(self, layout: Layout) -> None:
-        """Define what a slot holds. The second update needs another slot in any case, where workers stay bound."""
+        """Define what a slot contains. If workers stay bound, the second update always needs another slot."""
         self.arena.set_layout(layout)
         for _ in range(2 if self._retains else 1):
             self.arena.grow()
@@ -60,8 +57,8 @@ class Slots:
     def reserve(self, workers: Collection[int], busy: set[int], deadline: float | None, *, keep: bool) -> Buffer:
         """Return a slot that no published word names, that no forward uses, and that is not in ``busy``.
 
-        A slot that ``workers`` have copied out may be written again, unless ``keep``; a worker that takes the place of
-        any other one will need that one's slot.
+        A slot that ``workers`` have copied out may be written again, unless ``keep``. The published slots of the other
+        workers are kept, for their replacements.
 
         Raises:
             SyncTimeout: there was none before ``deadline``; names the workers that use them.
@@ -112,12 +109,12 @@ class Slots:
         return QueuedUpdate(Kind.UPDATE, version, self.arena.buffer(slot), self.arena.read_extra(slot))
 
     def clear(self, worker: int) -> None:
-        """Have a worker's words name and use no slot."""
+        """Reset a worker's words: it is pointed to no slot and uses none."""
         self.vacate(worker)
         self.arena.writer.publish(worker, 0, 0, False, _MUTEX_TIMEOUT)
 
     def vacate(self, worker: int) -> None:
-        """Have a worker that has gone use no slot; its published word stays, for a worker in its place."""
+        """Record that a worker that has gone uses no slot; its published word stays, for its replacement."""
         self.workers.discard(worker)
         self.arena.writer.vacate(worker, _MUTEX_TIMEOUT)
 
@@ -156,5 +153,5 @@ class Slots:
                 self._connections.record(Ack(worker, version))
 
     def published_views(self) -> list[Sequence[Tensor]]:
-        """Return the slots that workers are pointed to, each once, as tensors of the caller's own."""
+        """Return each slot that workers are pointed to, as new tensors."""
         return [self.arena.map_slot(slot).views for slot in self.arena.published_slots()]
