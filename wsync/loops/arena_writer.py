@@ -34,7 +34,7 @@ from wsync.loops.words import (
     slot_in,
     version_in,
 )
-from wsync.types import SyncReport
+from wsync.types import SyncReport, split_phases
 
 MUTEX_TIMEOUT = 0.01  # seconds; a worker that is stopped inside its mutex is left to the caller of update()
 _LONGEST = 2**31 - 1  # milliseconds that poll() takes
@@ -274,19 +274,16 @@ class ArenaWriter:
         return True
 
     def _report(self, update: _Update, began: float, finished: float) -> SyncReport:
-        """What the update has cost. The phases add up to ``seconds``."""
+        """Return what the update has cost."""
         slowest = max(update.answers.values(), key=lambda answer: answer.wait + answer.apply, default=Message(ACK, -1))
-        left = finished - update.packed
-        apply = min(slowest.apply, left)
-        wait = min(slowest.wait, left - apply)
-        transfer = min(update.published - update.packed, left - apply - wait)
-        phases = {
-            "extract": update.started - began + update.extracted - update.waited,
-            "pack": update.packed - update.extracted,
-            "transfer": transfer,
-            "wait": update.waited - update.started + wait,
-            "apply": apply,
-            "acknowledge": left - apply - wait - transfer,
-        }
+        phases = split_phases(
+            extract=update.started - began + update.extracted - update.waited,
+            wait=update.waited - update.started,
+            pack=update.packed - update.extracted,
+            transfer=update.published - update.packed,
+            left=finished - update.packed,
+            worker_wait=slowest.wait,
+            worker_apply=slowest.apply,
+        )
         workers = dict.fromkeys(range(len(self._blocks)), update.version)
         return SyncReport(update.version, self._nbytes, finished - began, phases, workers)

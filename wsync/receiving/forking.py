@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
-from torch import nn
-
 from wsync.gate import process_gate
+from wsync.receiving.protocols import UpdateReceiver
 
-
-class GatedReceiver(Protocol):
-    """A ``Receiver``, as this module uses it.
-
-    Attributes:
-        model: the gated model.
-    """
-
-    model: nn.Module
-
-    def own_memory(self) -> None:
-        """Copy the model into memory of its own until the next update. Called inside the gate, before a fork."""
-        ...
-
-    def end_in_forked_child(self) -> None:
-        """Process nothing more: the connection belongs to the parent. Called once, in the forked child."""
-        ...
-
-
-gated_receivers: WeakSet[GatedReceiver] = WeakSet()
+gated_receivers: WeakSet[UpdateReceiver] = WeakSet()
 """The receivers of this process. Used inside the gate only."""
 _held: list[Any] = []  # the gate's lock, while this process forks
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch import nn
+
 from wsync.control.receiver_thread import MessageHandler
 from wsync.loops.gate_lock import Feed
 from wsync.loops.worker_slot import SlotReceiver
@@ -67,10 +69,28 @@ class Poller(Feed, MessageHandler, Protocol):
 
 
 class UpdateReceiver(SlotReceiver, Protocol):
-    """A ``Receiver``, as its channel uses it."""
+    """A ``wsync.receiver.Receiver``, as the modules of this folder use it.
+
+    Attributes:
+        model: the gated model.
+    """
+
+    model: nn.Module
 
     def process(self, events: Sequence[Event]) -> bool:
         """Process events, outside the gate; False when there will be no more."""
+        ...
+
+    def install(self, update: Update) -> None:
+        """Install a committed update in the model. Called inside the gate."""
+        ...
+
+    def own_memory(self) -> None:
+        """Copy the model into memory of its own until the next update. Called inside the gate, before a fork."""
+        ...
+
+    def end_in_forked_child(self) -> None:
+        """Process nothing more: the connection belongs to the parent. Called once, in the forked child."""
         ...
 
 
@@ -175,8 +195,8 @@ class ReceiveChannel(Protocol):
 class UpdateReader(Protocol):
     """How a connected worker reads the weights: ``ArenaReader``, ``FlatReader`` or ``BackendReader``.
 
-    Called by the worker's channel. ``published``, ``fetch``, ``prepare`` and ``decide`` are called once per message, by the
-    thread that connects and then by the receiver thread. They may raise ValueError (the message is malformed) or
+    Called by the worker's channel. ``published``, ``fetch``, ``prepare`` and ``decide`` are called once per message, by
+    the thread that connects and then by the receiver thread. They may raise ValueError (the message is malformed) or
     ConnectionError (the transport has broken).
 
     Attributes:

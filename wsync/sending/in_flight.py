@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wsync.types import Ack, SyncReport
+from wsync.types import Ack, SyncReport, split_phases
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,22 +43,14 @@ class InFlight:
             finished: when the last one arrived, on ``time.perf_counter``.
         """
         slowest = max(acks, key=lambda ack: ack.wait + ack.apply, default=Ack(-1, self.version))
-        left = finished - self.packed
-        # A worker may begin while the update is still being published to others: do not count that time twice.
-        apply = min(slowest.apply, left)
-        wait = min(slowest.wait, left - apply)
-        transfer = min(self.transfer, left - apply - wait)
-        return SyncReport(
-            version=self.version,
-            bytes=nbytes,
-            seconds=finished - self.started,
-            phases={
-                "extract": self.extract,
-                "pack": self.pack,
-                "transfer": transfer,
-                "wait": self.wait + wait,
-                "apply": apply,
-                "acknowledge": left - apply - wait - transfer,
-            },
-            workers=dict.fromkeys(self.workers, self.version),
+        phases = split_phases(
+            extract=self.extract,
+            wait=self.wait,
+            pack=self.pack,
+            transfer=self.transfer,
+            left=finished - self.packed,
+            worker_wait=slowest.wait,
+            worker_apply=slowest.apply,
         )
+        workers = dict.fromkeys(self.workers, self.version)
+        return SyncReport(self.version, nbytes, finished - self.started, phases, workers)
