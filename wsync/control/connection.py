@@ -280,7 +280,7 @@ class SocketConnection:
 
     def attach(self, handler: MessageHandler) -> None:
         """See ``Connection``: the process's receiver thread calls the handler."""
-        receiver_thread().listen(self.fileno(), self.descriptors, handler)
+        receiver_thread().register(handler, self.fileno(), self.descriptors)
 
     def detach(self, handler: MessageHandler) -> None:
         """See ``Connection``."""

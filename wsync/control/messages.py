@@ -27,7 +27,7 @@ class Kind(IntEnum):
     UPDATE = 4  # install a version; payload: by a transport, checksum and extra state
     PREPARE = 5  # check and keep a version; payload: the transaction, then the arena's slot, or UPDATE's payload
     ABORT = 6  # drop what was prepared (version: the transaction) or fetched (version: as in FETCH)
-    COMMIT = 7  # install what was prepared; version: the transaction. Not sent for the arena: see shm/arena.py
+    COMMIT = 7  # install what was prepared; version: the transaction. In the arena the published word is the commit
     RESEND = 8  # repeat the last answer: it did not arrive in time, or an exception interrupted the sender's reading
     CHECK_LAYOUT = 9  # answer whether weights of a layout would fit; payload: SenderSettings
     FETCH = 10  # begin to receive a version, before its UPDATE or PREPARE; payload: checksum and extra state

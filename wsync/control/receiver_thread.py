@@ -43,24 +43,17 @@ class ReceiverThread:
         self._thread: threading.Thread | None = None
         self._wake = -1
 
-    def listen(self, connection: int, descriptors: Sequence[int], handler: MessageHandler) -> None:
-        """Call ``handler`` for a connection.
+    def register(self, handler: MessageHandler, connection: int, descriptors: Sequence[int]) -> None:
+        """Call ``handler`` while a connection is readable.
 
         Args:
+            handler: of the connection.
             connection: the connection's descriptor.
             descriptors: that one, and the peer's pidfd if there is one. Once the peer has exited, the connection is
                 shut down: a forked child of the peer may keep its copy of the socket open.
-            handler: called while ``connection`` is readable.
         """
-        self._add({descriptor: (handler, connection) for descriptor in descriptors})
-
-    def register(self, descriptor: int, handler: MessageHandler) -> None:
-        """Call ``handler`` when ``descriptor`` is readable."""
-        self._add({descriptor: (handler, descriptor)})
-
-    def _add(self, handlers: dict[int, tuple[MessageHandler, int]]) -> None:
         with self._lock:
-            self._handlers.update(handlers)
+            self._handlers.update(dict.fromkeys(descriptors, (handler, connection)))
             if self._thread is not None:
                 os.eventfd_write(self._wake, 1)
             else:
@@ -71,7 +64,7 @@ class ReceiverThread:
                 self._thread.start()
 
     def unregister(self, handler: MessageHandler) -> None:
-        """Stop calling ``handler``; on return no call of it is in progress, unless the caller is inside it."""
+        """Stop calling ``handler``. On return no call of it is running, except one that this call is part of."""
         with self._lock:
             self._handlers = {fd: other for fd, other in self._handlers.items() if other[0] is not handler}
             thread = self._thread

@@ -72,10 +72,6 @@ class WorkerConnections:
         self._watched[descriptor] = callback
         self._poll.register(descriptor, select.POLLIN)
 
-    def connection(self, worker: int) -> Connection:
-        """Return the connection to a worker that is connected."""
-        return self._connections[worker]
-
     def wait_for_workers(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
         """Accept connections until all of ``workers`` are connected.
 

@@ -25,7 +25,7 @@ class BackgroundConnect:
         self._lock = threading.Lock()
         with self._lock:  # the thread may call before all descriptors are registered
             for descriptor in descriptors:
-                receiver_thread().register(descriptor, self)
+                receiver_thread().register(self, descriptor, [descriptor])
 
     def on_readable(self) -> bool:
         """See ``MessageHandler``. True if it connected: the receiver then uses one of the descriptors."""

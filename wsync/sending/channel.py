@@ -109,9 +109,9 @@ class WorkerChannel:
             if self._slots is not None:
                 self._slots.set_layout(layout)
             for worker in self.workers:
-                self._connections.send(worker, Message(Kind.LAYOUT, worker, payload=self._handshake(worker).dump()))
+                self._connections.send(worker, Message(Kind.LAYOUT, worker, payload=self._settings(worker).dump()))
 
-    def _handshake(self, worker: int) -> SenderSettings:
+    def _settings(self, worker: int) -> SenderSettings:
         generation = self._transfers.queues[worker].generation
         handle = None if self._slots is None or self._passes_descriptors else self._slots.arena.handle
         return SenderSettings(self._layout, self._checksum, self._num_workers, generation, handle)
@@ -143,7 +143,7 @@ class WorkerChannel:
                 self._slots.point(worker, first.version, first.buffer.slot, acknowledge=True)
             if self._passes_descriptors:
                 fds = self._slots.arena.fds
-        return Message(Kind.ACCEPTED, worker, first.version if first else 0, self._handshake(worker).dump(), fds=fds)
+        return Message(Kind.ACCEPTED, worker, first.version if first else 0, self._settings(worker).dump(), fds=fds)
 
     def on_accepted(self, worker: int, deadline: float | None) -> None:
         """See ``ConnectionCallbacks``: find out whether the worker uses the arena; else set up its transport."""
