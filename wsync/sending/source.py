@@ -1,4 +1,4 @@
-"""Where a sender takes weights from when a call brings none, and which worker gets which."""
+"""The weights that a sender reads for each update, and which worker gets which."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Part(NamedTuple):
 
 
 class Reader:
-    """Reads a source again and again, and remembers where the tensors of a module are."""
+    """Reads weights, and remembers where the tensors of the last module are. Used by the sending thread."""
 
     def __init__(self) -> None:
         self._index: ModuleIndex | None = None
         self._places: list[tuple[dict[str, Any], str]] = []  # of the index's tensors, in the layout's order
         self._layout: Layout | None = None
-        self._tree: TensorTree | None = None  # the same places, the fast path
+        self._tree: TensorTree | None = None  # the same places, for the fast path
 
     def read(self, source: object) -> Snapshot:
         """Return the canonical form of ``source``, as it is now."""
@@ -56,7 +56,7 @@ class Reader:
     def read_module(self, source: object, layout: Layout) -> tuple[list[Tensor], Mapping[str, Any]] | None:
         """Return the tensors of a module that was read before, in the layout's order and checked, and its extra state.
 
-        None if ``source`` is anything else, or has changed.
+        None if ``source`` is not that module, or has changed.
         """
         index = self._placed(source, layout)
         if index is None:
@@ -66,7 +66,7 @@ class Reader:
         return tensors, index.extra_state()
 
     def _placed(self, source: object, layout: Layout) -> ModuleIndex | None:
-        """The index of a module that was read before, if it has the layout's tensors; their places are known then."""
+        """Return the index of a module that was read before, if it has the layout's tensors; sets ``_places``."""
         index = self._current(source) if isinstance(source, nn.Module) else None
         if index is not None and self._layout is not layout:
             places = index.places
@@ -79,7 +79,7 @@ class Reader:
         return index
 
     def locator(self, source: object, layout: Layout) -> Locator | None:
-        """Return what finds the tensors of weights like those last read; None if there is no such shortcut."""
+        """Return a locator for weights like those last read; None if their form has none."""
         if isinstance(source, nn.Module) and not isinstance(source, TensorDictBase):
             if self._placed(source, layout) is None or self._tree is None:
                 return None
@@ -88,7 +88,7 @@ class Reader:
 
 
 def per_worker(weights: object) -> dict[int, Any] | None:
-    """Return each worker's weights, if ``weights`` are ``{worker_idx: weights}``; None if they are anything else.
+    """Return each worker's weights, if ``weights`` are ``{worker_idx: weights}``; otherwise None.
 
     Indices may be integers of any type, as ``worker_ids`` may; they are returned as plain ones.
 
@@ -109,14 +109,14 @@ def per_worker(weights: object) -> dict[int, Any] | None:
 
 
 class Source:
-    """A model, live weights, or weights per worker; read anew for every update.
+    """A model, live weights, or weights per worker; read again for every update. Used by the sending thread.
 
     Args:
-        weights: module, TensorDict, state dict or ``{worker: any of these}``; None if every send brings its own.
+        weights: module, TensorDict, state dict or ``{worker: any of these}``; None if every send is given its own.
         strategy: the format that ``device_map_fn`` is given; also writes the mirror.
         device_map_fn: ``(worker_idx, weights) -> weights``, applied for each worker.
-        apart: whether every worker gets a part (and so a buffer) of its own, even where all parts are equal.
-        mirror: the user's own buffers; everything that is sent is written into them as well.
+        apart: whether every worker gets a part (and so a buffer) of its own, even if all parts are equal.
+        mirror: the user's own buffers; everything that is sent is also written into them.
 
     Raises:
         TypeError: the weights, or the map, are of a wrong type.
@@ -145,9 +145,7 @@ class Source:
         self._apart = apart
         self._reader = Reader()
         self._own = Reader()
-        self._alike = (
-            device_map_fn is None and mirror is None and not apart
-        )  # all workers get the same, and nothing else has to be done
+        self._alike = device_map_fn is None and mirror is None and not apart  # one part, and no other work
 
     def first(self, weights: object) -> Snapshot:
         """Return one worker's weights, which define the layout.
@@ -160,23 +158,23 @@ class Source:
         return self._reader.read(given if apart is None else next(iter(apart.values())))
 
     def _given(self, weights: object) -> object:
-        """Return what an update is made from."""
+        """Return ``weights``, or the source's own."""
         given = self.weights if weights is None else weights
         if given is None:
             raise NotConnected("nothing to send: no model or weights were given, neither at init nor now")
         return given
 
     def locator(self, weights: object, layout: Layout) -> Locator | None:
-        """Return how to find the tensors of updates like this one; None if workers get different ones."""
+        """Return a locator for updates like this one; None if workers get different weights, or there is none."""
         return self._reader.locator(self.weights if weights is None else weights, layout) if self._alike else None
 
     def parts(self, weights: object, workers: Sequence[int], absent: Sequence[int], layout: Layout) -> list[Part]:
-        """Return what each of ``workers`` is to be sent; all of it is checked first.
+        """Return the weights of each worker, all of them checked.
 
         Args:
             weights: the update; None reads the source's own.
-            workers: those that must get weights.
-            absent: those that get the same as the others, and need not be named in weights per worker.
+            workers: the workers that must get weights.
+            absent: absent workers, which get the same as the others, and need not be named in weights per worker.
             layout: of the weights.
 
         Raises:
