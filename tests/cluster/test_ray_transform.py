@@ -158,7 +158,7 @@ def test_worker_processes_that_ray_does_not_know_join_it(rewards: RayModuleTrans
             assert batch["next", "episode_return"].max() <= 24  # of the environment's own reward
 
 
-def test_a_dead_actor_is_named_by_everybody(cluster: None) -> None:
+def test_a_dead_actor_is_named_in_every_error(cluster: None) -> None:
     transform = RayModuleTransform(Scaled, REWARD, REWARD)
     dead, late = f"actor {transform._name}.* is dead", cloudpickle.dumps(transform)
     env = GymEnv("CartPole-v1", 2, transforms=[transform])

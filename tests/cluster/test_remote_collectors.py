@@ -97,7 +97,7 @@ def collect_with(family, *, workers=2, workers_of=None, trained=None, env=cartpo
 
 
 @every_family
-def test_the_workers_of_a_collector_that_nobody_has_any_more_end(family):
+def test_workers_end_when_their_collector_is_garbage_collected(family):
     collector = collect_with(family)
     next(collector)
     left = weakref.ref(collector)
@@ -463,7 +463,7 @@ def test_workers_that_others_start_join(caplog, monkeypatch):
             starter.refused.result(10)
 
 
-def test_who_does_not_join_is_named(monkeypatch):
+def test_workers_that_do_not_join_are_named(monkeypatch):
     monkeypatch.setenv("WSYNC_AUTHKEY", "a secret of ours")
     with pytest.raises(wsync.SyncTimeout, match=r"worker\(s\) 0, 1 did not join within 0.2 s"):
         collect_with("tcp", launcher="join", timeout=0.2)
@@ -482,7 +482,7 @@ def test_who_does_not_join_is_named(monkeypatch):
         ("::", "host=:: is every interface"),
     ],
 )
-def test_nobody_listens_on_every_interface_nor_where_there_is_none(family, host, said):
+def test_listening_on_every_interface_or_a_missing_one_is_refused(family, host, said):
     with pytest.raises(wsync.NotConnected, match=said):
         collect_with(family, host=host, timeout=20.0, weight_sync_schemes={})  # no scheme to refuse it
 
@@ -529,8 +529,8 @@ def test_torchrun_makes_a_trainer_and_its_workers(tmp_path):
 
 
 def test_a_rank_0_that_is_not_there_is_an_error_that_says_where(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as nobodys:
-        port = nobodys.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as released:
+        port = released.getsockname()[1]
     said = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in said.items():
         monkeypatch.setenv(name, value)
@@ -575,8 +575,8 @@ def test_workers_of_a_group_that_there_is_already(tmp_path, monkeypatch):
     try:
         with pytest.raises(RuntimeError, match="belongs to an RPC group already"):
             collect_with("rpc")
-        with pytest.raises(RuntimeError, match="nobody"):
-            collect_with("rpc", workers_of=["mine1", "nobody"])
+        with pytest.raises(RuntimeError, match="absent"):
+            collect_with("rpc", workers_of=["mine1", "absent"])
         with pytest.raises(ValueError, match="one twice: mine1, mine1"):
             collect_with("rpc", workers_of=["mine1", "mine1"])
         assert rpc.rpc_sync("mine1", still_at_work) == 0, "a graceful rpc.shutdown() would wait for it for ever"

@@ -214,7 +214,7 @@ def test_asynchronous_workers_come_back():
         assert len(late) == 2 and max(seen) not in late
 
 
-def test_who_cannot_be_started_anew_is_refused():
+def test_restart_of_workers_that_cannot_be_restarted_is_refused():
     with pytest.raises(ValueError, match="does not take a member back"):
         collect("rpc", "restart")
     with pytest.raises(ValueError, match="workers that join"):

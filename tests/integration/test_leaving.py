@@ -141,7 +141,7 @@ if "shutdown" in sys.argv:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("means", ["memory", "group"])
 @pytest.mark.parametrize("end", ["shutdown", "exit"])
-def test_a_trainer_whose_worker_died_as_its_line_was_formed_ends_well(tmp_path: Path, means: str, end: str) -> None:
+def test_a_trainer_exits_cleanly_if_its_worker_died_while_connecting(tmp_path: Path, means: str, end: str) -> None:
     """The thread that formed it was still in torch when the interpreter ended, which aborted the process."""
     script = tmp_path / "trainer.py"
     script.write_text(FORSAKEN, encoding="utf-8")

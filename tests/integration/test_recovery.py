@@ -183,7 +183,7 @@ def test_raise_is_what_it_was(kind, events):
 
 
 @every_kind
-def test_drop_goes_on_with_the_others_until_nobody_is_left(kind, events, caplog):
+def test_drop_continues_until_no_worker_is_left(kind, events, caplog):
     with collect(kind, events, "drop", total_frames=400) as collector:
         next(collector)
         pid = kill(collector, 0)
@@ -442,7 +442,7 @@ def test_one_that_fails_too_often_is_an_error_with_the_last_cause(events):
 
 
 @every_kind
-def test_with_everybody_gone_the_first_to_come_back_is_waited_for(kind, events):
+def test_with_all_workers_dead_the_first_restarted_one_is_waited_for(kind, events):
     with collect(kind, events) as collector:
         next(collector)
         gone = {kill(collector, worker) for worker in (0, 1)}
@@ -493,7 +493,7 @@ def test_interrupt_ends_a_wait_for_workers_that_do_not_come_back(events):
 
 
 @every_kind
-def test_who_was_interrupted_and_got_the_batch_may_go_on(kind, events, monkeypatch):
+def test_a_collector_that_got_its_batch_after_an_interrupt_may_continue(kind, events, monkeypatch):
     monkeypatch.setattr("collectors.workers.group._STOP_GRACE", 0.5)
     with collect(kind, events) as collector:
         collector.interrupt()
@@ -586,7 +586,7 @@ def test_nonsense_is_refused(events):
             collect("sync", events, **options)
 
 
-def test_weights_per_worker_reach_those_who_are_there(events):
+def test_weights_per_worker_reach_the_remaining_workers(events):
     with collect("sync", events, "drop", workers=3) as collector:
         next(collector)
         kill(collector, 0)

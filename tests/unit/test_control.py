@@ -156,7 +156,7 @@ def test_a_worker_is_accepted_when_it_takes_the_place_of_a_silent_connection() -
             accept(listener)[0].close()
 
 
-def test_a_listener_whose_queue_is_full_is_an_error_at_the_deadline() -> None:
+def test_a_full_listener_queue_is_an_error_at_the_deadline() -> None:
     with closing(Listener()) as listener, ExitStack() as stack, pytest.raises(wsync.SyncTimeout, match="worker 7"):
         while True:
             stack.enter_context(closing(connect(listener.address, 7, time.monotonic() + 0.05)))

@@ -636,7 +636,7 @@ def test_a_usual_update_is_installed_and_acknowledged(retains: bool, family: soc
             sender.recv(1)
 
 
-def test_a_worker_whose_threads_wait_or_that_has_prepared_updates_takes_the_general_path() -> None:
+def test_workers_with_waiting_threads_or_prepared_updates_take_the_general_path() -> None:
     with fast_worker(True) as (_, writer, slot, model, receiver, _):
         receiver.waiting = 1
         writer.publish(0, 1, 1, True, 1.0)

@@ -182,7 +182,7 @@ class Faults(BackendHooks):
             else:
                 workers[0].result()
 
-    def test_a_worker_whose_model_has_changed_shape_is_named(self) -> None:
+    def test_a_worker_with_a_model_of_changed_shape_is_named(self) -> None:
         with self.connected() as session:
             session.workers[1].call(_reshape, 9)
             with pytest.raises(wsync.WorkerFailed, match=r"(?s)worker 1.*LayoutMismatch.*weight"):
