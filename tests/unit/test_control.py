@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 
@@ -53,6 +55,22 @@ def connected(host: str | None) -> Iterator[tuple[SocketConnection, SocketConnec
             first = worker.receive()
             assert first is not None and first.payload == b"first"
             yield ours, worker
+
+
+@HOSTS
+def test_a_listener_and_connections_that_are_only_dropped_close_their_descriptors(host: str | None) -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    listener = Listener(host)
+    dropped = [connect(listener.address, 0, time.monotonic() + SECONDS), *accept(listener), listener]
+    assert len(os.listdir("/proc/self/fd")) > before
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", ResourceWarning)
+        dropped.clear()
+        del listener
+        gc.collect()
+    assert not [str(warning.message) for warning in warned]
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def is_closed_by(listener: Listener, other: socket.socket) -> bool:
