@@ -41,9 +41,9 @@ from collectors.distributed import (
     RayCollector,
     RPCCollector,
     RPCWeightUpdater,
+    tcp_worker,
     torchrun,
 )
-from collectors.distributed.tcp_worker import join
 from wsync import listen_on
 from wsync.control import Address
 
@@ -417,7 +417,7 @@ class Starter(logging.Handler):
         with socket.create_connection((host, int(port))):
             pass  # a stranger, which leaves
         self.strangers = [socket.create_connection((host, int(port))) for _ in range(6)]  # which stay, and say nothing
-        self.refused = self.refusals.submit(join, Address(host, int(port), b"guessed"), -1, 5.0)
+        self.refused = self.refusals.submit(tcp_worker.join, Address(host, int(port), b"guessed"), -1, 5.0)
         env = environment(WSYNC_TRAINER=address)
         self.workers = [subprocess.Popen(self.COMMAND, env=env) for _ in range(2)]
 
@@ -553,11 +553,19 @@ def member(rank, path):
 def still_at_work() -> int:
     """Threads that are a collector's worker, and do not end."""
     threads = [thread for thread in threading.enumerate() if thread.name == "collector-worker"]
-    while any(thread.ident is None for thread in threads):  # it is listed before it can be joined
-        os.sched_yield()
     for thread in threads:
-        thread.join(5.0)
+        while not join(thread, 5.0):
+            os.sched_yield()
     return sum(thread.is_alive() for thread in threads)
+
+
+def join(thread: threading.Thread, timeout: float) -> bool:
+    """Join a thread; False if it is listed but not started yet (``ident`` is set before ``join`` is allowed)."""
+    try:
+        thread.join(timeout)
+    except RuntimeError:
+        return False
+    return True
 
 
 @pytest.mark.filterwarnings("ignore:You are using a Backend")
