@@ -18,6 +18,12 @@ import wsync
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_cluster() -> None:
+    """The tests of this file start clusters of their own."""
+    ray.shutdown()
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Three raylets."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import socket
@@ -30,7 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-HERE = str(Path(__file__).parent)
 ROOT = Path(__file__).parents[2]
 REWARD: list[Key] = [("next", "reward")]
 OBSERVATION: list[Key] = ["observation"]
@@ -65,15 +63,6 @@ class Stuck(nn.Module):
         reading, _ = os.pipe()
         os.read(reading, 1)
         return given
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("PYTHONPATH", HERE)  # the actors unpickle what is written here
-        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")

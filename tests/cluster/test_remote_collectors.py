@@ -52,20 +52,8 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker has thi
 
 FAMILIES = {"tcp": DistributedCollector, "rpc": RPCCollector, "ray": RayCollector}
 every_family = pytest.mark.parametrize("family", FAMILIES)
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    ray.init("local", num_cpus=2, include_dashboard=False, logging_level=logging.ERROR)
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture(autouse=True)
-def needs_a_cluster(request):
-    names = request.fixturenames
-    if "family" in names and "how" not in names and request.getfixturevalue("family") == "ray":
-        request.getfixturevalue("cluster")
+every_family_ray_slow = pytest.mark.parametrize("family", ["tcp", "rpc", pytest.param("ray", marks=pytest.mark.slow)])
+"""Each test with Ray starts actors, which takes seconds: ``make test`` has those that kill and update them."""
 
 
 class Scores(nn.Module):
@@ -96,7 +84,7 @@ def collect_with(family, *, workers=2, workers_of=None, trained=None, env=cartpo
     return kind([env] * workers, policy() if trained is None else trained, **options)
 
 
-@every_family
+@every_family_ray_slow
 def test_workers_end_when_their_collector_is_garbage_collected(family):
     collector = collect_with(family)
     next(collector)
@@ -229,7 +217,7 @@ def test_asynchronous_collection_until_a_worker_is_killed(family):
     assert collector.closed and all(ends(pid) for pid in newest)
 
 
-@every_family
+@every_family_ray_slow
 def test_the_same_seed_collects_what_worker_processes_collect_until_ctrl_c(family):
     """The terminal sends Ctrl-C to all of them; it is the trainer that ends the workers."""
 
@@ -250,7 +238,7 @@ def test_the_same_seed_collects_what_worker_processes_collect_until_ctrl_c(famil
     assert collector.closed
 
 
-@every_family
+@every_family_ray_slow
 def test_an_environment_that_raises_is_an_error_with_its_traceback(family):
     with collect_with(family, env=lambda: Pids(fails_after=12), sync=False) as collector:
         workers = set()
@@ -266,7 +254,7 @@ def explode():
     raise ArithmeticError("no such table")
 
 
-@every_family
+@every_family_ray_slow
 def test_a_worker_that_cannot_be_built_is_an_error_and_nothing_is_left(family):
     with pytest.raises(TypeError, match="policy cannot be sent to a worker"):
         collect_with(family, trained=threading.Lock())
@@ -274,7 +262,7 @@ def test_a_worker_that_cannot_be_built_is_an_error_and_nothing_is_left(family):
         collect_with(family, env=explode, workers=1)
 
 
-@every_family
+@every_family_ray_slow
 def test_a_killed_worker_is_named_by_the_update_and_by_the_batch(family):
     with collect_with(family, env=Pids, cat_results="stack") as collector:
         workers = pids_of(next(collector))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -16,7 +15,6 @@ import cloudpickle
 import gymnasium
 import numpy as np
 import pytest
-import ray
 import torch
 from stopping import stop
 from tensordict import TensorDictBase
@@ -29,13 +27,6 @@ from collectors.distributed.calls import Reply
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker has this file in its path
 
 FAMILIES = {"tcp": DistributedCollector, "rpc": RPCCollector, "ray": RayCollector}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    ray.init("local", num_cpus=2, include_dashboard=False, logging_level=logging.ERROR)
-    yield
-    ray.shutdown()
 
 
 class Pids(gymnasium.Env):
@@ -169,7 +160,7 @@ def test_a_stopped_worker_is_ended(family, patience):
         assert next(collector)["told"].unique().tolist() == [3]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["tcp", "rpc", pytest.param("ray", marks=pytest.mark.slow)])
 def test_the_others_go_on_without_a_worker_that_is_dropped(family):
     with collect(family, "drop", total_frames=64) as collector:
         first = pids(next(collector))

@@ -37,6 +37,7 @@ from collectors.workers.connections import WorkerConnection
 from collectors.workers.processes import hidden_main, join_or_kill, start
 from wsync.control import Listener
 from wsync.gate import process_gate
+from wsync.testing.shutdowns import shared_memory_files
 
 SCHEMES = ["shared_mem", "multiprocess"]
 
@@ -651,7 +652,7 @@ def test_a_killed_worker_is_named_by_the_update_and_by_the_batch(scheme):
 
 def test_rounds_of_start_and_stop_leave_nothing():
     def count():
-        return threading.active_count(), len(os.listdir("/proc/self/fd")), len(children()), len(os.listdir("/dev/shm"))
+        return threading.active_count(), len(os.listdir("/proc/self/fd")), len(children()), shared_memory_files()
 
     gc.collect()  # a test before this one may have left what would go within it
 

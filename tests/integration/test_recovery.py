@@ -25,6 +25,7 @@ from torch import nn
 
 import wsync
 from collectors import GymEnv, MultiAsyncCollector, MultiSyncCollector
+from wsync.testing.shutdowns import shared_memory_files
 
 KINDS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -314,7 +315,8 @@ class Stuck(Still):
 
 
 @every_kind
-def test_what_a_worker_raised_is_told_before_anything_is_closed(kind, events, caplog):
+def test_what_a_worker_raised_is_told_before_anything_is_closed(kind, events, caplog, monkeypatch):
+    monkeypatch.setattr("collectors.workers.connection_pool.SHUTDOWN_GRACE", 0.5)  # it waits that long for the end
     (events / "raise").touch()
     with collect(kind, events, "drop", maker=lambda: GymEnv(Stuck(events)), worker_timeout=20.0) as collector:
         while not collector.failures:
@@ -374,7 +376,8 @@ def test_a_stopped_worker_is_ended_and_replaced(kind, events):
         assert collector.failures.failed.total() == 1
 
 
-def test_a_stopped_worker_is_an_error_in_the_end(events):
+def test_a_stopped_worker_is_an_error_in_the_end(events, monkeypatch):
+    monkeypatch.setattr("collectors.workers.processes.SHUTDOWN_GRACE", 0.5)  # a stopped worker does not end within it
     (events / "stop").touch()
     started = time.monotonic()
     with collect("sync", events, "raise", worker_timeout=2.0) as collector:
@@ -384,7 +387,7 @@ def test_a_stopped_worker_is_an_error_in_the_end(events):
 
 
 def test_a_stopped_worker_does_not_hold_up_an_update_for_ever(events):
-    scheme = wsync.SharedMemWeightSyncScheme(timeout=6.0)  # waits until the weights are installed
+    scheme = wsync.SharedMemWeightSyncScheme(timeout=3.0)  # waits until the weights are installed
     with collect("sync", events, weight_sync_schemes={"policy": scheme}) as collector:
         next(collector)
         kill(collector, 0, signal.SIGSTOP)
@@ -517,11 +520,11 @@ def descriptors() -> int:
 @pytest.mark.slow
 @every_kind
 def test_many_kills_leave_nothing_and_versions_never_go_back(kind, events, caplog):
-    def count() -> tuple[int, ...]:
+    def count() -> tuple[int, int, int, set[str]]:
         gc.collect()  # a memory map keeps a descriptor
         with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
             children = len(file.read().split())
-        return threading.active_count(), descriptors(), children, len(os.listdir("/dev/shm"))
+        return threading.active_count(), descriptors(), children, shared_memory_files()
 
     dice, versions = random.Random(3), {}
     caplog.set_level(logging.ERROR)

@@ -127,9 +127,8 @@ class Listener:
         self._epoll = select.epoll()
         self._socket.setblocking(False)
         self._epoll.register(self._socket.fileno(), select.EPOLLIN)
-        # Also if this object is only dropped.
-        self._closing = weakref.finalize(self, _close, self._socket, self._epoll, self._pending, self._opener)
-        self._closing.atexit = False
+        self._if_dropped = weakref.finalize(self, _close, self._socket, self._epoll, self._pending, self._opener)
+        self._if_dropped.atexit = False
 
     @property
     def passes_descriptors(self) -> bool:
@@ -225,7 +224,8 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening and close all pending attempts. Idempotent."""
-        self._closing()
+        self._if_dropped.detach()  # not called: at exit a finalizer may do nothing any more
+        _close(self._socket, self._epoll, self._pending, self._opener)
 
 
 def _close(listening: socket.socket, epoll: select.epoll, pending: dict[int, _Pending], opener: int) -> None:
@@ -234,7 +234,7 @@ def _close(listening: socket.socket, epoll: select.epoll, pending: dict[int, _Pe
     pending.clear()
     epoll.close()
     if os.getpid() == opener:
-        with suppress(OSError):  # no client is left in the queue
+        with suppress(OSError):  # no client is left in the queue, or the listener was closed before
             listening.shutdown(socket.SHUT_RDWR)
             while True:  # a forked child may hold the socket: else queued clients would never be refused
                 close_socket(listening.accept()[0], opener)

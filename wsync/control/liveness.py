@@ -38,7 +38,7 @@ class PeerProcess:
         here = identity[_PID.size :] == _pid_namespace()
         self.pid: int = _PID.unpack_from(identity)[0] if here else -1
         self.descriptors: tuple[int, ...] = ()
-        self._closing: weakref.finalize | None = None
+        self._if_dropped: weakref.finalize | None = None
         if here:
             self._open()
 
@@ -56,11 +56,13 @@ class PeerProcess:
         except OSError:  # it has exited, or the id is invalid: the closed connection is noticed instead
             return
         self.descriptors = (descriptor,)
-        self._closing = weakref.finalize(self, os.close, descriptor)  # also if this object is only dropped
-        self._closing.atexit = False
+        self._if_dropped = weakref.finalize(self, os.close, descriptor)
+        self._if_dropped.atexit = False
 
     def close(self) -> None:
         """Close the pidfd. Idempotent."""
-        self.descriptors = ()
-        if self._closing is not None:
-            self._closing()
+        descriptors, self.descriptors = self.descriptors, ()
+        if self._if_dropped is not None:
+            self._if_dropped.detach()
+        for descriptor in descriptors:
+            os.close(descriptor)
