@@ -27,6 +27,7 @@ import pytest
 import ray
 import torch
 from listening import LOOPBACK_6, listening
+from ray_workers import START_TIMEOUT
 from stopping import stop
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
@@ -80,6 +81,8 @@ def collect_with(family, *, workers=2, workers_of=None, trained=None, env=cartpo
     if workers_of is not None:
         options["workers"] = workers_of
     options.setdefault("frames_per_batch", 16)
+    if family == "ray":
+        options.setdefault("timeout", START_TIMEOUT)
     kind = FAMILIES[family] if isinstance(family, str) else family
     return kind([env] * workers, policy() if trained is None else trained, **options)
 

@@ -16,6 +16,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from ray_workers import START_TIMEOUT
 from stopping import stop
 from tensordict import TensorDictBase
 from torch import nn
@@ -62,6 +63,8 @@ class Telling(nn.Module):
 
 
 def collect(family: str, failure: str, **options: Any) -> Any:
+    if family == "ray":
+        options.setdefault("timeout", START_TIMEOUT)
     return FAMILIES[family]([Pids] * 2, Telling(), frames_per_batch=16, on_worker_failure=failure, **options)
 
 

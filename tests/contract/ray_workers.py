@@ -16,6 +16,9 @@ from wsync.testing.commands import Command, Outcome, WorkerState
 from wsync.testing.shutdowns import resources
 from wsync.testing.workers import ANSWER_TIMEOUT
 
+START_TIMEOUT = 110.0
+"""Seconds until an actor's process has started: it imports torch, while other processes do as well."""
+
 
 def start_cluster(address: str = "local") -> None:
     """Start a cluster, or join the one at ``address``; nothing if this process is in one."""
@@ -57,7 +60,7 @@ class RayWorker(Worker):
 
     def wait_until_started(self) -> None:
         """Wait for the actor's process."""
-        self.pid: int = ray.get(self.actor.pid.remote(), timeout=ANSWER_TIMEOUT)
+        self.pid: int = ray.get(self.actor.pid.remote(), timeout=START_TIMEOUT)
         self._sentinel = os.pidfd_open(self.pid)
 
     @property

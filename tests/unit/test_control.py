@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import wsync
-from wsync.control import Address, Kind, Listener, Message, SocketConnection, connect, listen_on
+from wsync import listen_on
+from wsync.control import Address, Kind, Listener, Message, SocketConnection, connect
 
 HOSTS = pytest.mark.parametrize("host", [None, "127.0.0.1"], ids=["unix", "tcp"])
 SECONDS = 10.0

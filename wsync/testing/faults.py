@@ -13,12 +13,9 @@ from torch import nn
 import wsync
 from wsync.testing import commands
 from wsync.testing.commands import WorkerState
-from wsync.testing.hooks import TIMEOUT, BackendHooks
+from wsync.testing.hooks import SHORT, TIMEOUT, BackendHooks
 from wsync.testing.models import Large, Small, WithExtraState
 from wsync.testing.workers import WorkerError
-
-SHORT = 0.5
-"""Seconds until a send gives up, where a worker is made silent."""
 
 
 def _reshape(state: WorkerState, size: int) -> None:
