@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import select
+import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +80,11 @@ class RayWorker(Worker):
         select.select([self._sentinel], [], [], ANSWER_TIMEOUT)
 
     def close(self) -> None:
-        """End the actor."""
+        """End the actor; the cluster that it was in may have ended before."""
         if self._sentinel < 0:
             return
-        ray.kill(self.actor)
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._sentinel, signal.SIGKILL)
         self._wait_for_end()
         os.close(self._sentinel)
         self._sentinel = -1
