@@ -23,7 +23,7 @@ def start_fork_server() -> None:
     The server ignores Ctrl-C. Until ``run_hydra``, Ctrl-C ends this process without a traceback.
     """
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the server
-    forkserver.set_forkserver_preload(["collectors.workers.worker", "learning"])
+    forkserver.set_forkserver_preload(["collectors.worker", "learning"])
     forkserver.ensure_running()
     signal.signal(signal.SIGINT, signal.SIG_DFL if handler is signal.default_int_handler else handler)
 

@@ -33,7 +33,8 @@ class SharedResources(LoadScopeScheduling):
         if needs_ray(nodeid):
             return "ray"
         file, _, case = nodeid.partition("::")
-        return case.partition("[")[2] if file.startswith("tests/chaos/") else nodeid.rpartition("::")[0]
+        name, _, parameters = case.partition("[")  # parameters may contain "::"
+        return parameters if file.startswith("tests/chaos/") else f"{file}::{name.rpartition('::')[0]}"
 
 
 def needs_ray(nodeid: str) -> bool:

@@ -6,7 +6,9 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -38,8 +40,13 @@ def product() -> list[Path]:
     return [*files(*PACKAGES), ROOT / "train.py"]
 
 
-def imports(path: Path) -> Iterator[tuple[str, int]]:
+@cache
+def imports(path: Path) -> list[tuple[str, int]]:
     """Every module that ``path`` imports, names taken out of it included (``a.b`` and ``a.b.name``)."""
+    return [*_imports(path)]
+
+
+def _imports(path: Path) -> Iterator[tuple[str, int]]:
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -187,3 +194,17 @@ def test_importing_wsync_is_cheap() -> None:
     code = f"import sys, wsync; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_modules_that_fork_servers_preload_exist() -> None:
+    """A fork server ignores modules that it cannot import."""
+    named = [
+        ast.literal_eval(node.args[0])
+        for path in [*files("wsync", "collectors", "learning", "scripts"), ROOT / "train.py"]
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).endswith("set_forkserver_preload")
+        and isinstance(node.args[0], ast.List)
+    ]
+    assert named
+    assert all(find_spec(name) for names in named for name in names)

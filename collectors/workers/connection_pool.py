@@ -107,7 +107,7 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
 
     def start_worker(self, worker_idx: int) -> ConnectedWorker:
         """See WorkerPool."""
-        key = secrets.token_bytes(16)
+        key = secrets.token_hex(16).encode()
         process = start(_main, worker_idx, self.listener.address, worker_idx, key)
         worker = ConnectedWorker(worker_idx, key, process)
         self.workers.append(worker)

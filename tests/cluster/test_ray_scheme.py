@@ -18,6 +18,12 @@ import wsync
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_cluster() -> None:
+    """The tests of this file start clusters of their own."""
+    ray.shutdown()
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Three raylets."""
@@ -147,7 +153,7 @@ def test_a_readmit_that_was_given_up_does_not_undo_the_next(cluster: Cluster, tm
     ray.kill(actor)
 
 
-def test_a_second_connect_leaves_those_alone_who_are_there(cluster: Cluster) -> None:
+def test_a_second_connect_leaves_connected_actors_alone(cluster: Cluster) -> None:
     made = actors(2)
     model = nn.Linear(3, 2)
     with wsync.RayWeightSyncScheme(timeout=None) as scheme:

@@ -21,6 +21,12 @@ from collectors.distributed.ray_cluster import Cluster
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_cluster() -> None:
+    """The tests of this file start clusters of their own."""
+    ray.shutdown()
+
+
 def actor() -> Any:
     class Worker:
         """A user's actor."""

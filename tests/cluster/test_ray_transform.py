@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import socket
@@ -30,7 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-HERE = str(Path(__file__).parent)
 ROOT = Path(__file__).parents[2]
 REWARD: list[Key] = [("next", "reward")]
 OBSERVATION: list[Key] = ["observation"]
@@ -65,15 +63,6 @@ class Stuck(nn.Module):
         reading, _ = os.pipe()
         os.read(reading, 1)
         return given
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("PYTHONPATH", HERE)  # the actors unpickle what is written here
-        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +147,7 @@ def test_worker_processes_that_ray_does_not_know_join_it(rewards: RayModuleTrans
             assert batch["next", "episode_return"].max() <= 24  # of the environment's own reward
 
 
-def test_a_dead_actor_is_named_by_everybody(cluster: None) -> None:
+def test_a_dead_actor_is_named_in_every_error(cluster: None) -> None:
     transform = RayModuleTransform(Scaled, REWARD, REWARD)
     dead, late = f"actor {transform._name}.* is dead", cloudpickle.dumps(transform)
     env = GymEnv("CartPole-v1", 2, transforms=[transform])

@@ -27,6 +27,7 @@ import pytest
 import ray
 import torch
 from listening import LOOPBACK_6, listening
+from ray_workers import START_TIMEOUT
 from stopping import stop
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
@@ -41,9 +42,9 @@ from collectors.distributed import (
     RayCollector,
     RPCCollector,
     RPCWeightUpdater,
+    tcp_worker,
     torchrun,
 )
-from collectors.distributed.tcp_worker import join
 from wsync import listen_on
 from wsync.control import Address
 
@@ -52,20 +53,8 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker has thi
 
 FAMILIES = {"tcp": DistributedCollector, "rpc": RPCCollector, "ray": RayCollector}
 every_family = pytest.mark.parametrize("family", FAMILIES)
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    ray.init("local", num_cpus=2, include_dashboard=False, logging_level=logging.ERROR)
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture(autouse=True)
-def needs_a_cluster(request):
-    names = request.fixturenames
-    if "family" in names and "how" not in names and request.getfixturevalue("family") == "ray":
-        request.getfixturevalue("cluster")
+every_family_ray_slow = pytest.mark.parametrize("family", ["tcp", "rpc", pytest.param("ray", marks=pytest.mark.slow)])
+"""Each test with Ray starts actors, which takes seconds: ``make test`` has those that kill and update them."""
 
 
 class Scores(nn.Module):
@@ -92,12 +81,14 @@ def collect_with(family, *, workers=2, workers_of=None, trained=None, env=cartpo
     if workers_of is not None:
         options["workers"] = workers_of
     options.setdefault("frames_per_batch", 16)
+    if family == "ray":
+        options.setdefault("timeout", START_TIMEOUT)
     kind = FAMILIES[family] if isinstance(family, str) else family
     return kind([env] * workers, policy() if trained is None else trained, **options)
 
 
-@every_family
-def test_the_workers_of_a_collector_that_nobody_has_any_more_end(family):
+@every_family_ray_slow
+def test_workers_end_when_their_collector_is_garbage_collected(family):
     collector = collect_with(family)
     next(collector)
     left = weakref.ref(collector)
@@ -229,7 +220,7 @@ def test_asynchronous_collection_until_a_worker_is_killed(family):
     assert collector.closed and all(ends(pid) for pid in newest)
 
 
-@every_family
+@every_family_ray_slow
 def test_the_same_seed_collects_what_worker_processes_collect_until_ctrl_c(family):
     """The terminal sends Ctrl-C to all of them; it is the trainer that ends the workers."""
 
@@ -250,7 +241,7 @@ def test_the_same_seed_collects_what_worker_processes_collect_until_ctrl_c(famil
     assert collector.closed
 
 
-@every_family
+@every_family_ray_slow
 def test_an_environment_that_raises_is_an_error_with_its_traceback(family):
     with collect_with(family, env=lambda: Pids(fails_after=12), sync=False) as collector:
         workers = set()
@@ -266,7 +257,7 @@ def explode():
     raise ArithmeticError("no such table")
 
 
-@every_family
+@every_family_ray_slow
 def test_a_worker_that_cannot_be_built_is_an_error_and_nothing_is_left(family):
     with pytest.raises(TypeError, match="policy cannot be sent to a worker"):
         collect_with(family, trained=threading.Lock())
@@ -274,7 +265,7 @@ def test_a_worker_that_cannot_be_built_is_an_error_and_nothing_is_left(family):
         collect_with(family, env=explode, workers=1)
 
 
-@every_family
+@every_family_ray_slow
 def test_a_killed_worker_is_named_by_the_update_and_by_the_batch(family):
     with collect_with(family, env=Pids, cat_results="stack") as collector:
         workers = pids_of(next(collector))
@@ -417,7 +408,7 @@ class Starter(logging.Handler):
         with socket.create_connection((host, int(port))):
             pass  # a stranger, which leaves
         self.strangers = [socket.create_connection((host, int(port))) for _ in range(6)]  # which stay, and say nothing
-        self.refused = self.refusals.submit(join, Address(host, int(port), b"guessed"), -1, 5.0)
+        self.refused = self.refusals.submit(tcp_worker.join, Address(host, int(port), b"guessed"), -1, 5.0)
         env = environment(WSYNC_TRAINER=address)
         self.workers = [subprocess.Popen(self.COMMAND, env=env) for _ in range(2)]
 
@@ -463,7 +454,7 @@ def test_workers_that_others_start_join(caplog, monkeypatch):
             starter.refused.result(10)
 
 
-def test_who_does_not_join_is_named(monkeypatch):
+def test_workers_that_do_not_join_are_named(monkeypatch):
     monkeypatch.setenv("WSYNC_AUTHKEY", "a secret of ours")
     with pytest.raises(wsync.SyncTimeout, match=r"worker\(s\) 0, 1 did not join within 0.2 s"):
         collect_with("tcp", launcher="join", timeout=0.2)
@@ -482,7 +473,7 @@ def test_who_does_not_join_is_named(monkeypatch):
         ("::", "host=:: is every interface"),
     ],
 )
-def test_nobody_listens_on_every_interface_nor_where_there_is_none(family, host, said):
+def test_listening_on_every_interface_or_a_missing_one_is_refused(family, host, said):
     with pytest.raises(wsync.NotConnected, match=said):
         collect_with(family, host=host, timeout=20.0, weight_sync_schemes={})  # no scheme to refuse it
 
@@ -529,8 +520,8 @@ def test_torchrun_makes_a_trainer_and_its_workers(tmp_path):
 
 
 def test_a_rank_0_that_is_not_there_is_an_error_that_says_where(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as nobodys:
-        port = nobodys.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as released:
+        port = released.getsockname()[1]
     said = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in said.items():
         monkeypatch.setenv(name, value)
@@ -553,11 +544,19 @@ def member(rank, path):
 def still_at_work() -> int:
     """Threads that are a collector's worker, and do not end."""
     threads = [thread for thread in threading.enumerate() if thread.name == "collector-worker"]
-    while any(thread.ident is None for thread in threads):  # it is listed before it can be joined
-        os.sched_yield()
     for thread in threads:
-        thread.join(5.0)
+        while not join(thread, 5.0):
+            os.sched_yield()
     return sum(thread.is_alive() for thread in threads)
+
+
+def join(thread: threading.Thread, timeout: float) -> bool:
+    """Join a thread; False if it is listed but not started yet (``ident`` is set before ``join`` is allowed)."""
+    try:
+        thread.join(timeout)
+    except RuntimeError:
+        return False
+    return True
 
 
 @pytest.mark.filterwarnings("ignore:You are using a Backend")
@@ -575,8 +574,8 @@ def test_workers_of_a_group_that_there_is_already(tmp_path, monkeypatch):
     try:
         with pytest.raises(RuntimeError, match="belongs to an RPC group already"):
             collect_with("rpc")
-        with pytest.raises(RuntimeError, match="nobody"):
-            collect_with("rpc", workers_of=["mine1", "nobody"])
+        with pytest.raises(RuntimeError, match="absent"):
+            collect_with("rpc", workers_of=["mine1", "absent"])
         with pytest.raises(ValueError, match="one twice: mine1, mine1"):
             collect_with("rpc", workers_of=["mine1", "mine1"])
         assert rpc.rpc_sync("mine1", still_at_work) == 0, "a graceful rpc.shutdown() would wait for it for ever"

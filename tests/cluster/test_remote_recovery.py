@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -16,8 +15,8 @@ import cloudpickle
 import gymnasium
 import numpy as np
 import pytest
-import ray
 import torch
+from ray_workers import START_TIMEOUT
 from stopping import stop
 from tensordict import TensorDictBase
 from torch import nn
@@ -29,13 +28,6 @@ from collectors.distributed.calls import Reply
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker has this file in its path
 
 FAMILIES = {"tcp": DistributedCollector, "rpc": RPCCollector, "ray": RayCollector}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    ray.init("local", num_cpus=2, include_dashboard=False, logging_level=logging.ERROR)
-    yield
-    ray.shutdown()
 
 
 class Pids(gymnasium.Env):
@@ -71,6 +63,8 @@ class Telling(nn.Module):
 
 
 def collect(family: str, failure: str, **options: Any) -> Any:
+    if family == "ray":
+        options.setdefault("timeout", START_TIMEOUT)
     return FAMILIES[family]([Pids] * 2, Telling(), frames_per_batch=16, on_worker_failure=failure, **options)
 
 
@@ -169,7 +163,7 @@ def test_a_stopped_worker_is_ended(family, patience):
         assert next(collector)["told"].unique().tolist() == [3]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["tcp", "rpc", pytest.param("ray", marks=pytest.mark.slow)])
 def test_the_others_go_on_without_a_worker_that_is_dropped(family):
     with collect(family, "drop", total_frames=64) as collector:
         first = pids(next(collector))
@@ -214,7 +208,7 @@ def test_asynchronous_workers_come_back():
         assert len(late) == 2 and max(seen) not in late
 
 
-def test_who_cannot_be_started_anew_is_refused():
+def test_restart_of_workers_that_cannot_be_restarted_is_refused():
     with pytest.raises(ValueError, match="does not take a member back"):
         collect("rpc", "restart")
     with pytest.raises(ValueError, match="workers that join"):

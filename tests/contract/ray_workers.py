@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import select
+import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ from wsync.testing import Worker, WorkerPool, commands
 from wsync.testing.commands import Command, Outcome, WorkerState
 from wsync.testing.shutdowns import resources
 from wsync.testing.workers import ANSWER_TIMEOUT
+
+START_TIMEOUT = 110.0
+"""Seconds until an actor's process has started: it imports torch, while other processes do as well."""
 
 
 def start_cluster(address: str = "local") -> None:
@@ -57,7 +62,7 @@ class RayWorker(Worker):
 
     def wait_until_started(self) -> None:
         """Wait for the actor's process."""
-        self.pid: int = ray.get(self.actor.pid.remote(), timeout=ANSWER_TIMEOUT)
+        self.pid: int = ray.get(self.actor.pid.remote(), timeout=START_TIMEOUT)
         self._sentinel = os.pidfd_open(self.pid)
 
     @property
@@ -75,10 +80,11 @@ class RayWorker(Worker):
         select.select([self._sentinel], [], [], ANSWER_TIMEOUT)
 
     def close(self) -> None:
-        """End the actor."""
+        """End the actor; the cluster that it was in may have ended before."""
         if self._sentinel < 0:
             return
-        ray.kill(self.actor)
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._sentinel, signal.SIGKILL)
         self._wait_for_end()
         os.close(self._sentinel)
         self._sentinel = -1

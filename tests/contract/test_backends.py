@@ -53,7 +53,6 @@ class TestRay(Ray, BackendContract):
         Delivery.test_weights_can_differ_between_workers,
         Updates.test_after_a_send_every_forward_uses_the_new_version,
         Updates.test_no_forward_is_torn_under_continuous_sends,
-        Faults.test_a_killed_worker_is_named_and_the_others_have_the_update,
         Faults.test_an_apply_that_raises_leaves_the_model_as_it_was,
         Restarts.test_a_successor_joins_with_the_newest_version,
         Transactions.test_a_model_that_one_worker_refuses_is_installed_nowhere_nor_is_the_other,

@@ -75,7 +75,8 @@ def test_a_small_run(tmp_path):
         assert [one["process"] for one in case["memory_mib"]] == ["trainer", "worker 0"]
         assert all(one["resident"] > 50 for one in case["memory_mib"])
         if case["kind"] == "send":
-            assert case["acting"]["sends"] == 2 and case["acting"]["forwards"] > 0
+            # In the time of two sends the worker may not have run a single forward.
+            assert case["acting"]["sends"] == 2 and case["acting"]["usual_longest_us"] > 0
             assert case["acting"]["mixed"] == case["acting"]["backwards"] == 0
     assert (tmp_path / "latency.png").read_bytes().startswith(b"\x89PNG")
     assert "shared_mem, published" in done.stdout

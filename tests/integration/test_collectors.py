@@ -37,6 +37,7 @@ from collectors.workers.connections import WorkerConnection
 from collectors.workers.processes import hidden_main, join_or_kill, start
 from wsync.control import Listener
 from wsync.gate import process_gate
+from wsync.testing.shutdowns import shared_memory_files
 
 SCHEMES = ["shared_mem", "multiprocess"]
 
@@ -154,7 +155,7 @@ def test_an_update_that_cannot_be_is_said_in_the_collectors_words(updater):
 
 
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
-def test_a_refused_update_keeps_nothing_of_who_asked_for_it(cls):
+def test_a_refused_update_keeps_no_frame_of_its_caller_alive(cls):
     with cls([cartpole()] if cls is MultiSyncCollector else cartpole(), policy(), frames_per_batch=4) as collector:
 
         def ask(update):
@@ -295,7 +296,7 @@ def drawn(observation):
     return observation.set("action", torch.rand(*observation.shape, 2))
 
 
-def test_workers_draw_numbers_of_their_own_if_nobody_seeds_them_and_the_seed_s_if_somebody_does():
+def test_workers_draw_different_numbers_and_a_seed_repeats_them():
     def run(seed=None):
         with MultiSyncCollector([cartpole()] * 2, drawn, frames_per_batch=16) as collector:
             if seed is not None:
@@ -354,7 +355,7 @@ def middle(make, scheme, line):
 
 
 @pytest.mark.parametrize("make", [multi, single])
-def test_an_update_cascades_to_whoever_acts_for_a_worker(make):
+def test_an_update_cascades_to_the_workers_of_a_worker(make):
     context = multiprocessing.get_context("forkserver")
     mine, theirs = context.Pipe()
     with wsync.SharedMemWeightSyncScheme() as scheme:
@@ -651,7 +652,7 @@ def test_a_killed_worker_is_named_by_the_update_and_by_the_batch(scheme):
 
 def test_rounds_of_start_and_stop_leave_nothing():
     def count():
-        return threading.active_count(), len(os.listdir("/proc/self/fd")), len(children()), len(os.listdir("/dev/shm"))
+        return threading.active_count(), len(os.listdir("/proc/self/fd")), len(children()), shared_memory_files()
 
     gc.collect()  # a test before this one may have left what would go within it
 

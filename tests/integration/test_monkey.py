@@ -102,7 +102,7 @@ def test_the_limit_is_kept_and_every_kill_is_a_restart(kind: Callable[..., Any],
     assert collector.failures.failed.total() == 3
 
 
-def test_who_stands_still_goes_on_when_the_monkey_ends(ends: ExitStack) -> None:
+def test_a_stopped_worker_continues_when_the_monkey_ends(ends: ExitStack) -> None:
     collector = ends.enter_context(MultiSyncCollector([lambda: GymEnv("CartPole-v1")] * 2, frames_per_batch=32))
     with Monkey(collector, faults=["stop"], rate=60_000, pause=3600, limit=2) as monkey:
         pids = [worker.process.pid for worker in collector.remote_workers]

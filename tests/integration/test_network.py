@@ -138,7 +138,9 @@ scheme.shutdown()
 OTHER_PIDS = ("unshare", "--pid", "--fork", "--mount-proc")  # as on another machine, the trainer's process is not seen
 
 
-@pytest.mark.parametrize("apart", [OTHER_PIDS, ()], ids=["group", "memory"])
+@pytest.mark.parametrize(
+    "apart", [pytest.param(OTHER_PIDS, id="group"), pytest.param((), id="memory", marks=pytest.mark.slow)]
+)
 def test_between_two_hosts(namespace: str, apart: tuple[str, ...]) -> None:
     """A worker that does not see the trainer's process is in a group with it; one that does shares its memory."""
     model = nn.Linear(3, 2)

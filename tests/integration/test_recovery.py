@@ -25,6 +25,7 @@ from torch import nn
 
 import wsync
 from collectors import GymEnv, MultiAsyncCollector, MultiSyncCollector
+from wsync.testing.shutdowns import shared_memory_files
 
 KINDS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -183,7 +184,7 @@ def test_raise_is_what_it_was(kind, events):
 
 
 @every_kind
-def test_drop_goes_on_with_the_others_until_nobody_is_left(kind, events, caplog):
+def test_drop_continues_until_no_worker_is_left(kind, events, caplog):
     with collect(kind, events, "drop", total_frames=400) as collector:
         next(collector)
         pid = kill(collector, 0)
@@ -314,7 +315,8 @@ class Stuck(Still):
 
 
 @every_kind
-def test_what_a_worker_raised_is_told_before_anything_is_closed(kind, events, caplog):
+def test_what_a_worker_raised_is_told_before_anything_is_closed(kind, events, caplog, monkeypatch):
+    monkeypatch.setattr("collectors.workers.connection_pool.SHUTDOWN_GRACE", 0.5)  # it waits that long for the end
     (events / "raise").touch()
     with collect(kind, events, "drop", maker=lambda: GymEnv(Stuck(events)), worker_timeout=20.0) as collector:
         while not collector.failures:
@@ -374,7 +376,8 @@ def test_a_stopped_worker_is_ended_and_replaced(kind, events):
         assert collector.failures.failed.total() == 1
 
 
-def test_a_stopped_worker_is_an_error_in_the_end(events):
+def test_a_stopped_worker_is_an_error_in_the_end(events, monkeypatch):
+    monkeypatch.setattr("collectors.workers.processes.SHUTDOWN_GRACE", 0.5)  # a stopped worker does not end within it
     (events / "stop").touch()
     started = time.monotonic()
     with collect("sync", events, "raise", worker_timeout=2.0) as collector:
@@ -384,7 +387,7 @@ def test_a_stopped_worker_is_an_error_in_the_end(events):
 
 
 def test_a_stopped_worker_does_not_hold_up_an_update_for_ever(events):
-    scheme = wsync.SharedMemWeightSyncScheme(timeout=6.0)  # waits until the weights are installed
+    scheme = wsync.SharedMemWeightSyncScheme(timeout=3.0)  # waits until the weights are installed
     with collect("sync", events, weight_sync_schemes={"policy": scheme}) as collector:
         next(collector)
         kill(collector, 0, signal.SIGSTOP)
@@ -442,7 +445,7 @@ def test_one_that_fails_too_often_is_an_error_with_the_last_cause(events):
 
 
 @every_kind
-def test_with_everybody_gone_the_first_to_come_back_is_waited_for(kind, events):
+def test_with_all_workers_dead_the_first_restarted_one_is_waited_for(kind, events):
     with collect(kind, events) as collector:
         next(collector)
         gone = {kill(collector, worker) for worker in (0, 1)}
@@ -493,7 +496,7 @@ def test_interrupt_ends_a_wait_for_workers_that_do_not_come_back(events):
 
 
 @every_kind
-def test_who_was_interrupted_and_got_the_batch_may_go_on(kind, events, monkeypatch):
+def test_a_collector_that_got_its_batch_after_an_interrupt_may_continue(kind, events, monkeypatch):
     monkeypatch.setattr("collectors.workers.group._STOP_GRACE", 0.5)
     with collect(kind, events) as collector:
         collector.interrupt()
@@ -517,11 +520,11 @@ def descriptors() -> int:
 @pytest.mark.slow
 @every_kind
 def test_many_kills_leave_nothing_and_versions_never_go_back(kind, events, caplog):
-    def count() -> tuple[int, ...]:
+    def count() -> tuple[int, int, int, set[str]]:
         gc.collect()  # a memory map keeps a descriptor
         with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
             children = len(file.read().split())
-        return threading.active_count(), descriptors(), children, len(os.listdir("/dev/shm"))
+        return threading.active_count(), descriptors(), children, shared_memory_files()
 
     dice, versions = random.Random(3), {}
     caplog.set_level(logging.ERROR)
@@ -586,7 +589,7 @@ def test_nonsense_is_refused(events):
             collect("sync", events, **options)
 
 
-def test_weights_per_worker_reach_those_who_are_there(events):
+def test_weights_per_worker_reach_the_remaining_workers(events):
     with collect("sync", events, "drop", workers=3) as collector:
         next(collector)
         kill(collector, 0)

@@ -101,7 +101,7 @@ def test_a_class_that_a_collector_makes_warns_where_the_collector_is_made():
     assert [warning.filename for warning in seen] == [__file__]
 
 
-def test_a_users_own_updater_decides_who_gets_what_in_one_version_for_all():
+def test_a_users_own_updater_chooses_the_weights_of_each_worker_in_one_version():
     hooked = []
     with multi(Mirrored, cat_results="stack", on_worker_failure="drop") as collector:
         updater = collector.weight_updater

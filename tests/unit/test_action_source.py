@@ -15,8 +15,7 @@ from tensordict.nn import InteractionType, set_interaction_type
 from torch import nn
 
 import wsync
-from collectors import Collector
-from collectors.envs import GymEnv
+from collectors import Collector, GymEnv
 from collectors.rollouts.action_source import CalledPolicy, PolicyInParts
 from collectors.rollouts.rollout import NO_VERSION, Rollout
 from learning import CategoricalPolicy, Policy, make_policy

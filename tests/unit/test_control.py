@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 
@@ -15,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import wsync
-from wsync.control import Address, Kind, Listener, Message, SocketConnection, connect, listen_on
+from wsync import listen_on
+from wsync.control import Address, Kind, Listener, Message, SocketConnection, connect
 
 HOSTS = pytest.mark.parametrize("host", [None, "127.0.0.1"], ids=["unix", "tcp"])
 SECONDS = 10.0
@@ -53,6 +56,22 @@ def connected(host: str | None) -> Iterator[tuple[SocketConnection, SocketConnec
             first = worker.receive()
             assert first is not None and first.payload == b"first"
             yield ours, worker
+
+
+@HOSTS
+def test_a_listener_and_connections_that_are_only_dropped_close_their_descriptors(host: str | None) -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    listener = Listener(host)
+    dropped = [connect(listener.address, 0, time.monotonic() + SECONDS), *accept(listener), listener]
+    assert len(os.listdir("/proc/self/fd")) > before
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", ResourceWarning)
+        dropped.clear()
+        del listener
+        gc.collect()
+    assert not [str(warning.message) for warning in warned]
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def is_closed_by(listener: Listener, other: socket.socket) -> bool:
@@ -156,7 +175,7 @@ def test_a_worker_is_accepted_when_it_takes_the_place_of_a_silent_connection() -
             accept(listener)[0].close()
 
 
-def test_a_listener_whose_queue_is_full_is_an_error_at_the_deadline() -> None:
+def test_a_full_listener_queue_is_an_error_at_the_deadline() -> None:
     with closing(Listener()) as listener, ExitStack() as stack, pytest.raises(wsync.SyncTimeout, match="worker 7"):
         while True:
             stack.enter_context(closing(connect(listener.address, 7, time.monotonic() + 0.05)))

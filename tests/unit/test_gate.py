@@ -145,7 +145,7 @@ def test_a_feed_that_decides_for_others_has_all_asked_again() -> None:
     assert (decisions, news.entered, news.left) == ([], 3, 1)
 
 
-def test_who_is_inside_knows() -> None:
+def test_held_here_is_true_in_the_holding_thread_only() -> None:
     gate, seen = Gate(), []
     other = threading.Thread(target=lambda: seen.append(gate.held_here))
     assert not gate.held_here

@@ -5,11 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import resource
-import shlex
 import socket
 import subprocess
-import sys
-import sysconfig
 import threading
 import weakref
 from array import array
@@ -27,12 +24,10 @@ from implementations import KINDS, choose, implementation, new_arena
 from striking import struck_at
 from torch import Tensor, nn
 
-from wsync import loops
-from wsync.errors import NotConnected, SyncTimeout
+from wsync import NotConnected, SyncReport, SyncTimeout, loops
 from wsync.loops.messages import ACK, HEADER, SLOT_FREED, UPDATE, Message, send_message, take_message
 from wsync.loops.words import AWAITED, BLOCK, HELD, NONE, PUBLISHED, TAKEN, USED, Block
 from wsync.shm.arena import Arena
-from wsync.types import SyncReport
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
@@ -45,41 +40,6 @@ def classes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     chosen = implementation(request.param)
     choose(chosen, monkeypatch.setattr)
     return chosen
-
-
-def test_it_was_built_where_that_is_possible() -> None:
-    if os.environ.get("WSYNC_NATIVE") == "0":
-        pytest.skip("the compiled classes are switched off")
-    compiler = shlex.split(sysconfig.get_config_var("CC") or "cc")
-    program = "#include <Python.h>\n#include <poll.h>\n#include <pthread.h>\n"
-    include = sysconfig.get_paths()["include"]
-    try:
-        compiles = subprocess.run(
-            [*compiler, "-fsyntax-only", "-xc", "-I", include, "-"], input=program, text=True, check=False, timeout=60
-        )
-    except FileNotFoundError:
-        pytest.skip("there is no C compiler here")
-    if compiles.returncode:
-        pytest.skip("Python's headers are not here")
-    assert loops.COMPILED, "pip install -e . builds wsync/csrc"
-
-
-def test_it_can_be_switched_off() -> None:
-    code = "import wsync.loops as l; assert not l.COMPILED and l.WorkerSlot.__module__ == 'wsync.loops.worker_slot'"
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "WSYNC_NATIVE": "0"}, check=True, timeout=60)
-
-
-def test_a_stale_build_is_told_and_not_used() -> None:
-    code = """
-import sys, types, warnings
-sys.modules["wsync._loops"] = types.SimpleNamespace(REVISION=-1)
-with warnings.catch_warnings(record=True) as told:
-    warnings.simplefilter("always")
-    import wsync.loops
-assert not wsync.loops.COMPILED and any("builds it again" in str(one.message) for one in told), told
-"""
-    environment = {name: value for name, value in os.environ.items() if name != "WSYNC_NATIVE"}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
 
 
 # --- PackPlan: what fits is copied, and nothing else ---
@@ -636,7 +596,7 @@ def test_a_usual_update_is_installed_and_acknowledged(retains: bool, family: soc
             sender.recv(1)
 
 
-def test_a_worker_whose_threads_wait_or_that_has_prepared_updates_takes_the_general_path() -> None:
+def test_workers_with_waiting_threads_or_prepared_updates_take_the_general_path() -> None:
     with fast_worker(True) as (_, writer, slot, model, receiver, _):
         receiver.waiting = 1
         writer.publish(0, 1, 1, True, 1.0)

@@ -7,8 +7,9 @@ import tracemalloc
 
 import pytest
 
-from wsync.metrics import SyncMetrics, percentile
-from wsync.types import PHASES, SyncReport
+from wsync import SyncMetrics, SyncReport
+from wsync.metrics import percentile
+from wsync.types import PHASES
 
 
 @pytest.mark.parametrize(

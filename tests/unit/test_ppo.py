@@ -11,8 +11,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from collectors.environments.specs import Spec
-from learning import PPO, make_critic, make_policy
-from learning.networks import CategoricalPolicy
+from learning import PPO, CategoricalPolicy, make_critic, make_policy
 from learning.ppo import Diverged, Frames
 
 CHOICE = Spec(torch.Size([3]), torch.int64, n=3)

@@ -63,7 +63,7 @@ def test_a_scheme_makes_a_line_over_queues() -> None:
     assert torch.equal(weights.get(timeout=1.0)[1]["bias"], torch.ones(2))
 
 
-def test_nobody_answers() -> None:
+def test_a_send_without_an_answer_ends_at_its_deadline() -> None:
     line = MPTransport(queue.Queue(), queue.Queue(), timeout=0.05)
     with pytest.raises(SyncTimeout, match=r"within 0\.05 s"):
         line.send_weights({"w": torch.zeros(2)})

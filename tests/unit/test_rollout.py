@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from collectors.environments.transforms import ModuleTransform
-from collectors.envs import GymEnv
+from collectors import GymEnv, ModuleTransform
 from collectors.rollouts.rollout import NO_VERSION, Rollout
 from learning import CategoricalPolicy
 

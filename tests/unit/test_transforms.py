@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import collectors
 import wsync
-from collectors.environments.transforms import Key, ModuleTransform
-from collectors.envs import GymEnv
+from collectors import GymEnv, ModuleTransform
+from collectors.environments.transforms import Key
 from collectors.rollouts.acting import Actor
 from collectors.rollouts.rollout import Rollout
 from wsync.gate import gate_model, process_gate

@@ -11,6 +11,7 @@ import hmac
 import os
 import socket
 import struct
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -130,6 +131,8 @@ class SocketConnection:
         self._proof = proof
         self._expected_proof = expected_proof
         self._outbox = Outbox(self._send_now, self._send_all)
+        self._if_dropped = weakref.finalize(self, close_socket, sock, self._opener)
+        self._if_dropped.atexit = False
         sock.setblocking(True)
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             sock.setsockopt(socket.SOL_SOCKET, option, STALL_TIMEOUT)
@@ -293,6 +296,7 @@ class SocketConnection:
     def close(self) -> None:
         """See ``Connection``."""
         if self._socket.fileno() >= 0:
+            self._if_dropped.detach()  # not called: at exit a finalizer may do nothing any more
             close_socket(self._socket, self._opener)
             self._peer.close()
             if os.getpid() == self._opener:  # a forked child has no thread to join

@@ -14,6 +14,7 @@ import select
 import socket
 import struct
 import time
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -126,6 +127,8 @@ class Listener:
         self._epoll = select.epoll()
         self._socket.setblocking(False)
         self._epoll.register(self._socket.fileno(), select.EPOLLIN)
+        self._if_dropped = weakref.finalize(self, _close, self._socket, self._epoll, self._pending, self._opener)
+        self._if_dropped.atexit = False
 
     @property
     def passes_descriptors(self) -> bool:
@@ -221,16 +224,21 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening and close all pending attempts. Idempotent."""
-        for pending in self._pending.values():
-            close_socket(pending.socket, self._opener)
-        self._pending.clear()
-        self._epoll.close()
-        if os.getpid() == self._opener:
-            with suppress(OSError):  # no client is left in the queue, or the listener was closed before
-                self._socket.shutdown(socket.SHUT_RDWR)
-                while True:  # clients in the queue would wait for as long as a forked child holds the socket
-                    close_socket(self._socket.accept()[0], self._opener)
-        self._socket.close()
+        self._if_dropped.detach()  # not called: at exit a finalizer may do nothing any more
+        _close(self._socket, self._epoll, self._pending, self._opener)
+
+
+def _close(listening: socket.socket, epoll: select.epoll, pending: dict[int, _Pending], opener: int) -> None:
+    for attempt in pending.values():
+        close_socket(attempt.socket, opener)
+    pending.clear()
+    epoll.close()
+    if os.getpid() == opener:
+        with suppress(OSError):  # no client is left in the queue, or the listener was closed before
+            listening.shutdown(socket.SHUT_RDWR)
+            while True:  # a forked child may hold the socket: else queued clients would never be refused
+                close_socket(listening.accept()[0], opener)
+    listening.close()
 
 
 def connect(address: Address, worker: int, deadline: float | None, payload: bytes = b"") -> SocketConnection:

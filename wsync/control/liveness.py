@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import weakref
 from functools import cache
 from pathlib import Path
 
@@ -37,6 +38,7 @@ class PeerProcess:
         here = identity[_PID.size :] == _pid_namespace()
         self.pid: int = _PID.unpack_from(identity)[0] if here else -1
         self.descriptors: tuple[int, ...] = ()
+        self._if_dropped: weakref.finalize | None = None
         if here:
             self._open()
 
@@ -50,12 +52,17 @@ class PeerProcess:
 
     def _open(self) -> None:
         try:
-            self.descriptors = (os.pidfd_open(self.pid),)
+            descriptor = os.pidfd_open(self.pid)
         except OSError:  # it has exited, or the id is invalid: the closed connection is noticed instead
-            self.descriptors = ()
+            return
+        self.descriptors = (descriptor,)
+        self._if_dropped = weakref.finalize(self, os.close, descriptor)
+        self._if_dropped.atexit = False
 
     def close(self) -> None:
         """Close the pidfd. Idempotent."""
         descriptors, self.descriptors = self.descriptors, ()
+        if self._if_dropped is not None:
+            self._if_dropped.detach()
         for descriptor in descriptors:
             os.close(descriptor)

@@ -186,7 +186,7 @@ class Delivery(BackendHooks):
             assert session.outputs() == [2]
 
     @pytest.mark.parametrize(("make", "problem"), [(longer, r"\[7\]"), (double, "float64"), (OtherName, "weight")])
-    def test_a_worker_whose_model_does_not_fit_is_named(self, make: Any, problem: str) -> None:
+    def test_a_worker_with_a_model_that_does_not_fit_is_named(self, make: Any, problem: str) -> None:
         with self.workers(2) as workers, self.make_scheme(timeout=TIMEOUT) as scheme:
             scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=2)
             workers[0].start(commands.join, scheme, Small, 0, "policy")

@@ -13,12 +13,9 @@ from torch import nn
 import wsync
 from wsync.testing import commands
 from wsync.testing.commands import WorkerState
-from wsync.testing.hooks import TIMEOUT, BackendHooks
+from wsync.testing.hooks import SHORT, TIMEOUT, BackendHooks
 from wsync.testing.models import Large, Small, WithExtraState
 from wsync.testing.workers import WorkerError
-
-SHORT = 0.5
-"""Seconds until a send gives up, where a worker is made silent."""
 
 
 def _reshape(state: WorkerState, size: int) -> None:
@@ -182,7 +179,7 @@ class Faults(BackendHooks):
             else:
                 workers[0].result()
 
-    def test_a_worker_whose_model_has_changed_shape_is_named(self) -> None:
+    def test_a_worker_with_a_model_of_changed_shape_is_named(self) -> None:
         with self.connected() as session:
             session.workers[1].call(_reshape, 9)
             with pytest.raises(wsync.WorkerFailed, match=r"(?s)worker 1.*LayoutMismatch.*weight"):

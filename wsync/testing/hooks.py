@@ -17,6 +17,9 @@ from wsync.testing.workers import WorkerGroup, WorkerPool
 TIMEOUT = 60.0
 """Seconds for ``connect`` and ``send`` where a test does not look at timeouts."""
 
+SHORT = 0.5
+"""Seconds until a send gives up, where a worker is made silent."""
+
 
 class BackendHooks:
     """What the author of a backend overrides.

@@ -28,7 +28,7 @@ class Restarts(BackendHooks):
             session.send(4)
             assert session.outputs() == [4, 4] and session.versions() == [4, 4]
 
-    def test_a_successor_of_a_worker_whose_death_was_not_noticed(self) -> None:
+    def test_a_successor_after_an_unnoticed_death(self) -> None:
         with self.connected(1) as session:
             session.send(2)
             session.workers[0].kill()

@@ -34,8 +34,9 @@ def resources() -> dict[str, Any]:
 
 
 def shared_memory_files() -> set[str]:
-    """The names in /dev/shm that contain ``wsync``."""
-    return {name for name in os.listdir("/dev/shm") if "wsync" in name}
+    """The names in /dev/shm that contain ``wsync``, or this process's id as torch puts it there."""
+    names = os.listdir("/dev/shm")  # other programs of the machine, such as Ray, have files there
+    return {name for name in names if "wsync" in name or name.startswith(f"torch_{os.getpid()}_")}
 
 
 def _resident() -> float:

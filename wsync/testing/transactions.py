@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import wsync
-from wsync.testing.hooks import TIMEOUT, BackendHooks
+from wsync.testing.hooks import SHORT, TIMEOUT, BackendHooks
 from wsync.testing.models import Small, WithExtraState, fill, longer
 from wsync.testing.session import Session
 
@@ -69,7 +69,7 @@ class Transactions(BackendHooks):
 
     def test_a_stopped_worker_aborts_the_update(self) -> None:
         with self.connected(model_id="actor") as actor, self.second_model(actor, Small, "critic") as critic:
-            actor.scheme.timeout = critic.scheme.timeout = 1.0
+            actor.scheme.timeout = critic.scheme.timeout = SHORT
             actor.workers[1].stop()
             with pytest.raises(wsync.SyncTimeout, match="worker 1"):
                 _send_both(actor, critic, 2)

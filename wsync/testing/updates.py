@@ -35,8 +35,13 @@ class TwoReads(Small):
 
 
 def _forwards(state: WorkerState, count: int) -> tuple[int, bool, int]:
-    """Run forwards: how many were torn, whether their versions never went back, and how many versions they saw."""
-    seen = [state.models["policy"]().tolist() for _ in range(count)]
+    """Run forwards: how many were torn, whether their versions never went back, and how many versions they saw.
+
+    There are ``count`` forwards, or more, until one has seen another version than the first.
+    """
+    seen: list[list[float]] = []
+    while len(seen) < count or seen[-1] == seen[0]:
+        seen.append(state.models["policy"]().tolist())
     torn = sum(low != high for low, high in seen)
     lows = [low for low, _ in seen]
     return torn, lows == sorted(lows), len(set(lows))

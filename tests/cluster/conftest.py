@@ -1,0 +1,26 @@
+"""One Ray cluster for the tests of all files."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
+
+from ray_workers import start_cluster
+
+
+@pytest.fixture(scope="module")
+def cluster() -> None:
+    """A cluster on this machine, unless there is one: the last test that needs Ray ends it (``tests/conftest.py``)."""
+    start_cluster()
+
+
+@pytest.fixture(autouse=True)
+def needs_a_cluster(request: pytest.FixtureRequest) -> None:
+    """Collectors with workers in Ray join the cluster; a trainer in a process of its own starts another one."""
+    names = request.fixturenames
+    if "family" in names and "how" not in names and request.getfixturevalue("family") == "ray":
+        request.getfixturevalue("cluster")
