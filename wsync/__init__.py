@@ -1,5 +1,6 @@
 """Weight synchronization for reinforcement learning: a trainer's weights, in every worker, whole and in order."""
 
+from wsync import transforms
 from wsync.backends.distributed import DistributedTransport, DistributedWeightSyncScheme
 from wsync.backends.multiprocess import MPTransport, MultiProcessWeightSyncScheme
 from wsync.backends.none import NoWeightSyncScheme
@@ -64,5 +65,6 @@ __all__ = [
     "register_backend",
     "registered_backends",
     "synchronize",
+    "transforms",
     "worker_list",
 ]

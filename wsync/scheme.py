@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import torch
+from tensordict import TensorDictBase
 from torch import nn
 
 from wsync.deadlines import as_timeout, deadline_in
@@ -36,9 +37,11 @@ from wsync.scheme_transports import ReceiverTransport, SenderTransport
 from wsync.sender import Sender
 from wsync.sending.channel import WorkerChannel
 from wsync.sending.source import DeviceMap, Source, per_worker
+from wsync.transforms.chain import Transform, compose
 from wsync.transport import FlatTransport, TransportBackend
 from wsync.types import CascadingContext, CollectorContext, SyncReport
 from wsync.weights.strategy import Format, WeightStrategy
+from wsync.weights.targets import Destination, Load
 
 if TYPE_CHECKING:
     from wsync.legacy.api import WeightReceiver, WeightSender
@@ -53,9 +56,12 @@ class WeightSyncScheme(ABC):
         sync: whether ``send`` waits until every worker uses the update; otherwise ``wait_async`` waits for that.
         timeout: seconds for ``connect`` and for ``send``; None for no limit.
         bind: whether a worker's model may be bound (see the module); False if the worker writes to its parameters.
+        send_transform: what is done to weights before they are sent: a function, or a list (``wsync.transforms``).
+        receive_transform: what is done to them in the worker, before they are installed; picklable.
 
     Attributes:
         metrics: what each update has cost.
+        send_transform, receive_transform: as given; may be assigned before init.
     """
 
     name: ClassVar[str]
@@ -72,7 +78,14 @@ class WeightSyncScheme(ABC):
     """Whether models of workers that use the arena are bound to its slots; otherwise the weights are copied out."""
 
     def __init__(
-        self, strategy: Format = "tensordict", sync: bool = True, *, timeout: float | None = 60.0, bind: bool = True
+        self,
+        strategy: Format = "tensordict",
+        sync: bool = True,
+        *,
+        timeout: float | None = 60.0,
+        bind: bool = True,
+        send_transform: Transform | Sequence[Transform] | None = None,
+        receive_transform: Transform | Sequence[Transform] | None = None,
     ) -> None:
         self._role: SenderRole | ReceiverRole | None = None
         self._address: Any = None  # of the sender; travels in the pickle
@@ -80,6 +93,8 @@ class WeightSyncScheme(ABC):
         self.sync = sync
         self.timeout = timeout
         self.bind = bind
+        self.send_transform = send_transform
+        self.receive_transform = receive_transform
         self.checksum: bool | None = None  # always, never, or (None) only where a transport moves the weights
         self.metrics = SyncMetrics(self.name)
 
@@ -112,7 +127,12 @@ class WeightSyncScheme(ABC):
         return self.create_transport
 
     def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None) -> Source:
-        return Source(weights, self.strategy, device_map_fn=device_map_fn)
+        return Source(
+            weights,
+            self.strategy,
+            device_map_fn=device_map_fn,
+            transform=compose(self.send_transform, "send_transform"),
+        )
 
     # --- init: local, no communication ---
 
@@ -199,7 +219,9 @@ class WeightSyncScheme(ABC):
         model_id: str = "policy",
         context: Any = None,
         *,
-        model: nn.Module | None = None,
+        model: nn.Module | TensorDictBase | Mapping[str, Any] | None = None,
+        load: Load | None = None,
+        chunk_bytes: int | None = None,
         worker_idx: int | None = None,
     ) -> None:
         """Set up a worker's end. Nothing is received yet.
@@ -208,22 +230,26 @@ class WeightSyncScheme(ABC):
             model_id: the model's name, and its path in ``context``.
             context: an object that has the model. If it has workers of its own (a ``CascadingContext``),
                 ``context.cascade_weights(model_id)`` is called after each update.
-            model: the model itself. If its parameters are in memory shared with another process, they are copied first.
+            model: the model itself, or a mapping of tensors into which weights are copied. If a module's parameters are
+                in memory shared with another process, they are copied first.
+            load: for an inference engine: called inside the gate with an iterator over the ``(name, tensor)`` pairs of
+                each version; the tensors are valid during the call. ``model`` is then optional; its forwards are gated.
+            chunk_bytes: call ``load`` several times for one version, with at most so many bytes (or one tensor) each.
             worker_idx: this worker's index; otherwise ``connect`` is given it.
 
         Raises:
             RuntimeError: the scheme was never initialised on a sender, or is initialised here already.
             LookupError, TypeError: the context has no such model.
-            ValueError: neither a model nor a context; or a context with ``cascade_weights`` and a scheme with
+            ValueError: neither a model, a context nor ``load``; or a context with ``cascade_weights`` and a scheme with
                 ``acknowledge="published"``.
         """
         self._require_fresh_receiver()
         rendezvous = self.create_rendezvous()
         if self._address is None and not rendezvous.can_look_up():
             raise RuntimeError("initialise this scheme on the sender first, then pickle or fork it to the worker")
-        if model is None:
+        if model is None and load is None:
             if context is None:
-                raise ValueError(f"init_on_receiver('{model_id}') needs the model, or a context that has it")
+                raise ValueError(f"init_on_receiver('{model_id}') needs the model, a context that has it, or load=")
             model = find_model(context, model_id)
         cascade = (lambda: context.cascade_weights(model_id)) if isinstance(context, CascadingContext) else None
         if cascade is not None and not self.acknowledges:
@@ -242,7 +268,9 @@ class WeightSyncScheme(ABC):
             timeout=self.timeout,
             connected=rendezvous.connected,
         )
-        receiver = Receiver(model, self._strategy, channel, cascade=cascade)
+        transform = compose(self.receive_transform, "receive_transform")
+        destination = Destination(model, load=load, chunk_bytes=chunk_bytes, transform=transform)
+        receiver = Receiver(destination, self._strategy, channel, cascade=cascade)
         self._role = ReceiverRole(model_id, context, model, receiver, worker_idx)
 
     def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
@@ -259,7 +287,8 @@ class WeightSyncScheme(ABC):
         """
         self._require_fresh()
         channel = InProcessChannel(connect=lambda: receiver.connect(0, self.timeout))  # called by sender.connect()
-        receiver = Receiver(model, self._strategy, channel)
+        destination = Destination(model, transform=compose(self.receive_transform, "receive_transform"))
+        receiver = Receiver(destination, self._strategy, channel)
         source = self._make_source(model_id, source, None)
         sender = Sender(channel, source, 1, self.timeout, record=self.metrics.record)
         sender.connect(None, {})

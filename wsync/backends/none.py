@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from torch import nn
-
 from wsync.scheme import WeightSyncScheme
 
 
@@ -54,14 +52,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def init_on_sender(self, model_id: str = "policy", context: Any = None, **given: Any) -> None:
         """Set up nothing."""
 
-    def init_on_receiver(
-        self,
-        model_id: str = "policy",
-        context: Any = None,
-        *,
-        model: nn.Module | None = None,
-        worker_idx: int | None = None,
-    ) -> None:
+    def init_on_receiver(self, model_id: str = "policy", context: Any = None, **given: Any) -> None:
         """Set up nothing."""
 
     def init_on_worker(self, model_id: str = "policy", context: Any = None, **given: Any) -> None:

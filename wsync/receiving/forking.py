@@ -6,19 +6,18 @@ import os
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from torch import nn
-
 from wsync.gate import process_gate
+from wsync.weights.targets import Destination
 
 
 class GatedReceiver(Protocol):
     """A receiver with a gated model.
 
     Attributes:
-        model: the model.
+        destination: has the model.
     """
 
-    model: nn.Module
+    destination: Destination
 
     def copy_to_own_memory(self) -> None:
         """Give the model memory of its own until the next update. Called inside the gate, before a fork."""

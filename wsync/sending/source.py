@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from wsync.errors import NotConnected
 from wsync.loops import TensorTree
 from wsync.sending.locators import Locator, ModuleLocator
 from wsync.sending.membership import as_plain_integer
+from wsync.transforms.chain import Chain
 from wsync.weights.layout import Layout
 from wsync.weights.listing import Listing
 from wsync.weights.snapshot import ModuleIndex, Snapshot, no_weights, snapshot
@@ -117,6 +119,7 @@ class Source:
         device_map_fn: ``(worker_idx, weights) -> weights``, applied for each worker.
         apart: whether every worker gets a part (and so a buffer) of its own, even where all parts are equal.
         mirror: the user's own buffers; everything that is sent is written into them as well.
+        transform: applied to the weights before they are packed.
 
     Raises:
         TypeError: the weights, or the map, are of a wrong type.
@@ -131,6 +134,7 @@ class Source:
         device_map_fn: DeviceMap | None = None,
         apart: bool = False,
         mirror: TensorDictBase | None = None,
+        transform: Chain | None = None,
     ) -> None:
         if weights is not None and not isinstance(weights, nn.Module | TensorDictBase | Mapping):
             raise no_weights(weights)
@@ -143,11 +147,12 @@ class Source:
         self._strategy = strategy or WeightStrategy()
         self._device_map_fn = device_map_fn
         self._apart = apart
+        self._transform = transform
+        self._chains: dict[int, Chain] = {}  # by worker, where workers get different weights
         self._reader = Reader()
         self._own = Reader()
-        self._alike = (
-            device_map_fn is None and mirror is None and not apart
-        )  # all workers get the same, and nothing else has to be done
+        # Whether all workers get the same, and nothing else has to be done.
+        self._alike = device_map_fn is None and mirror is None and transform is None and not apart
 
     def first(self, weights: object) -> Snapshot:
         """Return one worker's weights, which define the layout.
@@ -157,7 +162,15 @@ class Source:
         """
         given = self._given(weights)
         apart = per_worker(given)
-        return self._reader.read(given if apart is None else next(iter(apart.values())))
+        return self._transformed(self._reader.read(given if apart is None else next(iter(apart.values()))))
+
+    def _transformed(self, weights: Snapshot, worker: int = 0) -> Snapshot:
+        """Return ``weights`` as they are sent. A chain's result is valid until its next call: one chain per worker."""
+        if self._transform is None:
+            return weights
+        transform = self._chains.setdefault(worker, copy.deepcopy(self._transform))
+        extra = None if transform.selects else weights.extra
+        return Snapshot(transform(weights.tensors), extra, weights.optional, transform.selects)
 
     def _given(self, weights: object) -> object:
         """Return what an update is made from."""
@@ -203,6 +216,9 @@ class Source:
         return [self._part([worker], self._device_map_fn(worker, expressed), layout) for worker in everyone]
 
     def _part(self, workers: Sequence[int], given: object, layout: Layout) -> Part:
+        if self._transform is not None:
+            weights = self._transformed(self._reader.read(given), workers[0])
+            return Part(workers, layout.order(weights), weights.extra)
         known = self._reader.read_module(given, layout)
         if known is not None:
             return Part(workers, *known)
