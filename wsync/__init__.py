@@ -7,6 +7,7 @@ from wsync.backends.none import NoWeightSyncScheme
 from wsync.backends.ray import RayModuleTransformScheme, RayTransport, RayWeightSyncScheme
 from wsync.backends.rpc import RPCTransport, RPCWeightSyncScheme
 from wsync.backends.shared_mem import SharedMemTransport, SharedMemWeightSyncScheme
+from wsync.backends.store import StoreTransport, StoreWeightSyncScheme
 from wsync.control.listener import listen_on
 from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, WeightSyncError, WorkerDied, WorkerFailed
 from wsync.gate import gate, gated
@@ -46,6 +47,8 @@ __all__ = [
     "SharedMemWeightSyncScheme",
     "SocketRendezvous",
     "StoreRendezvous",
+    "StoreTransport",
+    "StoreWeightSyncScheme",
     "SyncMetrics",
     "SyncReport",
     "SyncTimeout",

@@ -133,6 +133,10 @@ class InProcessChannel:
         """See ``ReceiveChannel``: there are no messages."""
         return ()
 
+    def fetch_newest(self) -> Sequence[Event]:
+        """See ``ReceiveChannel``: updates are installed by ``send``."""
+        return ()
+
     def sender_is_alive(self) -> bool:
         """See ``ReceiveChannel``: it is this process."""
         return True

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from wsync.deadlines import deadline_in
-from wsync.errors import NotConnected, WeightSyncError
+from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
 from wsync.gate import gate_model, process_gate, ungate_model
 from wsync.receiving import prepared
 from wsync.receiving.forking import gated_receivers
@@ -271,6 +271,23 @@ class Receiver(VersionState):
         """
         model = self.destination.model
         return self.version if model is None else self._strategy.extract_weights(model)
+
+    def pull(self, timeout: float | None) -> int:
+        """Install the newest version that can be had now; waits ``timeout`` seconds for the first one.
+
+        Raises:
+            NotConnected: the sender is gone, and there has been no version.
+            SyncTimeout: there is no version yet.
+            RuntimeError: called inside the gate.
+        """
+        if process_gate().held_here:
+            raise RuntimeError("call pull() outside any forward and any wsync.gate() block")
+        self.process(self._channel.fetch_newest())
+        process_gate().gate_lock.pass_through()
+        if not self.version and self.wait_next(timeout, lambda: True) is None:
+            raise SyncTimeout(f"worker {self.worker_idx}: there is no version yet")
+        self._seen = self.version
+        return self.version
 
     def receive(self, timeout: float | None, take: Callable[[], Any] | None = None) -> Any | None:
         """Wait for the next version; return what ``take()`` returns (by default ``weights``): see ``wait_next``."""

@@ -30,12 +30,14 @@ from wsync.metrics import SyncMetrics
 from wsync.paths import find_model, find_or_none
 from wsync.receiver import Receiver
 from wsync.receiving.channel import SenderChannel
+from wsync.receiving.protocols import ReceiveChannel
 from wsync.registry import load_backend
 from wsync.rendezvous import Rendezvous, SocketRendezvous
 from wsync.roles import ReceiverRole, SenderRole, agreed_count, close_at_exit, single_count
 from wsync.scheme_transports import ReceiverTransport, SenderTransport
 from wsync.sender import Sender
 from wsync.sending.channel import WorkerChannel
+from wsync.sending.protocols import SendChannel
 from wsync.sending.source import DeviceMap, Source, per_worker
 from wsync.transforms.chain import Transform, compose
 from wsync.transport import FlatTransport, TransportBackend
@@ -184,13 +186,13 @@ class WeightSyncScheme(ABC):
         # Process descriptors, to notice deaths early.
         sentinels = {worker.worker_idx: worker.sentinel for worker in workers}
         source = self._make_source(model_id, params_map or (model if weights is None else weights), device_map_fn)
-        sender, channel = self._open_sender(source, count)
+        sender, channel = self._open_sender(model_id, source, count)
         self._role = SenderRole(model_id, context, model, sender, channel, self._address, sentinels)
         close_at_exit(channel)
         if pipes:
             invite_all(self, pipes)  # tell each worker through its pipe where to connect
 
-    def _open_sender(self, source: Source, num_workers: int) -> tuple[Sender, WorkerChannel]:
+    def _open_sender(self, model_id: str, source: Source, num_workers: int) -> tuple[Sender, SendChannel]:
         """Open the listening socket. Workers are accepted during ``connect`` and ``readmit``, by the calling thread."""
         connections, self._address = self.create_rendezvous().open()
         channel = WorkerChannel(
@@ -244,9 +246,6 @@ class WeightSyncScheme(ABC):
                 ``acknowledge="published"``.
         """
         self._require_fresh_receiver()
-        rendezvous = self.create_rendezvous()
-        if self._address is None and not rendezvous.can_look_up():
-            raise RuntimeError("initialise this scheme on the sender first, then pickle or fork it to the worker")
         if model is None and load is None:
             if context is None:
                 raise ValueError(f"init_on_receiver('{model_id}') needs the model, a context that has it, or load=")
@@ -257,8 +256,22 @@ class WeightSyncScheme(ABC):
                 f"the context of '{model_id}' passes updates on to workers of its own, so a finished send needs their "
                 "acknowledgements: give the scheme acknowledge='installed'"
             )
-        address = self._address
-        channel = SenderChannel(
+        channel = self._open_receiver(model_id)
+        transform = compose(self.receive_transform, "receive_transform")
+        destination = Destination(model, load=load, chunk_bytes=chunk_bytes, transform=transform)
+        receiver = Receiver(destination, self._strategy, channel, cascade=cascade)
+        self._role = ReceiverRole(model_id, context, model, receiver, worker_idx)
+
+    def _open_receiver(self, model_id: str) -> ReceiveChannel:
+        """Return the worker's end of the connection, which ``connect`` will make.
+
+        Raises:
+            RuntimeError: there is no sender's address.
+        """
+        rendezvous, address = self.create_rendezvous(), self._address
+        if address is None and not rendezvous.can_look_up():
+            raise RuntimeError("initialise this scheme on the sender first, then pickle or fork it to the worker")
+        return SenderChannel(
             lambda worker, deadline: rendezvous.dial(address, model_id, worker, deadline),
             self._transport_factory(),
             self._strategy,
@@ -268,10 +281,6 @@ class WeightSyncScheme(ABC):
             timeout=self.timeout,
             connected=rendezvous.connected,
         )
-        transform = compose(self.receive_transform, "receive_transform")
-        destination = Destination(model, load=load, chunk_bytes=chunk_bytes, transform=transform)
-        receiver = Receiver(destination, self._strategy, channel, cascade=cascade)
-        self._role = ReceiverRole(model_id, context, model, receiver, worker_idx)
 
     def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
         """Set up and connect both ends in this process. The thread that calls ``send`` installs, inside the gate.
@@ -416,6 +425,19 @@ class WeightSyncScheme(ABC):
             RuntimeError: called inside a forward, or ``wsync.gate()``, where nothing is installed.
         """
         return self._receiver_role("receive").receiver.receive(timeout)
+
+    def pull(self, timeout: float | None = None) -> int:
+        """On a receiver: install the newest version that can be had now; return the model's version.
+
+        Args:
+            timeout: seconds to wait if there is no version yet; None for no limit.
+
+        Raises:
+            NotConnected: before ``connect``; or the sender is gone and there has been no version.
+            SyncTimeout: there is no version yet.
+            RuntimeError: called inside a forward, or ``wsync.gate()``.
+        """
+        return self._receiver_role("pull").receiver.pull(timeout)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply ``weights`` to this end's model, inside the gate, without sending anything.

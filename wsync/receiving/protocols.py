@@ -147,6 +147,13 @@ class ReceiveChannel(Protocol):
         """Read one message and return what it asks for. Called when the connection is readable."""
         ...
 
+    def fetch_newest(self) -> Sequence[Event]:
+        """Stage the newest version now. Called outside the gate, by a thread in ``pull``.
+
+        A sender that announces its updates has nothing more to give: the result is empty.
+        """
+        ...
+
     def sender_is_alive(self) -> bool:
         """Return False if the sender is known to be gone. Called every few seconds while a thread waits for it."""
         ...
