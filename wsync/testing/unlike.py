@@ -173,7 +173,8 @@ class UnlikeEnds(BackendHooks):
 
     def test_a_part_of_a_model(self) -> None:
         """Only the part travels; the worker keeps its own values of the rest."""
-        model, whole = Trained(), TensorDict.from_module(Trained()).detach().clone()
+        model = Trained()
+        whole: Any = TensorDict.from_module(Trained()).detach().clone()
         before = whole["head", "weight"].clone()
         with self.unlike(model, join_with_tensors, whole, send_transform=Select("q.*", "k.*")) as (scheme, worker):
             perturb(model)
