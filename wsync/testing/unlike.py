@@ -174,7 +174,7 @@ class UnlikeEnds(BackendHooks):
     def test_a_part_of_a_model(self) -> None:
         """Only the part travels; the worker keeps its own values of the rest."""
         model = Trained()
-        whole: Any = TensorDict.from_module(Trained()).detach().clone()
+        whole = TensorDict(dict(Trained().state_dict())).unflatten_keys(".")
         before = whole["head", "weight"].clone()
         with self.unlike(model, join_with_tensors, whole, send_transform=Select("q.*", "k.*")) as (scheme, worker):
             perturb(model)
