@@ -373,13 +373,16 @@ class WeightSyncScheme(ABC):
         """
         self._sender_role("readmit").sender.readmit(worker_idx, sentinel, timeout)
 
-    def send(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> SyncReport | None:
+    def send(
+        self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, partial: bool = False
+    ) -> SyncReport | None:
         """Deliver an update. When this returns, every forward that starts in a worker uses it.
 
         Args:
             weights: module, TensorDict, state dict, or ``{worker: any of these}``; None reads the model (or the
                 weights, or each worker's own) given at init.
             worker_ids: one, several, or (None) all workers.
+            partial: whether ``weights`` are a part of the model; the rest keeps the values that were sent last.
 
         Returns:
             What it cost; None if ``sync=False``, which does not wait.
@@ -387,13 +390,13 @@ class WeightSyncScheme(ABC):
         Raises:
             NotConnected: before ``connect``; or no worker is left; or there are no weights to send.
             LayoutMismatch: weights that do not fit; no worker has any of them.
-            ValueError: an unknown worker.
+            ValueError: an unknown worker; or ``partial`` with ``worker_ids``, or when workers have different weights.
             WorkerDied, WorkerFailed, SyncTimeout: names each worker that lacks the update, and why; the others have it.
         """
         role = self._role
         if not isinstance(role, SenderRole):  # tested here as well: saves a call per update
             role = self._sender_role("send")
-        return role.sender.send(weights, worker_ids, self.sync)
+        return role.sender.send(weights, worker_ids, self.sync, partial)
 
     def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
         """Send without waiting; ``wait_async`` waits.

@@ -9,15 +9,17 @@ from typing import Any, NamedTuple
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from wsync.errors import NotConnected
+from wsync.errors import LayoutMismatch, NotConnected
 from wsync.loops import TensorTree
 from wsync.sending.locators import Locator, ModuleLocator
 from wsync.sending.membership import as_plain_integer
 from wsync.transforms.chain import Chain
 from wsync.weights.layout import Layout
 from wsync.weights.listing import Listing
-from wsync.weights.snapshot import ModuleIndex, Snapshot, no_weights, snapshot
+from wsync.weights.snapshot import ModuleIndex, Snapshot, describe, no_weights, snapshot
 from wsync.weights.strategy import WeightStrategy
+
+_PARTIAL = -1  # in the place of a worker's index: the transforms of partial updates
 
 DeviceMap = Callable[[int, Any], Any]
 """``(worker_idx, weights) -> weights`` for that worker."""
@@ -183,7 +185,14 @@ class Source:
         """Return how to find the tensors of updates like this one; None if workers get different ones."""
         return self._reader.locator(self.weights if weights is None else weights, layout) if self._alike else None
 
-    def parts(self, weights: object, workers: Sequence[int], absent: Sequence[int], layout: Layout) -> list[Part]:
+    def parts(
+        self,
+        weights: object,
+        workers: Sequence[int],
+        absent: Sequence[int],
+        layout: Layout,
+        rest: Sequence[Tensor] | None = None,
+    ) -> list[Part]:
         """Return what each of ``workers`` is to be sent; all of it is checked first.
 
         Args:
@@ -191,6 +200,7 @@ class Source:
             workers: those that must get weights.
             absent: those that get the same as the others, and need not be named in weights per worker.
             layout: of the weights.
+            rest: in the layout's order; completes ``weights``, where those are a part of the model.
 
         Raises:
             LayoutMismatch: some weights do not fit.
@@ -207,6 +217,8 @@ class Source:
                 raise ValueError(f"weights per worker must be for workers {list(workers)}; worker(s) {odd} differ")
             return [self._part([worker], own, layout) for worker, own in apart.items()]
         everyone = [*workers, *absent] if absent else workers
+        if rest is not None:
+            return [self._completed(everyone, given, layout, rest)]
         if self._device_map_fn is None:
             part = self._part(everyone, given, layout)
             if self.mirror is not None and given is not self.mirror:
@@ -214,6 +226,18 @@ class Source:
             return [Part([worker], part.tensors, part.extra) for worker in everyone] if self._apart else [part]
         expressed = self._strategy.express(self._reader.read(given))
         return [self._part([worker], self._device_map_fn(worker, expressed), layout) for worker in everyone]
+
+    def _completed(self, workers: Sequence[int], given: object, layout: Layout, rest: Sequence[Tensor]) -> Part:
+        """Return a part of a model, completed by ``rest``."""
+        if self.mirror is not None or self._device_map_fn is not None or self._apart:
+            raise ValueError("a partial update needs a scheme without registered buffers and without weights per worker")
+        some = self._transformed(snapshot(given), _PARTIAL).tensors
+        unknown = [name for name in some if name not in layout.names]
+        if unknown or not some:
+            raise LayoutMismatch(f"this is no part of the model: unknown {describe(unknown)}" if unknown else "no weights")
+        tensors = [some.get(name, old) for name, old in zip(layout.names, rest, strict=True)]
+        layout.check(tensors)
+        return Part(workers, tensors, None)
 
     def _part(self, workers: Sequence[int], given: object, layout: Layout) -> Part:
         if self._transform is not None:

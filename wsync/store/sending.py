@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from wsync.checksum import checksum_of
 from wsync.control.handshake import SenderSettings
@@ -45,6 +46,7 @@ class StoreSendChannel:
         self._store = store
         self._layout: Layout | None = None
         self._buffer: Buffer | None = None
+        self._published = False
 
     def check_layout(self, layout: Layout, version: int) -> None:
         """See ``SendChannel``: each worker checks it when it reads."""
@@ -71,6 +73,10 @@ class StoreSendChannel:
             raise WeightSyncError("a store cannot switch several models at once: send them one by one")
         return self._buffer
 
+    def newest_views(self) -> Sequence[Tensor] | None:
+        """See ``SendChannel``."""
+        return self._buffer.views if self._buffer and self._published else None
+
     def release(self, buffers: Sequence[Buffer]) -> None:
         """See ``SendChannel``."""
 
@@ -82,6 +88,7 @@ class StoreSendChannel:
         """
         assert self._layout is not None, "set_layout() comes first"
         publish(self._store, version, self._layout, buffer)
+        self._published = True
 
     def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
         """See ``SendChannel``: there is none."""
