@@ -1,8 +1,8 @@
-"""The one-call update: for updates that are usual in every respect.
+"""The fast path: one call packs an update, publishes it to all workers and waits for their acknowledgements.
 
-- *enabled* by an update without extra state, the same for all workers, of which none is missing
-- *taken* by every update like it: one call packs, publishes and waits for acknowledgements
-- *dropped* with anything else: a death, a late worker, a transaction, weights for some workers
+- *enabled* by an update that all workers get, with the same weights and no extra state, while none is missing
+- *used* by later updates like it
+- *disabled* by everything else: a death, a late worker, a transaction, weights for some workers
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class PartialDelivery(NamedTuple):
 
     Attributes:
         report: what it has cost so far.
-        slot: where it lies.
-        others: workers that could not be pointed to it at once: their mutex was held.
+        slot: the slot of the weights.
+        others: workers that could not be pointed to the slot at once: their mutex was held.
         answered: a byte for each worker, 1 if it has acknowledged the update.
     """
 
@@ -30,15 +30,17 @@ class PartialDelivery(NamedTuple):
 
 
 FastUpdate = Callable[[Any, int, float | None, float], SyncReport | tuple[SyncReport, int, list[int], bytes] | None]
-"""``(tensors, version, timeout, began)`` → a report, or a ``PartialDelivery``; None, and nothing done, if unusual."""
+"""``(tensors, version, timeout, began)`` → report, or the fields of a ``PartialDelivery``: see ``ArenaWriter.update``.
+
+None, and nothing was done, if the update cannot take the fast path."""
 
 
 class FastCalls(NamedTuple):
-    """What a ``SendChannel`` offers for the one-call update.
+    """The calls of a ``SendChannel`` for the fast path. Made by the sending thread, under the sender's lock.
 
     Attributes:
-        update: the call.
-        complete: ``(delivery, version)``: do what is left; ``wait_acks`` then returns the rest.
+        update: the update in one call.
+        complete: ``(delivery, version)``: finish publishing; ``wait_acks`` then returns the missing acknowledgements.
     """
 
     update: FastUpdate

@@ -1,36 +1,36 @@
 """Setting up a transport between two processes, while their control connection is watched.
 
-What forms a process group blocks, and cannot be waited for together with a deadline and a death. So it runs in a thread
-of its own; meanwhile the thread that waits relays the group's store over the authenticated connection. Where the
-waiting thread gives up, the forming thread ends by itself: its store raises.
+Forming a process group is a blocking call that cannot end at a deadline or at the death of the peer. So it runs in a
+thread of its own, the forming thread. Meanwhile the thread that connects waits for all three, and relays the group's
+store over the authenticated connection. If it stops waiting, the forming thread ends: its store raises.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import struct
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from wsync.control import Connection, Kind, Message
 from wsync.deadlines import deadline_in, remaining, wait_readable
 from wsync.errors import NotConnected, SyncTimeout
-from wsync.transport import Closing, FlatTransport
+from wsync.transport import Closing, FlatTransport, TransportBackend
 
-_log = logging.getLogger(__name__)
 _KEY_LENGTH = struct.Struct("<H")
 _LONGEST = 600.0  # seconds, where there is no deadline
 _LATER = 1.0  # seconds by which the forming thread's deadline is later: the waiting thread then reports the timeout
 
 
 class RelayStore(Store):
-    """A ``torch.distributed`` store of two processes: what one sets, the other can get.
+    """A ``torch.distributed`` store of two processes: a value that one sets, the other can get.
 
     ``set``, ``get``, ``wait`` and ``check`` are called by the forming thread; ``put`` and ``abandon`` by the thread
-    that reads the connection.
+    that connects.
 
     Args:
         relay: sends a key and its value to the other process.
@@ -52,7 +52,7 @@ class RelayStore(Store):
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Have every wait raise."""
+        """Let every wait raise, now and later."""
         with self._changed:
             self._abandoned = True
             self._changed.notify_all()
@@ -83,7 +83,7 @@ class RelayStore(Store):
         return all(key in self._values for key in keys)
 
 
-def relayed(message: Message) -> tuple[str, bytes]:
+def _key_and_value(message: Message) -> tuple[str, bytes]:
     """Return key and value of a ``STORE`` message.
 
     Raises:
@@ -97,40 +97,45 @@ def relayed(message: Message) -> tuple[str, bytes]:
     return payload[begin : begin + length].decode(), payload[begin + length :]
 
 
-def forming_deadline(deadline: float | None) -> float | None:
-    """Return the forming thread's deadline."""
-    return deadline_in(_LONGEST) if deadline is None else deadline + _LATER
-
-
-def close_unformed(transport: object) -> None:
-    """Close a transport with a set-up that has failed, or is given up at a deadline: a set-up that blocks then ends."""
-    if isinstance(transport, Closing) and not isinstance(transport, FlatTransport):
-        transport.close()
-
-
 class Forming:
-    """The set-up of one transport, in progress.
+    """The set-up of one half of a transport, in a thread of its own. Used by the thread that connects.
 
     Args:
-        connection: to the other process; read by ``wait`` alone meanwhile.
+        connection: to the other process; only ``wait`` reads it meanwhile.
         worker: the worker's index.
-        deadline: of the whole.
-        form: sets up this process's half, by the thread; given the store.
+        deadline: of the whole set-up.
+        transport: to set up.
+        rank: 0 on the sender, 1 in the worker.
+        generation: how many workers have connected with this index, including this one.
+        set_up: sets up a transport that is not flat.
+
+    Attributes:
+        thread: the forming thread. After ``wait`` has raised it may still run for a short time.
     """
 
     def __init__(
-        self, connection: Connection, worker: int, deadline: float | None, form: Callable[[Store], None]
+        self,
+        connection: Connection,
+        worker: int,
+        deadline: float | None,
+        transport: TransportBackend | FlatTransport,
+        rank: int,
+        generation: int,
+        set_up: Callable[[], Any],
     ) -> None:
         self._connection = connection
         self._worker = worker
         self._deadline = deadline
+        self._transport = transport
         self._lock = threading.Lock()
         self._done = os.eventfd(0, os.EFD_CLOEXEC)
         self._error: BaseException | None = None
-        self._outgoing: list[Message] = []
         self._early: list[Message] = []
-        self.store = RelayStore(self._relay, forming_deadline(deadline))
-        self.thread = threading.Thread(target=self._run, args=(form,), name="wsync-forming", daemon=True)
+        latest = deadline_in(_LONGEST) if deadline is None else deadline + _LATER
+        self._store = RelayStore(self._relay, latest)
+        if isinstance(transport, FlatTransport):
+            set_up = partial(transport.form, self._store, rank, generation, connection.local_host, latest)
+        self.thread = threading.Thread(target=self._run, args=(set_up,), name="wsync-forming", daemon=True)
         self.thread.start()
 
     def _relay(self, key: str, value: bytes) -> None:
@@ -138,26 +143,37 @@ class Forming:
         payload = _KEY_LENGTH.pack(len(name)) + name + value
         self._connection.send(Message(Kind.STORE, self._worker, payload=payload))
 
-    def _run(self, form: Callable[[Store], None]) -> None:
+    def _run(self, set_up: Callable[[], Any]) -> None:
         try:
-            form(self.store)
+            set_up()
         except BaseException as error:  # noqa: BLE001  raised by wait()
             self._error = error
         with self._lock:
             if self._done >= 0:
                 os.eventfd_write(self._done, 1)
 
-    def wait(self, watched: Collection[int] = ()) -> Sequence[Message]:
-        """Wait until this half is set up; return other messages that arrived meanwhile.
-
-        Args:
-            watched: more descriptors that end the wait when they are readable.
+    def wait(self) -> Sequence[Message]:
+        """Wait until this half is set up; return other messages that arrived meanwhile. Called once.
 
         Raises:
             NotConnected: the connection ended.
             SyncTimeout: the deadline passed.
             Exception: whatever the set-up raised.
         """
+        try:
+            return self._wait()
+        except BaseException:
+            if not isinstance(self._transport, FlatTransport) and isinstance(self._transport, Closing):
+                self._transport.close()  # ends a set-up that blocks
+            raise
+        finally:
+            self._store.abandon()
+            with self._lock:
+                os.close(self._done)
+                self._done = -1
+            self._error = None  # its traceback would keep the group's descriptors
+
+    def _wait(self) -> Sequence[Message]:
         descriptors = [self._done, *self._connection.descriptors]
         while True:
             ready = wait_readable(descriptors, self._deadline)
@@ -178,14 +194,6 @@ class Forming:
         if message is None or message.kind is Kind.LEAVE:
             raise NotConnected(f"worker {self._worker}: {self._connection.peer} closed the connection")
         if message.kind is Kind.STORE:
-            self.store.put(*relayed(message))
+            self._store.put(*_key_and_value(message))
         else:
             self._early.append(message)
-
-    def close(self) -> None:
-        """Wait no longer; a thread that is still forming ends soon."""
-        self.store.abandon()
-        with self._lock:
-            os.close(self._done)
-            self._done = -1
-        self._error = None  # its traceback would keep the group's descriptors

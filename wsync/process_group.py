@@ -1,8 +1,8 @@
 """Weights through a ``torch.distributed`` process group of two: the sender and one worker.
 
-One group per worker: groups are static, and a worker that is restarted needs a new one. The halves find each other by a
-store over their control connection, so no port is open to other processes while a group is formed. No default group is
-needed, and none of the user's is touched. Or weights go through a group that the user has made.
+One group per worker: the members of a group are fixed, so a restarted worker needs a new one. The two processes find
+each other by a store over their control connection, so no port is open to other processes. No default group is needed.
+Instead, weights may go through a group that the user has made.
 """
 
 from __future__ import annotations
@@ -56,16 +56,17 @@ def device_of(backend: str) -> torch.device:
 
 
 class GroupTransport:
-    """One end of a process group of two (a ``FlatTransport`` and a ``TransportBackend``).
+    """One side of a process group of two (a ``FlatTransport`` and a ``TransportBackend``). See there for threads.
 
     Args:
         backend: ``"gloo"`` or ``"nccl"``.
         group: the user's group, instead of a group of two.
-        worker: under a scheme, the worker's index: in the user's group its ranks without the sender's are the workers.
-        weights_buffer: without a scheme, weights like those that are sent, which define the layout.
-        store: without a scheme, a store by which the two ends find each other; None: the default group is used.
-        rank: without a scheme, the worker's rank in the default group, or any number that both ends have for the
-            worker.
+        worker: under a scheme, the worker's index. In the user's group the ranks other than the sender's are the
+            workers, in order.
+        weights_buffer: without a scheme, weights of the layout that is sent.
+        store: without a scheme, a store by which the two processes find each other; None: the default group is used.
+        rank: without a scheme, the worker's rank in the default group; with ``store``, any number that both processes
+            give for the worker.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class GroupTransport:
         """See ``FlatTransport``.
 
         Raises:
-            NotConnected: one end was given a group by the user, and the other was not.
+            NotConnected: only one side was given a group by the user.
             RuntimeError: it could not be formed.
         """
         store.set_timeout(time_until(deadline))
@@ -108,7 +109,7 @@ class GroupTransport:
             raise NotConnected("only one end was given a process group: give both ends group=")
         if self._users_group is not None:
             sender, tag = map(int, place.split())
-            self._tag = tag  # another one for each connection: a restarted worker must not get its predecessor's data
+            self._tag = tag  # new for each connection: a restarted worker must not get its predecessor's data
             self._peer = self._worker + (self._worker >= sender) if rank == 0 else sender
             return
         self._peer = 1 - rank
@@ -128,14 +129,14 @@ class GroupTransport:
         transfers.extend(map(self._group.send, [[flat]], [self._peer], [self._tag]))
 
     def begin_receive(self, flat: Tensor, transfers: list[Transfer]) -> None:
-        """See ``FlatTransport``; likewise."""
+        """See ``FlatTransport``, and ``begin_send``."""
         transfers.extend(map(self._group.recv, [[flat]], [self._peer], [self._tag]))
 
     def close(self, pending: Transfer | None = None) -> bool:
         """See ``FlatTransport``.
 
-        A pending transfer ends with a group of two. In the user's group it is kept as long as the group: where gloo
-        waits in vain for a message, it closes the whole group.
+        A group of two ends its pending transfer. In the user's group the transfer is kept as long as the group: gloo
+        would close the whole group if a transfer were dropped.
         """
         kept = self._users_group is not None and pending is not None
         if kept and pending is not None:
@@ -148,7 +149,7 @@ class GroupTransport:
     # --- without a scheme: TransportBackend ---
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """See ``TransportBackend``; by the given store, or in the default group."""
+        """See ``TransportBackend``: forms the group by ``store``, or uses the default group."""
         self._set_up(0)
 
     def setup_connection_and_weights_on_receiver(

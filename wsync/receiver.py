@@ -63,7 +63,7 @@ class Receiver(VersionState):
         super().__init__(channel)
         self.destination = destination
         self.worker_idx = -1
-        self.told_at = 0.0
+        self.announced_at = 0.0
         self._strategy = strategy
         # Registered twice: with the gate (polled before each forward) and with the receiver thread (called per
         # message). A channel may substitute a compiled one.
@@ -176,7 +176,7 @@ class Receiver(VersionState):
     def install(self, update: Update) -> None:
         """Install and acknowledge the update. If that fails, the model is unchanged and the sender gets the error."""
         started = time.perf_counter()
-        wait = started - self.told_at if self.told_at else 0.0
+        wait = started - self.announced_at if self.announced_at else 0.0
         self._error = ""
         try:
             _require_undamaged(update)
@@ -186,7 +186,7 @@ class Receiver(VersionState):
         self._channel.on_installed(update, self._error)
         if isinstance(self._target, Binding) and not (self._error or update.extra or self._cascade):
             self._channel.enable_fast_path(self._target)
-        self.told_at = 0.0
+        self.announced_at = 0.0
         if not self._error:
             self.set_version(update.version)
             if self._cascade is not None:
@@ -208,7 +208,7 @@ class Receiver(VersionState):
             if isinstance(event, Closed):
                 self.end()
                 return False
-            self.told_at = time.perf_counter()
+            self.announced_at = time.perf_counter()
             process_gate().call(self._process, event)
             self._acknowledge_after_cascade()
         return True
@@ -225,7 +225,7 @@ class Receiver(VersionState):
             self._channel.answer(Ack(self.worker_idx, event.version, event.error))
         # Clear it: if the acting thread already installed this update, this timestamp must not count in the next
         # update's wait.
-        self.told_at = 0.0
+        self.announced_at = 0.0
 
     def _prepare(self, event: Prepare) -> None:
         error = ""

@@ -31,6 +31,7 @@ from wsync.paths import find_model, find_or_none
 from wsync.receiver import Receiver
 from wsync.receiving.channel import SenderChannel
 from wsync.receiving.protocols import ReceiveChannel
+from wsync.receiving.readers import ReaderFactory
 from wsync.registry import load_backend
 from wsync.rendezvous import Rendezvous, SocketRendezvous
 from wsync.roles import ReceiverRole, SenderRole, agreed_count, close_at_exit, single_count
@@ -273,12 +274,14 @@ class WeightSyncScheme(ABC):
             raise RuntimeError("initialise this scheme on the sender first, then pickle or fork it to the worker")
         return SenderChannel(
             lambda worker, deadline: rendezvous.dial(address, model_id, worker, deadline),
-            self._transport_factory(),
-            self._strategy,
-            arena=self._uses_arena(),
-            binds_arena=self.binds_arena and self.bind,  # parameters to slots of the arena
-            binds_buffers=self.bind,  # parameters to the receive buffers of a transport
-            timeout=self.timeout,
+            ReaderFactory(
+                create_transport=self._transport_factory(),
+                strategy=self._strategy,
+                arena=self._uses_arena(),
+                binds_arena=self.binds_arena and self.bind,  # parameters to slots of the arena
+                binds_buffers=self.bind,  # parameters to the receive buffers
+                timeout=self.timeout,
+            ),
             connected=rendezvous.connected,
         )
 

@@ -178,7 +178,9 @@ class Sender:
             rest = self._rest(worker_ids) if partial else None
             workers, absent = self._members.recipients(worker_ids)
             # Without `wait`, always with acknowledgements: `wait_async` waits until the update is installed.
-            update = self._publish(weights, workers, absent, acknowledge=not (wait and self._finishes_on_publish), rest=rest)
+            update = self._publish(
+                weights, workers, absent, acknowledge=not (wait and self._finishes_on_publish), rest=rest
+            )
             self._stop_waiting_for(update.workers)
             if wait:
                 report = self._finish(update)
@@ -197,7 +199,9 @@ class Sender:
         """
         rest = self._channel.newest_views()
         if worker_ids is not None or rest is None:
-            raise ValueError("a partial update goes to all workers, which must have the same weights: send whole ones first")
+            raise ValueError(
+                "a partial update goes to all workers, and they must have the same weights: send all first"
+            )
         return rest
 
     def wait(self) -> SyncReport | None:
@@ -252,9 +256,7 @@ class Sender:
         deadline = deadline_in(self._acks.timeout)
         if self.layout is None and self.connected:
             self._agree_on_layout(weights, deadline)
-        with self._loader.loaded(
-            weights, workers, absent, self.version + 1, deadline, keep=keep, rest=rest
-        ) as loaded:
+        with self._loader.loaded(weights, workers, absent, self.version + 1, deadline, keep=keep, rest=rest) as loaded:
             self.version += 1
             yield loaded
 

@@ -521,7 +521,7 @@ class Receiver:
     """Counts the calls that the fast path leaves to it."""
 
     version = waiting = 0
-    told_at = 0.0
+    announced_at = 0.0
     calls = 0
 
     def poll_update(self) -> bool:
@@ -539,7 +539,7 @@ class Receiver:
 def test_a_slot_is_in_use_while_a_forward_runs() -> None:
     arena, writer = arena_of(2, 3)
     slot, receiver, block = loops.WorkerSlot(), Receiver(), block_of(arena, 1)
-    slot.follow(receiver, loops.GateLock(threading.RLock()))
+    slot.set_receiver(receiver, loops.GateLock(threading.RLock()))
     slot.poll_update()
     assert receiver.calls == 1, "without words there is no fast path"
     slot.map_words(arena.words, arena.first_word_of(1))
@@ -596,7 +596,7 @@ def fast_worker(
     slot.map_words(arena.words, arena.first_word_of(0))
     gate_lock = loops.GateLock(threading.RLock())
     gate_lock.feeds = (slot,)
-    slot.follow(receiver, gate_lock)
+    slot.set_receiver(receiver, gate_lock)
     one, other = tcp_pair() if family == socket.AF_INET else socket.socketpair(family, socket.SOCK_SEQPACKET)
     installer = Binding(model, layout, bind=retains).installer
     slot.install_fast_path(installer, arena.plans, {}, other.fileno(), 0, retains)
@@ -618,7 +618,7 @@ def test_a_usual_update_is_installed_and_acknowledged(retains: bool, family: soc
     with fast_worker(retains, family) as (arena, writer, slot, model, receiver, sender):
         writer.publish(0, 1, 1, True, 1.0)
         send_message(sender.fileno(), Message(UPDATE, 0, 1))
-        assert slot.on_readable() and receiver.calls == 0 and receiver.version == 1 and not receiver.told_at
+        assert slot.on_readable() and receiver.calls == 0 and receiver.version == 1 and not receiver.announced_at
         answer = HEADER.unpack(sender.recv(HEADER.size, socket.MSG_WAITALL))
         assert answer[:4] == (ACK, 0, 1, 0) and answer[4] >= 0.0 and answer[5] > 0.0
         assert model.weight.tolist() == [[1.0] * 3]
@@ -691,7 +691,7 @@ def test_a_signal_leaves_no_mutex_locked(step: str) -> None:
     arena, writer = arena_of(1, 2)
     slot = loops.WorkerSlot()
     slot.map_words(arena.words, arena.first_word_of(0))
-    slot.follow(Receiver(), loops.GateLock(threading.RLock()))
+    slot.set_receiver(Receiver(), loops.GateLock(threading.RLock()))
     steps: dict[str, Callable[[], object]] = {
         "publish": partial(writer.publish, 0, 1, 0, False, 1.0),
         "await_free": partial(writer.await_free, 0, 1.0),

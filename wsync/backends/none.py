@@ -75,7 +75,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def readmit(self, worker_idx: int, sentinel: int | None = None, timeout: float | None = None) -> None:
         """Return at once."""
 
-    def send(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
+    def send(
+        self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, partial: bool = False
+    ) -> None:
         """Send nothing."""
 
     def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:

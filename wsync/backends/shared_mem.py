@@ -15,6 +15,8 @@ from wsync.gate import process_gate
 from wsync.legacy.pipes import older_transport
 from wsync.roles import SenderRole
 from wsync.scheme import WeightSyncScheme
+from wsync.scheme_transports import SenderTransport
+from wsync.sender import Sender
 from wsync.sending.channel import WorkerChannel
 from wsync.sending.source import DeviceMap, Source
 from wsync.transforms.chain import Transform, compose
@@ -24,11 +26,10 @@ from wsync.weights.strategy import Format, WeightStrategy
 
 
 class SharedMemTransport:
-    """Weights in shared memory (a ``TransportBackend``).
+    """Weights in shared memory, without a scheme (a ``TransportBackend``).
 
-    Of a scheme (``scheme.shared_transport``), it sends to all workers, with versions and acknowledgements. Made
-    directly, it is used without a scheme: ``SharedMemTransport()`` is handed to worker processes as an argument, and
-    each call of ``receive_weights`` there waits for the next version and copies it.
+    ``SharedMemTransport()`` is handed to worker processes as an argument. Each call of ``receive_weights`` there waits
+    for the next version and copies it. A scheme's ``shared_transport`` is a ``SharedMemSenderTransport``.
     """
 
     shared = True
@@ -39,18 +40,9 @@ class SharedMemTransport:
         self._counter = context.Value("q", 0, lock=False)
         self._weights: TensorDictBase | None = None
         self._seen = 0
-        self._role: SenderRole | None = None
-        self._connect: Callable[[], None] = lambda: None
-
-    @classmethod
-    def of_scheme(cls, role: SenderRole, connect: Callable[[], None]) -> SharedMemTransport:
-        """Return the transport to all workers of an initialised scheme; ``connect`` is the scheme's."""
-        transport = cls.__new__(cls)
-        transport._role, transport._connect, transport._weights = role, connect, None
-        return transport
 
     def register_weights(self, weights: Any) -> None:
-        """Without a scheme: define the shared buffers, before the transport is handed to a process.
+        """Define the shared buffers, before the transport is handed to a process.
 
         Args:
             weights: a module, a TensorDict or a state dict; copied.
@@ -61,33 +53,16 @@ class SharedMemTransport:
 
     @property
     def unique_weights(self) -> list[TensorDictBase]:
-        """The published buffers, each once; the user's own, where they were registered.
+        """The shared buffers, each once."""
+        return [] if self._weights is None else [self._weights]
 
-        A manual write into one is visible to bound parameters at once, without a version, at the user's own risk.
-        """
-        role = self._role
-        if role is None:
-            return [] if self._weights is None else [self._weights]
-        if role.sender.source.mirror is not None:
-            return [role.sender.source.mirror]
-        layout, channel = role.sender.layout, role.channel
-        if layout is None or not isinstance(channel, WorkerChannel):
-            return []
-        return [
-            TensorDict({tuple(name.split(".")): view for name, view in zip(layout.names, views, strict=True)})
-            for views in channel.published_views()
-        ]
-
-    def send_weights(self, weights: Any = None) -> None:
-        """Deliver ``weights`` (of a scheme, None: the model's) to all workers.
+    def send_weights(self, weights: Any) -> None:
+        """Publish one version.
 
         Raises:
-            NotConnected: without a scheme, before ``register_weights``.
-            LayoutMismatch: they do not fit.
+            NotConnected: before ``register_weights``.
+            LayoutMismatch: the weights do not fit.
         """
-        if self._role is not None:
-            self._role.sender.send(weights, None, wait=True)
-            return
         with self._changed:
             WeightStrategy().apply_weights(self._buffers(), weights)
             self._counter.value += 1
@@ -101,13 +76,7 @@ class SharedMemTransport:
         model: nn.Module | None = None,
         strategy: WeightStrategy | None = None,
     ) -> Any | None:
-        """Without a scheme: wait for the next version; return a copy, applied to ``weights`` and ``model`` if given.
-
-        Raises:
-            RuntimeError: this is the sender's end of a scheme.
-        """
-        if self._role is not None:
-            raise RuntimeError("this is the sender's end: receive in the worker, by its scheme")
+        """Wait for the next version; return a copy, applied to ``weights`` and ``model`` if given."""
         chosen, deadline = strategy or WeightStrategy(), deadline_in(timeout)
         with self._changed:
             if not self._changed.wait_for(lambda: self._counter.value > self._seen, remaining(deadline)):
@@ -126,9 +95,7 @@ class SharedMemTransport:
         return self._weights
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """See ``TransportBackend``: of a scheme, connect to all its workers, unless that has been done."""
-        if self._role is not None and not self._role.sender.connected:
-            self._connect()
+        """See ``TransportBackend``: nothing to do."""
 
     def setup_connection_and_weights_on_receiver(
         self,
@@ -142,6 +109,36 @@ class SharedMemTransport:
         return None
 
 
+class SharedMemSenderTransport(SenderTransport, SharedMemTransport):
+    """The transport to all workers of an initialised scheme, with versions and acknowledgements.
+
+    Args:
+        sender: of the scheme.
+        channel: to its workers.
+        connect: the scheme's.
+    """
+
+    def __init__(self, sender: Sender, channel: WorkerChannel, connect: Callable[[], None]) -> None:
+        SenderTransport.__init__(self, sender, connect, None)
+        self._channel = channel
+
+    @property
+    def unique_weights(self) -> list[TensorDictBase]:
+        """The published buffers, each once; the user's own, where they were registered.
+
+        A manual write into one is visible to bound parameters at once, without a version, at the user's own risk.
+        """
+        mirror, layout = self._sender.source.mirror, self._sender.layout
+        if mirror is not None:
+            return [mirror]
+        if layout is None:
+            return []
+        return [
+            TensorDict({tuple(name.split(".")): view for name, view in zip(layout.names, views, strict=True)})
+            for views in self._channel.published_views()
+        ]
+
+
 @runtime_checkable
 class CachingContext(Protocol):
     """A context that has shared buffers already."""
@@ -152,10 +149,6 @@ class CachingContext(Protocol):
 class _UnregisteredSource(Source):
     """Refuses to define the buffers: ``auto_register`` is off, and none were registered."""
 
-    def __init__(self, model_id: str) -> None:
-        super().__init__()
-        self._model_id = model_id
-
     def first(self, weights: object) -> Snapshot:
         """Refuse.
 
@@ -163,8 +156,8 @@ class _UnregisteredSource(Source):
             NotConnected: always; names the call that is missing.
         """
         raise NotConnected(
-            f"'{self._model_id}' has no shared buffers, and auto_register is off: call "
-            f"register_shared_weights('{self._model_id}', weights) before init_on_sender()"
+            "the model has no shared buffers, and auto_register is off: call "
+            "register_shared_weights(model_id, weights) before init_on_sender()"
         )
 
 
@@ -279,12 +272,12 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         return older or self.shared_transport or SharedMemTransport()
 
     @property
-    def shared_transport(self) -> SharedMemTransport | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def shared_transport(self) -> SharedMemSenderTransport | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The transport to all workers, on the sender; None in one process, where nothing is shared."""
         role = self._role
         if not isinstance(role, SenderRole) or not isinstance(role.channel, WorkerChannel):
             return None
-        return SharedMemTransport.of_scheme(role, self.connect)
+        return SharedMemSenderTransport(role.sender, role.channel, self.connect)
 
     @property
     def weights(self) -> Any:
@@ -307,7 +300,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None) -> Source:
         mirror = self._registered.get(model_id)
         if not self.auto_register and mirror is None:
-            return _UnregisteredSource(model_id)
+            return _UnregisteredSource()
         return Source(
             weights,
             self.strategy,

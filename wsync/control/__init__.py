@@ -1,6 +1,6 @@
 """Authenticated connections between a sender and its workers, and their messages.
 
-Public: collectors use it for separate connections.
+Public: collectors use it too, for connections of their own.
 
 - ``Listener`` and ``connect``: a listening socket (TCP, or a Unix socket) and a connection to it; both sides prove that
   they have the token of the ``Address`` before anything else is read.

@@ -1,8 +1,8 @@
 """Framed messages over an authenticated socket, Unix or TCP.
 
-When a process exits, its socket closes, which wakes every wait of the peer. A child that the process has forked may
-keep a copy of the socket open; the peer's pidfd covers that case on one machine. A machine that vanishes is noticed by
-TCP's keepalive within about ten seconds.
+When a process exits, its socket closes, which wakes every wait of the peer. A forked child may keep a copy of it open,
+so on one machine the peer also watches the process's pidfd (a descriptor that is readable once a process has exited).
+If a whole machine vanishes, TCP's keepalive closes the connection within about ten seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from wsync.control.outbox import Outbox
 from wsync.control.receiver_thread import MessageHandler, receiver_thread
 from wsync.errors import NotConnected
 
-STALL_TIMEOUT = struct.pack("ll", 5, 0)  # 5 s: a partially received message must make progress; sending goes on longer
+STALL_TIMEOUT = struct.pack("ll", 5, 0)  # 5 s without progress end a receive; a send is repeated
 _MAX_MESSAGE = 1 << 30  # bytes
 _CHUNK = 1 << 20  # bytes; memory is allocated as bytes arrive, not as a header announces them
 _FD_SPACE = socket.CMSG_SPACE(4 * 4)  # for four descriptors
@@ -36,9 +36,9 @@ _KEEPALIVE = (
 class Connection(Protocol):
     """One side of the connection between a sender and one worker.
 
-    One thread at a time calls ``receive``: the sender's under its lock; a worker's connecting thread, then the receiver
-    thread. Any thread may ``send``, also without the gate: the connecting, forming and receiver threads, and the acting
-    thread (the worker thread that runs the model's forward). A lock inside ``send`` keeps messages whole.
+    Any thread may call ``send`` and ``notify``; a lock inside keeps messages whole. One thread at a time calls
+    ``receive``: on the sender the thread that holds the sender's lock; in a worker the thread that connects, and
+    afterwards the receiver thread.
     """
 
     @property
@@ -53,17 +53,17 @@ class Connection(Protocol):
 
     @property
     def socket_fd(self) -> int:
-        """The descriptor of the stream socket that carries the messages; -1 where another medium does."""
+        """The descriptor of the stream socket that carries the messages; -1 if there is no such socket."""
         ...
 
     @property
     def busy(self) -> bool:
-        """Whether a thread is sending earlier messages: nothing may be written to ``socket_fd`` directly then."""
+        """Whether a background thread is sending earlier messages; ``socket_fd`` must not be written meanwhile."""
         ...
 
     @property
     def local_host(self) -> str:
-        """The address of this side, by which the peer reaches it; loopback for a Unix socket."""
+        """The IP address by which the peer reaches this side; loopback for a Unix socket."""
         ...
 
     def fileno(self) -> int:
@@ -71,7 +71,7 @@ class Connection(Protocol):
         ...
 
     def send(self, message: Message) -> None:
-        """Send one message.
+        """Send one message, without waiting for the peer to read it.
 
         Raises:
             ConnectionError: the peer has disconnected; or this is a forked child of the process that connected.
@@ -79,23 +79,23 @@ class Connection(Protocol):
         ...
 
     def notify(self, message: Message) -> None:
-        """Send a message without payload, or drop it if the socket is full (the peer already has wake-ups pending)."""
+        """As ``send``, for a message without payload; dropped if the socket is full: the peer has unread messages."""
         ...
 
     def receive(self) -> Message | None:
-        """Return the next message, once the descriptor is readable; None if the peer disconnected or sent garbage."""
+        """Return the next message, once ``fileno()`` is readable; None if the peer disconnected or sent garbage."""
         ...
 
     def attach(self, handler: MessageHandler) -> None:
-        """In a worker: from now on have ``handler.on_readable()`` called for each message and the peer's exit."""
+        """In a worker: from now on ``handler.on_readable()`` is called for each message, and when the peer exits."""
         ...
 
     def detach(self, handler: MessageHandler) -> None:
-        """Undo ``attach``; when this returns no call is in progress, unless the caller is inside it."""
+        """Undo ``attach``. On return no call of the handler is running, except one that this call is part of."""
         ...
 
     def peer_is_alive(self) -> bool:
-        """Return False if the peer is known to have exited; called every few seconds while a thread waits."""
+        """Return False if the peer is known to have exited. Called every few seconds by a thread that waits."""
         ...
 
     def close(self) -> None:
@@ -112,13 +112,13 @@ def close_socket(sock: socket.socket, opener: int) -> None:
 
 
 class SocketConnection:
-    """A ``Connection`` over a stream socket.
+    """A ``Connection`` over a stream socket. Both processes have one, for each of its sides.
 
     Args:
         sock: connected; owned by this object.
         peer: the other process.
-        proof: sent before the first message, by the sender: it has the token.
-        expected_proof: must arrive before the first message; the peer's identity follows it.
+        proof: on the sender, sent before the first message: it shows that the sender has the token.
+        expected_proof: in a worker, the proof that must arrive before the first message; the peer's identity follows.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class SocketConnection:
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """If the socket is full, the rest, and all later messages, are sent by a background thread, in order."""
+        """See ``Connection``: if the socket is full, a background thread sends the rest and all later messages."""
         self._require_opener()
         proof, self._proof = self._proof, b""
         if proof:
@@ -191,7 +191,7 @@ class SocketConnection:
         self._outbox.put(message.pack(), may_drop=not self._proof)
 
     def flush(self) -> None:
-        """Wait until every message is sent.
+        """Wait until every message has been written to the socket.
 
         Raises:
             ConnectionError: the connection has broken.
@@ -213,7 +213,7 @@ class SocketConnection:
             raise ConnectionError(f"{self.peer} cannot be reached: {error}") from error
 
     def _send_all(self, data: bytes, fds: Sequence[int]) -> None:
-        """Send, however long the peer does not read: it may be stopped, and continued later."""
+        """Send without a time limit: the peer may be stopped, and continued later."""
         view = memoryview(data)
         while view:
             try:
@@ -280,7 +280,7 @@ class SocketConnection:
 
     def attach(self, handler: MessageHandler) -> None:
         """See ``Connection``: the process's receiver thread calls the handler."""
-        receiver_thread().listen(self.fileno(), self.descriptors, handler)
+        receiver_thread().register(handler, self.fileno(), self.descriptors)
 
     def detach(self, handler: MessageHandler) -> None:
         """See ``Connection``."""

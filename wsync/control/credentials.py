@@ -1,8 +1,8 @@
 """Mutual authentication by a shared token, which is never transmitted.
 
-A worker sends a nonce and an HMAC of it; the sender answers with another HMAC of the same nonce. Both HMACs include the
-address that the worker connected to, so a process that reuses a former sender's address cannot replay a worker's
-credentials to another sender. The messages that follow are neither signed nor encrypted.
+A worker sends a *claim*: a nonce and an HMAC of it. The sender answers with a *proof*: another HMAC of the same nonce.
+Both HMACs include the address that the worker connected to, so a process that reuses a former sender's address cannot
+replay a worker's claim to another sender. The messages that follow are neither signed nor encrypted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def new_token() -> bytes:
 
 
 def new_claim(token: bytes, address: bytes) -> bytes:
-    """Return a worker's claim (its credentials) for the listener at ``address``: ``CLAIM_SIZE`` bytes, unique."""
+    """Return a new claim of a worker for the listener at ``address``: ``CLAIM_SIZE`` bytes."""
     nonce = secrets.token_bytes(_NONCE_SIZE)
     return nonce + _mac(token, b"worker", address, nonce)
 
@@ -35,7 +35,7 @@ def is_valid(claim: bytes, token: bytes, address: bytes) -> bool:
 
 
 def proof_for(claim: bytes, token: bytes, address: bytes) -> bytes:
-    """Return the sender's proof, its answer to a claim; compare it with ``hmac.compare_digest``."""
+    """Return the sender's proof for a claim; compare it with ``hmac.compare_digest``."""
     return _mac(token, b"trainer", address, claim[:_NONCE_SIZE])
 
 

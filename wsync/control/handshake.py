@@ -1,6 +1,6 @@
-"""The payload of the sender's ``ACCEPTED`` message, as plain JSON: nothing in it is executed, everything is checked.
+"""The sender's settings, which a worker gets in the ``ACCEPTED`` message: plain JSON, of which everything is checked.
 
-The layout tells where tensors lie in shared memory, so an untrusted layout is checked to stay within its buffer.
+The layout gives the positions of tensors in shared memory, so it is checked to stay within its buffer.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class SenderSettings:
 
     Attributes:
         layout: of the weights; None until the sender has some.
-        checksum: whether each update has a checksum; None: only one that crosses a network.
+        checksum: whether each update has a checksum; None: only if a transport carries it, not the arena.
         workers: the number of workers.
         generation: how many workers have connected with this index, including this one.
-        memory: where a process on the same machine finds the sender's arena: process id, two file-descriptor numbers in
-            that process, and the arena's random name; None if it comes with the message, or there is none.
+        memory: where a process on the same machine finds the sender's arena of shared memory: process id, two
+            file-descriptor numbers in that process, and the arena's random name; None if the message carries the
+            descriptors, or there is no arena.
     """
 
     layout: Layout | None

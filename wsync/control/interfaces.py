@@ -1,4 +1,4 @@
-"""What ``WorkerConnections`` uses: where connections come from, and what is called as workers connect and answer."""
+"""What ``WorkerConnections`` is given: a source of connections, and callbacks for what happens on them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from wsync.control.messages import Message
 
 
 class ConnectionSource(Protocol):
-    """Where workers connect: a ``Listener``, or another rendezvous."""
+    """Where workers connect: a ``Listener``, or the RPC backend's equivalent.
+
+    Called by the sender's thread that waits for workers, under the sender's lock.
+    """
 
     @property
     def passes_descriptors(self) -> bool:
-        """Whether its connections can carry open descriptors."""
+        """Whether its connections can carry open file descriptors."""
         ...
 
     def fileno(self) -> int:
@@ -32,7 +35,7 @@ class ConnectionSource(Protocol):
 class ConnectionCallbacks(Protocol):
     """Called by ``WorkerConnections`` as workers connect, answer and disconnect.
 
-    Each call is made inside a call of a ``WorkerConnections`` method, by the thread that called it.
+    Called under the sender's lock, by the thread that is calling a method of ``WorkerConnections``.
     """
 
     def accept_message(self, worker: int, rejoined: bool) -> Message:
@@ -47,26 +50,26 @@ class ConnectionCallbacks(Protocol):
         ...
 
     def on_accepted(self, worker: int, deadline: float | None) -> None:
-        """Do what has to precede the worker's first update, e.g. form the process group.
+        """Prepare the worker for its first update, e.g. form the process group.
 
         Called once per connection, by ``wait_for_workers``, after the ``ACCEPTED`` message was sent.
 
         Raises:
-            SyncTimeout, WorkerDied: it could not be done.
+            SyncTimeout: this was not finished at ``deadline``, or failed.
         """
         ...
 
     def on_answer(self, worker: int, message: Message) -> None:
-        """Process an answer of a worker, e.g. start sending the version that waits for it.
+        """Process an answer of a worker, e.g. start sending the next version to it.
 
-        Called once per message, by ``read`` and the methods that read (``drain``, ``wait_acks``), after an
-        acknowledgement was stored for ``wait_acks``.
+        Called once per message, by ``read`` and the methods that use it (``drain``, ``wait_acks``), after the
+        answer was stored for ``wait_acks``.
         """
         ...
 
     def on_disconnected(self, worker: int) -> None:
         """Release what the worker used, e.g. its slot in shared memory.
 
-        Called once per connection, by any method that closes it, after it was closed by either side.
+        Called once per connection, after either side has closed it.
         """
         ...

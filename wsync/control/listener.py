@@ -1,8 +1,8 @@
-"""The listening socket of a sender, and the connection attempts that are not authenticated yet.
+"""The listening socket of a sender, the connection attempts that are not authenticated yet, and ``connect``.
 
-The listener never blocks on an unauthenticated connection: each is read when it has sent something, and the listener's
-descriptor is readable only then. Until its credentials are checked, an attempt costs one descriptor and at most a
-kilobyte. Invalid credentials close it at once; without any it is closed after five seconds, or when many are pending.
+The listener never blocks on an unauthenticated connection: it reads an attempt only when data has arrived. Until its
+credentials are checked, an attempt costs one descriptor and at most a kilobyte. It is closed if its credentials are
+invalid, after five seconds without any, or if it is the oldest of more than 64.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_HELLO = 1024  # bytes, the payload
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a sender listens, and the token that a worker must have. Travels in a pickled scheme.
+    """Where a sender listens, and the token that a worker must have. A pickled scheme contains it.
 
     Attributes:
         host: an IP address or host name; empty for a Unix socket.
@@ -45,7 +45,7 @@ class Address:
 
     @property
     def public(self) -> bytes:
-        """The address without the token, as the credentials include it."""
+        """The address without the token. Credentials include it, see ``credentials.py``."""
         return f"{self.host} {self.port}".encode()
 
     def dump(self) -> str:
@@ -67,7 +67,7 @@ class Address:
 
 @dataclass(slots=True)
 class _Pending:
-    """An unauthenticated connection attempt, and what it has sent so far."""
+    """An unauthenticated connection attempt: when it is given up, and what it has sent so far."""
 
     socket: socket.socket
     until: float
@@ -78,11 +78,11 @@ def listen_on(host: str, port: int = 0) -> socket.socket:
     """Return a TCP socket that listens on one address of this machine.
 
     Args:
-        host: an address of this machine, by which workers reach it; never every interface.
+        host: an address of this machine, by which workers reach it; not a wildcard such as 0.0.0.0.
         port: 0 for any free one.
 
     Raises:
-        NotConnected: this machine has no such address, the port is taken, or the address means every interface.
+        NotConnected: this machine has no such address, it is a wildcard, or the port is taken.
     """
     if not host:
         raise NotConnected("host is empty: it has to be an address of this machine, by which workers reach it")
@@ -98,7 +98,7 @@ def listen_on(host: str, port: int = 0) -> socket.socket:
 
 
 class Listener:
-    """A listening socket that hands out authenticated connections.
+    """A sender's listening socket, which returns authenticated connections. One thread at a time uses it.
 
     Args:
         host: the address to listen on, by TCP; None for a Unix socket with an abstract name, which only processes of
@@ -228,7 +228,7 @@ class Listener:
         if os.getpid() == self._opener:
             with suppress(OSError):  # no client is left in the queue, or the listener was closed before
                 self._socket.shutdown(socket.SHUT_RDWR)
-                while True:  # a forked child may hold the socket: else queued clients would never be refused
+                while True:  # clients in the queue would wait for as long as a forked child holds the socket
                     close_socket(self._socket.accept()[0], self._opener)
         self._socket.close()
 
@@ -240,7 +240,7 @@ def connect(address: Address, worker: int, deadline: float | None, payload: byte
         address: of the listener.
         worker: the worker's index.
         deadline: on ``time.monotonic``'s clock; None for none.
-        payload: for the peer's ``accept``; up to about 800 bytes.
+        payload: returned by the peer's ``accept``; up to about 800 bytes.
 
     Raises:
         NotConnected: no sender listens there (any more), or it cannot be reached.

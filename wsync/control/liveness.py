@@ -1,4 +1,4 @@
-"""Pidfds (process descriptors): how the exit of another process on this machine is noticed."""
+"""Pidfds (process descriptors), by which the exit of another process on this machine is noticed."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _PID = struct.Struct("<i")
 
 @cache
 def _pid_namespace() -> bytes:
-    """Return what identifies the PID namespace (and boot): a process id has one meaning within it."""
+    """Return the boot and the PID namespace of this process. Within both, a process id names one process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}".encode()
 
 
 def own_identity() -> bytes:
-    """Return what another process on this machine needs to watch this one."""
+    """Return the process id and PID namespace, by which another process on this machine can watch this one."""
     return _PID.pack(os.getpid()) + _pid_namespace()
 
 
 class PeerProcess:
-    """The process on the other side of a connection; has its pidfd if it runs on this machine.
+    """The process on the other side of a connection, with its pidfd if it runs on this machine.
 
     Args:
         identity: the other process's ``own_identity()``; empty if it is not known.
@@ -42,7 +42,7 @@ class PeerProcess:
 
     @classmethod
     def of_pid(cls, pid: int) -> PeerProcess:
-        """Watch the process with this id in this process's PID namespace (from ``SO_PEERCRED``)."""
+        """Return the process with an id that the kernel reported (``SO_PEERCRED``)."""
         peer = cls()
         peer.pid = pid
         peer._open()

@@ -6,36 +6,42 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple
 
+from wsync.loops.messages import HEADER
 from wsync.types import Ack
 
-PROTOCOL = 10  # version of everything in this package; both sides must have the same
-_HEADER = struct.Struct("<BxxxiQQdd")  # kind, worker, version, length of the payload, wait, apply
-HEADER_SIZE = _HEADER.size
+PROTOCOL = 10  # version of the messages; both sides must have the same
+HEADER_SIZE = HEADER.size
 TRANSACTION = struct.Struct("<Q")  # number of a transaction, at the beginning of a payload
 
 
 class Kind(IntEnum):
-    """The kinds of messages: below 16 to a worker, below 32 from a worker, others both; ``version`` is overloaded."""
+    """The kinds of messages. The comments name the payload, and ``version`` where it is not that of the weights.
 
-    ACCEPTED = 1  # the worker is registered; version: sent as it joins, or 0; payload: SenderSettings
-    REFUSED = 2  # it is not; payload: the reason
-    LAYOUT = 3  # the layout is known now; payload: SenderSettings
-    UPDATE = 4  # a version is published; payload, from a transport: checksum and extra state
-    PREPARE = 5  # before COMMIT, so all switch or none: check, keep; payload: transaction, then UPDATE's or arena slot
-    ABORT = 6  # undo PREPARE (a worker failed; version: transaction) or FETCH (sending failed; version: FETCH's)
-    COMMIT = 7  # all have PREPARED: install; version: the transaction (in the arena, the published word commits)
-    RESEND = 8  # repeat the last answer: the sender has none in time (a signal handler may have raised while reading)
+    The arena is the sender's shared memory; a worker that does not use it receives weights by a transport.
+    """
+
+    # from the sender to a worker
+    ACCEPTED = 1  # the worker is registered; version: of the weights that follow at once, or 0; payload: SenderSettings
+    REFUSED = 2  # the worker is not registered; payload: the reason
+    LAYOUT = 3  # the layout of the weights; payload: SenderSettings
+    UPDATE = 4  # install a version; payload: by a transport, checksum and extra state
+    PREPARE = 5  # check and keep a version; payload: the transaction, then the arena's slot, or UPDATE's payload
+    ABORT = 6  # drop what was prepared (version: the transaction) or fetched (version: as in FETCH)
+    COMMIT = 7  # install what was prepared; version: the transaction. In the arena the published word is the commit
+    RESEND = 8  # repeat the last answer: it did not arrive in time, or an exception interrupted the sender's reading
     CHECK_LAYOUT = 9  # answer whether weights of a layout would fit; payload: SenderSettings
-    FETCH = 10  # before UPDATE: receive now, as send_weights may wait for that; payload: checksum and extra state
-    HELLO = 16  # first message of a connection; version: PROTOCOL; payload: credentials, then the sending process
+    FETCH = 10  # begin to receive a version, before its UPDATE or PREPARE; payload: checksum and extra state
+    # from a worker to the sender
+    HELLO = 16  # the first message; version: PROTOCOL; payload: credentials, the worker's process, the user's payload
     ACK = 17  # a version is installed
     PREPARED = 18  # a version is checked and kept
     FAILED = 19  # a version was not installed, or not kept; payload: the traceback
     SLOT_FREED = 20  # a slot of the arena that the sender waits for is free
-    JOINED = 21  # how the worker receives weights; version: 1 for the arena, 0 for the transport
+    JOINED = 21  # how the worker receives weights; version: 1 for the arena, 0 for a transport
+    # both ways
     LEAVE = 32  # this side closes the connection on purpose
-    STORE = 33  # a key and its value, for the two sides of a process group that is being formed
-    DATA = 34  # payload of the connection's user
+    STORE = 33  # a key and its value, while a process group is being formed; payload: see forming.py
+    DATA = 34  # for other users of a connection, such as collectors
 
 
 _KINDS = {int(kind): kind for kind in Kind}  # a lookup here is five times as fast as Kind(number)
@@ -45,10 +51,10 @@ class Message(NamedTuple):
     """One message.
 
     Attributes:
-        version: of the weights that it is about, or 0; some kinds use it otherwise, see ``Kind``.
+        version: of the weights, or 0; some kinds use it otherwise, see ``Kind``.
         wait: in ``ACK``, seconds from the arrival of the update's message until installing began.
         apply: in ``ACK``, seconds that installing took.
-        fds: open descriptors that travel with it (Unix sockets only); the receiver of the message owns them.
+        fds: open file descriptors (Unix sockets only); the process that receives the message owns its copies.
     """
 
     kind: Kind
@@ -67,13 +73,13 @@ class Message(NamedTuple):
 
     def pack(self) -> bytes:
         """Return header and payload."""
-        header = _HEADER.pack(self.kind, self.worker, self.version, len(self.payload), self.wait, self.apply)
+        header = HEADER.pack(self.kind, self.worker, self.version, len(self.payload), self.wait, self.apply)
         return header + self.payload if self.payload else header
 
 
 def payload_length(header: bytes | bytearray) -> int:
     """Return the length of the payload that a header of ``HEADER_SIZE`` bytes announces."""
-    return _HEADER.unpack_from(header)[3]
+    return HEADER.unpack_from(header)[3]
 
 
 def unpack(header: bytes | bytearray, payload: bytes, fds: tuple[int, ...] = ()) -> Message:
@@ -83,7 +89,7 @@ def unpack(header: bytes | bytearray, payload: bytes, fds: tuple[int, ...] = ())
         ValueError: the header is too short, or of an unknown kind.
     """
     try:
-        kind, worker, version, _, wait, apply = _HEADER.unpack_from(header)
+        kind, worker, version, _, wait, apply = HEADER.unpack_from(header)
         return Message(_KINDS[kind], worker, version, payload, wait, apply, fds)
     except struct.error as error:
         raise ValueError(f"the header must have {HEADER_SIZE} bytes, not {len(header)}") from error
@@ -92,7 +98,7 @@ def unpack(header: bytes | bytearray, payload: bytes, fds: tuple[int, ...] = ())
 
 
 def unpack_exactly(form: struct.Struct, payload: bytes) -> tuple[int, ...]:
-    """Return the numbers in a payload that is exactly one ``form``.
+    """Return the numbers in a payload that has the size of ``form``.
 
     Raises:
         ValueError: the payload has another size.

@@ -1,4 +1,4 @@
-"""Ordered sending that does not wait for a slow receiver; used by both sides, trainer and worker."""
+"""Ordered sending that does not wait for a slow peer. Each ``SocketConnection`` has one outbox."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MANY = 1000  # queued messages; from this many on, a message that may be droppe
 
 
 class Outbox:
-    """Sends data in order, for any thread: at once while the socket has room, else by a background thread.
+    """Sends data in order: at once while the socket has room, else by a background thread. Any thread may call it.
 
     Args:
         send_now: sends what the socket has room for, without waiting; returns the number of bytes sent.
@@ -32,7 +32,7 @@ class Outbox:
 
     @property
     def busy(self) -> bool:
-        """Whether the thread is sending, or has failed: then it stays True, and ``put`` raises the error."""
+        """Whether the thread is sending. Stays True if it has failed; ``put`` then raises the error."""
         return self._thread is not None
 
     def put(self, data: bytes, fds: Sequence[int] = (), *, may_drop: bool = False) -> None:
@@ -40,11 +40,11 @@ class Outbox:
 
         Args:
             data: of one message.
-            fds: open descriptors that travel with it; the caller may close them afterwards.
+            fds: open descriptors to send with it; the caller may close them afterwards.
             may_drop: drop it if the socket has no room at all, or ``_MANY`` messages are queued.
 
         Raises:
-            ConnectionError: it, or earlier data, could not be sent.
+            ConnectionError: the connection has broken, now or while earlier data was sent.
         """
         with self._lock:
             if self._error is not None:

@@ -15,19 +15,25 @@ _log = logging.getLogger(__name__)
 
 
 class MessageHandler(Protocol):
-    """What the receiver thread calls."""
+    """Handles the messages of one connection, e.g. a worker's ``Receiver``."""
 
     def on_readable(self) -> bool:
         """Read and process one message. Called by the receiver thread each time the connection is readable.
 
         Returns:
             False when there will be no more messages: the connection is then no longer watched.
+
+        Raises:
+            BaseException: anything; it is logged, and the connection is shut down.
         """
         ...
 
 
 class ReceiverThread:
-    """Waits for all connections of this process at once. Runs while at least one handler is registered."""
+    """The thread that waits for all connections of this process at once.
+
+    It runs while at least one handler is registered. Any thread may call the methods.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,24 +43,17 @@ class ReceiverThread:
         self._thread: threading.Thread | None = None
         self._wake = -1
 
-    def listen(self, connection: int, descriptors: Sequence[int], handler: MessageHandler) -> None:
-        """Call ``handler`` for a connection.
+    def register(self, handler: MessageHandler, connection: int, descriptors: Sequence[int]) -> None:
+        """Call ``handler`` while a connection is readable.
 
         Args:
+            handler: of the connection.
             connection: the connection's descriptor.
             descriptors: that one, and the peer's pidfd if there is one. Once the peer has exited, the connection is
                 shut down: a forked child of the peer may keep its copy of the socket open.
-            handler: called while ``connection`` is readable.
         """
-        self._add({descriptor: (handler, connection) for descriptor in descriptors})
-
-    def register(self, descriptor: int, handler: MessageHandler) -> None:
-        """Call ``handler`` when ``descriptor`` is readable."""
-        self._add({descriptor: (handler, descriptor)})
-
-    def _add(self, handlers: dict[int, tuple[MessageHandler, int]]) -> None:
         with self._lock:
-            self._handlers.update(handlers)
+            self._handlers.update(dict.fromkeys(descriptors, (handler, connection)))
             if self._thread is not None:
                 os.eventfd_write(self._wake, 1)
             else:
@@ -65,7 +64,7 @@ class ReceiverThread:
                 self._thread.start()
 
     def unregister(self, handler: MessageHandler) -> None:
-        """Stop calling ``handler``; on return no call of it is in progress, unless the caller is inside it."""
+        """Stop calling ``handler``. On return no call of it is running, except one that this call is part of."""
         with self._lock:
             self._handlers = {fd: other for fd, other in self._handlers.items() if other[0] is not handler}
             thread = self._thread
@@ -113,12 +112,12 @@ class ReceiverThread:
                 if self._handlers.get(descriptor) is not handlers[descriptor]:
                     continue
                 handler, connection = handlers[descriptor]
-                if descriptor != connection:  # a pidfd: the peer has exited; the handler reads the rest of the socket
+                if descriptor != connection:  # a pidfd: the peer has exited; what it sent before is still read
                     with suppress(OSError):
                         _shut_down(connection)
                 elif _call(handler, connection):
                     continue
-                with self._lock:  # after a connection, stop watching its pidfd as well; after a pidfd, that alone
+                with self._lock:  # a connection that has ended is removed with its pidfd, a readable pidfd alone
                     finished = [fd for fd, one in handlers.items() if fd == descriptor or one == (handler, descriptor)]
                     for fd in finished:
                         if self._handlers.get(fd) is handlers[fd]:

@@ -22,9 +22,9 @@ _ANSWERS = frozenset((Kind.ACK, Kind.PREPARED, Kind.FAILED, Kind.SLOT_FREED))
 class WorkerConnections:
     """The connections to all workers of one sender.
 
-    It has no thread: messages are read only during calls, each under the sender's lock. The trainer calls it during
-    connect, send and wait only; but while an update waits for a worker that receives it by a transport, the background
-    thread of ``sending.send_loop.SendLoop`` reads as well.
+    It has no thread: messages are read only during calls. Each call holds the sender's lock, and is made by the thread
+    that calls ``connect``, ``send`` or ``wait`` of the scheme, or by the background thread of
+    ``sending.send_loop.SendLoop``.
 
     Args:
         source: where workers connect; closed with this object.
@@ -37,7 +37,7 @@ class WorkerConnections:
         self._num_workers = num_workers
         self._callbacks = callbacks
         self._connections: dict[int, Connection] = {}
-        self._to_replace: set[int] = set()  # workers that were connected, and have not been replaced yet
+        self._to_replace: set[int] = set()  # workers that have disconnected, and have not been replaced yet
         self._worker_of: dict[int, int] = {}  # descriptor -> worker
         self._watched: dict[int, Callable[[], None]] = {}  # descriptor -> callback, see watch()
         self._poll = select.poll()  # not epoll: a forked child would share its set of descriptors
@@ -52,9 +52,9 @@ class WorkerConnections:
 
     @property
     def descriptors(self) -> bytes:
-        """All stream sockets, then all pidfds, as an ``array("i")``, for the compiled fast path.
+        """All stream sockets, then all pidfds, as the bytes of an ``array("i")``, for the fast path.
 
-        Empty if a worker is missing, has no stream socket or pidfd, or has a connection on which a thread is sending.
+        Empty if a worker is missing, has no stream socket or pidfd, or has a busy connection.
         """
         ordered = [self._connections[worker] for worker in range(self._num_workers) if worker in self._connections]
         each = [one.descriptors for one in ordered if one.socket_fd >= 0 and not one.busy]
@@ -64,17 +64,13 @@ class WorkerConnections:
 
     @property
     def readable_descriptors(self) -> Collection[int]:
-        """Descriptors, one of which becomes readable when a message arrives or a worker exits."""
+        """The descriptors that ``read`` waits for."""
         return [*self._worker_of, *self._watched]
 
     def watch(self, descriptor: int, callback: Callable[[], None]) -> None:
-        """Have ``read`` call ``callback`` when ``descriptor`` is readable, e.g. the eventfd of the transfer threads."""
+        """From now on ``read`` calls ``callback`` when ``descriptor`` is readable, e.g. an eventfd of other threads."""
         self._watched[descriptor] = callback
         self._poll.register(descriptor, select.POLLIN)
-
-    def connection(self, worker: int) -> Connection:
-        """Return the connection to a worker that is connected."""
-        return self._connections[worker]
 
     def wait_for_workers(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
         """Accept connections until all of ``workers`` are connected.
@@ -88,7 +84,7 @@ class WorkerConnections:
             SyncTimeout: names the workers that did not connect.
             WorkerDied: a worker's process exited first.
         """
-        self.drain()  # some may have died, and have replacements that are connecting
+        self.drain()  # notices deaths, so that replacements are accepted
         missing = set(workers) - self._connections.keys()
         watched = {sentinels[worker]: worker for worker in missing if worker in sentinels}
         while missing:
@@ -114,10 +110,10 @@ class WorkerConnections:
             return -1
         connection, hello = arrival
         worker = hello.worker
-        if wait_readable(connection.descriptors, NOW):  # a live worker is silent until accepted: it has disconnected
+        if wait_readable(connection.descriptors, NOW):  # a live worker sends nothing until it is accepted
             connection.close()
             return -1
-        self.drain()  # the worker before it may have died
+        self.drain()  # notices the death of the worker that it replaces
         reason = self._refusal(hello)
         if reason:
             _log.debug("refused worker %d: %s", worker, reason)
@@ -187,7 +183,7 @@ class WorkerConnections:
                 connection.notify(message)
 
     def record(self, ack: Ack) -> None:
-        """Store an acknowledgement or a death that was not read here (by the fast path, or of a transport)."""
+        """Store an acknowledgement or a death that ``read`` has not seen: from the fast path, or of a transport."""
         (self._deaths if ack.died else self._answers)[ack.worker] = ack
 
     def drain(self) -> None:
@@ -215,7 +211,7 @@ class WorkerConnections:
 
     @contextmanager
     def reading_directly(self, worker: int) -> Iterator[Connection]:
-        """While open, the caller reads one worker's messages from its connection, e.g. to form a process group."""
+        """While the block runs, ``read`` leaves one worker's messages to the caller, e.g. to form a process group."""
         connection = self._connections[worker]
         descriptors = list(connection.descriptors)
         for fd in descriptors:

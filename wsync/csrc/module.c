@@ -18,7 +18,7 @@
 
 #include "loops.h"
 
-#define REVISION 10 /* of the interface; wsync/loops/__init__.py names the one that it expects */
+#define REVISION 11 /* of the interface; wsync/loops/__init__.py names the one that it expects */
 
 const DLPackExchange *dlpack;
 PyTypeObject *PackPlan_type, *TensorTree_type, *GateLock_type, *Installer_type, *PeerWatch_type;
@@ -104,7 +104,7 @@ static int make_names(void)
         {&names.is_inference, "is_inference"}, {&names.poll_update, "poll_update"},
         {&names.forward_ended, "forward_ended"}, {&names.on_readable, "on_readable"},
         {&names.data, "data"},               {&names.version, "version"},
-        {&names.told_at, "told_at"},         {&names.waiting, "waiting"},
+        {&names.announced_at, "announced_at"}, {&names.waiting, "waiting"},
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (!(*all[i].name = PyUnicode_InternFromString(all[i].text)))

@@ -52,10 +52,10 @@ static PyObject *WorkerSlot_new(PyTypeObject *type, PyObject *args, PyObject *kw
     return (PyObject *)self;
 }
 
-static PyObject *WorkerSlot_follow(WorkerSlot *self, PyObject *args)
+static PyObject *WorkerSlot_set_receiver(WorkerSlot *self, PyObject *args)
 {
     PyObject *receiver, *gate_lock;
-    if (!PyArg_ParseTuple(args, "OO!:follow", &receiver, GateLock_type, &gate_lock))
+    if (!PyArg_ParseTuple(args, "OO!:set_receiver", &receiver, GateLock_type, &gate_lock))
         return NULL;
     Py_XSETREF(self->receiver, Py_NewRef(receiver));
     Py_XSETREF(self->gate_lock, Py_NewRef(gate_lock));
@@ -201,7 +201,7 @@ static PyMemberDef WorkerSlot_members[] = {
 #define SEE(signature) signature ": see wsync.loops.worker_slot."
 
 static PyMethodDef WorkerSlot_methods[] = {
-    {"follow", (PyCFunction)WorkerSlot_follow, METH_VARARGS, SEE("follow(receiver, gate_lock)")},
+    {"set_receiver", (PyCFunction)WorkerSlot_set_receiver, METH_VARARGS, SEE("set_receiver(receiver, gate_lock)")},
     {"map_words", (PyCFunction)WorkerSlot_map_words, METH_VARARGS, SEE("map_words(words, at)")},
     {"close", (PyCFunction)WorkerSlot_close, METH_NOARGS, SEE("close()")},
     {"install_fast_path", (PyCFunction)WorkerSlot_install_fast_path, METH_VARARGS,

@@ -39,14 +39,14 @@ static int is_usual(WorkerSlot *self)
 /* Tell the receiver about an installed version. Return when it was announced, or 0; -1 with an error. */
 static double report_version(WorkerSlot *self)
 {
-    PyObject *version = PyLong_FromLongLong(self->version), *told = PyObject_GetAttr(self->receiver, names.told_at);
-    double told_at = told ? PyFloat_AsDouble(told) : -1;
-    Py_XDECREF(told);
-    if (!version || (told_at < 0 && PyErr_Occurred()) || PyObject_SetAttr(self->receiver, names.version, version)
-        || PyObject_SetAttr(self->receiver, names.told_at, names.zero))
-        told_at = -1;
+    PyObject *version = PyLong_FromLongLong(self->version), *at = PyObject_GetAttr(self->receiver, names.announced_at);
+    double announced_at = at ? PyFloat_AsDouble(at) : -1;
+    Py_XDECREF(at);
+    if (!version || (announced_at < 0 && PyErr_Occurred()) || PyObject_SetAttr(self->receiver, names.version, version)
+        || PyObject_SetAttr(self->receiver, names.announced_at, names.zero))
+        announced_at = -1;
     Py_XDECREF(version);
-    return told_at;
+    return announced_at;
 }
 
 /* Install the published version. Return 1; 0 with nothing done that the receiver would not do again; -1 with an error. */
@@ -78,14 +78,14 @@ static int install(WorkerSlot *self, double started)
         store(&block->held, NONE);
     }
     int awaited = self->retains ? 0 : release_slot(self);
-    double told_at = awaited < 0 ? -1 : report_version(self);
-    if (told_at < 0)
+    double announced_at = awaited < 0 ? -1 : report_version(self);
+    if (announced_at < 0)
         return -1;
     if (awaited)
         answer(self, &(Message){.kind = SLOT_FREED, .worker = self->worker});
     if (word & 1)
         answer(self, &(Message){.kind = ACK, .worker = self->worker, .version = (uint64_t)self->version,
-                                .wait = told_at > 0 ? started - told_at : 0, .apply = now() - started});
+                                .wait = announced_at > 0 ? started - announced_at : 0, .apply = now() - started});
     return 1;
 }
 
@@ -146,10 +146,10 @@ PyObject *WorkerSlot_on_readable(WorkerSlot *self, PyObject *Py_UNUSED(ignored))
     if (!self->installer || !take_message(self->fd, UPDATE, 0, &message))
         return PyObject_CallMethodNoArgs(self->receiver, names.on_readable);
     PyObject *receiver = Py_NewRef(self->receiver), *gate_lock = Py_NewRef(self->gate_lock);
-    PyObject *told_at = PyFloat_FromDouble(now());
-    int failed = !told_at || PyObject_SetAttr(receiver, names.told_at, told_at) || pass_through_gate(gate_lock)
-        || PyObject_SetAttr(receiver, names.told_at, names.zero); /* the acting thread may have installed it */
-    Py_XDECREF(told_at);
+    PyObject *announced_at = PyFloat_FromDouble(now());
+    int failed = !announced_at || PyObject_SetAttr(receiver, names.announced_at, announced_at) || pass_through_gate(gate_lock)
+        || PyObject_SetAttr(receiver, names.announced_at, names.zero); /* the acting thread may have installed it */
+    Py_XDECREF(announced_at);
     Py_DECREF(receiver);
     Py_DECREF(gate_lock);
     if (failed)

@@ -1,7 +1,7 @@
-"""The inner loops of an update: compiled (``csrc/``, the module ``wsync._loops``) where that was built, else in Python.
+"""The inner loops of an update: compiled (``csrc/``, the module ``wsync._loops``) if that was built, else in Python.
 
 Both have the same classes, with the same constructors and methods, and the same unit tests run on both. The choice is
-made here, once, at import; no caller asks which it was. In Python a small update takes several times as long.
+made here, once, at import; no caller depends on it. In Python a small update takes several times as long.
 ``WSYNC_NATIVE=0`` in the environment chooses Python.
 """
 
@@ -20,11 +20,11 @@ from wsync.errors import NotConnected, SyncTimeout
 from wsync.loops.tensors import PLAIN_TYPES, copy_all
 from wsync.types import PHASES, SyncReport
 
-_REVISION = 10  # of csrc/module.c
+_REVISION = 11  # of csrc/module.c
 
 
 def _load() -> ModuleType | None:
-    """Return the compiled module; None if it was not built here, is not wanted, or does not fit these sources."""
+    """Return the compiled module; None if it was not built, is disabled, or was built from other sources."""
     if os.environ.get("WSYNC_NATIVE") == "0":
         return None
     try:

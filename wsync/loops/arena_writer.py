@@ -1,7 +1,7 @@
-"""The sender's half of an arena's words: pointing workers to slots, and finding slots that may be written.
+"""The sender's part of an arena's words: pointing workers to slots, and finding slots that may be written.
 
-Why no slot is written while a forward uses it is argued in ``arena.py``. The order of loads and stores matters where
-both sides look without the mutex: ``WorkerSlot.take`` says why.
+``shm/arena.py`` explains why no slot is written while a forward uses it. ``WorkerSlot.take`` explains the order of the
+loads and stores that are made without the mutex.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from wsync.loops.words import (
     slot_in,
     version_in,
 )
-from wsync.types import SyncReport
+from wsync.types import SyncReport, split_phases
 
 MUTEX_TIMEOUT = 0.01  # seconds; a worker that is stopped inside its mutex is left to the caller of update()
 _LONGEST = 2**31 - 1  # milliseconds that poll() takes
@@ -59,17 +59,17 @@ class _Update:
 
 
 class ArenaWriter:
-    """Writes the words of all workers of one sender. Used under the sender's lock.
+    """Writes the words of all workers of one sender. Used in the sender's process, under the sender's lock.
 
     Args:
         words: of the arena, in items of 8 bytes.
-        workers: how many there are.
+        workers: the number of workers.
         block: words per worker.
-        extra: the index where the sizes of the slots' extra states begin.
+        extra: the index of the first word with the size of a slot's extra state.
         nbytes: of one copy of the weights; for reports.
 
     Raises:
-        ValueError: there are fewer words than that.
+        ValueError: ``words`` are too few.
     """
 
     def __init__(self, words: memoryview, workers: int, block: int, extra: int, nbytes: int, /) -> None:
@@ -98,13 +98,13 @@ class ArenaWriter:
                 block[word] = value
 
     def publish(self, worker: int, version: int, slot: int, acknowledge: bool, timeout: float | None, /) -> bool:
-        """Point a worker to a slot; return whether it wants to be woken.
+        """Point a worker to a slot; return whether it has to be woken.
 
         Args:
             worker: its index.
             version: in the slot.
             slot: packed already.
-            acknowledge: whether the worker is to acknowledge the version.
+            acknowledge: whether the worker has to acknowledge the version.
             timeout: seconds for the worker's mutex; None for no limit.
 
         Raises:
@@ -121,15 +121,16 @@ class ArenaWriter:
             block.mutex.unlock()
 
     def published(self, worker: int, /) -> tuple[int, int]:
-        """Return the ``(version, slot)`` that a worker is pointed to; version 0 for none yet."""
+        """Return the ``(version, slot)`` that a worker is pointed to; version 0 if there is none."""
         word = self._block(worker)[PUBLISHED]
         return version_in(word), slot_in(word)
 
     def occupied(self, again: Collection[int], /) -> tuple[set[int], set[int], set[int]]:
-        """Return the slots that workers may yet start to use, that forwards use, and that workers hold for a rollback.
+        """Return three sets of slots: those that workers may start to use, that forwards use, and that workers hold.
 
         Args:
-            again: workers that may start to use a slot that they have taken once more, or their successors may.
+            again: workers that may start to use the published slot although they have taken it before: bound ones, and
+                those that may be replaced.
         """
         needed = [self._needed(block, worker in again) for worker, block in enumerate(self._blocks)]
         named, used, held = ({*slots} - {NONE} for slots in zip(*needed, strict=True))
@@ -159,10 +160,10 @@ class ArenaWriter:
             block.mutex.unlock()
 
     def vacate(self, worker: int, timeout: float, /) -> None:
-        """Set a dead worker's words back: no slot is in use, and its successor has taken none.
+        """Reset a dead worker's words: no slot is in use, and its replacement has taken none.
 
-        A worker that is only taken for dead may be stopped inside its mutex: after ``timeout`` seconds its words are
-        set all the same.
+        A worker that is treated as dead may be stopped while it holds the mutex: after ``timeout`` seconds its words
+        are reset without it.
 
         Raises:
             NotConnected: this process is a forked child.
@@ -189,22 +190,21 @@ class ArenaWriter:
         began: float,
         /,
     ) -> UpdateResult:
-        """Deliver a usual update: copy tensors into a free slot, point all workers to it, wait for acknowledgements.
+        """Do one update on the fast path: copy tensors into a free slot, point all workers to it, wait for answers.
 
         Args:
             plans: of the slots that are mapped here.
-            descriptors: an ``array("i")``, as bytes: of each worker's connection, then of each worker's process.
+            descriptors: bytes of an ``array("i")``: of each worker's connection, then of each worker's process.
             retains: whether workers stay bound to slots; otherwise they copy.
-            watch: over ``descriptors``, if no acknowledgement is wanted; it is asked for deaths and errors.
+            watch: over ``descriptors``, to notice deaths and errors; None to wait for acknowledgements instead.
             tensors: in the order of the layout.
             version: the update's.
             timeout: seconds to wait for acknowledgements; None for no limit.
             began: when the call began, on ``time.perf_counter``.
 
         Returns:
-            A report. If something is left to be done or read: ``(report, slot, workers that could not be pointed to
-            it, a byte per worker: 1 if it has acknowledged)``. None, and nothing was done, if a worker is missing, no
-            slot is free, or the tensors are not plain bytes that fit.
+            A report. If the update is published but not finished: the fields of a ``PartialDelivery``. None, and
+            nothing was done, if a worker is missing, no slot is free, or the tensors are not plain bytes that fit.
 
         Raises:
             NotConnected: this process is a forked child.
@@ -238,7 +238,7 @@ class ArenaWriter:
         return filled
 
     def _publish_all(self, update: _Update) -> list[int]:
-        """Point every worker to the slot and wake those that want it; return those with a mutex that was not free."""
+        """Point every worker to the slot, and wake it if needed; return the workers with a mutex that was not free."""
         self._words[self._extra + update.slot] = 0
         others: list[int] = []
         for worker in range(len(self._blocks)):
@@ -255,7 +255,7 @@ class ArenaWriter:
     def _await_answers(self, update: _Update, timeout: float | None) -> bool:
         """Wait until all workers have acknowledged; False at another message, a death or the deadline.
 
-        The worker that was woken last mostly answers last: waiting for it first, this thread is woken once for all.
+        The worker that was woken last mostly answers last. It is waited for first, so this thread is woken only once.
         """
         workers = len(self._blocks)
         until = None if timeout is None else time.monotonic() + timeout
@@ -274,19 +274,16 @@ class ArenaWriter:
         return True
 
     def _report(self, update: _Update, began: float, finished: float) -> SyncReport:
-        """What the update has cost. The phases add up to ``seconds``."""
+        """Return what the update has cost."""
         slowest = max(update.answers.values(), key=lambda answer: answer.wait + answer.apply, default=Message(ACK, -1))
-        left = finished - update.packed
-        apply = min(slowest.apply, left)
-        wait = min(slowest.wait, left - apply)
-        transfer = min(update.published - update.packed, left - apply - wait)
-        phases = {
-            "extract": update.started - began + update.extracted - update.waited,
-            "pack": update.packed - update.extracted,
-            "transfer": transfer,
-            "wait": update.waited - update.started + wait,
-            "apply": apply,
-            "acknowledge": left - apply - wait - transfer,
-        }
+        phases = split_phases(
+            extract=update.started - began + update.extracted - update.waited,
+            wait=update.waited - update.started,
+            pack=update.packed - update.extracted,
+            transfer=update.published - update.packed,
+            left=finished - update.packed,
+            worker_wait=slowest.wait,
+            worker_apply=slowest.apply,
+        )
         workers = dict.fromkeys(range(len(self._blocks)), update.version)
         return SyncReport(update.version, self._nbytes, finished - began, phases, workers)

@@ -6,32 +6,32 @@ from typing import Any, Protocol
 
 
 class Feed(Protocol):
-    """The source of one model's updates, as the gate uses it."""
+    """The object that installs one model's updates: a ``Receiver`` or a ``WorkerSlot``."""
 
     def poll_update(self) -> bool:
         """Install the newest version before a forward.
 
-        Called by the thread that enters the gate from outside, with the lock held: by the acting thread before each
-        forward, by the receiver thread after a message. Returns True if that also decided about other feeds' models,
-        which then are polled again. What it raises reaches the caller of the forward.
+        Called each time a thread enters the gate from outside, with the lock held: by the acting thread before each
+        forward, by the receiver thread after a message. Returns True if that also committed updates of other models:
+        all feeds are then polled again. An exception is raised in the caller of the forward.
         """
         ...
 
     def forward_ended(self) -> None:
-        """Release what the forward used. Called when the gate is left to the outside, also if nothing was entered."""
+        """Release what the forward used. Called when a thread leaves the gate, also if ``poll_update`` has raised."""
         ...
 
 
 class GateLock:
-    """A re-entrant lock, its holder's depth inside, and the feeds to poll on the way in from outside.
+    """The gate's lock and feeds. One per process; used by every thread that runs a forward, and the receiver thread.
 
     Args:
         lock: a ``threading.RLock``.
 
     Attributes:
         lock: as given.
-        depth: how often its holder has entered; 0 outside.
-        feeds: a tuple; replaced as a whole, by a thread that has the lock.
+        depth: how often the thread that has the lock has entered; 0 if no thread is inside.
+        feeds: polled in this order; the tuple is replaced as a whole, by a thread that has the lock.
     """
 
     def __init__(self, lock: Any, /) -> None:
@@ -60,12 +60,12 @@ class GateLock:
         """Enter with the lock held, from ``depth``. The caller sets ``depth`` back and calls ``leave`` in any case."""
         self.depth = depth + 1
         if depth == 0:
-            # A decision found by one feed switches the models of others, which have to be polled again.
+            # A commit that one feed finds changes the models of others, so all feeds are polled again.
             while any([feed.poll_update() for feed in self.feeds]):
                 pass
 
     def leave(self, depth: int, /) -> None:
-        """Tell the feeds that the forward has ended, if ``depth`` is outside. The caller has set ``depth`` back."""
+        """Call ``forward_ended`` of all feeds if ``depth`` is 0. The caller has set ``depth`` back."""
         self.depth = depth
         if depth == 0:
             for feed in self.feeds:

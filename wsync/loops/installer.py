@@ -1,4 +1,4 @@
-"""Switching a model to an update."""
+"""Installing an update in a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from wsync.loops.tensors import copy_all, is_like
 
 
 class Installer:
-    """Switches a model to views of an update. Parameters are bound (``p.data = view``) or copied, buffers are copied.
+    """Installs updates in one model: parameters are bound (``p.data = view``) or copied, buffers are copied.
+
+    Called inside the gate, by the acting thread or the receiver thread.
 
     Args:
         tree: finds the model's tensors.
@@ -36,15 +38,14 @@ class Installer:
         self._copied = copied
 
     def install(self, views: Sequence[Tensor], /) -> bool:
-        """Switch to the views of an arena's slot if that is a usual case.
+        """Install the views of an arena's slot, if ``fits``.
 
         Args:
             views: a tuple; each fills its memory without a gap.
 
         Returns:
-            False, if the model is not what it was when the installer was made, or a tensor has another dtype than its
-            view, is not plain bytes in main memory, or refused the new value. The model may have been changed in part
-            then: the caller goes on with ``apply``, or with another installer.
+            False if they do not fit, or PyTorch raised. The model may have been changed in part then: the caller
+            goes on with ``apply``, or with another installer.
         """
         if not self.fits(views):
             return False
@@ -55,7 +56,7 @@ class Installer:
         return True
 
     def fits(self, views: Sequence[Tensor]) -> bool:
-        """Whether the model is what it was, and takes ``views`` as plain bytes."""
+        """Whether the model has the same tensors as before, and ``views`` have their dtypes and are plain bytes."""
         now = self._tree.tensors()
         return (
             type(views) is tuple
@@ -68,10 +69,10 @@ class Installer:
         )
 
     def apply(self, views: Sequence[Tensor], /) -> None:
-        """Switch to any tensors, whatever has become of the model. PyTorch copies what is copied.
+        """Install any tensors in the model as it was when the installer was made. PyTorch does the copies.
 
-        Also drops the casts of old parameters that ``torch.autocast`` keeps until its context ends. They are the
-        process's, and another thread may be inside such a context, so this does not ask.
+        Also clears the cache in which ``torch.autocast`` keeps casts of the old parameters. It belongs to the process:
+        it is cleared even if this thread is in no autocast context, because another thread may be.
 
         Raises:
             ValueError: there are too few views.

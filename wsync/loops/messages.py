@@ -1,7 +1,4 @@
-"""The three messages that the inner loops read and write by themselves, on a connection's socket.
-
-A stream socket (TCP) and a socket of whole messages are treated alike.
-"""
+"""The header of all messages (see ``control/messages.py``), and the three messages that the inner loops use."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import struct
 from typing import NamedTuple
 
 HEADER = struct.Struct("<BxxxiQQdd")  # kind, worker, version, length of the payload, wait, apply
-UPDATE, ACK, SLOT_FREED = 4, 17, 20
+UPDATE, ACK, SLOT_FREED = 4, 17, 20  # as in control.messages.Kind
 
 _libc = ctypes.CDLL(None, use_errno=True)  # releases the GIL: a send without MSG_DONTWAIT may wait
 _arguments = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
@@ -40,7 +37,8 @@ class Message(NamedTuple):
 def send_message(fd: int, message: Message, flags: int = socket.MSG_DONTWAIT) -> int:
     """Send a message; return 0, or the number of the error.
 
-    A stream that took a part of it is shut down, because what follows would not be understood; its reader notices.
+    If only a part could be sent, the socket is shut down: the peer could not read what follows. The thread that reads
+    the socket notices that.
     """
     data = HEADER.pack(message.kind, message.worker, message.version, 0, message.wait, message.apply)
     sent = _send(fd, data, len(data), flags | socket.MSG_NOSIGNAL)
@@ -53,22 +51,22 @@ def send_message(fd: int, message: Message, flags: int = socket.MSG_DONTWAIT) ->
 
 
 def send_answer(fd: int, message: Message) -> None:
-    """Send a message, waiting for room as long as the socket's own deadline; a failure is noticed by its reader."""
+    """Send a message; wait for room up to the socket's timeout. A failure is noticed by the thread that reads it."""
     if send_message(fd, message) == errno.EAGAIN:
         while send_message(fd, message, 0) == errno.EINTR:
             continue
 
 
 def take_message(fd: int, kind: int, version: int = 0) -> Message | None:
-    """Take the next message off a socket if all of it is there, it is of ``kind``, without payload, about ``version``.
+    """Receive the next message from a socket if it has arrived whole, without payload, and is the expected one.
 
     Args:
         fd: of the socket.
-        kind: as expected.
-        version: as expected; 0 for any.
+        kind: the expected kind.
+        version: the expected version; 0 for any.
 
     Returns:
-        The message; None if it is another one, or not whole: it stays in the socket then.
+        The message. None if it is another one, or not complete: it stays in the socket then.
     """
     data = ctypes.create_string_buffer(HEADER.size)
     if _recv(fd, data, HEADER.size, socket.MSG_PEEK | socket.MSG_DONTWAIT) != HEADER.size:

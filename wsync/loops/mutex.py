@@ -1,13 +1,12 @@
-"""A mutex in shared memory that the kernel hands on when its owner dies.
+"""A mutex in shared memory that can be locked again after its owner has died.
 
 POSIX robust, process-shared, error-checking mutexes, by way of ``ctypes``: an uncontended lock or unlock is one
 atomic instruction and no system call (about a quarter of a microsecond from Python). Robust: if a worker is killed
-while it holds the mutex, the next one to lock it is told so and owns it. Error-checking: unlocking a mutex that this
-thread does not hold is refused without harm, so ``finally: unlock()`` is right even if a signal came before the lock
-was taken.
+while it holds the mutex, the next process to lock it gets it. Error-checking: unlocking a mutex that this thread does
+not hold has no effect, so ``finally: unlock()`` is right even if a signal came before the lock was taken.
 
-A signal handler may run where a Python function begins, so ``unlock`` is not one: it would be left before it had done
-anything, and the mutex would stay locked for as long as this process lives.
+``unlock`` is not a Python function: a signal handler may run at the beginning of one, and if the handler raised, the
+mutex would stay locked for as long as this process lives.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ _lock_until = _function(_blocking, "pthread_mutex_clocklock", ctypes.c_void_p, c
 
 
 class Mutex:
-    """One process's handle on a mutex that lies in shared memory.
+    """A process's handle on a mutex in shared memory.
 
     Args:
-        address: where it lies in this process.
-        keep: what keeps that memory mapped.
+        address: of the mutex in this process.
+        keep: an object that keeps that memory mapped.
 
     Attributes:
-        unlock: gives the mutex back; nothing happens if this thread does not hold it.
+        unlock: unlocks the mutex; nothing happens if this thread does not hold it.
     """
 
     __slots__ = ("_address", "_keep", "unlock")
@@ -64,7 +63,7 @@ class Mutex:
         self.unlock: Callable[[], object] = partial(_unlock, address)
 
     def initialise(self) -> None:
-        """Make the ``SIZE`` bytes a mutex, once, before another process sees them.
+        """Initialise the mutex in its ``SIZE`` bytes. Called once, before another process uses them.
 
         Raises:
             OSError: the platform has no such mutexes.
@@ -82,13 +81,13 @@ class Mutex:
                 raise OSError(code, f"cannot make a process-shared mutex: {os.strerror(code)}")
 
     def lock(self, timeout: float | None = None) -> None:
-        """Take the mutex; at once if its owner died.
+        """Lock the mutex; at once if its owner has died.
 
         Args:
             timeout: seconds; None for no limit.
 
         Raises:
-            SyncTimeout: it was not free in time (its owner is stopped inside).
+            SyncTimeout: it was not free in time: the process that holds it is stopped.
         """
         code = _trylock(self._address)
         if code == errno.EBUSY:

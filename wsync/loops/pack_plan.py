@@ -50,7 +50,7 @@ class PackPlan:
         return True
 
     def is_in_place(self) -> bool:
-        """Whether the views lie where they did at first: PyTorch moves a storage that it shares with a process."""
+        """Whether the views have their first addresses: PyTorch moves a storage that it shares with a process."""
         return not self._plain or all(
             view.data_ptr() == address for view, address in zip(self.views, self._addresses, strict=True)
         )

@@ -1,6 +1,6 @@
 """One worker's words in shared memory: a mutex, the published version and slot, and the slots that the worker uses.
 
-What they promise is argued in ``arena.py``. ``csrc/words.h`` is the same layout in C.
+``shm/arena.py`` explains what they guarantee. ``csrc/words.h`` is the same layout in C.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Block:
 
     Args:
         words: those of the arena, in items of 8 bytes.
-        at: the index of the first one of this worker.
+        at: the index of this worker's first word.
 
     Attributes:
         words: the mapping of the arena.
         at: as given.
-        mutex: around ``PUBLISHED`` on one side, and the worker's words on the other.
+        mutex: held by the sender to store ``PUBLISHED``, by the worker to read it and store its own words.
 
     Raises:
-        ValueError: ``words`` end before.
+        ValueError: ``words`` are too few.
     """
 
     __slots__ = ("at", "mutex", "words")

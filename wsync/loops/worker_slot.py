@@ -1,4 +1,4 @@
-"""A worker's half of an arena's words: taking the published slot before a forward, and releasing it afterwards."""
+"""A worker's part of an arena's words: taking the published slot before a forward, and releasing it afterwards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from wsync.loops.gate_lock import GateLock
+from wsync.loops.gate_lock import Feed, GateLock
 from wsync.loops.installer import Installer
 from wsync.loops.messages import ACK, SLOT_FREED, UPDATE, Message, send_answer, take_message
 from wsync.loops.pack_plan import PackPlan
@@ -24,34 +24,36 @@ from wsync.loops.words import (
 )
 
 
-class SlotReceiver(Protocol):
-    """Takes the updates that are not usual. Each method is called as the ``WorkerSlot``'s of the same name.
+class SlotReceiver(Feed, Protocol):
+    """A ``wsync.receiver.Receiver``, which installs the updates that the fast path of its ``WorkerSlot`` does not.
 
     Attributes:
-        version: that the model has.
-        told_at: when the update that is being installed was announced, on ``time.perf_counter``; 0.0 if it was not.
-        waiting: how many threads wait for an update, and have to be woken by ``poll_update``.
+        version: the version that is installed in the model.
+        announced_at: when the message about the update that is being installed arrived, on ``time.perf_counter``; 0.0
+            if there was none.
+        waiting: how many threads wait in ``receive``; installing an update has to wake them.
     """
 
     version: int
-    told_at: float
+    announced_at: float
     waiting: int
 
-    def poll_update(self) -> bool: ...  # noqa: D102
-    def forward_ended(self) -> None: ...  # noqa: D102
-    def on_readable(self) -> bool: ...  # noqa: D102
+    def on_readable(self) -> bool:
+        """See ``WorkerSlot.on_readable``."""
+        ...
 
 
 class WorkerSlot:
-    """One worker's slot in an arena. The gate polls it, and the receiver thread calls it, instead of the receiver.
+    """The slot of an arena that one worker uses. The gate and the receiver thread call it in place of the receiver.
 
-    All methods are called inside the gate, except ``on_readable`` and ``set_wakeups``.
+    All methods are called inside the gate, except ``on_readable`` and ``set_wakeups``: by the acting thread (which runs
+    the model's forward) or the receiver thread.
 
     Attributes:
-        version: that the model has.
-        slot: that the model is bound to; -1 if the model has memory of its own.
+        version: the version that is installed in the model.
+        slot: the slot that the model is bound to; -1 if the model has memory of its own.
         refused: the newest version that could not be installed.
-        hold: whether the model may refuse the next version. Its slot is then kept between forwards as well.
+        hold: whether installing the next version may fail. The model's slot is then kept between forwards as well.
         busy: whether a slot is in use.
     """
 
@@ -70,21 +72,21 @@ class WorkerSlot:
         self._fd = self._worker = -1
         self._retains = False
 
-    def follow(self, receiver: SlotReceiver, gate_lock: GateLock, /) -> None:
-        """Set the receiver of unusual updates, and the gate. Called once, before ``poll_update``."""
+    def set_receiver(self, receiver: SlotReceiver, gate_lock: GateLock, /) -> None:
+        """Set the receiver, for updates outside the fast path, and the gate. Called once, before ``poll_update``."""
         self._receiver = receiver
         self._gate_lock = gate_lock
 
     def map_words(self, words: memoryview, at: int, /) -> None:
-        """Set where the worker's words are: at index ``at`` of ``words``. Before, only the receiver is polled.
+        """Set the worker's words, which begin at index ``at`` of ``words``. Until then the receiver does everything.
 
         Raises:
-            ValueError: the words end before.
+            ValueError: ``words`` are too few.
         """
         self._block = Block(words, at)
 
     def close(self) -> None:
-        """Drop everything; the methods that the gate and the receiver thread call do nothing from then on."""
+        """Drop all references. ``poll_update``, ``forward_ended`` and ``on_readable`` do nothing from then on."""
         self._receiver = self._gate_lock = self._block = None
         self.disable_fast_path()
 
@@ -98,14 +100,14 @@ class WorkerSlot:
         retains: bool,
         /,
     ) -> None:
-        """Install usual updates without the receiver from now on, if the model need not be able to refuse them.
+        """Install updates without the receiver from now on, except while ``hold`` is set.
 
         Args:
-            installer: switches the model.
+            installer: installs in the model.
             plans: of the slots that are mapped here; new ones are appended.
-            staged: the prepared transactions of this process; while there are any, the receiver takes all updates.
+            staged: the prepared transactions of this process; while there are any, the receiver installs all updates.
             fd: of the connection's socket, for answers.
-            worker: this one's index.
+            worker: the worker's index.
             retains: whether the model stays bound to slots; otherwise it copies.
         """
         self._plans, self._staged = plans, staged
@@ -113,7 +115,7 @@ class WorkerSlot:
         self._installer = installer
 
     def disable_fast_path(self) -> None:
-        """Leave all updates to the receiver from now on."""
+        """The receiver installs all updates from now on."""
         self._installer = None
 
     # --- the words ---
@@ -138,7 +140,7 @@ class WorkerSlot:
             ``(version, slot, acknowledge)`` of a new version; None if there is none.
         """
         block = self._mapped()
-        self.busy = True  # before the words say so: an interrupted call is then followed by a release
+        self.busy = True  # before the words are written: an interrupted call is then followed by a release
         try:
             block.mutex.lock()
             word, slot = block[PUBLISHED], self.slot
@@ -147,8 +149,8 @@ class WorkerSlot:
                 block[HELD] = slot
             if newer:
                 slot = slot_in(word)
-            # The sender looks without the mutex, at TAKEN, then USED, then HELD: what says that a slot is needed is
-            # stored before what said so until now goes.
+            # The sender reads TAKEN, then USED, then HELD, without the mutex. At each moment one of them must show that
+            # a needed slot is needed: the new word is stored before the old one is changed.
             block[USED] = slot
             if newer:
                 block[TAKEN] = version_in(word)
@@ -158,13 +160,13 @@ class WorkerSlot:
         return (version_in(word), slot, bool(word & 1)) if newer else None
 
     def release_previous(self) -> None:
-        """Stop holding the slot before: the new one is installed."""
+        """Stop holding the previous slot: the new one is installed."""
         self._mapped()[HELD] = NONE
 
     def release(self) -> bool:
-        """Stop using slots; return whether the sender waits for a message about it. Harmless when repeated.
+        """Stop using slots; return whether the sender waits for a message about it. Idempotent.
 
-        The model's own slot is held if the model may refuse the next version, or has refused the newest.
+        The model's slot is held if installing the next version may fail, or installing the newest has failed.
         """
         if not self.busy:
             return False
@@ -193,7 +195,7 @@ class WorkerSlot:
     # --- called by the gate and by the receiver thread ---
 
     def poll_update(self) -> bool:
-        """See ``gate_lock.Feed``. Most calls find nothing new; usual updates are installed here."""
+        """See ``gate_lock.Feed``. Most calls find nothing new."""
         receiver = self._receiver
         if receiver is None:
             return False
@@ -204,7 +206,7 @@ class WorkerSlot:
         return receiver.poll_update()
 
     def _has_update(self, block: Block) -> bool:
-        """Whether a new version is published; if not, the model's own slot is in use from here on."""
+        """Whether a new version is published; if not, the model's slot is in use from here on."""
         self.busy = True  # see take()
         try:
             block.mutex.lock()
@@ -217,7 +219,7 @@ class WorkerSlot:
         return newer
 
     def _install(self, receiver: SlotReceiver) -> bool:
-        """Install the published version; False, and nothing done that the receiver would not do again, if unusual."""
+        """Install the published version on the fast path; False if the receiver has to (all is repeated then)."""
         started, installer = time.perf_counter(), self._installer
         if installer is None or self.hold or self._staged or receiver.waiting:
             return False
@@ -227,7 +229,7 @@ class WorkerSlot:
         taken = self.take(self._retains)
         views = None if taken is None else self._views(taken[1])
         if taken is None or views is None or not installer.install(views):
-            return False  # the receiver meets the same error, and tells the sender
+            return False  # the receiver meets the same error, and reports it to the sender
         self._installed(receiver, *taken, started)
         return True
 
@@ -241,12 +243,12 @@ class WorkerSlot:
             self.slot = slot
             self.release_previous()
         awaited = not self._retains and self.release()
-        told_at, receiver.told_at = receiver.told_at, 0.0
+        announced_at, receiver.announced_at = receiver.announced_at, 0.0
         receiver.version = version
         if awaited:
             send_answer(self._fd, Message(SLOT_FREED, self._worker))
         if acknowledge:
-            wait = started - told_at if told_at else 0.0
+            wait = started - announced_at if announced_at else 0.0
             send_answer(self._fd, Message(ACK, self._worker, version, wait, time.perf_counter() - started))
 
     def forward_ended(self) -> None:
@@ -259,7 +261,7 @@ class WorkerSlot:
             send_answer(self._fd, Message(SLOT_FREED, self._worker))
 
     def on_readable(self) -> bool:
-        """Take a message off the connection and do what it says; False if there will be no more.
+        """Read and process one message of the connection; False if there will be no more.
 
         Called by the receiver thread, outside the gate, when the connection is readable.
         """
@@ -268,7 +270,7 @@ class WorkerSlot:
             return False
         if self._installer is None or take_message(self._fd, UPDATE) is None:
             return receiver.on_readable()
-        receiver.told_at = time.perf_counter()
+        receiver.announced_at = time.perf_counter()
         gate_lock.pass_through()
-        receiver.told_at = 0.0  # the acting thread may have installed it
+        receiver.announced_at = 0.0  # the acting thread may have installed it
         return True

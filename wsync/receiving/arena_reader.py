@@ -17,12 +17,12 @@ from wsync.weights.layout import Layout
 
 
 class ArenaReader:
-    """One worker's end of the arena. Implements ``wsync.receiving.protocols.UpdateReader``.
+    """The updates of one worker from the arena. Implements ``wsync.receiving.protocols.UpdateReader``.
 
     Args:
         arena: mapped here; owned by this object.
-        worker: this worker's index.
-        binds: whether the model stays bound to the slot that it was given; otherwise it copies.
+        worker: the worker's index.
+        binds: whether the model stays bound to its slot; otherwise it copies.
     """
 
     def __init__(self, arena: Arena, worker: int, *, binds: bool) -> None:
@@ -32,8 +32,8 @@ class ArenaReader:
         self._slot = WorkerSlot()
         self._has_layout = False
         self._checksum = False
-        self._checked = 0  # the newest version whose checksum was right
-        self._installer: Installer | None = None  # the one for which the fast path is enabled
+        self._checked = 0  # the newest version with a checksum that was right
+        self._installer: Installer | None = None  # of the fast path
         self._wakeups = True
 
     def set_layout(self, layout: Layout, checksum: bool | None) -> None:
@@ -47,12 +47,12 @@ class ArenaReader:
         self._has_layout = True  # last: an acting thread that sees it uses all of the above
 
     def poller(self, receiver: UpdateReceiver) -> Poller:
-        """See ``ReceiveChannel``: a compiled one, which passes only unusual updates to ``receiver``."""
-        self._slot.follow(receiver, process_gate().gate_lock)
+        """See ``ReceiveChannel``: the ``WorkerSlot``, which passes to ``receiver`` what is not on the fast path."""
+        self._slot.set_receiver(receiver, process_gate().gate_lock)
         return self._slot
 
     def enable_fast_path(self, binding: Binding, socket_fd: int) -> None:
-        """See ``ReceiveChannel``: not for updates that have to be checked, or may be refused."""
+        """See ``ReceiveChannel``: not if updates have a checksum, or installing one may fail."""
         if binding.installer is self._installer or not self._has_layout or socket_fd < 0:
             return
         self._installer = binding.installer
@@ -68,7 +68,7 @@ class ArenaReader:
         self._slot.disable_fast_path()
 
     def published(self, version: int, payload: bytes) -> Sequence[Event]:
-        """See ``UpdateReader``: which version it is, is read from the published word."""
+        """See ``UpdateReader``: the version is read from the published word."""
         return [Published()]
 
     def fetch(self, version: int, payload: bytes) -> Sequence[Event]:
@@ -81,7 +81,7 @@ class ArenaReader:
         return [Prepare(transaction, self._update(version, slot, acknowledge=True))]
 
     def decide(self, transaction: int, commit: bool) -> None:
-        """See ``UpdateReader``: slots belong to the sender."""
+        """See ``UpdateReader``: nothing to free, slots belong to the sender."""
 
     def _update(self, version: int, slot: int, acknowledge: bool) -> Update:
         if not self._has_layout:
@@ -91,11 +91,11 @@ class ArenaReader:
             damage = self._arena.find_damage(version, slot, extra)
             if damage:
                 return Update(version, views, extra, slot, acknowledge, damage)
-            self._checked = version  # prepared, then committed: one check is enough
+            self._checked = version  # once is enough for a version that is prepared, then committed
         return Update(version, views, extra, slot, acknowledge)
 
     def set_wakeups(self, wanted: bool) -> None:
-        """See ``ReceiveChannel``; stored in the worker's words as soon as they can be used."""
+        """See ``ReceiveChannel``; stored in the worker's words as soon as these are mapped."""
         self._wakeups = wanted
         if self._has_layout:
             self._slot.set_wakeups(wanted)
@@ -110,7 +110,7 @@ class ArenaReader:
         return None if taken is None else self._update(*taken)
 
     def on_installed(self, update: Update, error: str) -> None:
-        """See ``ReceiveChannel``: record where the model is bound. A model that copies gives the slot back at once."""
+        """See ``ReceiveChannel``: record the slot that the model is bound to."""
         if error:
             self._slot.refused = update.version
         else:

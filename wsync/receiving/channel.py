@@ -1,4 +1,4 @@
-"""A worker's end of the connection to its sender: messages, and the arena or a transport for the weights."""
+"""A worker's channel to its sender: the connection, and the reader of the weights (from the arena or a transport)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from wsync.control.handshake import SenderSettings, layout_in
 from wsync.control.receiver_thread import MessageHandler
 from wsync.deadlines import wait_readable
 from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
-from wsync.forming import Forming, close_unformed, forming_deadline
 from wsync.receiving.arena_reader import ArenaReader
 from wsync.receiving.protocols import (
     CheckLayout,
@@ -22,51 +21,34 @@ from wsync.receiving.protocols import (
     UpdateReader,
     UpdateReceiver,
 )
+from wsync.receiving.readers import ReaderFactory
 from wsync.receiving.transport_reader import TransportReader
-from wsync.shm.arena import Arena, open_handle
-from wsync.transport import FlatTransport, TransportFactory
 from wsync.types import ANY_VERSION, Ack, Update
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
-from wsync.weights.strategy import WeightStrategy
 
 _log = logging.getLogger(__name__)
 
 
 class SenderChannel:
-    """A worker's end of one connection. Implements ``wsync.receiving.protocols.ReceiveChannel``.
+    """A worker's channel to its sender. Implements ``wsync.receiving.protocols.ReceiveChannel``; see there for threads.
 
     Args:
         dial: ``(worker, deadline) -> connection``.
-        create_transport: the scheme's; None where all workers use the arena.
-        strategy: the format in which a transport is given a buffer.
-        arena: whether to use the sender's arena where it can be mapped.
-        binds_arena: whether the model stays bound to the arena's slots; otherwise it copies.
-        binds_buffers: whether the model stays bound to a transport's receive buffers.
-        timeout: seconds that an announced version may take to arrive; None for no limit.
+        readers: makes the reader of an accepted connection.
         connected: called with the worker's index when the sender has accepted it.
     """
 
     def __init__(
         self,
         dial: Callable[[int, float | None], Connection],
-        create_transport: TransportFactory | None,
-        strategy: WeightStrategy,
+        readers: ReaderFactory,
         *,
-        arena: bool,
-        binds_arena: bool,
-        binds_buffers: bool,
-        timeout: float | None,
         connected: Callable[[int], None],
     ) -> None:
-        self._connected = connected
         self._dial = dial
-        self._create_transport = create_transport
-        self._strategy = strategy
-        self._use_arena = arena
-        self._binds_arena = binds_arena
-        self._binds_buffers = binds_buffers
-        self._timeout = timeout
+        self._readers = readers
+        self._connected = connected
         self._pending: Connection | None = None  # the sender has not accepted it yet
         self._connection: Connection | None = None
         self._reader: UpdateReader | None = None
@@ -115,76 +97,26 @@ class SenderChannel:
             raise NotConnected(f"worker {self._worker} was refused: {accepted.payload.decode(errors='replace')}")
         self.first_version = accepted.version
         try:
-            handshake = SenderSettings.load(accepted.payload)
-            early = self._open_reader(connection, accepted, handshake, deadline)
-            if handshake.layout is not None:
-                self._set_layout(handshake)
-            if accepted.version and isinstance(self._reader, TransportReader):  # the first weights come right now
+            settings = SenderSettings.load(accepted.payload)
+            self._reader, early = self._readers.open(connection, self._worker, settings, accepted.fds, deadline)
+            self._reader.set_wakeups(self._wakeups)
+            if settings.layout is not None:
+                self._set_layout(settings)
+            if accepted.version and isinstance(self._reader, TransportReader):  # the first weights follow at once
                 self._first_update(connection, early, deadline)
         except (WeightSyncError, ConnectionError):
             raise
         except ValueError as error:
-            raise NotConnected(f"worker {self._worker} does not understand the sender: {error}") from error
+            raise NotConnected(f"worker {self._worker} got an invalid message of the sender: {error}") from error
 
-    def _open_reader(
-        self, connection: Connection, accepted: Message, handshake: SenderSettings, deadline: float | None
-    ) -> Sequence[Message]:
-        """Map the arena, or set up the transport; return messages that arrived meanwhile."""
-        if self._worker >= handshake.workers:
-            raise ValueError(f"there is no worker {self._worker} of {handshake.workers}")
-        fds = (accepted.fds[0], accepted.fds[1]) if len(accepted.fds) == 2 else None
-        if handshake.memory is not None:
-            fds = open_handle(handshake.memory) if self._use_arena else None
-            connection.send(Message(Kind.JOINED, self._worker, int(fds is not None)))
-        if fds is not None:
-            arena = Arena(handshake.workers, fds)
-            self._reader = ArenaReader(arena, self._worker, binds=self._binds_arena)
-            self._reader.set_wakeups(self._wakeups)
-            return ()
-        if self._create_transport is None:
-            raise NotConnected(
-                f"worker {self._worker} cannot use the sender's shared memory, and its scheme has no other transport"
-            )
-        return self._open_transport(connection, self._create_transport, handshake.generation, deadline)
-
-    def _open_transport(
-        self, connection: Connection, create: TransportFactory, generation: int, deadline: float | None
-    ) -> Sequence[Message]:
-        transport, worker, strategy = create(self._worker), self._worker, self._strategy
-        if isinstance(transport, FlatTransport):
-            latest, host = forming_deadline(deadline), connection.local_host
-            forming = Forming(
-                connection, worker, deadline, lambda store: transport.form(store, 1, generation, host, latest)
-            )
-        else:
-
-            def set_up(_: object) -> None:
-                transport.setup_connection_and_weights_on_receiver(worker_idx=worker, strategy=strategy)
-
-            forming = Forming(connection, worker, deadline, set_up)
-        try:
-            early = forming.wait()
-        except WeightSyncError:
-            close_unformed(transport)
-            raise
-        except Exception as error:
-            close_unformed(transport)
-            raise NotConnected(
-                f"worker {worker}: the set-up of its transport raised {type(error).__name__}: {error}"
-            ) from error
-        finally:
-            forming.close()
-        self._reader = TransportReader(transport, strategy, binds=self._binds_buffers, timeout=self._timeout)
-        return early
-
-    def _set_layout(self, handshake: SenderSettings) -> None:
-        if self._reader is None or handshake.layout is None:
-            raise ValueError("a handshake without a layout")
-        self._reader.set_layout(handshake.layout, handshake.checksum)
-        self._layout = handshake.layout
+    def _set_layout(self, settings: SenderSettings) -> None:
+        if self._reader is None or settings.layout is None:
+            raise ValueError("the settings have no layout")
+        self._reader.set_layout(settings.layout, settings.checksum)
+        self._layout = settings.layout
 
     def _first_update(self, connection: Connection, early: Sequence[Message], deadline: float | None) -> None:
-        """Receive the version that the sender sends to a worker as it joins; it is installed by the first ``poll``."""
+        """Receive the version that the sender sends at once; the first ``poll_update`` returns it."""
         waiting = list(early)
         while True:
             message = waiting.pop(0) if waiting else self._wait_message(connection, deadline)
@@ -208,7 +140,7 @@ class SenderChannel:
         ready = wait_readable(connection.descriptors, deadline)
         if not ready:
             raise SyncTimeout(f"worker {self._worker}: the sender did not answer: does it call connect() too?")
-        # A forked child may keep the dead sender's socket open: then only the pidfd shows that it is gone.
+        # A forked child of a dead sender may keep the socket open: then only the pidfd is readable.
         message = connection.receive() if connection.fileno() in ready else None
         if message is None or message.kind is Kind.LEAVE:
             raise NotConnected(f"worker {self._worker} was not accepted: the sender went away")
@@ -247,17 +179,17 @@ class SenderChannel:
             _log.debug("worker %d: the sender %s", self._worker, "has shut down" if message else "is gone")
             return [Closed()]
         try:
-            return self._understand(message)
+            return self._events_of(message)
         except ConnectionError as error:
             _log.debug("worker %d: %s", self._worker, error)
         except ValueError as error:
-            self.answer(Ack(self._worker, ANY_VERSION, f"it does not understand the sender: {error}"))
+            self.answer(Ack(self._worker, ANY_VERSION, f"it got an invalid message of the sender: {error}"))
         if self._connection is not None:
             _leave(self._connection)
         return [Closed()]
 
-    def _understand(self, message: Message) -> Sequence[Event]:
-        """Return what a message asks for.
+    def _events_of(self, message: Message) -> Sequence[Event]:
+        """Return the events of a message.
 
         Raises:
             ValueError: it is malformed, or unexpected.
@@ -319,9 +251,7 @@ class SenderChannel:
         if self._reader is None:
             return
         self._reader.on_installed(update, error)
-        if (
-            isinstance(self._reader, ArenaReader) and not self._reader.binds
-        ):  # it has copied, and needs the slot no more
+        if isinstance(self._reader, ArenaReader) and not self._reader.binds:  # copied: the slot is free
             self.forward_ended()
 
     def forward_ended(self) -> None:
@@ -337,19 +267,19 @@ class SenderChannel:
             self._reader.answered()
 
     def _send(self, message: Message) -> None:
-        """Send; if the sender is gone, the receiver thread notices that."""
+        """Send; if the sender is gone, the receiver thread will notice."""
         try:
             connection = self._open()
             connection.send(message)
         except ConnectionError:
             return
-        if connection.busy and self._reader is not None:  # the fast path writes to the socket directly
+        if connection.busy and self._reader is not None:  # the fast path would write to the socket directly
             self._reader.disable_fast_path()
 
     def close(self) -> None:
         """See ``ReceiveChannel``."""
         if self._pending is not None:
-            _leave(self._pending)  # over RPC, nothing else tells the sender that this worker has gone
+            _leave(self._pending)  # over RPC the sender has no other way to notice
             self._pending = None
         if self._connection is not None:
             _leave(self._connection)
@@ -361,7 +291,7 @@ class SenderChannel:
 
 
 def _leave(connection: Connection) -> None:
-    """Close a connection, and tell the other end that this is on purpose."""
+    """Close a connection, after a message that this is on purpose."""
     try:
         connection.send(Message(Kind.LEAVE))
     except ConnectionError:

@@ -1,35 +1,16 @@
-"""The receivers of this process, and what becomes of their models when the process forks."""
+"""The receivers of this process, and what happens to their models when the process forks."""
 
 from __future__ import annotations
 
 import os
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 from wsync.gate import process_gate
-from wsync.weights.targets import Destination
+from wsync.receiving.protocols import UpdateReceiver
 
-
-class GatedReceiver(Protocol):
-    """A receiver with a gated model.
-
-    Attributes:
-        destination: has the model.
-    """
-
-    destination: Destination
-
-    def copy_to_own_memory(self) -> None:
-        """Give the model memory of its own until the next update. Called inside the gate, before a fork."""
-        ...
-
-    def end_in_forked_child(self) -> None:
-        """Process nothing more: the connection is the parent's. Called once, in the forked child."""
-        ...
-
-
-gated_receivers: WeakSet[GatedReceiver] = WeakSet()
-"""Those of this process. Used by the holder of the gate only."""
+gated_receivers: WeakSet[UpdateReceiver] = WeakSet()
+"""The receivers of this process. Used inside the gate only."""
 _held: list[Any] = []  # the gate's lock, while this process forks
 
 
@@ -39,7 +20,7 @@ def _own_memory() -> None:
 
 
 def _before_fork() -> None:
-    """Give all models memory of their own: the slots that they are bound to will be written by the sender."""
+    """Copy all models into memory of their own: the sender will write the slots that they are bound to."""
     if gated_receivers:
         gate_lock = process_gate().gate_lock
         gate_lock.lock.acquire()
@@ -55,7 +36,8 @@ def _after_in_parent() -> None:
 def _after_in_child() -> None:
     """End all receivers: the child has a gate of its own, and no connection.
 
-    A child that was forked inside a forward also leaves its parent's gate, and must not report that to the sender.
+    A child that was forked inside a forward still leaves its copy of the parent's gate. That copy has no feeds, so the
+    end of the forward is not reported to the sender.
     """
     if _held:
         gate_lock = _held.pop()

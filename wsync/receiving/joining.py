@@ -9,7 +9,9 @@ from wsync.control.receiver_thread import receiver_thread
 
 
 class BackgroundConnect:
-    """A connection that has begun. Implements ``wsync.control.receiver_thread.MessageHandler``.
+    """A connection that the receiver thread completes. Implements ``wsync.control.receiver_thread.MessageHandler``.
+
+    Created by ``init_on_worker``; ``wait`` and ``close`` are called by the worker's own threads.
 
     Args:
         descriptors: one of them is readable when the sender has answered, or has gone.
@@ -23,7 +25,7 @@ class BackgroundConnect:
         self._lock = threading.Lock()
         with self._lock:  # the thread may call before all descriptors are registered
             for descriptor in descriptors:
-                receiver_thread().register(descriptor, self)
+                receiver_thread().register(self, descriptor, [descriptor])
 
     def on_readable(self) -> bool:
         """See ``MessageHandler``. True if it connected: the receiver then uses one of the descriptors."""
@@ -42,7 +44,7 @@ class BackgroundConnect:
         """Return whether the worker is connected, after at most ``timeout`` seconds (None: no limit).
 
         Raises:
-            WeightSyncError: it cannot be: see ``WeightSyncScheme.connect``.
+            Exception: whatever ``WeightSyncScheme.connect`` raised.
         """
         if not self._finished.wait(timeout):
             return False
@@ -51,5 +53,5 @@ class BackgroundConnect:
         return True
 
     def close(self) -> None:
-        """Stop waiting for the sender; on return no call is in progress."""
+        """Stop waiting for the sender. On return no call of ``connect`` is running."""
         receiver_thread().unregister(self)

@@ -1,38 +1,29 @@
-"""The updates that are prepared in this process, by transaction. Only the thread that holds the gate uses them."""
+"""The updates that are prepared in this process, by transaction. All functions are called inside the gate."""
 
 from __future__ import annotations
 
 import os
-from typing import Protocol
 
+from wsync.receiving.protocols import UpdateReceiver
 from wsync.types import Update
 
-
-class Installs(Protocol):
-    """A receiver, as the owner of a prepared update."""
-
-    def install(self, update: Update) -> None:
-        """Install the update in the model. Called inside the gate, once per committed update."""
-        ...
-
-
-prepared: dict[int, list[tuple[Installs, Update]]] = {}
+prepared: dict[int, list[tuple[UpdateReceiver, Update]]] = {}
 os.register_at_fork(after_in_child=prepared.clear)
 
 
-def keep(transaction: int, receiver: Installs, update: Update) -> None:
+def keep(transaction: int, receiver: UpdateReceiver, update: Update) -> None:
     """Keep an update until its transaction is committed or aborted."""
     prepared.setdefault(transaction, []).append((receiver, update))
 
 
 def decide(transaction: int, commit: bool) -> None:
-    """Install all updates of a transaction, or forget them."""
+    """Install all updates of a transaction (``commit``), or drop them."""
     for receiver, update in prepared.pop(transaction, []):
         if commit:
             receiver.install(update)
 
 
-def commit_if_prepared(receiver: Installs, version: int) -> bool:
+def commit_if_prepared(receiver: UpdateReceiver, version: int) -> bool:
     """Commit the transaction in which ``version`` of ``receiver`` is prepared, if there is one.
 
     Returns:
@@ -45,8 +36,8 @@ def commit_if_prepared(receiver: Installs, version: int) -> bool:
     return False
 
 
-def forget(receiver: Installs) -> None:
-    """Forget all updates of a receiver that is closed."""
+def forget(receiver: UpdateReceiver) -> None:
+    """Drop all updates of a receiver that is closed."""
     for transaction, updates in list(prepared.items()):
         updates[:] = [(one, update) for one, update in updates if one is not receiver]
         if not updates:

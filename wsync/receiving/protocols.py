@@ -1,4 +1,4 @@
-"""The interfaces between a receiver and the channel that delivers its updates."""
+"""The events and interfaces between a ``Receiver`` and the channel that delivers its updates."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Protocol
 
 from wsync.control.receiver_thread import MessageHandler
 from wsync.loops.gate_lock import Feed
+from wsync.loops.worker_slot import SlotReceiver
 from wsync.types import Ack, Update
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
+from wsync.weights.targets import Destination
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A version can be installed: enter the gate."""
+    """A version can be installed, on the way into the gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Install (``commit``) or forget what was prepared in a transaction."""
+    """Install (``commit``) or drop what was prepared in a transaction."""
 
     transaction: int
     commit: bool
@@ -59,36 +61,45 @@ Event = Published | Prepare | Decision | CheckLayout | Failed | Closed
 
 
 class Poller(Feed, MessageHandler, Protocol):
-    """A receiver, or a compiled object in its place.
+    """A ``Receiver``, or the ``WorkerSlot`` in its place.
 
     Registered twice: with the gate (polled before each forward) and with the receiver thread (called per message).
     """
 
 
-class UpdateReceiver(Poller, Protocol):
-    """A ``Receiver``, as a compiled ``Poller`` uses it: every unusual update is passed to it.
+class UpdateReceiver(SlotReceiver, Protocol):
+    """A ``wsync.receiver.Receiver``, as the modules of this folder use it.
 
     Attributes:
-        version: the version that is installed in the model.
-        told_at: when the update that is being installed was announced, on ``time.perf_counter``; 0.0 if it was not.
-        waiting: how many threads wait in ``receive``; an update has to wake them.
+        destination: has the gated model.
     """
 
-    version: int
-    told_at: float
-    waiting: int
+    destination: Destination
 
     def process(self, events: Sequence[Event]) -> bool:
         """Process events, outside the gate; False when there will be no more."""
         ...
 
+    def install(self, update: Update) -> None:
+        """Install a committed update in the model. Called inside the gate."""
+        ...
+
+    def copy_to_own_memory(self) -> None:
+        """Copy the model into memory of its own until the next update. Called inside the gate, before a fork."""
+        ...
+
+    def end_in_forked_child(self) -> None:
+        """Process nothing more: the connection belongs to the parent. Called once, in the forked child."""
+        ...
+
 
 class ReceiveChannel(Protocol):
-    """A worker's end of the connection to its sender.
+    """A worker's channel to its sender: ``SenderChannel``, or ``InProcessChannel``.
 
     ``begin_connect``, ``connect``, ``attach``, ``detach`` and ``close`` are called outside the gate, by the thread that
-    connects or shuts down. ``receive_events`` is called by the receiver thread (with RPC, by the thread of the incoming
-    call). All others are called inside the gate, by the acting thread or the receiver thread.
+    connects or shuts down, once per connection. ``receive_events`` is called by the receiver thread (with RPC, by the
+    thread of the incoming call). The others are called inside the gate, by the acting thread (which runs the model's
+    forward) or the receiver thread, unless stated otherwise. Without ``Raises`` a method raises nothing by design.
     """
 
     @property
@@ -113,7 +124,7 @@ class ReceiveChannel(Protocol):
             File descriptors to poll; one of them is readable when the sender has answered, or has gone.
 
         Raises:
-            NotConnected: no sender is there.
+            NotConnected: there is no sender.
             SyncTimeout: the sender's queue of connection attempts stayed full.
         """
         ...
@@ -122,29 +133,29 @@ class ReceiveChannel(Protocol):
         """Connect; return when the sender has accepted this worker.
 
         Raises:
-            NotConnected: no sender is there, or it refused; says why.
+            NotConnected: there is no sender, or it refused this worker.
             SyncTimeout: it did not answer in time.
         """
         ...
 
     def poller(self, receiver: UpdateReceiver) -> Poller:
-        """Return the object to register: ``receiver``, or a compiled one. Called once, from ``Receiver.connect``."""
+        """Return the object to register with the gate and the receiver thread. Called once, when connected."""
         ...
 
     def enable_fast_path(self, binding: Binding) -> None:
-        """Let the compiled ``Poller`` install the next usual update itself. Called after each installed update."""
+        """Let the ``Poller`` install the next update itself, if possible. Called after each installed update."""
         ...
 
     def attach(self, handler: MessageHandler) -> None:
-        """From now on have ``handler.on_readable()`` called for each message, and when the sender has gone."""
+        """From now on ``handler.on_readable()`` is called for each message, and when the sender exits."""
         ...
 
     def detach(self, handler: MessageHandler) -> None:
-        """Undo ``attach``; on return no call is in progress, unless the caller is inside it."""
+        """Undo ``attach``. On return no call of the handler is running, except one that this call is part of."""
         ...
 
     def receive_events(self) -> Sequence[Event]:
-        """Read one message and return what it asks for. Called when the connection is readable."""
+        """Read one message and return its events. Called when the connection is readable."""
         ...
 
     def fetch_newest(self) -> Sequence[Event]:
@@ -155,11 +166,11 @@ class ReceiveChannel(Protocol):
         ...
 
     def sender_is_alive(self) -> bool:
-        """Return False if the sender is known to be gone. Called every few seconds while a thread waits for it."""
+        """Return False if the sender is known to be gone. Called every few seconds by a thread in ``receive``."""
         ...
 
     def set_wakeups(self, wanted: bool) -> None:
-        """Set whether the sender must wake this worker for an update that it need not acknowledge."""
+        """Set whether the sender must wake this worker for an update without acknowledgement. Called by any thread."""
         ...
 
     def hold_previous(self) -> None:
@@ -167,15 +178,15 @@ class ReceiveChannel(Protocol):
         ...
 
     def poll_update(self) -> Update | None:
-        """Return the version that a forward which is about to start must use, if it is not installed yet."""
+        """Return the version to install before the next forward; None if it is installed. Called per forward."""
         ...
 
     def on_installed(self, update: Update, error: str) -> None:
-        """Record the outcome of ``poll_update``, or of a committed ``Prepare``: installed, or not (``error``)."""
+        """Record that an update was installed, or was not (``error``). Called once per update."""
         ...
 
     def forward_ended(self) -> None:
-        """Release what the forward used. Idempotent."""
+        """Release the slot that the forward used. Called after each forward; idempotent."""
         ...
 
     def answer(self, ack: Ack, *, prepared: bool = False) -> None:
@@ -188,7 +199,11 @@ class ReceiveChannel(Protocol):
 
 
 class UpdateReader(Protocol):
-    """How a connected worker reads the weights: ``ArenaReader`` or ``TransportReader``. Called by its channel.
+    """How a connected worker reads the weights: ``ArenaReader``, ``FlatReader`` or ``BackendReader``.
+
+    Called by the worker's channel. ``published``, ``fetch``, ``prepare`` and ``decide`` are called once per message, by
+    the thread that connects and then by the receiver thread. They may raise ValueError (the message is malformed) or
+    ConnectionError (the transport has broken).
 
     Attributes:
         binds: see ``ReceiveChannel``.
@@ -209,23 +224,23 @@ class UpdateReader(Protocol):
         ...
 
     def disable_fast_path(self) -> None:
-        """Leave the next updates to the receiver, until ``enable_fast_path``."""
+        """The receiver installs the next updates, until ``enable_fast_path``."""
         ...
 
     def published(self, version: int, payload: bytes) -> Sequence[Event]:
-        """Return what an ``UPDATE`` message asks for."""
+        """Return the events of an ``UPDATE`` message."""
         ...
 
     def fetch(self, version: int, payload: bytes) -> Sequence[Event]:
-        """Return what a ``FETCH`` message asks for."""
+        """Return the events of a ``FETCH`` message."""
         ...
 
     def prepare(self, version: int, payload: bytes) -> Sequence[Event]:
-        """Return what a ``PREPARE`` message asks for."""
+        """Return the events of a ``PREPARE`` message."""
         ...
 
     def decide(self, transaction: int, commit: bool) -> None:
-        """A ``COMMIT`` or ``ABORT`` has arrived."""
+        """Process a ``COMMIT`` or ``ABORT`` message."""
         ...
 
     def set_wakeups(self, wanted: bool) -> None:
@@ -245,11 +260,11 @@ class UpdateReader(Protocol):
         ...
 
     def forward_ended(self) -> bool:
-        """Release what the forward used; return whether the sender waits for a message about it. Idempotent."""
+        """Release the slot that the forward used; return whether the sender waits for a message about it."""
         ...
 
     def answered(self) -> None:
-        """An acknowledgement has been sent: the sender may send the next version."""
+        """Called after each acknowledgement: the sender may send the next version."""
         ...
 
     def close(self) -> None:

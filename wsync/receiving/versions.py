@@ -15,14 +15,14 @@ _CHECK_INTERVAL = 2.0  # seconds between checks that the sender is alive, in cas
 
 
 class VersionState:
-    """Which version one model in one worker has, and the threads that wait for the next one.
+    """The version of one model in one worker, and the threads that wait for the next one. The base of ``Receiver``.
 
     Args:
         channel: the connection to the sender.
 
     Attributes:
         version: the version that is installed in the model.
-        waiting: how many threads wait in ``receive``; an update has to wake them.
+        waiting: how many threads wait in ``receive``; installing an update has to wake them.
     """
 
     def __init__(self, channel: ReceiveChannel) -> None:
@@ -35,7 +35,7 @@ class VersionState:
         self._reset_lock()
 
     def _reset_lock(self) -> None:
-        self._guard = threading.RLock()  # entered directly: a signal handler that raises inside a Condition keeps it
+        self._guard = threading.RLock()  # entered directly: a Condition may stay locked if a signal handler raises
         self._changed = threading.Condition(self._guard)
 
     def set_version(self, version: int) -> None:
@@ -58,7 +58,7 @@ class VersionState:
             take: called inside the gate.
 
         Raises:
-            NotConnected: the sender is gone, and there will be no more versions.
+            NotConnected: the sender is gone: there will be no more versions.
             RuntimeError: called inside the gate, where nothing is installed.
         """
         if process_gate().held_here:
@@ -83,7 +83,7 @@ class VersionState:
         return taken
 
     def _wait_for_change(self, deadline: float | None) -> None:
-        """Wait until there is a newer version, the sender has gone, or the deadline has passed."""
+        """Wait until there is a newer version, the sender is gone, or the deadline has passed."""
         while True:
             left = remaining(deadline)
             with self._guard:
@@ -109,6 +109,6 @@ class VersionState:
                 self._channel.set_wakeups(self.waiting > 0 or not self._wake_only_for_receive)
 
     def end_in_forked_child(self) -> None:
-        """End in a forked child; its lock may be held by a thread that does not exist there."""
+        """End in a forked child. Its lock may be held by a thread that does not exist there."""
         self._reset_lock()
         self._closed = True

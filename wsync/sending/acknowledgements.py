@@ -1,4 +1,4 @@
-"""From acknowledgements to one error that names each worker that lacks an update, and why."""
+"""Waiting for acknowledgements, and the one error that names each worker without the update, and the reason."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _log = logging.getLogger(__name__)
 
 
 class Acknowledgements:
-    """The acknowledgements of one sender's workers.
+    """The acknowledgements of one sender's workers. Used by the sending thread, under the sender's lock.
 
     Args:
         channel: reads them.
         members: workers that have died are removed from it.
-        timeout: seconds that a sender waits for them; None for no limit.
+        timeout: seconds that ``send`` waits for them; None for no limit.
     """
 
     def __init__(self, channel: SendChannel, members: Membership, timeout: float | None) -> None:
@@ -35,29 +35,30 @@ class Acknowledgements:
 
         Args:
             workers: their indices.
-            version: which was published, or prepared.
+            version: that was published, or prepared.
             deadline: when to give up.
-            committed: whether a worker that acknowledges has the version; otherwise it has voted for it.
+            committed: whether an acknowledgement means that the worker has the version; otherwise it means that the
+                version fits.
 
         Raises:
             WorkerDied, WorkerFailed, SyncTimeout: an acknowledgement is missing, or is an error.
         """
         acks = self._channel.wait_acks(workers, version, deadline)
-        self._judge(workers, version, acks, committed=committed)
+        self._raise_missing(workers, version, acks, committed=committed)
         return acks
 
     def raise_failures(self, workers: Collection[int], version: int) -> None:
-        """Raise deaths, and errors of earlier versions, that have been reported; does not wait.
+        """Raise if deaths, or errors of earlier versions, have been reported; does not wait.
 
         Raises:
-            WorkerDied, WorkerFailed: there are some.
+            WorkerDied, WorkerFailed: names the workers.
         """
         acks = [ack for ack in self._channel.wait_acks(workers, 0, NOW) if ack.died or ack.error]
         if acks:
-            refused = [ack.version for ack in acks if not ack.died]  # earlier ones: this one may yet be installed
-            self._judge(workers, min([version, *refused]), acks, awaited=False)
+            failed = [ack.version for ack in acks if not ack.died]  # earlier ones: this one may still be installed
+            self._raise_missing(workers, min([version, *failed]), acks, awaited=False)
 
-    def _judge(
+    def _raise_missing(
         self,
         workers: Collection[int],
         version: int,

@@ -1,14 +1,13 @@
-"""The trainer's side of the way to all workers: connections, the arena on this machine, transports to others.
+"""How a sender reaches its workers: connections, the arena for those on this machine, transports to the others.
 
-Weights are packed once for all workers: into a slot of the arena, or into a private buffer where there is no arena. A
-worker that has mapped the arena is told which slot to use; every other worker is sent the same buffer by its transport.
+Weights are packed once for all workers: into a slot of the arena, or into a private buffer if there is no arena. A
+worker that has mapped the arena is pointed to the slot; every other worker is sent the same memory by its transport.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +17,8 @@ from wsync.control.handshake import SenderSettings
 from wsync.control.interfaces import ConnectionSource
 from wsync.control.messages import Kind, Message
 from wsync.control.workers import WorkerConnections
-from wsync.deadlines import wait_readable
-from wsync.errors import SyncTimeout
-from wsync.fast_path import FastCalls, PartialDelivery
-from wsync.sending.queues import BufferPool, QueuedUpdate, check_extra_size
+from wsync.fast_path import FastCalls
+from wsync.sending.queues import QueuedUpdate
 from wsync.sending.send_loop import SendLoop
 from wsync.sending.slots import Slots
 from wsync.sending.transfers import Transfers, join_all
@@ -29,24 +26,26 @@ from wsync.shm.arena import PREPARE
 from wsync.transport import TransportFactory
 from wsync.types import Ack
 from wsync.weights.layout import Layout
-from wsync.weights.packing import Buffer
+from wsync.weights.packing import Buffer, BufferPool
 from wsync.weights.strategy import WeightStrategy
 
 _GRACE = 2.0  # seconds for a thread that has nothing to wait for any more
 
 
 class WorkerChannel:
-    """See the module; a ``SendChannel``. Implements ``ConnectionCallbacks``.
+    """The channel of one sender to its workers. Implements ``SendChannel`` and ``ConnectionCallbacks``.
+
+    Used by the thread that calls the scheme, and by the thread of ``SendLoop``. ``_lock`` keeps their calls apart.
 
     Args:
         source: where workers connect.
-        num_workers: how many there are.
-        create_transport: makes the transport of a worker that cannot use the arena; None: every worker must use it.
-        strategy: the format in which transports are given weights.
+        num_workers: the number of workers.
+        create_transport: makes the transport of a worker that cannot use the arena; None if every worker must use it.
+        strategy: the format of the weights that transports are given.
         arena: whether workers on this machine take weights from shared memory.
         retains: whether a worker's model stays bound to the slot that it was given.
-        checksum: whether updates carry a checksum; None: those that a transport carries.
-        device: where weights are packed, without an arena.
+        checksum: whether updates have a checksum; None: only those that a transport carries.
+        device: where weights are packed if there is no arena.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class WorkerChannel:
     ) -> None:
         self._num_workers = num_workers
         self._strategy = strategy
-        self._retains = retains
         self._checksum = checksum
         self._passes_descriptors = source.passes_descriptors
         self._lock = threading.RLock()
@@ -71,14 +69,11 @@ class WorkerChannel:
         self._layout: Layout | None = None
         self._pool = BufferPool(device)
         self._slots = Slots(self._connections, num_workers, retains=retains, checksum=checksum) if arena else None
-        self._transfers = (
-            None
-            if create_transport is None
-            else Transfers(self._connections, num_workers, create_transport, self._express, checksum)
-        )
+        self._transfers = Transfers(self._connections, num_workers, create_transport, self._express, checksum)
         self._reserved: set[int] = set()
+        self._newest: Buffer | None = None  # that all workers were sent, if there is one; fast updates come after it
         self._prepared: dict[int, dict[int, QueuedUpdate]] = {}  # by transaction, then worker
-        self._loop = SendLoop(self._connections, self._lock, self._work_is_left)
+        self._loop = SendLoop(self._connections, self._lock, lambda: self._transfers.unfinished)
         self._closed = False
 
     @property
@@ -91,13 +86,10 @@ class WorkerChannel:
         views = dict(zip(self._layout.names, update.buffer.views, strict=True))
         return self._strategy.extract_weights(views)
 
-    def _work_is_left(self) -> bool:
-        return self._transfers is not None and self._transfers.unfinished
-
     def _split(self, workers: Collection[int]) -> tuple[list[int], list[int]]:
-        """Return those of ``workers`` that have their published words stored, and those that have a transport.
+        """Return those of ``workers`` that get the version by a published word, and those that get it by a transport.
 
-        Of workers that are not connected, the version is kept in the arena, if there is one.
+        For workers that are not connected the published word keeps the version, if there is an arena.
         """
         if self._slots is None:
             return [], list(workers)
@@ -118,10 +110,10 @@ class WorkerChannel:
             if self._slots is not None:
                 self._slots.set_layout(layout)
             for worker in self.workers:
-                self._connections.send(worker, Message(Kind.LAYOUT, worker, payload=self._handshake(worker).dump()))
+                self._connections.send(worker, Message(Kind.LAYOUT, worker, payload=self._settings(worker).dump()))
 
-    def _handshake(self, worker: int) -> SenderSettings:
-        generation = 0 if self._transfers is None else self._transfers.queues[worker].generation
+    def _settings(self, worker: int) -> SenderSettings:
+        generation = self._transfers.queues[worker].generation
         handle = None if self._slots is None or self._passes_descriptors else self._slots.arena.handle
         return SenderSettings(self._layout, self._checksum, self._num_workers, generation, handle)
 
@@ -138,56 +130,38 @@ class WorkerChannel:
     # --- ConnectionCallbacks ---
 
     def accept_message(self, worker: int, rejoined: bool) -> Message:
-        """See ``ConnectionCallbacks``: the message names the version that the worker gets as it joins."""
-        first: QueuedUpdate | None = None
-        if self._transfers is not None:
-            queue = self._transfers.queues[worker]
-            queue.generation += 1
-            if self._slots is None:
-                if rejoined:
-                    self._transfers.rejoin(worker)
-                first = queue.waiting[0] if queue.waiting else None
-        if self._slots is not None:
+        """See ``ConnectionCallbacks``: the message names the version that the worker is given first."""
+        queue = self._transfers.queues[worker]
+        queue.generation += 1
+        fds: tuple[int, ...] = ()
+        if self._slots is None:
+            if rejoined:
+                queue.restart(queue.latest)
+            first = queue.waiting[0] if queue.waiting else None
+        else:
             first = self._slots.published(worker)
             if first is not None and rejoined:
                 self._slots.point(worker, first.version, first.buffer.slot, acknowledge=True)
-        fds = self._slots.arena.fds if self._slots is not None and self._passes_descriptors else ()
-        return Message(Kind.ACCEPTED, worker, first.version if first else 0, self._handshake(worker).dump(), fds=fds)
+            if self._passes_descriptors:
+                fds = self._slots.arena.fds
+        return Message(Kind.ACCEPTED, worker, first.version if first else 0, self._settings(worker).dump(), fds=fds)
 
     def on_accepted(self, worker: int, deadline: float | None) -> None:
         """See ``ConnectionCallbacks``: find out whether the worker uses the arena; else set up its transport."""
-        if self._slots is not None and (self._passes_descriptors or self._has_mapped(worker, deadline)):
-            self._slots.workers.add(worker)
-        elif worker in self.workers and self._transfers is not None:
-            if self._slots is not None:
-                first = self._slots.published(worker)
-                self._slots.clear(worker)
-                self._transfers.queues[worker].clear()
-                if first is not None:
-                    self._transfers.queues[worker].append(first)
+        slots = self._slots
+        if slots is not None and (self._passes_descriptors or slots.are_mapped(worker, deadline)):
+            slots.workers.add(worker)
+        elif worker in self.workers:
+            if slots is not None:
+                self._transfers.queues[worker].restart(slots.published(worker))
+                slots.clear(worker)
             self._transfers.connect(worker, deadline)
         self._loop.connections_changed()
 
-    def _has_mapped(self, worker: int, deadline: float | None) -> bool:
-        """Wait until the worker has tried to map the arena; False if it could not, or has gone."""
-        with self._connections.reading_directly(worker) as connection:
-            ready = wait_readable(connection.descriptors, deadline)
-            if not ready:
-                self._connections.disconnect(worker)
-                cause = "was accepted, but did not answer"
-                raise SyncTimeout(f"worker {worker} {cause}: is it stopped?", {worker: cause})
-            message = connection.receive() if connection.fileno() in ready else None
-        if message is None or message.kind is not Kind.JOINED:
-            self._connections.mark_dead(worker, f"{connection.peer} left while it was joining")
-            return False
-        return message.version == 1
-
     def on_disconnected(self, worker: int) -> None:
-        """See ``ConnectionCallbacks``: free what the worker used; keep what a worker in its place will be given."""
-        latest = None
-        if self._transfers is not None:
-            self._transfers.disconnect(worker)
-            latest = self._transfers.queues[worker].latest
+        """See ``ConnectionCallbacks``: free what the worker used; keep the version that its replacement will get."""
+        self._transfers.disconnect(worker)
+        latest = self._transfers.queues[worker].latest
         if self._slots is not None:
             in_arena = worker in self._slots.workers
             self._slots.vacate(worker)
@@ -196,7 +170,7 @@ class WorkerChannel:
 
     def on_answer(self, worker: int, message: Message) -> None:
         """See ``ConnectionCallbacks``."""
-        if self._transfers is not None and (self._slots is None or worker not in self._slots.workers):
+        if self._slots is None or worker not in self._slots.workers:
             self._transfers.answered(worker, message.version)
 
     # --- buffers ---
@@ -205,7 +179,7 @@ class WorkerChannel:
         """See ``SendChannel``."""
         with self._lock:
             assert self._layout is not None, "set_layout() comes first"
-            busy = self._reserved | (set() if self._transfers is None else self._transfers.busy_slots)
+            busy = self._reserved | self._transfers.busy_slots
             busy.update(update.buffer.slot for updates in self._prepared.values() for update in updates.values())
             if self._slots is None:
                 buffer = self._pool.buffer(self._layout, busy)
@@ -218,9 +192,18 @@ class WorkerChannel:
         """See ``SendChannel``."""
         with self._lock:
             self._reserved.difference_update(buffer.slot for buffer in buffers)
+            self._newest = None  # they may have been written in part
+
+    def newest_views(self) -> Sequence[Tensor] | None:
+        """See ``SendChannel``."""
+        with self._lock:
+            if self._newest is None or self._slots is None:
+                return self._newest and self._newest.views
+            published = self._slots.arena.published_slots()
+            return self._slots.arena.buffer(published[0]).views if len(published) == 1 else None
 
     def published_views(self) -> list[Sequence[Tensor]]:
-        """Return the slots that workers are pointed to, each once, as tensors of the caller's own."""
+        """Return each slot that workers are pointed to, as new tensors."""
         return [] if self._slots is None else self._slots.published_views()
 
     # --- updates ---
@@ -233,33 +216,18 @@ class WorkerChannel:
             for worker in in_arena:
                 assert self._slots is not None, "some workers use it"
                 self._slots.point(worker, version, buffer.slot, acknowledge)
-            if self._transfers is not None:
-                self._transfers.enqueue(QueuedUpdate(Kind.UPDATE, version, buffer, extra), others)
+            self._transfers.enqueue(QueuedUpdate(Kind.UPDATE, version, buffer, extra), others)
             self._reserved.discard(buffer.slot)
+            self._newest = buffer if len(set(workers)) == self._num_workers else None
 
     def _complete_buffer(self, buffer: Buffer, extra: bytes) -> None:
-        if self._transfers is not None:
-            check_extra_size(extra)
+        self._transfers.check_extra(extra)
         if self._slots is not None:
             self._slots.complete(buffer, extra)
 
     def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
         """See ``SendChannel``."""
-        slots, descriptors = self._slots, self._connections.descriptors
-        if slots is None or self._checksum or self._reserved or not descriptors:
-            return None
-        if len(slots.workers) < self._num_workers:
-            return None
-        update = slots.arena.fast_update(descriptors, self._retains, acknowledge)
-        return None if update is None else FastCalls(update, partial(self._finish_fast, slots, acknowledge))
-
-    def _finish_fast(self, slots: Slots, acknowledge: bool, delivery: PartialDelivery, version: int) -> None:
-        """Point the workers that the fast call could not, and record the acknowledgements that it has read."""
-        for worker in delivery.others:
-            slots.point(worker, version, delivery.slot, acknowledge)
-        for worker, answered in enumerate(delivery.answered):
-            if answered:
-                self._connections.record(Ack(worker, version))
+        return None if self._slots is None or self._reserved else self._slots.fast_calls(acknowledge=acknowledge)
 
     # --- transactions ---
 
@@ -268,13 +236,13 @@ class WorkerChannel:
         with self._lock:
             self._complete_buffer(buffer, extra)
             update = QueuedUpdate(Kind.PREPARE, version, buffer, extra, transaction)
+            self._newest = None
             self._prepared.setdefault(transaction, {}).update(dict.fromkeys(workers, update))
             in_arena, others = self._split(workers)
             place = PREPARE.pack(transaction, buffer.slot)
             for worker in in_arena:
                 self._connections.send(worker, Message(Kind.PREPARE, worker, version, place))
-            if self._transfers is not None:
-                self._transfers.enqueue(update, [worker for worker in others if worker in self.workers])
+            self._transfers.enqueue(update, [worker for worker in others if worker in self.workers])
 
     def commit(self, version: int, transaction: int) -> None:
         """See ``SendChannel``. In the arena the published word is the commit, for all models of the transaction."""
@@ -284,8 +252,8 @@ class WorkerChannel:
             for worker in in_arena:
                 assert self._slots is not None, "some workers use it"
                 self._slots.point(worker, version, prepared[worker].buffer.slot, acknowledge=True)
-            for worker in others if self._transfers is not None else ():
-                self._transfers.commit(worker, prepared[worker])  # pyright: ignore[reportOptionalMemberAccess]
+            for worker in others:
+                self._transfers.commit(worker, prepared[worker])
             self._reserved.difference_update(update.buffer.slot for update in prepared.values())
 
     def abort(self, workers: Collection[int], transaction: int) -> None:
@@ -293,10 +261,10 @@ class WorkerChannel:
         with self._lock:
             prepared = self._prepared.pop(transaction, {})
             in_arena, others = self._split(workers)
-            for worker in in_arena:  # may be dropped: what is not committed is not installed
+            for worker in in_arena:  # may be dropped: without a commit nothing is installed
                 self._connections.notify(worker, Message(Kind.ABORT, worker, transaction))
-            for worker in others if self._transfers is not None and prepared else ():
-                self._transfers.abort(worker, transaction)  # pyright: ignore[reportOptionalMemberAccess]
+            for worker in others if prepared else ():
+                self._transfers.abort(worker, transaction)
             self._reserved.difference_update(update.buffer.slot for update in prepared.values())
 
     # --- acknowledgements ---
@@ -306,29 +274,23 @@ class WorkerChannel:
         with self._lock:
             try:
                 self._connections.drain()
-            except BaseException:  # a signal handler raised: what was being read is lost
-                self._mark_overdue(self.workers)
+            except BaseException:  # a signal handler raised: a message may be lost
+                self._transfers.mark_overdue(self.workers)
                 raise
             self._loop.start_if_needed()
 
     def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
         """See ``SendChannel``."""
         with self._lock:
-            heard: set[int] = set()
+            answered: set[int] = set()
             try:
                 acks = self._connections.wait_acks(workers, version, deadline)
-                heard.update(ack.worker for ack in acks)
-                if self._transfers is not None and len(heard) < len(workers):
-                    self._transfers.give_up(set(workers) - heard)
+                answered.update(ack.worker for ack in acks)
+                if len(answered) < len(workers):
+                    self._transfers.give_up(set(workers) - answered)
                 return acks
-            finally:  # also where a signal handler raised: what was being read is lost
-                self._mark_overdue(set(workers) - heard)
-
-    def _mark_overdue(self, workers: Collection[int]) -> None:
-        if self._transfers is not None:
-            for worker in workers:
-                queue = self._transfers.queues[worker]
-                queue.overdue = queue.current is not None
+            finally:  # also if a signal handler raised: a message may be lost
+                self._transfers.mark_overdue(set(workers) - answered)
 
     def close(self) -> None:
         """See ``SendChannel``."""
@@ -337,13 +299,11 @@ class WorkerChannel:
                 return
             self._closed = True
             self._loop.stop()
-            slots, self._slots = self._slots, None  # first: a forked child that closes must not touch workers' words
+            slots, self._slots = self._slots, None  # first: disconnecting must not write words in a forked child
             self._connections.close()
             self._pool.clear()
-            if self._transfers is not None:
-                self._transfers.close()
+            self._transfers.close()
             if slots is not None:
                 slots.arena.close()
         self._loop.close()
-        if self._transfers is not None:
-            join_all(self._transfers.ending, _GRACE)
+        join_all(self._transfers.ending, _GRACE)

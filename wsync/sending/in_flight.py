@@ -1,21 +1,21 @@
-"""An update that was published and is not acknowledged by all workers yet."""
+"""An update that was published, and that not all workers have acknowledged yet."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wsync.types import Ack, SyncReport
+from wsync.types import Ack, SyncReport, split_phases
 
 
 @dataclass(slots=True, kw_only=True)
 class InFlight:
-    """An update's workers, its deadline, and the seconds that each phase has taken so far.
+    """An update's workers, its deadline, and the seconds that each phase has taken so far. Used by the sending thread.
 
     Attributes:
-        workers: those that have to acknowledge it.
-        extra: the extra state of each group of workers; these may include absent ones.
-        acknowledge: whether acknowledgements are waited for.
+        workers: the workers that have to acknowledge it.
+        extra: the extra state of each group of workers, absent ones included.
+        acknowledge: whether the sender waits for acknowledgements.
     """
 
     version: int
@@ -39,26 +39,18 @@ class InFlight:
 
         Args:
             nbytes: of one copy of the weights.
-            acks: the acknowledgements, if they were waited for.
+            acks: the acknowledgements, if the sender has waited for them.
             finished: when the last one arrived, on ``time.perf_counter``.
         """
         slowest = max(acks, key=lambda ack: ack.wait + ack.apply, default=Ack(-1, self.version))
-        left = finished - self.packed
-        # A worker may begin while others are still being told; that time must not be counted twice.
-        apply = min(slowest.apply, left)
-        wait = min(slowest.wait, left - apply)
-        transfer = min(self.transfer, left - apply - wait)
-        return SyncReport(
-            version=self.version,
-            bytes=nbytes,
-            seconds=finished - self.started,
-            phases={
-                "extract": self.extract,
-                "pack": self.pack,
-                "transfer": transfer,
-                "wait": self.wait + wait,
-                "apply": apply,
-                "acknowledge": left - apply - wait - transfer,
-            },
-            workers=dict.fromkeys(self.workers, self.version),
+        phases = split_phases(
+            extract=self.extract,
+            wait=self.wait,
+            pack=self.pack,
+            transfer=self.transfer,
+            left=finished - self.packed,
+            worker_wait=slowest.wait,
+            worker_apply=slowest.apply,
         )
+        workers = dict.fromkeys(self.workers, self.version)
+        return SyncReport(self.version, nbytes, finished - self.started, phases, workers)

@@ -1,4 +1,4 @@
-"""The first half of an update, of which no worker is told: check everything, then copy it into buffers."""
+"""The first part of an update, before anything is sent: check everything, then copy it into buffers."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Packed = tuple[Part, Buffer, bytes]
 
 
 class Loader:
-    """Fills the buffers of one sender.
+    """Fills the buffers of one sender. Used by the sending thread, under the sender's lock.
 
     Args:
         channel: has the buffers.
-        source: where weights come from when a call brings none.
+        source: the weights to send if a call is given none.
         members: has each worker's extra state.
 
     Attributes:
-        layout: of the first weights; None before.
+        layout: the layout that the first weights have defined; None before.
     """
 
     def __init__(self, channel: SendChannel, source: Source, members: Membership) -> None:
@@ -44,7 +44,7 @@ class Loader:
         return Layout.of(self._source.first(weights))
 
     def define(self, weights: object) -> tuple[Layout, Packer]:
-        """Return the layout, and what packs by it; the first weights define them."""
+        """Return the layout and its packer; the first weights define them."""
         if self.layout is None or self._packer is None:
             layout = self.layout_of(weights)
             self._channel.set_layout(layout)
@@ -66,11 +66,11 @@ class Loader:
         """Check everything, then copy it into buffers that no worker reads; they are released if the block raises.
 
         Args:
-            weights: for ``workers``, and for workers in the place of ``absent`` ones; None reads the source.
-            workers: those that will acknowledge.
-            absent: those that have gone.
+            weights: for ``workers``, and for replacements of ``absent`` ones; None reads the source.
+            workers: the workers that have to acknowledge.
+            absent: workers that have died or left.
             version: the update's.
-            deadline: until when a buffer is waited for.
+            deadline: when to give up waiting for a free buffer.
             keep: see ``SendChannel.reserve``.
             rest: completes ``weights``, where those are a part of the model.
         """
@@ -105,5 +105,5 @@ class Loader:
             raise
 
     def _extra_of(self, part: Part) -> bytes:
-        """Return a part's extra state; a format without it (a plain TensorDict) leaves the workers' as it was."""
+        """Return a part's extra state; if its format has none (a plain TensorDict), that which the worker has."""
         return dump_extra(part.extra) if part.extra is not None else self._members.extra.get(part.workers[0], b"")

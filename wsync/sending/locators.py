@@ -1,6 +1,6 @@
-"""Finding the tensors of weights that come in a form that was sent before: a module, a TensorDict, a state dict.
+"""Finding the tensors of weights in a form that was sent before: a module, a TensorDict, a state dict.
 
-Locators are kept while the sender lives, so that forms in alternation are as fast as one form again and again.
+Locators are kept while the sender exists, so a trainer that alternates between forms is as fast as with one form.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ _MAX_LOCATORS = 8
 
 
 class Locator(Protocol):
-    """Finds the tensors in weights of one form, in the layout's order."""
+    """Finds the tensors in weights of one form, in the layout's order. Used by the sending thread."""
 
     def find(self, given: object) -> TensorTree | list[Tensor] | None:
-        """Return the tensors of ``given``, or what finds them; None if it has another form."""
+        """Return the tensors of ``given``, or a tree that finds them; None if it has another form.
+
+        Called for each update on the fast path.
+        """
         ...
 
 
@@ -29,7 +32,7 @@ class ModuleLocator:
 
     Args:
         module: the module.
-        tree: finds its tensors. It keeps the module's children alive, so it is dropped when the module goes.
+        tree: finds its tensors. It keeps the module's children alive, so it is dropped with the module.
     """
 
     def __init__(self, module: nn.Module, tree: TensorTree) -> None:
@@ -56,7 +59,7 @@ class Locators:
     _known: list[Locator] = field(default_factory=list)
 
     def find(self, given: object) -> TensorTree | list[Tensor] | None:
-        """Return the tensors of ``given`` (None: of the own weights), or what finds them; None for an unknown form."""
+        """Return the tensors of ``given`` (None: of ``own``), or a tree that finds them; None for an unknown form."""
         if given is None:
             given = self.own
         for locator in self._known:
@@ -66,7 +69,7 @@ class Locators:
         return None
 
     def add(self, given: object, locator: Locator) -> None:
-        """Keep the locator of ``given``, in the place of an older one."""
+        """Keep the locator of ``given``; it replaces an older one."""
         given = self.own if given is None else given
         others = [one for one in self._known if one.find(given) is None]
         self._known = [locator, *others][:_MAX_LOCATORS]

@@ -1,4 +1,4 @@
-"""The workers of a sender: which are present, which have gone, and which version each is to have."""
+"""The workers of a sender: which are present, which are absent, and which version each of them should have."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from wsync.errors import NotConnected, WorkerDied
 
 
 class Membership:
-    """All workers of one sender.
+    """All workers of one sender. Used by the sending thread, under the sender's lock.
 
     Args:
-        num_workers: how many there are.
+        num_workers: the number of workers.
 
     Attributes:
-        present: those that are sent updates.
-        absent: those that have died or left; what is sent to all is kept for workers in their place.
-        expected_version: the version that each worker, or one in its place, is to have.
+        present: the workers that are sent updates.
+        absent: workers that have died or left; updates to all workers are kept for their replacements.
+        expected_version: the version that each worker, or its replacement, should have.
         extra: each worker's extra state, as last sent.
     """
 
@@ -45,12 +45,12 @@ class Membership:
         self.present = [worker for worker in range(self.num_workers) if worker not in absent]
 
     def recipients(self, worker_ids: int | Sequence[int] | None) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the workers that get an update, and the absent ones; for their places it is kept.
+        """Return the workers that get an update, and the absent ones whose replacements will get it.
 
         Raises:
             NotConnected: no worker is left.
             ValueError: there is no such worker, or none is named.
-            WorkerDied: one that is named has gone.
+            WorkerDied: one that is named has died or left.
         """
         if worker_ids is None:
             if not self.present:
@@ -78,7 +78,7 @@ def worker_list(worker_ids: object, num_workers: int | None = None) -> list[Any]
     Integers of any type are accepted (torch's, numpy's), and returned as plain ones.
 
     Raises:
-        ValueError: one is not among ``num_workers`` workers. A truth value is not: it may be part of a mask.
+        ValueError: one is not among ``num_workers`` workers; or is a bool, which may be part of a mask.
     """
     ids = worker_ids.tolist() if isinstance(worker_ids, np.ndarray | torch.Tensor) else worker_ids
     named = [as_plain_integer(one) for one in (ids if isinstance(ids, Iterable) else [ids])]
@@ -90,7 +90,7 @@ def worker_list(worker_ids: object, num_workers: int | None = None) -> list[Any]
 
 
 def as_plain_integer(value: Any) -> Any:
-    """Return an integer of any type as a plain one (equal tensors are different keys); all else unchanged."""
+    """Return an integer of any type as a plain one (equal tensors are different keys), other values unchanged."""
     try:
         return value if isinstance(value, bool) else operator.index(value)
     except TypeError:

@@ -1,4 +1,4 @@
-"""The interface between a sender and the way to its workers."""
+"""The interface between a sender and the channel to its workers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from wsync.weights.packing import Buffer
 
 
 class SendChannel(Protocol):
-    """The trainer's side of the way to all workers of one model.
+    """How a sender reaches the workers of one model: ``WorkerChannel``, or ``InProcessChannel``.
 
     All methods are called by the thread that calls the scheme, under the sender's lock; ``close`` also at exit.
+    ``reserve``, ``publish`` and ``wait_acks`` are called once per update outside the fast path.
     """
 
     @property
@@ -25,11 +26,11 @@ class SendChannel(Protocol):
         ...
 
     def check_layout(self, layout: Layout, version: int) -> None:
-        """Ask the connected workers whether weights of a layout would fit; ``wait_acks`` returns the answers."""
+        """Have the connected workers check whether weights of a layout fit; ``wait_acks`` returns their answers."""
         ...
 
     def set_layout(self, layout: Layout) -> None:
-        """Make room for weights of this layout, and tell the connected workers. Called once, before ``reserve``.
+        """Allocate memory for weights of this layout, and send it to the workers. Called once, before ``reserve``.
 
         Raises:
             WeightSyncError: the machine has no memory left for it.
@@ -46,16 +47,16 @@ class SendChannel(Protocol):
         ...
 
     def disconnect(self, worker: int) -> None:
-        """Close the connection to a worker that is taken for dead. Later messages from it are ignored. Idempotent."""
+        """Close the connection to a worker that is treated as dead. Later messages from it are ignored. Idempotent."""
         ...
 
     def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
-        """Return a buffer that no worker reads, for an update of ``workers``; may wait for a forward to end.
+        """Return a buffer that no worker reads; may wait for a forward to end.
 
         Args:
-            workers: which get the update.
+            workers: the workers that get the update.
             deadline: when to give up.
-            keep: whether the previous version must be kept, even if it was copied: the new one may be aborted.
+            keep: whether to keep the previous version, because this one may be aborted.
 
         Raises:
             SyncTimeout: none was free in time; names the workers that use them.
@@ -71,33 +72,33 @@ class SendChannel(Protocol):
         ...
 
     def release(self, buffers: Sequence[Buffer]) -> None:
-        """Take back reserved buffers that were not published."""
+        """End the reservation of buffers that were not published."""
         ...
 
     def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
         """Make a packed buffer the newest version of ``workers``, without waiting for them.
 
-        Those that have gone are included: a worker that takes such a one's place is given the version.
+        ``workers`` may include absent ones: their replacements are given the version.
         """
         ...
 
     def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
-        """Return the one-call update to all workers; None if a worker is missing, or there is no such call.
+        """Return the calls of the fast path; None if it cannot be used now.
 
-        It is valid until another method is called.
+        Called after an update to all workers. The result is valid until another method is called.
         """
         ...
 
     def prepare(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
-        """Have ``workers`` check a packed buffer and keep it; ``wait_acks`` returns their votes."""
+        """Have ``workers`` check a packed buffer and keep it; ``wait_acks`` returns their answers."""
         ...
 
     def commit(self, version: int, transaction: int) -> None:
-        """Have the workers install what they have prepared in a transaction, of all its models together."""
+        """Have the workers install what they have prepared in a transaction, all its models together."""
         ...
 
     def abort(self, workers: Collection[int], transaction: int) -> None:
-        """Have ``workers`` forget what they have prepared."""
+        """Have ``workers`` drop what they have prepared."""
         ...
 
     def drain(self) -> None:

@@ -1,4 +1,4 @@
-"""What is being sent to each worker by a transport, what waits behind it, and the buffers that it lies in."""
+"""For each worker with a transport: the update that is being sent, and those that wait."""
 
 from __future__ import annotations
 
@@ -6,17 +6,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
-
 from wsync.checksum import CHECKSUM, checksum_of
 from wsync.control.messages import TRANSACTION, Kind
-from wsync.errors import WeightSyncError
 from wsync.sending.transfer_thread import TransferThread
 from wsync.transport import FlatTransport, Transfer, TransportBackend
-from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
-
-_MAX_EXTRA = 1000 << 20  # bytes of extra state in one message
 
 
 @dataclass(slots=True, eq=False)
@@ -25,10 +19,10 @@ class QueuedUpdate:
 
     Attributes:
         kind: ``UPDATE``, or ``PREPARE`` in a transaction.
-        buffer: where it lies; unchanged while the update is queued or being sent.
+        buffer: the packed weights; unchanged while the update is queued or being sent.
         extra: the modules' extra state.
         transaction: its number, for ``PREPARE``.
-        checksum: once it has been computed.
+        checksum: empty until it is computed.
     """
 
     kind: Kind
@@ -40,11 +34,11 @@ class QueuedUpdate:
 
     @property
     def mark(self) -> bytes:
-        """The transaction, as a payload begins with it; empty outside a transaction."""
+        """The beginning of a ``PREPARE`` payload: the transaction; empty outside a transaction."""
         return TRANSACTION.pack(self.transaction) if self.kind is Kind.PREPARE else b""
 
     def payload(self, *, checked: bool) -> bytes:
-        """Return the payload that announces it, after the mark: the checksum if ``checked``, and the extra state."""
+        """Return the rest of the payload: the checksum if ``checked``, and the extra state."""
         if checked and not self.checksum:
             self.checksum = CHECKSUM.pack(checksum_of(self.buffer.flat, self.extra))
         return (self.checksum if checked else b"") + self.extra
@@ -52,11 +46,11 @@ class QueuedUpdate:
 
 @dataclass(slots=True, eq=False)
 class Delivery:
-    """An update that is being sent. A signal handler may raise at any point; the next use goes on from there.
+    """An update that is being sent. If a signal handler raises in between, the next use continues from there.
 
     Attributes:
         transfers: the asynchronous transfer, once it has begun.
-        announced: whether the worker has been told; it may have been told twice.
+        announced: whether the message about it was sent; it may have been sent twice.
         handed_over: whether the transfer thread has it.
         sent: whether ``send_weights`` has returned.
     """
@@ -72,15 +66,16 @@ class Delivery:
 class WorkerQueue:
     """The updates of one worker: at most one is being sent; of those that wait, a newer version replaces an older one.
 
-    So a slow worker delays no other, gets the newest version when it is ready, and memory is bounded.
+    So a slow worker delays no other, gets the newest version when it is ready, and memory is bounded. Used under the
+    sender's lock.
 
     Attributes:
-        latest: the newest version that was queued or committed, for a worker that takes this one's place.
-        transport: of this connection; None while the worker is not connected, or takes weights from the arena.
-        thread: runs ``send_weights``, for a transport that has no asynchronous transfers.
-        generation: how many workers have had this index.
-        checked: whether updates carry a checksum.
-        overdue: the answer to what is being sent did not arrive in time, or may have been lost.
+        latest: the newest version that was queued or committed, for a replacement of this worker.
+        transport: of this connection; None while the worker is not connected, or uses the arena.
+        thread: runs ``send_weights``, for a transport without asynchronous transfers.
+        generation: how many workers have connected with this index.
+        checked: whether updates have a checksum.
+        overdue: whether the answer to the current update did not arrive in time, or may have been lost.
     """
 
     latest: QueuedUpdate | None = None
@@ -100,13 +95,15 @@ class WorkerQueue:
                 self.waiting.pop()
         self.waiting.append(update)
 
-    def clear(self) -> None:
-        """Forget all updates but the latest."""
+    def restart(self, update: QueuedUpdate | None) -> None:
+        """Drop all updates but the latest, and queue ``update``: for a new connection."""
         self.current = None
         self.waiting.clear()
+        if update is not None:
+            self.append(update)
 
     def abort(self, transaction: int) -> None:
-        """Forget what waits to be prepared in a transaction."""
+        """Drop what waits to be prepared in a transaction."""
         self.waiting = deque(update for update in self.waiting if update.transaction != transaction)
 
     @property
@@ -114,42 +111,3 @@ class WorkerQueue:
         """The latest, the current one, and those that wait: their buffers are in use."""
         current = self.current.update if self.current else None
         return (*(update for update in (self.latest, current) if update), *self.waiting)
-
-
-def check_extra_size(extra: bytes) -> None:
-    """Check that extra state fits into one message.
-
-    Raises:
-        WeightSyncError: it does not.
-    """
-    if len(extra) > _MAX_EXTRA:
-        raise WeightSyncError(
-            f"the modules' extra state has {len(extra) / 2**20:.0f} MiB; a message carries up to "
-            f"{_MAX_EXTRA / 2**20:.0f}: register large values as buffers"
-        )
-
-
-class BufferPool:
-    """Private buffers of one layout, where there is no arena; a new one is made when all others are in use.
-
-    Args:
-        device: where they are.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers: list[Buffer] = []
-
-    def buffer(self, layout: Layout, busy: Iterable[int]) -> Buffer:
-        """Return a buffer with a ``slot`` that is not in ``busy``."""
-        busy = set(busy)
-        for buffer in self._buffers:
-            if buffer.slot not in busy:
-                return buffer
-        flat = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self._device)
-        self._buffers.append(Buffer.over(layout, flat, len(self._buffers)))
-        return self._buffers[-1]
-
-    def clear(self) -> None:
-        """Release the memory."""
-        self._buffers.clear()

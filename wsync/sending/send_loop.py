@@ -1,4 +1,4 @@
-"""The thread that sends what waits for a worker as soon as the worker is ready, while the trainer is busy."""
+"""The thread that sends waiting updates as soon as their worker is ready, while the trainer does other work."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from wsync.deadlines import NOW, wait_readable
 
 
 class SendLoop:
-    """Reads the workers' messages while anything waits for one of them: reading an answer sends what comes next.
+    """Reads the workers' messages while an update waits for one of them: an answer causes the next update to be sent.
 
-    All methods but ``close`` are called under the sender's lock.
+    All methods but ``close`` are called under the lock, by the thread that calls the scheme.
 
     Args:
         connections: to all workers.
-        lock: the sender's.
-        needed: whether anything waits for a connected worker.
+        lock: of the ``WorkerChannel``; the thread takes it to read messages.
+        needed: returns whether an update waits for a connected worker.
     """
 
     def __init__(self, connections: WorkerConnections, lock: threading.RLock, needed: Callable[[], bool]) -> None:
@@ -35,7 +35,7 @@ class SendLoop:
             self._thread.start()
 
     def connections_changed(self) -> None:
-        """Have the thread wait for the present set of connections."""
+        """Wake the thread, so that it waits for the present set of connections."""
         if self._thread is not None:
             os.eventfd_write(self._wake, 1)
 
@@ -54,12 +54,12 @@ class SendLoop:
                     return
 
     def stop(self) -> None:
-        """Have the thread end once it gets the lock; ``close`` follows."""
+        """Let the thread end when it next has the lock. ``close`` follows."""
         self._closed = True
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Wait for the thread, without the lock."""
+        """Wait for the thread to end. Called without the lock."""
         thread = self._thread
         if thread is not None and thread.ident is not None:
             thread.join()

@@ -1,18 +1,17 @@
-"""The arena on the sender's side: which slot may be written, and pointing workers to slots.
-
-All methods are called under the sender's lock.
-"""
+"""The arena in the sender's process: which slot may be written, and pointing workers to slots."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 
 from torch import Tensor
 
 from wsync.control.messages import Kind, Message
 from wsync.control.workers import WorkerConnections, join_indices
-from wsync.deadlines import remaining
+from wsync.deadlines import remaining, wait_readable
 from wsync.errors import SyncTimeout
+from wsync.fast_path import FastCalls, PartialDelivery
 from wsync.sending.queues import QueuedUpdate
 from wsync.shm.arena import Arena
 from wsync.types import ANY_VERSION, Ack
@@ -23,14 +22,14 @@ _MUTEX_TIMEOUT = 5.0  # seconds; a worker holds its mutex for a microsecond, unl
 
 
 class Slots:
-    """See the module.
+    """The slots of one sender's arena. All methods are called under the sender's lock.
 
-    The published word of a worker that is not connected names the version for a worker in its place, whether that one
-    uses the arena or a transport.
+    The published word of a worker that is not connected names the version for its replacement, even if the replacement
+    will use a transport.
 
     Args:
         connections: to all workers.
-        num_workers: how many there are.
+        num_workers: the number of workers.
         retains: whether workers stay bound to slots; otherwise they copy.
         checksum: whether each update gets a checksum.
 
@@ -50,7 +49,7 @@ class Slots:
         self._checksum = checksum
 
     def set_layout(self, layout: Layout) -> None:
-        """Define what a slot holds. The second update needs another slot in any case, where workers stay bound."""
+        """Define what a slot contains. If workers stay bound, the second update always needs another slot."""
         self.arena.set_layout(layout)
         for _ in range(2 if self._retains else 1):
             self.arena.grow()
@@ -58,8 +57,8 @@ class Slots:
     def reserve(self, workers: Collection[int], busy: set[int], deadline: float | None, *, keep: bool) -> Buffer:
         """Return a slot that no published word names, that no forward uses, and that is not in ``busy``.
 
-        A slot that ``workers`` have copied out may be written again, unless ``keep``; a worker that takes the place of
-        any other one will need that one's slot.
+        A slot that ``workers`` have copied out may be written again, unless ``keep``. The published slots of the other
+        workers are kept, for their replacements.
 
         Raises:
             SyncTimeout: there was none before ``deadline``; names the workers that use them.
@@ -110,15 +109,49 @@ class Slots:
         return QueuedUpdate(Kind.UPDATE, version, self.arena.buffer(slot), self.arena.read_extra(slot))
 
     def clear(self, worker: int) -> None:
-        """Have a worker's words name and use no slot."""
+        """Reset a worker's words: it is pointed to no slot and uses none."""
         self.vacate(worker)
         self.arena.writer.publish(worker, 0, 0, False, _MUTEX_TIMEOUT)
 
     def vacate(self, worker: int) -> None:
-        """Have a worker that has gone use no slot; its published word stays, for a worker in its place."""
+        """Record that a worker that has gone uses no slot; its published word stays, for its replacement."""
         self.workers.discard(worker)
         self.arena.writer.vacate(worker, _MUTEX_TIMEOUT)
 
+    def are_mapped(self, worker: int, deadline: float | None) -> bool:
+        """Wait until an accepted worker has tried to map the arena; False if it could not, or has disconnected.
+
+        Raises:
+            SyncTimeout: it did not answer; it is disconnected.
+        """
+        with self._connections.reading_directly(worker) as connection:
+            ready = wait_readable(connection.descriptors, deadline)
+            if not ready:
+                self._connections.disconnect(worker)
+                cause = "was accepted, but did not answer"
+                raise SyncTimeout(f"worker {worker} {cause}: is it stopped?", {worker: cause})
+            message = connection.receive() if connection.fileno() in ready else None
+        if message is None or message.kind is not Kind.JOINED:
+            self._connections.mark_dead(worker, f"{connection.peer} left while it was joining")
+            return False
+        return message.version == 1
+
+    def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
+        """See ``SendChannel``: it needs all workers in the arena, and updates without checksum."""
+        descriptors = self._connections.descriptors
+        if self._checksum or not descriptors or len(self.workers) < self._num_workers:
+            return None
+        update = self.arena.fast_update(descriptors, self._retains, acknowledge)
+        return None if update is None else FastCalls(update, partial(self._complete_fast, acknowledge))
+
+    def _complete_fast(self, acknowledge: bool, delivery: PartialDelivery, version: int) -> None:
+        """Point the workers that the fast call could not, and record the acknowledgements that it has read."""
+        for worker in delivery.others:
+            self.point(worker, version, delivery.slot, acknowledge)
+        for worker, answered in enumerate(delivery.answered):
+            if answered:
+                self._connections.record(Ack(worker, version))
+
     def published_views(self) -> list[Sequence[Tensor]]:
-        """Return the slots that workers are pointed to, each once, as tensors of the caller's own."""
+        """Return each slot that workers are pointed to, as new tensors."""
         return [self.arena.map_slot(slot).views for slot in self.arena.published_slots()]

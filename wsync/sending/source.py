@@ -1,4 +1,4 @@
-"""Where a sender takes weights from when a call brings none, and which worker gets which."""
+"""The weights that a sender reads for each update, and which worker gets which."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Part(NamedTuple):
 
 
 class Reader:
-    """Reads a source again and again, and remembers where the tensors of a module are."""
+    """Reads weights, and remembers where the tensors of the last module are. Used by the sending thread."""
 
     def __init__(self) -> None:
         self._index: ModuleIndex | None = None
         self._places: list[tuple[dict[str, Any], str]] = []  # of the index's tensors, in the layout's order
         self._layout: Layout | None = None
-        self._tree: TensorTree | None = None  # the same places, the fast path
+        self._tree: TensorTree | None = None  # the same places, for the fast path
 
     def read(self, source: object) -> Snapshot:
         """Return the canonical form of ``source``, as it is now."""
@@ -60,7 +60,7 @@ class Reader:
     def read_module(self, source: object, layout: Layout) -> tuple[list[Tensor], Mapping[str, Any]] | None:
         """Return the tensors of a module that was read before, in the layout's order and checked, and its extra state.
 
-        None if ``source`` is anything else, or has changed.
+        None if ``source`` is not that module, or has changed.
         """
         index = self._placed(source, layout)
         if index is None:
@@ -70,7 +70,7 @@ class Reader:
         return tensors, index.extra_state()
 
     def _placed(self, source: object, layout: Layout) -> ModuleIndex | None:
-        """The index of a module that was read before, if it has the layout's tensors; their places are known then."""
+        """Return the index of a module that was read before, if it has the layout's tensors; sets ``_places``."""
         index = self._current(source) if isinstance(source, nn.Module) else None
         if index is not None and self._layout is not layout:
             places = index.places
@@ -83,7 +83,7 @@ class Reader:
         return index
 
     def locator(self, source: object, layout: Layout) -> Locator | None:
-        """Return what finds the tensors of weights like those last read; None if there is no such shortcut."""
+        """Return a locator for weights like those last read; None if their form has none."""
         if isinstance(source, nn.Module) and not isinstance(source, TensorDictBase):
             if self._placed(source, layout) is None or self._tree is None:
                 return None
@@ -92,7 +92,7 @@ class Reader:
 
 
 def per_worker(weights: object) -> dict[int, Any] | None:
-    """Return each worker's weights, if ``weights`` are ``{worker_idx: weights}``; None if they are anything else.
+    """Return each worker's weights, if ``weights`` are ``{worker_idx: weights}``; otherwise None.
 
     Indices may be integers of any type, as ``worker_ids`` may; they are returned as plain ones.
 
@@ -113,14 +113,14 @@ def per_worker(weights: object) -> dict[int, Any] | None:
 
 
 class Source:
-    """A model, live weights, or weights per worker; read anew for every update.
+    """A model, live weights, or weights per worker; read again for every update. Used by the sending thread.
 
     Args:
-        weights: module, TensorDict, state dict or ``{worker: any of these}``; None if every send brings its own.
+        weights: module, TensorDict, state dict or ``{worker: any of these}``; None if every send is given its own.
         strategy: the format that ``device_map_fn`` is given; also writes the mirror.
         device_map_fn: ``(worker_idx, weights) -> weights``, applied for each worker.
-        apart: whether every worker gets a part (and so a buffer) of its own, even where all parts are equal.
-        mirror: the user's own buffers; everything that is sent is written into them as well.
+        apart: whether every worker gets a part (and so a buffer) of its own, even if all parts are equal.
+        mirror: the user's own buffers; everything that is sent is also written into them.
         transform: applied to the weights before they are packed.
 
     Raises:
@@ -153,7 +153,7 @@ class Source:
         self._chains: dict[int, Chain] = {}  # by worker, where workers get different weights
         self._reader = Reader()
         self._own = Reader()
-        # Whether all workers get the same, and nothing else has to be done.
+        # One part for all workers, and no other work.
         self._alike = device_map_fn is None and mirror is None and transform is None and not apart
 
     def first(self, weights: object) -> Snapshot:
@@ -175,14 +175,14 @@ class Source:
         return Snapshot(transform(weights.tensors), extra, weights.optional, transform.selects)
 
     def _given(self, weights: object) -> object:
-        """Return what an update is made from."""
+        """Return ``weights``, or the source's own."""
         given = self.weights if weights is None else weights
         if given is None:
             raise NotConnected("nothing to send: no model or weights were given, neither at init nor now")
         return given
 
     def locator(self, weights: object, layout: Layout) -> Locator | None:
-        """Return how to find the tensors of updates like this one; None if workers get different ones."""
+        """Return a locator for updates like this one; None if workers get different weights, or there is none."""
         return self._reader.locator(self.weights if weights is None else weights, layout) if self._alike else None
 
     def parts(
@@ -193,12 +193,12 @@ class Source:
         layout: Layout,
         rest: Sequence[Tensor] | None = None,
     ) -> list[Part]:
-        """Return what each of ``workers`` is to be sent; all of it is checked first.
+        """Return the weights of each worker, all of them checked.
 
         Args:
             weights: the update; None reads the source's own.
-            workers: those that must get weights.
-            absent: those that get the same as the others, and need not be named in weights per worker.
+            workers: the workers that must get weights.
+            absent: absent workers, which get the same as the others, and need not be named in weights per worker.
             layout: of the weights.
             rest: in the layout's order; completes ``weights``, where those are a part of the model.
 
@@ -230,11 +230,15 @@ class Source:
     def _completed(self, workers: Sequence[int], given: object, layout: Layout, rest: Sequence[Tensor]) -> Part:
         """Return a part of a model, completed by ``rest``."""
         if self.mirror is not None or self._device_map_fn is not None or self._apart:
-            raise ValueError("a partial update needs a scheme without registered buffers and without weights per worker")
+            raise ValueError("a partial update needs a scheme without registered buffers or weights per worker")
         some = self._transformed(snapshot(given), _PARTIAL).tensors
         unknown = [name for name in some if name not in layout.names]
         if unknown or not some:
-            raise LayoutMismatch(f"this is no part of the model: unknown {describe(unknown)}" if unknown else "no weights")
+            raise LayoutMismatch(
+                f"a partial update has weights that are not the model's: unknown {describe(unknown)}"
+                if unknown
+                else "no weights"
+            )
         tensors = [some.get(name, old) for name, old in zip(layout.names, rest, strict=True)]
         layout.check(tensors)
         return Part(workers, tensors, None)

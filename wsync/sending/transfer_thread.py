@@ -1,4 +1,4 @@
-"""The thread that runs a transport's ``send_weights`` for one worker, so that a deadline can end the wait for it."""
+"""The thread that runs a transport's ``send_weights`` for one worker, so that the wait for it can end at a deadline."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from wsync.transport import Closing, TransportBackend
 
 
 class TransferThread:
-    """Calls ``send_weights``, one call at a time.
-
-    All methods but the thread's own are called under the sender's lock.
+    """Calls ``send_weights``, one call at a time. The public methods are called under the sender's lock.
 
     Args:
         transport: of one worker.
         wake: an eventfd that is written when a call has ended.
+
+    Attributes:
+        busy: whether a call is in progress.
+        error: the traceback of the last call; None if it succeeded.
     """
 
     def __init__(self, transport: TransportBackend, wake: int) -> None:
         self._transport = transport
         self._wake = os.dup(wake)
         self._calls: SimpleQueue[Any] = SimpleQueue()
-        self._error: str | None = None
+        self.error: str | None = None
         self.busy = False
         self._thread = threading.Thread(target=self._run, name="wsync-transfer", daemon=True)
         self._thread.start()
 
     def begin(self, weights: Any) -> None:
-        """Have the thread send ``weights``; it must not be busy."""
-        self._error, self.busy = None, True
+        """Begin to send ``weights``. The thread must not be busy."""
+        self.error, self.busy = None, True
         self._calls.put((weights,))
 
     def _run(self) -> None:
@@ -41,16 +43,11 @@ class TransferThread:
             try:
                 self._transport.send_weights(weights)
             except Exception:  # noqa: BLE001  a transport may raise anything; the trainer raises it as WorkerFailed
-                self._error = traceback.format_exc()
+                self.error = traceback.format_exc()
             del call, weights
             self.busy = False
             os.eventfd_write(self._wake, 1)
         os.close(self._wake)
-
-    @property
-    def error(self) -> str | None:
-        """The traceback of the last call; None if it succeeded."""
-        return self._error
 
     def close(self) -> threading.Thread:
         """Close the transport, which ends a blocking call; return the thread, which then ends."""

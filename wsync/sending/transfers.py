@@ -1,9 +1,8 @@
-"""Updates to workers that receive them by a transport: prepare, commit and abort, for every transport.
+"""Updates to workers that receive them by a transport.
 
-    flat transports     begin_send, then UPDATE (or PREPARE): the worker receives what was announced
-    all others          FETCH, send_weights in the worker's transfer thread, then UPDATE (or PREPARE)
-
-All methods are called under the sender's lock.
+- to a ``FlatTransport``: ``UPDATE`` (or ``PREPARE``), then ``begin_send``
+- to a ``TransportBackend``: ``FETCH``, then ``send_weights`` in the worker's transfer thread, then ``UPDATE`` (or
+  ``PREPARE``)
 """
 
 from __future__ import annotations
@@ -17,35 +16,36 @@ from typing import Any
 
 from wsync.control.messages import Kind, Message
 from wsync.control.workers import WorkerConnections
-from wsync.errors import NotConnected, SyncTimeout
-from wsync.forming import Forming, close_unformed, forming_deadline
+from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
+from wsync.forming import Forming
 from wsync.sending.queues import Delivery, QueuedUpdate, WorkerQueue
 from wsync.sending.transfer_thread import TransferThread
-from wsync.transport import FlatTransport, TransportFactory
+from wsync.transport import FlatTransport, TransportBackend, TransportFactory
 from wsync.types import Ack
 
 _log = logging.getLogger(__name__)
+_MAX_EXTRA = 1000 << 20  # bytes of extra state in one message
 
 
 class Transfers:
-    """The queues of all workers, and what moves them on.
+    """The queues of all workers. All methods are called under the sender's lock.
 
     Args:
         connections: to all workers.
-        num_workers: how many there are.
-        create_transport: the scheme's.
+        num_workers: the number of workers.
+        create_transport: the scheme's; None if every worker must use the arena: no update is then sent here.
         express: ``(update) -> weights`` in the strategy's format, views of the update's buffer.
-        checksum: whether updates carry a checksum; None: they do.
+        checksum: whether updates have a checksum; None: they have.
 
     Attributes:
-        ending: threads that end soon: of closed transports, and of transports that were given up during set-up.
+        ending: threads that end soon: of closed transports, and of set-ups that have failed.
     """
 
     def __init__(
         self,
         connections: WorkerConnections,
         num_workers: int,
-        create_transport: TransportFactory,
+        create_transport: TransportFactory | None,
         express: Callable[[QueuedUpdate], Any],
         checksum: bool | None,
     ) -> None:
@@ -56,17 +56,17 @@ class Transfers:
         self._express = express
         self._checksum = checksum
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
-        self._given_away: set[int] = set()  # slots that a former worker may yet receive: never written again
+        self._abandoned: set[int] = set()  # slots that a transfer to a former worker may still read: never reused
         connections.watch(self._wake, self._calls_ended)
 
     @property
     def busy_slots(self) -> set[int]:
         """The slots of buffers that must not be written."""
-        return self._given_away.union(update.buffer.slot for queue in self.queues for update in queue.updates)
+        return self._abandoned.union(update.buffer.slot for queue in self.queues for update in queue.updates)
 
     @property
     def unfinished(self) -> bool:
-        """Whether anything has to be done later for a connected worker, without a call of the trainer."""
+        """Whether an update waits for a connected worker, or for its transfer thread."""
         return any(
             queue.waiting or (queue.thread is not None and queue.thread.busy)
             for queue in self.queues
@@ -76,33 +76,26 @@ class Transfers:
     # --- connections ---
 
     def connect(self, worker: int, deadline: float | None) -> None:
-        """Set up the transport of a worker that has connected, and send what waits for it.
+        """Set up the transport of a worker that has connected, and send the update that waits for it.
 
         Raises:
             SyncTimeout: it could not be set up; the worker is disconnected.
         """
         queue = self.queues[worker]
+        if self._create_transport is None:
+            return  # the worker disconnects
         transport = self._create_transport(worker)
+
+        def set_up() -> None:
+            assert isinstance(transport, TransportBackend), "called unless it is a FlatTransport"
+            transport.setup_connection_and_weights_on_sender()
+
         try:
             with self._connections.reading_directly(worker) as connection:
-                if isinstance(transport, FlatTransport):
-                    latest, generation, host = forming_deadline(deadline), queue.generation, connection.local_host
-                    forming = Forming(
-                        connection,
-                        worker,
-                        deadline,
-                        lambda store: transport.form(store, 0, generation, host, latest),
-                    )
-                else:
-                    set_up = transport.setup_connection_and_weights_on_sender
-                    forming = Forming(connection, worker, deadline, lambda store: set_up())
+                forming = Forming(connection, worker, deadline, transport, 0, queue.generation, set_up)
                 try:
                     forming.wait()
-                except BaseException:
-                    close_unformed(transport)
-                    raise
                 finally:
-                    forming.close()
                     if forming.thread.is_alive():
                         self.ending.append(forming.thread)
         except NotConnected as error:
@@ -120,31 +113,36 @@ class Transfers:
         self.advance(worker)
 
     def disconnect(self, worker: int) -> None:
-        """Close the transport of a worker that has gone, and forget its updates but the latest."""
+        """Close the transport of a worker that has gone, and drop its updates but the latest."""
         queue = self.queues[worker]
         transport, thread, current = queue.transport, queue.thread, queue.current
         queue.transport = queue.thread = None
-        queue.clear()
+        queue.restart(None)
         if thread is not None:
             if thread.busy and current is not None:
-                self._given_away.add(current.update.buffer.slot)  # send_weights may still read it
+                self._abandoned.add(current.update.buffer.slot)  # send_weights may still read it
             self.ending.append(thread.close())
         elif isinstance(transport, FlatTransport):
             pending = current.transfers[0] if current is not None and current.transfers else None
             if transport.close(pending) and current is not None:
-                self._given_away.add(current.update.buffer.slot)
-
-    def rejoin(self, worker: int) -> None:
-        """Queue the latest version for a worker that takes another one's place."""
-        queue = self.queues[worker]
-        queue.clear()
-        if queue.latest is not None:
-            queue.append(queue.latest)
+                self._abandoned.add(current.update.buffer.slot)
 
     # --- updates ---
 
+    def check_extra(self, extra: bytes) -> None:
+        """Check that extra state fits into one message.
+
+        Raises:
+            WeightSyncError: it does not.
+        """
+        if self._create_transport is not None and len(extra) > _MAX_EXTRA:
+            raise WeightSyncError(
+                f"the modules' extra state has {len(extra) / 2**20:.0f} MiB; a message carries up to "
+                f"{_MAX_EXTRA / 2**20:.0f}: register large values as buffers"
+            )
+
     def enqueue(self, update: QueuedUpdate, workers: Iterable[int]) -> None:
-        """Send an update to workers that are ready for it; others get it, or a newer one, when they are."""
+        """Send an update to workers that are ready for it; the others get it, or a newer one, later."""
         for worker in workers:
             queue = self.queues[worker]
             queue.append(update)
@@ -159,19 +157,19 @@ class Transfers:
         self._connections.send(worker, Message(Kind.COMMIT, worker, prepared.transaction))
 
     def abort(self, worker: int, transaction: int) -> None:
-        """Have a worker forget what it has prepared."""
+        """Have a worker drop what it has prepared."""
         self.queues[worker].abort(transaction)
         self._connections.send(worker, Message(Kind.ABORT, worker, transaction))
 
     def answered(self, worker: int, version: int) -> None:
-        """The worker has answered ``version``: send what comes next."""
+        """Record that the worker has answered ``version``; send its next update."""
         queue = self.queues[worker]
         if queue.current is not None and version >= queue.current.update.version:
             queue.current = None
             self.advance(worker)
 
     def advance(self, worker: int) -> None:
-        """Send the next update; or do what is left of the current one, where a signal handler has raised."""
+        """Send the next update; or continue the current one, if a signal handler has raised meanwhile."""
         queue = self.queues[worker]
         if queue.transport is None:
             return
@@ -198,12 +196,12 @@ class Transfers:
         try:
             queue.transport.begin_send(delivery.update.buffer.flat, delivery.transfers)
         except RuntimeError as error:
-            self._connections.drain()  # the worker may have left, and have sent why
+            self._connections.drain()  # the worker may have sent a reason
             if worker in self._connections.workers:
                 self._connections.mark_dead(worker, f"its transport has broken: {error}")
 
     def _calls_ended(self) -> None:
-        """Some transfer threads have ended a call: commit what was sent."""
+        """Send ``UPDATE`` or ``PREPARE`` for each call of ``send_weights`` that has ended, or report its error."""
         os.eventfd_read(self._wake)
         for worker, queue in enumerate(self.queues):
             delivery = queue.current
@@ -223,22 +221,27 @@ class Transfers:
             self.advance(worker)
 
     def give_up(self, workers: Collection[int]) -> None:
-        """The deadline of an update has passed: disconnect those of ``workers`` with a transport still sending.
+        """Called at an update's deadline: disconnect those of ``workers`` with ``send_weights`` still running.
 
-        Others stay connected; the last answer of a flat transport's worker may have been lost, and is asked for again.
+        The others stay connected. ``mark_overdue`` follows.
         """
         for worker in workers:
             queue = self.queues[worker]
             if queue.thread is not None and queue.thread.busy:
                 self._connections.mark_dead(worker, "its transport's send_weights did not return in time")
-            queue.overdue = True
+
+    def mark_overdue(self, workers: Collection[int]) -> None:
+        """Record that answers of ``workers`` are late, or may have been lost: ``enqueue`` requests them again."""
+        for worker in workers:
+            queue = self.queues[worker]
+            queue.overdue = queue.current is not None
 
     def close(self) -> None:
-        """Release what is left; the workers have been disconnected before."""
+        """Release the rest. Called after the workers were disconnected."""
         os.close(self._wake)
 
 
 def join_all(threads: Sequence[threading.Thread], timeout: float) -> None:
-    """Wait for threads that end soon: one that returned into an interpreter that is ending would abort it."""
+    """Wait for threads that end soon: a thread that is still running while the interpreter exits may abort it."""
     for thread in threads:
         thread.join(timeout)

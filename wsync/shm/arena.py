@@ -1,30 +1,31 @@
 """Slots of shared memory for one model's weights, and the words that record which worker uses which slot.
 
-A *word* is a control field of 8 bytes. The arena has two files, the second for the extra state of modules::
+A *word* is a control field of 8 bytes. The arena has two files, the second for the extra state of modules
+(``get_extra_state``)::
 
     file 1   one block per worker   BLOCK bytes: a mutex, then the worker's words
-             two words per slot     the size of its extra state (all slots), then its checksum (all slots)
+             one word per slot      the size of its extra state
+             one word per slot      its checksum
              slots                  from _slots_offset on; _slot_size bytes each: one version of the packed weights
     file 2   one extra per slot     every _EXTRA_SPAN bytes; sparse
 
-**The promise.** For each worker the arena has a *published word* (version and slot), the slot that the worker's running
-forward uses, and a mutex around both. The sender stores the published word while it holds the mutex. A worker that
-enters a forward holds the same mutex while it reads the published word and records the slot as used. Therefore:
+**The promise.** For each worker the arena has a *published word* (version and slot), a word for the slot that the
+worker's running forward uses, and a mutex. The sender locks the mutex to store the published word. A worker that starts
+a forward locks it to read the published word and to record the slot as used. Therefore:
 
 1. *Every forward that starts after a publish uses that version or a newer one.* It locks the mutex after the sender has
    unlocked it, so it reads the new word. The mutex also ensures that it sees the weights that were packed before.
-2. *No slot is written while a forward uses it.* Before the sender writes slot ``s``, two conditions must hold: no
-   published word names ``s``, and no worker uses ``s``. After storing, under each worker's mutex, a word naming another
-   slot, it checks both conditions. A forward that uses ``s`` has read the word before that store. It recorded ``s``
-   under the same lock, so the sender sees the record, or that the forward has ended. A forward that starts after the
-   store cannot use ``s``, because no word names it.
+2. *No slot is written while a forward uses it.* The sender writes a slot ``s`` only after it has stored words that name
+   other slots, and has then seen that no worker uses ``s``. A forward that uses ``s`` read the published word before it
+   was replaced, and recorded ``s`` under the same lock. So the sender sees that record until the forward has ended. A
+   forward that starts later cannot use ``s``, because no word names it.
 3. *Three slots are enough* while all workers have one version: one published, one still in use, one free. If two are
    still in use, the sender waits for a forward to end, or for its worker to die. The arena grows by one slot for each
    further version that workers have (``worker_ids``, weights per worker), or keep in order to roll back to it.
 
-A bound model uses its slot only during forwards. If installing may fail (checksum, extra state), the worker keeps the
-previous version's slot until the new one is installed, so it occupies that slot between forwards too. A worker that
-copies weights out needs a slot only from the publish until it has copied.
+A model that is bound to a slot (its parameters point into it) uses the slot only during forwards. If installing may
+fail (checksum, extra state), the worker keeps the previous version's slot until the new one is installed, so it
+occupies that slot between forwards too. A worker that copies weights out needs a slot only until it has copied.
 
 The memory is anonymous (``memfd``). Workers get its file descriptors over a Unix socket. Over another connection, a
 worker of the same user on the same machine opens the files under ``/proc``, and compares the file's random name.
@@ -60,17 +61,20 @@ _EXTRA_SPAN = 1 << 36  # bytes of (sparse) file between the extra states of two 
 
 
 class Arena:
-    """Either end's view of the shared slots.
+    """One process's mapping of the shared slots. The sender creates the arena; each of its workers opens it.
+
+    On the sender it is used under the sender's lock; in a worker by the acting thread (which runs the forwards) and the
+    receiver thread.
 
     Args:
         workers: the number of workers.
-        fds: the two memory files of an existing arena; None to make a new one.
+        fds: the two memory files of an existing arena; None to create one.
 
     Attributes:
         fds: descriptors of file 1 (words and weights) and file 2 (extra state).
         words: the mapped words of file 1.
         writer: the sender's operations on the words.
-        plans: by slot, the object that packs weights into it; only of slots that this end has mapped.
+        plans: by slot, the object that packs weights into it; only of slots that are mapped here.
     """
 
     def __init__(self, workers: int, fds: tuple[int, int] | None = None) -> None:
@@ -104,7 +108,7 @@ class Arena:
 
     @property
     def handle(self) -> tuple[int, int, int, str]:
-        """What another process of this machine needs to open the files: see ``open_handle``."""
+        """Process id, descriptors and name, by which another process can open the files: see ``open_handle``."""
         return os.getpid(), *self.fds, self._name
 
     @property
@@ -114,7 +118,7 @@ class Arena:
         return self._layout
 
     def set_layout(self, layout: Layout) -> None:
-        """Define what a slot holds. Called once, at both ends, before any slot is used."""
+        """Define what a slot contains. Called once by the sender and once by each worker, before any slot is used."""
         self._layout = layout
         self._slot_size = whole_pages(layout.nbytes)
         self.writer = self._new_writer(layout.nbytes)
@@ -123,18 +127,18 @@ class Arena:
         """Return the index of a worker's first word."""
         return worker * BLOCK // 8
 
-    # --- slots: both ends ---
+    # --- slots: sender and worker ---
 
     @property
     def slots(self) -> int:
-        """The number of slots that this end has mapped."""
+        """The number of slots that are mapped here."""
         return len(self._buffers)
 
     def buffer(self, slot: int) -> Buffer:
-        """Return the tensors of a slot, shared by all callers at this end; the first call maps the slot.
+        """Return the tensors of a slot, the same for all callers; the first call maps the slot.
 
-        The slot is mapped again if PyTorch has moved its tensors: a worker may have shared its model, which is bound to
-        the slot, with another process.
+        The slot is mapped again if PyTorch has moved its tensors, as it does when a worker shares the model that is
+        bound to them with another process.
         """
         if slot >= len(self._buffers) or self._buffers[slot].moved:
             with self._mapping:
@@ -153,8 +157,8 @@ class Arena:
     def map_slot(self, slot: int) -> Buffer:
         """Return a new mapping of a slot, for this caller only, unlike ``buffer``.
 
-        It is made in a thread without PyTorch modes: tensors keep the modes (such as inference mode) of the thread that
-        makes them, and must not depend on the caller's.
+        It is made in a thread of its own: tensors that are made under inference mode, for example, keep it, and the
+        caller may be in such a mode.
         """
         return in_clean_thread(self._map, slot)
 
@@ -208,17 +212,16 @@ class Arena:
         return sorted({slot for version, slot in words if version})
 
     def fast_update(self, descriptors: bytes, retains: bool, acknowledge: bool) -> FastUpdate | None:
-        """Return the one-call update to all workers: see ``fast_path.py``.
+        """Return the fast path to all workers (``fast_path.py``); None if a worker is gone.
 
         Args:
-            descriptors: the workers' sockets, then their pidfds: an ``array("i")``, as bytes.
+            descriptors: the workers' sockets, then their pidfds: the bytes of an ``array("i")``.
             retains: whether the workers' models stay bound to slots.
             acknowledge: whether to wait for acknowledgements.
         """
         try:
             watch = None if acknowledge else PeerWatch(descriptors)
-        # out of file descriptors, or a worker is gone: fall back to the general path, which reports it by name
-        except OSError:
+        except OSError:  # or no descriptor is left; the general path reports it
             return None
         return partial(self.writer.update, self.plans, descriptors, retains, watch)
 
@@ -257,7 +260,7 @@ class Arena:
 def open_handle(handle: tuple[int, int, int, str]) -> tuple[int, int] | None:
     """Open the files of an arena that another process made; return their descriptors, or None if that is impossible.
 
-    It is impossible on another machine, for another user, and if the process has ended or is not visible here.
+    It is impossible on another machine, for another user, if the process has ended, or in another PID namespace.
     """
     pid, words, extra, name = handle
     fds: list[int] = []
@@ -266,7 +269,7 @@ def open_handle(handle: tuple[int, int, int, str]) -> tuple[int, int] | None:
             fds.append(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
         if os.readlink(f"/proc/self/fd/{fds[0]}") == f"/memfd:{name} (deleted)":
             return fds[0], fds[1]
-    except OSError:  # no such process, or another user's: the weights then arrive through the transport
+    except OSError:  # no such process, or another user's
         pass
     for fd in fds:
         os.close(fd)

@@ -1,6 +1,6 @@
-"""Anonymous memory files, whose pages are allocated before they are touched.
+"""Anonymous memory files. Their pages are allocated before they are used.
 
-Without this, touching a page when memory is exhausted kills the process with SIGBUS.
+If memory ran out at the first use of a page, the kernel would kill the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def allocate(descriptor: int, offset: int, size: int) -> None:
 
 
 def raise_shortage(error: OSError, size: int) -> NoReturn:
-    """Raise WeightSyncError if ``error`` says that ``size`` bytes of memory are lacking; else re-raise ``error``."""
+    """Raise WeightSyncError if ``error`` is a lack of memory for ``size`` bytes; else raise ``error``."""
     if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
         raise error
     raise WeightSyncError(f"no shared memory left: {size / 2**20:.1f} MiB more are needed ({error})") from error

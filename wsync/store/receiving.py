@@ -23,10 +23,9 @@ from wsync.store.watch import Watch
 from wsync.types import Ack, Update
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
-from wsync.weights.packing import Buffer
+from wsync.weights.packing import Buffer, BufferPool
 
 _log = logging.getLogger(__name__)
-_BUFFERS = 3  # one that the model is bound to, one that waits to be installed, one to read into
 
 
 class StoreReceiveChannel:
@@ -46,7 +45,7 @@ class StoreReceiveChannel:
         self._store = store
         self._oldest = oldest
         self._watches = watches
-        self._buffers: list[Buffer] = []
+        self._pool = BufferPool(torch.device("cpu"))
         self._reading = threading.Lock()  # held by the receiver thread, or by a thread in pull()
         self._lock = threading.Lock()  # of the next three, which the thread that holds the gate changes as well
         self._bound = -1  # the buffer that the model uses
@@ -103,9 +102,10 @@ class StoreReceiveChannel:
             self._staged = Update(manifest.version, buffer.views, slot=buffer.slot, acknowledge=False, damage=damage)
 
     def _free_buffer(self) -> Buffer:
+        assert self.layout is not None, "_set_layout() comes first"
         with self._lock:
-            used = {self._bound, self._taken, self._staged.slot if self._staged else -1}
-        return next(buffer for buffer in self._buffers if buffer.slot not in used)
+            busy = {self._bound, self._taken, self._staged.slot if self._staged else -1}
+        return self._pool.buffer(self.layout, busy)
 
     def _set_layout(self, manifest: Manifest) -> None:
         try:
@@ -114,9 +114,6 @@ class StoreReceiveChannel:
             raise WeightSyncError(f"the manifest of the store {self._store.url} is damaged: {error}") from error
         if self.layout is None:
             self.layout = layout
-            self._buffers = [
-                Buffer.over(layout, torch.zeros(layout.nbytes, dtype=torch.uint8), slot) for slot in range(_BUFFERS)
-            ]
         elif layout != self.layout:
             raise LayoutMismatch(
                 f"version {manifest.version} of the store {self._store.url} has another layout than the one before"
@@ -147,7 +144,7 @@ class StoreReceiveChannel:
         if not self._watches:
             return
         self._watch = Watch(self._store, self._version)
-        receiver_thread().register(self._watch.ready, handler)
+        receiver_thread().register(handler, self._watch.ready, [self._watch.ready])
 
     def detach(self, handler: MessageHandler) -> None:
         """See ``ReceiveChannel``."""

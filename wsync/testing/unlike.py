@@ -184,6 +184,29 @@ class UnlikeEnds(BackendHooks):
             assert torch.equal(got["head"]["weight"], before)
             assert report.bytes < 0.6 * sum(parameter.nbytes for parameter in model.parameters())
 
+    def test_a_partial_update(self) -> None:
+        """The rest keeps the values that were sent last, not the trainer's newest; it is one version."""
+        with self.connected(make=Trained) as session:
+            scheme, model = session.scheme, session.model
+            scheme.send()
+            expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            for _ in range(3):
+                perturb(model)
+                expected["k.weight"] = model.state_dict()["k.weight"].clone()
+                version = scheme.version
+                scheme.send({"k.weight": expected["k.weight"]}, partial=True)
+                assert session.versions() == [version + 1] * 2
+                reference = Trained()
+                reference.load_state_dict(expected)
+                assert session.digests() == [digest(reference)] * 2
+            scheme.send()
+            assert session.digests() == [digest(model)] * 2
+            with pytest.raises(wsync.LayoutMismatch, match=r"unknown.*nosuch"):
+                scheme.send({"nosuch": torch.zeros(1)}, partial=True)
+            with pytest.raises(ValueError, match="all workers"):
+                scheme.send({"k.bias": torch.zeros(WIDTH)}, worker_ids=0, partial=True)
+            assert session.digests() == [digest(model)] * 2
+
     def test_a_transform_that_does_not_fit_is_an_error_at_connect(self) -> None:
         with self.workers(1) as workers, self.make_scheme(timeout=TIMEOUT) as scheme:
             scheme.receive_transform = Fuse({"qkv.weight": ["q.weight", "o.weight"]})

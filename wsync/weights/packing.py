@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from wsync import loops
@@ -41,6 +42,31 @@ class Buffer:
         """The flat buffer ``uint8[nbytes]`` as room for weights of ``layout``; ``shared`` with other processes."""
         views = layout.views(flat)
         return cls(flat, views, slot, loops.PackPlan(views, shared), flat.data_ptr())
+
+
+class BufferPool:
+    """Private buffers of one layout; a new one is made when all others are in use. Not thread-safe.
+
+    Args:
+        device: where they are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[Buffer] = []
+
+    def buffer(self, layout: Layout, busy: Container[int]) -> Buffer:
+        """Return a buffer with a ``slot`` that is not in ``busy``."""
+        for buffer in self._buffers:
+            if buffer.slot not in busy:
+                return buffer
+        flat = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self._device)
+        self._buffers.append(Buffer.over(layout, flat, len(self._buffers)))
+        return self._buffers[-1]
+
+    def clear(self) -> None:
+        """Release the memory."""
+        self._buffers.clear()
 
 
 class Packer:

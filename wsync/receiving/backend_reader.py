@@ -1,0 +1,117 @@
+"""A worker's updates from a ``TransportBackend``: calls of its ``receive_weights``."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from wsync.checksum import checksum_of
+from wsync.loops.tensors import copy_all
+from wsync.receiving.protocols import Event, Failed
+from wsync.receiving.transport_reader import TransportReader
+from wsync.transport import Closing, TransportBackend
+from wsync.types import Update
+from wsync.weights.packing import Buffer
+from wsync.weights.snapshot import Snapshot, snapshot
+from wsync.weights.strategy import WeightStrategy
+
+_ATTEMPTS = 8  # calls of receive_weights for one version, if they return other versions
+
+
+@dataclass(slots=True)
+class _Fetched:
+    """A version for which ``receive_weights`` was called.
+
+    Attributes:
+        complete: whether the buffer has the checksum.
+        error: the traceback of the last call; empty if it did not raise.
+    """
+
+    buffer: Buffer
+    checksum: int
+    extra: bytes
+    complete: bool = False
+    error: str = ""
+
+
+class BackendReader(TransportReader):
+    """The weights of a version are received at its ``FETCH`` message, and used at its ``UPDATE`` or ``PREPARE``.
+
+    Args:
+        transport: connected; owned by this object.
+        strategy: the format in which the transport is given a buffer.
+        binds, timeout: see ``TransportReader``.
+    """
+
+    def __init__(
+        self, transport: TransportBackend, strategy: WeightStrategy, *, binds: bool, timeout: float | None
+    ) -> None:
+        super().__init__(torch.device("cpu"), binds=binds, timeout=timeout)
+        self._transport = transport
+        self._strategy = strategy
+        self._fetched: dict[int, _Fetched] = {}  # by version; at most one
+
+    def fetch(self, version: int, payload: bytes) -> Sequence[Event]:
+        """See ``UpdateReader``."""
+        if version <= self._received or version in self._fetched:
+            return []
+        for older in self._fetched.values():  # its UPDATE was never sent
+            self._free(older.buffer.slot)
+        checksum, extra = self._split(payload)
+        fetched = _Fetched(self._take(), checksum, extra)
+        self._call(fetched)
+        self._fetched = {version: fetched}
+        return []
+
+    def decide(self, transaction: int, commit: bool) -> None:
+        """See ``UpdateReader``; ``ABORT`` may also name the version of a ``FETCH``."""
+        super().decide(transaction, commit)
+        fetched = self._fetched.pop(transaction, None)
+        if fetched is not None:
+            self._free(fetched.buffer.slot)
+
+    def _call(self, fetched: _Fetched) -> bool:
+        """Call ``receive_weights`` once; return whether it returned anything. Its error is kept."""
+        layout, buffer = self._known_layout(), fetched.buffer
+        own = self._strategy.extract_weights(dict(zip(layout.names, buffer.views, strict=True)))
+        fetched.error = ""
+        try:
+            received = self._transport.receive_weights(self._timeout, weights=own, strategy=self._strategy)
+            if received is None:
+                return False
+            if received is not own:  # its extra state is not used: that came with the announcement
+                copy_all(buffer.views, layout.order(Snapshot(snapshot(received).tensors)))
+        except Exception:  # noqa: BLE001  a transport may raise anything; the trainer raises it as WorkerFailed
+            fetched.error = traceback.format_exc()
+            return False
+        fetched.complete = checksum_of(buffer.flat, fetched.extra) == fetched.checksum
+        return True
+
+    def _receive(self, version: int, payload: bytes) -> Update | Failed | None:
+        """Return the version that was fetched; call ``receive_weights`` again while it returned another version."""
+        fetched = self._fetched.pop(version, None)
+        if fetched is None:
+            return None
+        for _ in range(_ATTEMPTS):
+            if fetched.complete or not self._call(fetched):
+                break
+        buffer = fetched.buffer
+        if fetched.complete:
+            self._received = version
+            return Update(version, buffer.views, fetched.extra, buffer.slot)
+        self._free(buffer.slot)
+        limit = "" if self._timeout is None else f" within {self._timeout} s"
+        why = fetched.error or (
+            f"update {version} arrived corrupt, or did not arrive{limit}: "
+            f"{type(self._transport).__name__}.receive_weights returned no weights with its checksum"
+        )
+        return Failed(version, why)
+
+    def close(self) -> None:
+        """See ``UpdateReader``."""
+        if isinstance(self._transport, Closing):
+            self._transport.close()
+        super().close()

@@ -1,0 +1,72 @@
+"""A worker's updates from a ``FlatTransport``: one asynchronous transfer for each version."""
+
+from __future__ import annotations
+
+import torch
+
+from wsync.checksum import find_damage
+from wsync.deadlines import as_timedelta
+from wsync.receiving.transport_reader import TransportReader
+from wsync.transport import FlatTransport, Transfer
+from wsync.types import Update
+from wsync.weights.layout import Layout
+from wsync.weights.packing import Buffer
+
+
+class FlatReader(TransportReader):
+    """The weights of a version follow its ``UPDATE`` or ``PREPARE`` message. Its transfer may begin before.
+
+    Args:
+        transport: connected; owned by this object.
+        binds, timeout: see ``TransportReader``.
+    """
+
+    def __init__(self, transport: FlatTransport, *, binds: bool, timeout: float | None) -> None:
+        super().__init__(transport.device, binds=binds, timeout=timeout)
+        self._transport = transport
+        self._checksum = True
+        self._incoming: tuple[Buffer, list[Transfer]] | None = None  # a transfer that has begun
+
+    def set_layout(self, layout: Layout, checksum: bool | None) -> None:
+        """See ``UpdateReader``."""
+        super().set_layout(layout, checksum)
+        self._checksum = checksum is not False
+        self.answered()
+
+    def answered(self) -> None:
+        """See ``UpdateReader``: begin the next transfer before it is announced, so that it costs no round trip."""
+        if self._layout is None or not self._transport.receives_ahead:
+            return
+        try:
+            self._begin()
+        except RuntimeError:  # the transport has broken: the next announced version finds that
+            return
+
+    def _begin(self) -> tuple[Buffer, list[Transfer]]:
+        if self._incoming is None:
+            self._incoming = self._take(), []
+        buffer, transfers = self._incoming
+        if not transfers:
+            self._transport.begin_receive(buffer.flat, transfers)
+        return self._incoming
+
+    def _receive(self, version: int, payload: bytes) -> Update | None:
+        if version <= self._received:
+            return None
+        try:
+            buffer, transfers = self._begin()
+            transfers[0].wait(as_timedelta(self._timeout))
+            if buffer.flat.is_cuda:
+                torch.cuda.current_stream(buffer.flat.device).synchronize()
+        except RuntimeError as error:
+            raise ConnectionError(f"the transport has broken: {error}") from error
+        self._incoming, self._received = None, version
+        checksum, extra = self._split(payload) if self._checksum else (None, payload)
+        damage = "" if checksum is None else find_damage(version, buffer.flat, extra, checksum)
+        return Update(version, buffer.views, extra, buffer.slot, damage=damage)
+
+    def close(self) -> None:
+        """See ``UpdateReader``."""
+        self._transport.close(self._incoming[1][0] if self._incoming and self._incoming[1] else None)
+        self._incoming = None
+        super().close()
