@@ -19,10 +19,10 @@ BACKENDS = ROOT / "wsync" / "backends"
 LAYERS = (  # of ``wsync``, from the lowest: a module or folder imports its own layer and lower ones, never in a circle
     ("checksum", "deadlines", "errors", "fast_path", "metrics", "paths", "registry", "types"),
     ("loops", "_loops"),
-    ("gate", "weights"),
+    ("gate", "transforms", "weights"),
     ("control", "forming", "process_group", "rendezvous", "shm", "transport"),
     ("receiving", "sending"),
-    ("in_process", "legacy", "receiver", "roles", "scheme", "scheme_transports", "sender"),
+    ("in_process", "legacy", "receiver", "roles", "scheme", "scheme_transports", "sender", "store"),
     ("backends", "config", "testing", "transaction"),
 )
 FOLDERS = {  # of other packages: each folder, and what it may import of its package

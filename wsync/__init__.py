@@ -1,11 +1,13 @@
 """Weight synchronization for reinforcement learning: a trainer's weights, in every worker, whole and in order."""
 
+from wsync import transforms
 from wsync.backends.distributed import DistributedTransport, DistributedWeightSyncScheme
 from wsync.backends.multiprocess import MPTransport, MultiProcessWeightSyncScheme
 from wsync.backends.none import NoWeightSyncScheme
 from wsync.backends.ray import RayModuleTransformScheme, RayTransport, RayWeightSyncScheme
 from wsync.backends.rpc import RPCTransport, RPCWeightSyncScheme
 from wsync.backends.shared_mem import SharedMemTransport, SharedMemWeightSyncScheme
+from wsync.backends.store import StoreTransport, StoreWeightSyncScheme
 from wsync.control.listener import listen_on
 from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, WeightSyncError, WorkerDied, WorkerFailed
 from wsync.gate import gate, gated
@@ -45,6 +47,8 @@ __all__ = [
     "SharedMemWeightSyncScheme",
     "SocketRendezvous",
     "StoreRendezvous",
+    "StoreTransport",
+    "StoreWeightSyncScheme",
     "SyncMetrics",
     "SyncReport",
     "SyncTimeout",
@@ -64,5 +68,6 @@ __all__ = [
     "register_backend",
     "registered_backends",
     "synchronize",
+    "transforms",
     "worker_list",
 ]

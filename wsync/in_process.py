@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from wsync.control.receiver_thread import MessageHandler
 from wsync.fast_path import FastCalls
@@ -35,6 +36,7 @@ class InProcessChannel:
         self.workers: Collection[int] = (0,)
         self._buffer: Buffer | None = None
         self._pending: Update | None = None
+        self._published = False
         self._receiver: UpdateReceiver | None = None
         self._acks: list[Ack] = []
 
@@ -74,12 +76,16 @@ class InProcessChannel:
             self._pending = None  # of a send that a signal handler has interrupted
         return self._buffer
 
+    def newest_views(self) -> Sequence[Tensor] | None:
+        """See ``SendChannel``."""
+        return self._buffer.views if self._buffer and self._published else None
+
     def release(self, buffers: Sequence[Buffer]) -> None:
         """See ``SendChannel``."""
 
     def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
         """See ``SendChannel``; waits for a forward that is running."""
-        self._pending = Update(version, buffer.views, extra)
+        self._pending, self._published = Update(version, buffer.views, extra), True
         process_gate().gate_lock.pass_through()
 
     def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
@@ -88,6 +94,7 @@ class InProcessChannel:
 
     def prepare(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
         """See ``SendChannel``."""
+        self._published = False  # until the commit, the buffer has a version that may be aborted
         self._connected().process([Prepare(transaction, Update(version, buffer.views, extra))])
 
     def commit(self, version: int, transaction: int) -> None:
@@ -131,6 +138,10 @@ class InProcessChannel:
 
     def receive_events(self) -> Sequence[Event]:
         """See ``ReceiveChannel``: there are no messages."""
+        return ()
+
+    def fetch_newest(self) -> Sequence[Event]:
+        """See ``ReceiveChannel``: updates are installed by ``send``."""
         return ()
 
     def sender_is_alive(self) -> bool:

@@ -16,10 +16,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
-
 from wsync.deadlines import deadline_in
-from wsync.errors import NotConnected, WeightSyncError
+from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
 from wsync.gate import gate_model, process_gate, ungate_model
 from wsync.receiving import prepared
 from wsync.receiving.forking import gated_receivers
@@ -37,6 +35,7 @@ from wsync.receiving.versions import VersionState
 from wsync.types import ANY_VERSION, Ack, Update
 from wsync.weights.binding import Binding, load_extra, unshare
 from wsync.weights.strategy import WeightStrategy
+from wsync.weights.targets import Destination, Target
 
 
 class Receiver(VersionState):
@@ -46,7 +45,7 @@ class Receiver(VersionState):
     returned by ``receive``.
 
     Args:
-        model: gated from ``begin_connect`` or ``connect`` on.
+        destination: what takes the weights. A module is gated from ``begin_connect`` or ``connect`` on.
         strategy: the format in which ``receive`` returns weights.
         channel: the connection to the sender, and what it delivers.
         cascade: passes the update on to this worker's own workers. Called outside the gate after each installed update,
@@ -55,14 +54,14 @@ class Receiver(VersionState):
 
     def __init__(
         self,
-        model: nn.Module,
+        destination: Destination,
         strategy: WeightStrategy,
         channel: ReceiveChannel,
         *,
         cascade: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(channel)
-        self.model = model
+        self.destination = destination
         self.worker_idx = -1
         self.announced_at = 0.0
         self._strategy = strategy
@@ -71,7 +70,7 @@ class Receiver(VersionState):
         self._poller: Poller = self
         self._cascade = cascade
         self._unacknowledged: Update | None = None  # installed; acknowledged after the cascade
-        self._binding: Binding | None = None
+        self._target: Target | None = None
         self._attached = False
         self._in_forked_child = False
         self._error = ""
@@ -91,7 +90,7 @@ class Receiver(VersionState):
         """
         self._reset()
         descriptors = self._channel.begin_connect(worker_idx, deadline_in(timeout))
-        self._guard_model()
+        self._gate_model()
         return descriptors
 
     def connect(self, worker_idx: int, timeout: float | None) -> None:
@@ -110,8 +109,8 @@ class Receiver(VersionState):
         self._channel.connect(worker_idx, deadline_in(timeout))
         try:
             if self._channel.layout is not None:
-                self._bind_model()
-            self._guard_model()
+                self._set_target()
+            self._gate_model()
         except Exception:
             self._channel.answer(Ack(worker_idx, ANY_VERSION, traceback.format_exc()))
             self._channel.close()
@@ -136,22 +135,24 @@ class Receiver(VersionState):
         if not self._closed and self._channel.sender_is_alive():
             raise RuntimeError(f"worker {self.worker_idx} is connected already: connect() was called twice")
         self.close()
-        self._attached, self._binding = False, None
+        self._attached, self._target = False, None
 
-    def _guard_model(self) -> None:
-        gate_model(self.model)
+    def _gate_model(self) -> None:
+        if self.destination.module is not None:
+            gate_model(self.destination.module)
         process_gate().call(gated_receivers.add, self)  # only the holder of the gate may use the set
 
-    def _bind_model(self) -> Binding:
-        if self._binding is None:
+    def _set_target(self) -> Target:
+        if self._target is None:
             layout = self._channel.layout
             if layout is None:
                 raise NotConnected("an update arrived before its layout")
-            unshare(self.model)
-            self._binding = Binding(self.model, layout, bind=self._channel.binds)
-            if self._binding.may_refuse:  # keep the previous version's slot so that a failed install can roll back
+            if self.destination.module is not None:
+                unshare(self.destination.module)
+            self._target = self.destination.target(layout, bind=self._channel.binds)
+            if self._target.may_refuse:  # keep the previous version's slot so that a failed install can roll back
                 self._channel.hold_previous()
-        return self._binding
+        return self._target
 
     # --- called inside the gate, by the acting thread or the receiver thread ---
 
@@ -179,12 +180,12 @@ class Receiver(VersionState):
         self._error = ""
         try:
             _require_undamaged(update)
-            self._bind_model().install(update.views, load_extra(update.extra))
+            self._set_target().install(update.views, load_extra(update.extra))
         except Exception:  # noqa: BLE001  the trainer raises the model's error; the forward here must continue
             self._error = traceback.format_exc()
         self._channel.on_installed(update, self._error)
-        if self._binding is not None and not (self._error or update.extra or self._cascade):
-            self._channel.enable_fast_path(self._binding)
+        if isinstance(self._target, Binding) and not (self._error or update.extra or self._cascade):
+            self._channel.enable_fast_path(self._target)
         self.announced_at = 0.0
         if not self._error:
             self.set_version(update.version)
@@ -230,7 +231,7 @@ class Receiver(VersionState):
         error = ""
         try:
             _require_undamaged(event.update)
-            self._bind_model().check_only(event.update.views, load_extra(event.update.extra))
+            self._set_target().check_only(event.update.views, load_extra(event.update.extra))
             prepared.keep(event.transaction, self, event.update)
         except Exception:  # noqa: BLE001  the error is this worker's answer to the sender
             error = traceback.format_exc()
@@ -239,7 +240,7 @@ class Receiver(VersionState):
     def _check_layout(self, event: CheckLayout) -> None:
         error = ""
         try:
-            Binding(self.model, event.layout, bind=self._channel.binds)  # checks the layout
+            self.destination.target(event.layout, bind=self._channel.binds)  # checks the layout
         except Exception:  # noqa: BLE001  the error is this worker's answer to the sender
             error = traceback.format_exc()
         self._channel.answer(Ack(self.worker_idx, event.version, error), prepared=True)
@@ -264,8 +265,29 @@ class Receiver(VersionState):
     # --- called by the user ---
 
     def weights(self) -> Any:
-        """Return the model's weights in the strategy's format, not copied. Within the gate they are of one version."""
-        return self._strategy.extract_weights(self.model)
+        """Return the weights in the strategy's format, not copied. Within the gate they are of one version.
+
+        Where a function has loaded them and there is no model: the version.
+        """
+        model = self.destination.model
+        return self.version if model is None else self._strategy.extract_weights(model)
+
+    def pull(self, timeout: float | None) -> int:
+        """Install the newest version that can be had now; waits ``timeout`` seconds for the first one.
+
+        Raises:
+            NotConnected: the sender is gone, and there has been no version.
+            SyncTimeout: there is no version yet.
+            RuntimeError: called inside the gate.
+        """
+        if process_gate().held_here:
+            raise RuntimeError("call pull() outside any forward and any wsync.gate() block")
+        self.process(self._channel.fetch_newest())
+        process_gate().gate_lock.pass_through()
+        if not self.version and self.wait_next(timeout, lambda: True) is None:
+            raise SyncTimeout(f"worker {self.worker_idx}: there is no version yet")
+        self._seen = self.version
+        return self.version
 
     def receive(self, timeout: float | None, take: Callable[[], Any] | None = None) -> Any | None:
         """Wait for the next version; return what ``take()`` returns (by default ``weights``): see ``wait_next``."""
@@ -273,8 +295,8 @@ class Receiver(VersionState):
 
     def copy_to_own_memory(self) -> None:
         """Copy the model into memory of its own until the next update, so it may be written. Called inside the gate."""
-        if self._binding is not None:
-            self._binding.detach()
+        if self._target is not None:
+            self._target.detach()
 
     def end_in_forked_child(self) -> None:
         """Process and send nothing more: the connection belongs to the parent process."""
@@ -296,8 +318,9 @@ class Receiver(VersionState):
                 self._channel.forward_ended()
             self.copy_to_own_memory()
             gated_receivers.discard(self)
-            if all(other.model is not self.model for other in gated_receivers):
-                ungate_model(self.model)
+            module = self.destination.module
+            if module is not None and all(other.destination.module is not module for other in gated_receivers):
+                ungate_model(module)
         self._channel.close()
 
 

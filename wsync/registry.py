@@ -21,6 +21,7 @@ _BACKENDS = {
     "rpc": "wsync.backends.rpc:RPCWeightSyncScheme",
     "ray": "wsync.backends.ray:RayWeightSyncScheme",
     "ray_module_transform": "wsync.backends.ray:RayModuleTransformScheme",
+    "store": "wsync.backends.store:StoreWeightSyncScheme",
     "none": "wsync.backends.none:NoWeightSyncScheme",
 }
 _ALIASES = {"shared": "shared_mem", "process": "multiprocess", "multiprocessing": "multiprocess", "direct": "none"}

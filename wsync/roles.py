@@ -10,8 +10,6 @@ from numbers import Integral
 from typing import Any
 from weakref import ref
 
-from torch import nn
-
 from wsync.receiver import Receiver
 from wsync.receiving.joining import BackgroundConnect
 from wsync.sender import Sender
@@ -50,7 +48,7 @@ class ReceiverRole:
 
     model_id: str
     context: Any
-    model: nn.Module
+    model: Any
     receiver: Receiver
     worker_idx: int | None
     background_connect: BackgroundConnect | None = None

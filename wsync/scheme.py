@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import torch
+from tensordict import TensorDictBase
 from torch import nn
 
 from wsync.deadlines import as_timeout, deadline_in
@@ -29,6 +30,7 @@ from wsync.metrics import SyncMetrics
 from wsync.paths import find_model, find_or_none
 from wsync.receiver import Receiver
 from wsync.receiving.channel import SenderChannel
+from wsync.receiving.protocols import ReceiveChannel
 from wsync.receiving.readers import ReaderFactory
 from wsync.registry import load_backend
 from wsync.rendezvous import Rendezvous, SocketRendezvous
@@ -36,10 +38,13 @@ from wsync.roles import ReceiverRole, SenderRole, agreed_count, close_at_exit, s
 from wsync.scheme_transports import ReceiverTransport, SenderTransport
 from wsync.sender import Sender
 from wsync.sending.channel import WorkerChannel
+from wsync.sending.protocols import SendChannel
 from wsync.sending.source import DeviceMap, Source, per_worker
+from wsync.transforms.chain import Transform, compose
 from wsync.transport import FlatTransport, TransportBackend
 from wsync.types import CascadingContext, CollectorContext, SyncReport
 from wsync.weights.strategy import Format, WeightStrategy
+from wsync.weights.targets import Destination, Load
 
 if TYPE_CHECKING:
     from wsync.legacy.api import WeightReceiver, WeightSender
@@ -54,9 +59,12 @@ class WeightSyncScheme(ABC):
         sync: whether ``send`` waits until every worker uses the update; otherwise ``wait_async`` waits for that.
         timeout: seconds for ``connect`` and for ``send``; None for no limit.
         bind: whether a worker's model may be bound (see the module); False if the worker writes to its parameters.
+        send_transform: what is done to weights before they are sent: a function, or a list (``wsync.transforms``).
+        receive_transform: what is done to them in the worker, before they are installed; picklable.
 
     Attributes:
         metrics: what each update has cost.
+        send_transform, receive_transform: as given; may be assigned before init.
     """
 
     name: ClassVar[str]
@@ -73,7 +81,14 @@ class WeightSyncScheme(ABC):
     """Whether models of workers that use the arena are bound to its slots; otherwise the weights are copied out."""
 
     def __init__(
-        self, strategy: Format = "tensordict", sync: bool = True, *, timeout: float | None = 60.0, bind: bool = True
+        self,
+        strategy: Format = "tensordict",
+        sync: bool = True,
+        *,
+        timeout: float | None = 60.0,
+        bind: bool = True,
+        send_transform: Transform | Sequence[Transform] | None = None,
+        receive_transform: Transform | Sequence[Transform] | None = None,
     ) -> None:
         self._role: SenderRole | ReceiverRole | None = None
         self._address: Any = None  # of the sender; travels in the pickle
@@ -81,6 +96,8 @@ class WeightSyncScheme(ABC):
         self.sync = sync
         self.timeout = timeout
         self.bind = bind
+        self.send_transform = send_transform
+        self.receive_transform = receive_transform
         self.checksum: bool | None = None  # always, never, or (None) only where a transport moves the weights
         self.metrics = SyncMetrics(self.name)
 
@@ -113,7 +130,12 @@ class WeightSyncScheme(ABC):
         return self.create_transport
 
     def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None) -> Source:
-        return Source(weights, self.strategy, device_map_fn=device_map_fn)
+        return Source(
+            weights,
+            self.strategy,
+            device_map_fn=device_map_fn,
+            transform=compose(self.send_transform, "send_transform"),
+        )
 
     # --- init: local, no communication ---
 
@@ -165,13 +187,13 @@ class WeightSyncScheme(ABC):
         # Process descriptors, to notice deaths early.
         sentinels = {worker.worker_idx: worker.sentinel for worker in workers}
         source = self._make_source(model_id, params_map or (model if weights is None else weights), device_map_fn)
-        sender, channel = self._open_sender(source, count)
+        sender, channel = self._open_sender(model_id, source, count)
         self._role = SenderRole(model_id, context, model, sender, channel, self._address, sentinels)
         close_at_exit(channel)
         if pipes:
             invite_all(self, pipes)  # tell each worker through its pipe where to connect
 
-    def _open_sender(self, source: Source, num_workers: int) -> tuple[Sender, WorkerChannel]:
+    def _open_sender(self, model_id: str, source: Source, num_workers: int) -> tuple[Sender, SendChannel]:
         """Open the listening socket. Workers are accepted during ``connect`` and ``readmit``, by the calling thread."""
         connections, self._address = self.create_rendezvous().open()
         channel = WorkerChannel(
@@ -200,7 +222,9 @@ class WeightSyncScheme(ABC):
         model_id: str = "policy",
         context: Any = None,
         *,
-        model: nn.Module | None = None,
+        model: nn.Module | TensorDictBase | Mapping[str, Any] | None = None,
+        load: Load | None = None,
+        chunk_bytes: int | None = None,
         worker_idx: int | None = None,
     ) -> None:
         """Set up a worker's end. Nothing is received yet.
@@ -209,22 +233,23 @@ class WeightSyncScheme(ABC):
             model_id: the model's name, and its path in ``context``.
             context: an object that has the model. If it has workers of its own (a ``CascadingContext``),
                 ``context.cascade_weights(model_id)`` is called after each update.
-            model: the model itself. If its parameters are in memory shared with another process, they are copied first.
+            model: the model itself, or a mapping of tensors into which weights are copied. If a module's parameters are
+                in memory shared with another process, they are copied first.
+            load: for an inference engine: called inside the gate with an iterator over the ``(name, tensor)`` pairs of
+                each version; the tensors are valid during the call. ``model`` is then optional; its forwards are gated.
+            chunk_bytes: call ``load`` several times for one version, with at most so many bytes (or one tensor) each.
             worker_idx: this worker's index; otherwise ``connect`` is given it.
 
         Raises:
             RuntimeError: the scheme was never initialised on a sender, or is initialised here already.
             LookupError, TypeError: the context has no such model.
-            ValueError: neither a model nor a context; or a context with ``cascade_weights`` and a scheme with
+            ValueError: neither a model, a context nor ``load``; or a context with ``cascade_weights`` and a scheme with
                 ``acknowledge="published"``.
         """
         self._require_fresh_receiver()
-        rendezvous = self.create_rendezvous()
-        if self._address is None and not rendezvous.can_look_up():
-            raise RuntimeError("initialise this scheme on the sender first, then pickle or fork it to the worker")
-        if model is None:
+        if model is None and load is None:
             if context is None:
-                raise ValueError(f"init_on_receiver('{model_id}') needs the model, or a context that has it")
+                raise ValueError(f"init_on_receiver('{model_id}') needs the model, a context that has it, or load=")
             model = find_model(context, model_id)
         cascade = (lambda: context.cascade_weights(model_id)) if isinstance(context, CascadingContext) else None
         if cascade is not None and not self.acknowledges:
@@ -232,8 +257,22 @@ class WeightSyncScheme(ABC):
                 f"the context of '{model_id}' passes updates on to workers of its own, so a finished send needs their "
                 "acknowledgements: give the scheme acknowledge='installed'"
             )
-        address = self._address
-        channel = SenderChannel(
+        channel = self._open_receiver(model_id)
+        transform = compose(self.receive_transform, "receive_transform")
+        destination = Destination(model, load=load, chunk_bytes=chunk_bytes, transform=transform)
+        receiver = Receiver(destination, self._strategy, channel, cascade=cascade)
+        self._role = ReceiverRole(model_id, context, model, receiver, worker_idx)
+
+    def _open_receiver(self, model_id: str) -> ReceiveChannel:
+        """Return the worker's end of the connection, which ``connect`` will make.
+
+        Raises:
+            RuntimeError: there is no sender's address.
+        """
+        rendezvous, address = self.create_rendezvous(), self._address
+        if address is None and not rendezvous.can_look_up():
+            raise RuntimeError("initialise this scheme on the sender first, then pickle or fork it to the worker")
+        return SenderChannel(
             lambda worker, deadline: rendezvous.dial(address, model_id, worker, deadline),
             ReaderFactory(
                 create_transport=self._transport_factory(),
@@ -245,8 +284,6 @@ class WeightSyncScheme(ABC):
             ),
             connected=rendezvous.connected,
         )
-        receiver = Receiver(model, self._strategy, channel, cascade=cascade)
-        self._role = ReceiverRole(model_id, context, model, receiver, worker_idx)
 
     def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
         """Set up and connect both ends in this process. The thread that calls ``send`` installs, inside the gate.
@@ -262,7 +299,8 @@ class WeightSyncScheme(ABC):
         """
         self._require_fresh()
         channel = InProcessChannel(connect=lambda: receiver.connect(0, self.timeout))  # called by sender.connect()
-        receiver = Receiver(model, self._strategy, channel)
+        destination = Destination(model, transform=compose(self.receive_transform, "receive_transform"))
+        receiver = Receiver(destination, self._strategy, channel)
         source = self._make_source(model_id, source, None)
         sender = Sender(channel, source, 1, self.timeout, record=self.metrics.record)
         sender.connect(None, {})
@@ -338,13 +376,16 @@ class WeightSyncScheme(ABC):
         """
         self._sender_role("readmit").sender.readmit(worker_idx, sentinel, timeout)
 
-    def send(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> SyncReport | None:
+    def send(
+        self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, partial: bool = False
+    ) -> SyncReport | None:
         """Deliver an update. When this returns, every forward that starts in a worker uses it.
 
         Args:
             weights: module, TensorDict, state dict, or ``{worker: any of these}``; None reads the model (or the
                 weights, or each worker's own) given at init.
             worker_ids: one, several, or (None) all workers.
+            partial: whether ``weights`` are a part of the model; the rest keeps the values that were sent last.
 
         Returns:
             What it cost; None if ``sync=False``, which does not wait.
@@ -352,13 +393,13 @@ class WeightSyncScheme(ABC):
         Raises:
             NotConnected: before ``connect``; or no worker is left; or there are no weights to send.
             LayoutMismatch: weights that do not fit; no worker has any of them.
-            ValueError: an unknown worker.
+            ValueError: an unknown worker; or ``partial`` with ``worker_ids``, or when workers have different weights.
             WorkerDied, WorkerFailed, SyncTimeout: names each worker that lacks the update, and why; the others have it.
         """
         role = self._role
         if not isinstance(role, SenderRole):  # tested here as well: saves a call per update
             role = self._sender_role("send")
-        return role.sender.send(weights, worker_ids, self.sync)
+        return role.sender.send(weights, worker_ids, self.sync, partial)
 
     def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
         """Send without waiting; ``wait_async`` waits.
@@ -390,6 +431,19 @@ class WeightSyncScheme(ABC):
             RuntimeError: called inside a forward, or ``wsync.gate()``, where nothing is installed.
         """
         return self._receiver_role("receive").receiver.receive(timeout)
+
+    def pull(self, timeout: float | None = None) -> int:
+        """On a receiver: install the newest version that can be had now; return the model's version.
+
+        Args:
+            timeout: seconds to wait if there is no version yet; None for no limit.
+
+        Raises:
+            NotConnected: before ``connect``; or the sender is gone and there has been no version.
+            SyncTimeout: there is no version yet.
+            RuntimeError: called inside a forward, or ``wsync.gate()``.
+        """
+        return self._receiver_role("pull").receiver.pull(timeout)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply ``weights`` to this end's model, inside the gate, without sending anything.

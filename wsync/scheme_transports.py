@@ -120,7 +120,9 @@ class ReceiverTransport:
 
     def _copy_to(self, weights: Any, model: nn.Module | None, strategy: WeightStrategy | None) -> Any:
         """Apply the model's weights to other destinations; inside the gate, so that they are of one version."""
-        own, chosen = self._receiver.model, strategy or WeightStrategy()
+        own, chosen = self._receiver.destination.model, strategy or WeightStrategy()
+        if own is None:  # a function has loaded them
+            return self._receiver.weights()
         for destination in (weights, model):
             if destination is not None and destination is not own:
                 chosen.apply_weights(destination, own)

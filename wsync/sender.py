@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from torch import Tensor
+
 from wsync.deadlines import deadline_in
 from wsync.errors import NotConnected
 from wsync.fast_path import FastCalls, PartialDelivery
@@ -146,13 +148,15 @@ class Sender:
 
     # --- sending ---
 
-    def send(self, weights: object, worker_ids: int | Sequence[int] | None, wait: bool) -> SyncReport | None:
-        """Deliver an update; with ``wait``, return when every worker uses it."""
+    def send(
+        self, weights: object, worker_ids: int | Sequence[int] | None, wait: bool, partial: bool = False
+    ) -> SyncReport | None:
+        """Deliver an update; with ``wait``, return when every worker uses it. ``partial``: see ``WeightSyncScheme``."""
         # Hot path: no avoidable calls or allocations. In a forked child `fast.update` returns None, and `_send` raises.
         with self._lock:
             began = time.perf_counter()
             fast = self._fast
-            if fast is not None and wait and worker_ids is None:
+            if fast is not None and wait and worker_ids is None and not partial:
                 tensors = self._locators.find(weights)
                 if tensors is not None:
                     self.version += 1  # before sending: an interrupted update's number is not reused
@@ -164,23 +168,41 @@ class Sender:
                         self._record(report)
                         return report
                     self.version -= 1  # None: nothing was sent, so the number is free again; do a full send
-        return self._send(weights, worker_ids, wait)
+        return self._send(weights, worker_ids, wait, partial)
 
-    def _send(self, weights: object, worker_ids: int | Sequence[int] | None, wait: bool) -> SyncReport | None:
+    def _send(
+        self, weights: object, worker_ids: int | Sequence[int] | None, wait: bool, partial: bool
+    ) -> SyncReport | None:
         with self.exclusive():
             self._require_connected()
+            rest = self._rest(worker_ids) if partial else None
             workers, absent = self._members.recipients(worker_ids)
             # Without `wait`, always with acknowledgements: `wait_async` waits until the update is installed.
-            update = self._publish(weights, workers, absent, acknowledge=not (wait and self._finishes_on_publish))
+            update = self._publish(
+                weights, workers, absent, acknowledge=not (wait and self._finishes_on_publish), rest=rest
+            )
             self._stop_waiting_for(update.workers)
             if wait:
                 report = self._finish(update)
-                if worker_ids is None:
+                if worker_ids is None and not partial:
                     self._enable_fast(weights)
                 return report
             self._in_flight.append(update)
             self._channel.drain()  # and have the send loop send what still waits for a worker
             return None
+
+    def _rest(self, worker_ids: int | Sequence[int] | None) -> Sequence[Tensor]:
+        """Return what every worker was sent last, which a partial update completes.
+
+        Raises:
+            ValueError: some workers have other weights than others.
+        """
+        rest = self._channel.newest_views()
+        if worker_ids is not None or rest is None:
+            raise ValueError(
+                "a partial update goes to all workers, and they must have the same weights: send all first"
+            )
+        return rest
 
     def wait(self) -> SyncReport | None:
         """Wait for everything that was sent without waiting; return the newest one's report."""
@@ -201,9 +223,15 @@ class Sender:
             raise NotConnected("not connected yet: call connect() on the sender (and on every worker) before send()")
 
     def _publish(
-        self, weights: object, workers: Sequence[int], absent: Sequence[int], *, acknowledge: bool
+        self,
+        weights: object,
+        workers: Sequence[int],
+        absent: Sequence[int],
+        *,
+        acknowledge: bool,
+        rest: Sequence[Tensor] | None = None,
     ) -> InFlight:
-        with self._loaded(weights, workers, absent) as (update, packed):
+        with self._loaded(weights, workers, absent, rest=rest) as (update, packed):
             # Two cases need acknowledgements in any mode: extra state, because set_extra_state may raise; and workers
             # that may not have mapped the arena yet: until they have answered, their forwards do not read it.
             unsure = not self._not_yet_mapped.isdisjoint(workers) or any([extra for _, _, extra in packed])
@@ -216,13 +244,19 @@ class Sender:
 
     @contextmanager
     def _loaded(
-        self, weights: object, workers: Sequence[int], absent: Sequence[int], *, keep: bool = False
+        self,
+        weights: object,
+        workers: Sequence[int],
+        absent: Sequence[int],
+        *,
+        keep: bool = False,
+        rest: Sequence[Tensor] | None = None,
     ) -> Iterator[tuple[InFlight, Sequence[Packed]]]:
         """Load the next version into buffers, which are released if the block raises."""
         deadline = deadline_in(self._acks.timeout)
         if self.layout is None and self.connected:
             self._agree_on_layout(weights, deadline)
-        with self._loader.loaded(weights, workers, absent, self.version + 1, deadline, keep=keep) as loaded:
+        with self._loader.loaded(weights, workers, absent, self.version + 1, deadline, keep=keep, rest=rest) as loaded:
             self.version += 1
             yield loaded
 

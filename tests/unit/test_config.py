@@ -68,9 +68,19 @@ def test_every_option_composes(group: str, option: str) -> None:
     collectors.config.check(chosen.collector, instantiate(chosen.weight_sync), chosen.num_workers)
 
 
+def required(name: str) -> dict[str, str]:
+    """Values for the arguments of a scheme that have no default."""
+    parameters = inspect.signature(SCHEMES[name]).parameters.values()
+    return {one.name: "memory://test" for one in parameters if one.default is inspect.Parameter.empty}
+
+
+def overrides(name: str) -> list[str]:
+    return [f"weight_sync={name}", *(f"weight_sync.{key}={value}" for key, value in required(name).items())]
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_every_registered_backend_is_an_option_with_the_arguments_of_its_scheme(name: str) -> None:
-    chosen = config(f"weight_sync={name}", "timeout=7")
+    chosen = config(*overrides(name), "timeout=7")
     check(chosen)
     assert chosen.weight_sync.timeout == 7
     scheme = instantiate(chosen.weight_sync)
@@ -81,7 +91,7 @@ def test_every_registered_backend_is_an_option_with_the_arguments_of_its_scheme(
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_the_scheme_names_the_collectors_that_can_carry_it(name: str) -> None:
-    scheme, can = SCHEMES[name](), SCHEMES[name].collectors
+    scheme, can = SCHEMES[name](**required(name)), SCHEMES[name].collectors
     for option, bundled in collectors.config.BUNDLED.items():
         if option in can or option == "single":
             collectors.config.check(bundled, scheme, 1)
@@ -89,7 +99,7 @@ def test_the_scheme_names_the_collectors_that_can_carry_it(name: str) -> None:
             with pytest.raises(ConfigError, match=f"^collector={option} cannot carry {type(scheme).__name__}: "):
                 collectors.config.check(bundled, scheme, 1)
     if can:
-        chosen = config(f"weight_sync={name}").collector
+        chosen = config(*overrides(name)).collector
         assert chosen == collectors.config.BUNDLED[can[0]]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from wsync.process_group import GroupTransport, check_backend, device_of
 from wsync.rendezvous import StoreRendezvous
 from wsync.scheme import WeightSyncScheme
+from wsync.transforms.chain import Transform
 from wsync.weights.strategy import Format
 
 
@@ -41,6 +43,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         store: where the sender's address is looked up by processes without a pickled scheme. A worker connects to the
             first sender of its model there that is open and that it has not been connected to: a second scheme of one
             name finds the second sender, and a restarted worker the newest.
+        send_transform, receive_transform: see ``WeightSyncScheme`` and ``wsync.transforms``.
     """
 
     name = "distributed"
@@ -68,8 +71,17 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         shared_memory: bool = True,
         group: dist.ProcessGroup | None = None,
         store: Store | None = None,
+        send_transform: Transform | Sequence[Transform] | None = None,
+        receive_transform: Transform | Sequence[Transform] | None = None,
     ) -> None:
-        super().__init__(strategy, sync, timeout=timeout, bind=bind)
+        super().__init__(
+            strategy,
+            sync,
+            timeout=timeout,
+            bind=bind,
+            send_transform=send_transform,
+            receive_transform=receive_transform,
+        )
         self.backend = check_backend(backend)
         self.host = host
         self.checksum = checksum

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import traceback
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 from torch import nn
@@ -15,6 +16,7 @@ from wsync.legacy.pipes import older_transport
 from wsync.roles import SenderRole
 from wsync.scheme import WeightSyncScheme
 from wsync.scheme_transports import SenderTransport
+from wsync.transforms.chain import Transform
 from wsync.transport import TransportBackend
 from wsync.weights.snapshot import snapshot
 from wsync.weights.strategy import Format, WeightStrategy
@@ -128,6 +130,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         sync: whether ``send`` waits until its promise holds.
         timeout: seconds for ``connect`` and ``send``; None for no limit.
         checksum: whether each update carries a checksum, which a worker checks before it prepares or installs it.
+        send_transform, receive_transform: see ``WeightSyncScheme`` and ``wsync.transforms``.
     """
 
     name = "multiprocess"
@@ -141,8 +144,17 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         *,
         timeout: float | None = 60.0,
         checksum: bool = False,
+        send_transform: Transform | Sequence[Transform] | None = None,
+        receive_transform: Transform | Sequence[Transform] | None = None,
     ) -> None:
-        super().__init__(strategy, sync, timeout=timeout, bind=False)
+        super().__init__(
+            strategy,
+            sync,
+            timeout=timeout,
+            bind=False,
+            send_transform=send_transform,
+            receive_transform=receive_transform,
+        )
         self.checksum = checksum
         self._pipes: list[Any] = []  # of the older API
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from torch import nn
-
 from wsync.scheme import WeightSyncScheme
 
 
@@ -54,14 +52,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def init_on_sender(self, model_id: str = "policy", context: Any = None, **given: Any) -> None:
         """Set up nothing."""
 
-    def init_on_receiver(
-        self,
-        model_id: str = "policy",
-        context: Any = None,
-        *,
-        model: nn.Module | None = None,
-        worker_idx: int | None = None,
-    ) -> None:
+    def init_on_receiver(self, model_id: str = "policy", context: Any = None, **given: Any) -> None:
         """Set up nothing."""
 
     def init_on_worker(self, model_id: str = "policy", context: Any = None, **given: Any) -> None:
@@ -84,7 +75,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def readmit(self, worker_idx: int, sentinel: int | None = None, timeout: float | None = None) -> None:
         """Return at once."""
 
-    def send(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
+    def send(
+        self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, partial: bool = False
+    ) -> None:
         """Send nothing."""
 
     def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:

@@ -18,6 +18,7 @@ from wsync.process_group import GroupTransport, check_backend, device_of
 from wsync.rendezvous import SocketRendezvous
 from wsync.roles import SenderRole, single_count
 from wsync.scheme import WeightSyncScheme
+from wsync.transforms.chain import Transform
 from wsync.weights.strategy import Format
 
 if TYPE_CHECKING:  # Ray is imported when a scheme is initialised on a sender: most programs do without
@@ -80,6 +81,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
             where it crosses a network, not in shared memory.
         shared_memory: whether actors on the sender's machine take weights from its memory, in a fraction of the time.
             False sends to all by gloo, as over a network; nccl always does.
+        send_transform, receive_transform: see ``WeightSyncScheme`` and ``wsync.transforms``.
     """
 
     name = "ray"
@@ -97,8 +99,17 @@ class RayWeightSyncScheme(WeightSyncScheme):
         bind: bool = True,
         checksum: bool | None = None,
         shared_memory: bool = True,
+        send_transform: Transform | Sequence[Transform] | None = None,
+        receive_transform: Transform | Sequence[Transform] | None = None,
     ) -> None:
-        super().__init__(strategy, sync, timeout=timeout, bind=bind)
+        super().__init__(
+            strategy,
+            sync,
+            timeout=timeout,
+            bind=bind,
+            send_transform=send_transform,
+            receive_transform=receive_transform,
+        )
         self.backend = check_backend(backend)
         self.host = host
         self.checksum = checksum

@@ -7,6 +7,7 @@ own.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from wsync.control.interfaces import ConnectionSource
 from wsync.errors import NotConnected
 from wsync.process_group import GroupTransport, check_backend, device_of
 from wsync.scheme import WeightSyncScheme
+from wsync.transforms.chain import Transform
 from wsync.weights.strategy import Format
 
 
@@ -113,6 +115,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         shared_memory: whether workers on the sender's machine take weights from its memory, in a fraction of the time.
             False sends to all by gloo, as over a network; nccl always does.
         trainer: the sender's name in RPC.
+        send_transform, receive_transform: see ``WeightSyncScheme`` and ``wsync.transforms``.
     """
 
     name = "rpc"
@@ -132,8 +135,17 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         checksum: bool | None = None,
         shared_memory: bool = True,
         trainer: str = "trainer",
+        send_transform: Transform | Sequence[Transform] | None = None,
+        receive_transform: Transform | Sequence[Transform] | None = None,
     ) -> None:
-        super().__init__(strategy, sync, timeout=timeout, bind=bind)
+        super().__init__(
+            strategy,
+            sync,
+            timeout=timeout,
+            bind=bind,
+            send_transform=send_transform,
+            receive_transform=receive_transform,
+        )
         self.backend = check_backend(backend)
         self.host = host
         self.checksum = checksum

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from tensordict import TensorDict, TensorDictBase
@@ -19,6 +19,7 @@ from wsync.scheme_transports import SenderTransport
 from wsync.sender import Sender
 from wsync.sending.channel import WorkerChannel
 from wsync.sending.source import DeviceMap, Source
+from wsync.transforms.chain import Transform, compose
 from wsync.transport import TransportBackend
 from wsync.weights.snapshot import Snapshot
 from wsync.weights.strategy import Format, WeightStrategy
@@ -180,6 +181,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             its way into a forward. With ``"published"`` a corrupt one leaves the model as it was, and the error is
             raised by the next ``send``. Each worker then keeps the slot that its model is bound to, so there may be one
             more slot for each worker that has not installed the newest version.
+        send_transform, receive_transform: see ``WeightSyncScheme`` and ``wsync.transforms``.
     """
 
     name = "shared_mem"
@@ -199,10 +201,19 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         acknowledge: Literal["installed", "published"] = "installed",
         bind: bool = True,
         checksum: bool = False,
+        send_transform: Transform | Sequence[Transform] | None = None,
+        receive_transform: Transform | Sequence[Transform] | None = None,
     ) -> None:
         if acknowledge not in ("installed", "published"):
             raise ValueError(f"acknowledge is 'installed' or 'published', not {acknowledge!r}")
-        super().__init__(strategy, sync, timeout=timeout, bind=bind)
+        super().__init__(
+            strategy,
+            sync,
+            timeout=timeout,
+            bind=bind,
+            send_transform=send_transform,
+            receive_transform=receive_transform,
+        )
         self.auto_register = auto_register
         self.per_worker_weights = per_worker_weights
         self.acknowledge = acknowledge
@@ -290,7 +301,14 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         mirror = self._registered.get(model_id)
         if not self.auto_register and mirror is None:
             return _UnregisteredSource()
-        return Source(weights, self.strategy, device_map_fn=device_map_fn, apart=self.per_worker_weights, mirror=mirror)
+        return Source(
+            weights,
+            self.strategy,
+            device_map_fn=device_map_fn,
+            apart=self.per_worker_weights,
+            mirror=mirror,
+            transform=compose(self.send_transform, "send_transform"),
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options and the sender's address: registered buffers and pipes stay with the sender."""

@@ -162,6 +162,10 @@ class SenderChannel:
         if self._connection is not None:
             self._connection.detach(handler)
 
+    def fetch_newest(self) -> Sequence[Event]:
+        """See ``ReceiveChannel``: the sender announces its updates."""
+        return ()
+
     def sender_is_alive(self) -> bool:
         """See ``ReceiveChannel``."""
         return self._connection is None or self._connection.peer_is_alive()

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import nn
-
 from wsync.control.receiver_thread import MessageHandler
 from wsync.loops.gate_lock import Feed
 from wsync.loops.worker_slot import SlotReceiver
 from wsync.types import Ack, Update
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
+from wsync.weights.targets import Destination
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +71,10 @@ class UpdateReceiver(SlotReceiver, Protocol):
     """A ``wsync.receiver.Receiver``, as the modules of this folder use it.
 
     Attributes:
-        model: the gated model.
+        destination: has the gated model.
     """
 
-    model: nn.Module
+    destination: Destination
 
     def process(self, events: Sequence[Event]) -> bool:
         """Process events, outside the gate; False when there will be no more."""
@@ -157,6 +156,13 @@ class ReceiveChannel(Protocol):
 
     def receive_events(self) -> Sequence[Event]:
         """Read one message and return its events. Called when the connection is readable."""
+        ...
+
+    def fetch_newest(self) -> Sequence[Event]:
+        """Stage the newest version now. Called outside the gate, by a thread in ``pull``.
+
+        A sender that announces its updates has nothing more to give: the result is empty.
+        """
         ...
 
     def sender_is_alive(self) -> bool:

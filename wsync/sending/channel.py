@@ -71,6 +71,7 @@ class WorkerChannel:
         self._slots = Slots(self._connections, num_workers, retains=retains, checksum=checksum) if arena else None
         self._transfers = Transfers(self._connections, num_workers, create_transport, self._express, checksum)
         self._reserved: set[int] = set()
+        self._newest: Buffer | None = None  # that all workers were sent, if there is one; fast updates come after it
         self._prepared: dict[int, dict[int, QueuedUpdate]] = {}  # by transaction, then worker
         self._loop = SendLoop(self._connections, self._lock, lambda: self._transfers.unfinished)
         self._closed = False
@@ -191,6 +192,15 @@ class WorkerChannel:
         """See ``SendChannel``."""
         with self._lock:
             self._reserved.difference_update(buffer.slot for buffer in buffers)
+            self._newest = None  # they may have been written in part
+
+    def newest_views(self) -> Sequence[Tensor] | None:
+        """See ``SendChannel``."""
+        with self._lock:
+            if self._newest is None or self._slots is None:
+                return self._newest and self._newest.views
+            published = self._slots.arena.published_slots()
+            return self._slots.arena.buffer(published[0]).views if len(published) == 1 else None
 
     def published_views(self) -> list[Sequence[Tensor]]:
         """Return each slot that workers are pointed to, as new tensors."""
@@ -208,6 +218,7 @@ class WorkerChannel:
                 self._slots.point(worker, version, buffer.slot, acknowledge)
             self._transfers.enqueue(QueuedUpdate(Kind.UPDATE, version, buffer, extra), others)
             self._reserved.discard(buffer.slot)
+            self._newest = buffer if len(set(workers)) == self._num_workers else None
 
     def _complete_buffer(self, buffer: Buffer, extra: bytes) -> None:
         self._transfers.check_extra(extra)
@@ -225,6 +236,7 @@ class WorkerChannel:
         with self._lock:
             self._complete_buffer(buffer, extra)
             update = QueuedUpdate(Kind.PREPARE, version, buffer, extra, transaction)
+            self._newest = None
             self._prepared.setdefault(transaction, {}).update(dict.fromkeys(workers, update))
             in_arena, others = self._split(workers)
             place = PREPARE.pack(transaction, buffer.slot)

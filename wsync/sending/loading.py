@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from torch import Tensor
+
 from wsync.sending.in_flight import InFlight
 from wsync.sending.membership import Membership
 from wsync.sending.protocols import SendChannel
@@ -59,6 +61,7 @@ class Loader:
         deadline: float | None,
         *,
         keep: bool = False,
+        rest: Sequence[Tensor] | None = None,
     ) -> Iterator[tuple[InFlight, Sequence[Packed]]]:
         """Check everything, then copy it into buffers that no worker reads; they are released if the block raises.
 
@@ -69,12 +72,13 @@ class Loader:
             version: the update's.
             deadline: when to give up waiting for a free buffer.
             keep: see ``SendChannel.reserve``.
+            rest: completes ``weights``, where those are a part of the model.
         """
         packed: list[Packed] = []
         try:
             started = time.perf_counter()
             layout, packer = self.define(weights)
-            parts = self._source.parts(weights, workers, absent, layout)
+            parts = self._source.parts(weights, workers, absent, layout, rest)
             blobs = [self._extra_of(part) for part in parts]
             extracted = time.perf_counter()
             waited, recipients = 0.0, [*workers, *absent]

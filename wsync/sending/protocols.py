@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
+from torch import Tensor
+
 from wsync.fast_path import FastCalls
 from wsync.types import Ack
 from wsync.weights.layout import Layout
@@ -59,6 +61,13 @@ class SendChannel(Protocol):
         Raises:
             SyncTimeout: none was free in time; names the workers that use them.
             WeightSyncError: the machine has no memory left for one more.
+        """
+        ...
+
+    def newest_views(self) -> Sequence[Tensor] | None:
+        """Return the weights that all workers were sent last; None if some were sent others, or none.
+
+        They may lie in the buffer that ``reserve`` returns next.
         """
         ...
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from wsync.errors import NotConnected
+from wsync.errors import LayoutMismatch, NotConnected
 from wsync.loops import TensorTree
 from wsync.sending.locators import Locator, ModuleLocator
 from wsync.sending.membership import as_plain_integer
+from wsync.transforms.chain import Chain
 from wsync.weights.layout import Layout
 from wsync.weights.listing import Listing
-from wsync.weights.snapshot import ModuleIndex, Snapshot, no_weights, snapshot
+from wsync.weights.snapshot import ModuleIndex, Snapshot, describe, no_weights, snapshot
 from wsync.weights.strategy import WeightStrategy
+
+_PARTIAL = -1  # in the place of a worker's index: the transforms of partial updates
 
 DeviceMap = Callable[[int, Any], Any]
 """``(worker_idx, weights) -> weights`` for that worker."""
@@ -117,6 +121,7 @@ class Source:
         device_map_fn: ``(worker_idx, weights) -> weights``, applied for each worker.
         apart: whether every worker gets a part (and so a buffer) of its own, even if all parts are equal.
         mirror: the user's own buffers; everything that is sent is also written into them.
+        transform: applied to the weights before they are packed.
 
     Raises:
         TypeError: the weights, or the map, are of a wrong type.
@@ -131,6 +136,7 @@ class Source:
         device_map_fn: DeviceMap | None = None,
         apart: bool = False,
         mirror: TensorDictBase | None = None,
+        transform: Chain | None = None,
     ) -> None:
         if weights is not None and not isinstance(weights, nn.Module | TensorDictBase | Mapping):
             raise no_weights(weights)
@@ -143,9 +149,12 @@ class Source:
         self._strategy = strategy or WeightStrategy()
         self._device_map_fn = device_map_fn
         self._apart = apart
+        self._transform = transform
+        self._chains: dict[int, Chain] = {}  # by worker, where workers get different weights
         self._reader = Reader()
         self._own = Reader()
-        self._alike = device_map_fn is None and mirror is None and not apart  # one part, and no other work
+        # One part for all workers, and no other work.
+        self._alike = device_map_fn is None and mirror is None and transform is None and not apart
 
     def first(self, weights: object) -> Snapshot:
         """Return one worker's weights, which define the layout.
@@ -155,7 +164,15 @@ class Source:
         """
         given = self._given(weights)
         apart = per_worker(given)
-        return self._reader.read(given if apart is None else next(iter(apart.values())))
+        return self._transformed(self._reader.read(given if apart is None else next(iter(apart.values()))))
+
+    def _transformed(self, weights: Snapshot, worker: int = 0) -> Snapshot:
+        """Return ``weights`` as they are sent. A chain's result is valid until its next call: one chain per worker."""
+        if self._transform is None:
+            return weights
+        transform = self._chains.setdefault(worker, copy.deepcopy(self._transform))
+        extra = None if transform.selects else weights.extra
+        return Snapshot(transform(weights.tensors), extra, weights.optional, transform.selects)
 
     def _given(self, weights: object) -> object:
         """Return ``weights``, or the source's own."""
@@ -168,7 +185,14 @@ class Source:
         """Return a locator for updates like this one; None if workers get different weights, or there is none."""
         return self._reader.locator(self.weights if weights is None else weights, layout) if self._alike else None
 
-    def parts(self, weights: object, workers: Sequence[int], absent: Sequence[int], layout: Layout) -> list[Part]:
+    def parts(
+        self,
+        weights: object,
+        workers: Sequence[int],
+        absent: Sequence[int],
+        layout: Layout,
+        rest: Sequence[Tensor] | None = None,
+    ) -> list[Part]:
         """Return the weights of each worker, all of them checked.
 
         Args:
@@ -176,6 +200,7 @@ class Source:
             workers: the workers that must get weights.
             absent: absent workers, which get the same as the others, and need not be named in weights per worker.
             layout: of the weights.
+            rest: in the layout's order; completes ``weights``, where those are a part of the model.
 
         Raises:
             LayoutMismatch: some weights do not fit.
@@ -192,6 +217,8 @@ class Source:
                 raise ValueError(f"weights per worker must be for workers {list(workers)}; worker(s) {odd} differ")
             return [self._part([worker], own, layout) for worker, own in apart.items()]
         everyone = [*workers, *absent] if absent else workers
+        if rest is not None:
+            return [self._completed(everyone, given, layout, rest)]
         if self._device_map_fn is None:
             part = self._part(everyone, given, layout)
             if self.mirror is not None and given is not self.mirror:
@@ -200,7 +227,26 @@ class Source:
         expressed = self._strategy.express(self._reader.read(given))
         return [self._part([worker], self._device_map_fn(worker, expressed), layout) for worker in everyone]
 
+    def _completed(self, workers: Sequence[int], given: object, layout: Layout, rest: Sequence[Tensor]) -> Part:
+        """Return a part of a model, completed by ``rest``."""
+        if self.mirror is not None or self._device_map_fn is not None or self._apart:
+            raise ValueError("a partial update needs a scheme without registered buffers or weights per worker")
+        some = self._transformed(snapshot(given), _PARTIAL).tensors
+        unknown = [name for name in some if name not in layout.names]
+        if unknown or not some:
+            raise LayoutMismatch(
+                f"a partial update has weights that are not the model's: unknown {describe(unknown)}"
+                if unknown
+                else "no weights"
+            )
+        tensors = [some.get(name, old) for name, old in zip(layout.names, rest, strict=True)]
+        layout.check(tensors)
+        return Part(workers, tensors, None)
+
     def _part(self, workers: Sequence[int], given: object, layout: Layout) -> Part:
+        if self._transform is not None:
+            weights = self._transformed(self._reader.read(given), workers[0])
+            return Part(workers, layout.order(weights), weights.extra)
         known = self._reader.read_module(given, layout)
         if known is not None:
             return Part(workers, *known)

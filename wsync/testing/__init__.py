@@ -2,7 +2,7 @@
 
 import pytest
 
-_PARTS = ("delivery", "faults", "restarts", "session", "shutdowns", "transactions", "updates", "workers")
+_PARTS = ("delivery", "faults", "restarts", "session", "shutdowns", "transactions", "unlike", "updates", "workers")
 pytest.register_assert_rewrite(*(f"wsync.testing.{part}" for part in _PARTS))  # before they are imported
 
 from wsync.testing.contract import BackendContract  # noqa: E402

@@ -19,8 +19,9 @@ from wsync.testing.faults import Faults
 from wsync.testing.restarts import Restarts
 from wsync.testing.shutdowns import Shutdowns
 from wsync.testing.transactions import Transactions
+from wsync.testing.unlike import UnlikeEnds
 from wsync.testing.updates import Updates
 
 
-class BackendContract(Delivery, Updates, Faults, Restarts, Transactions, Shutdowns):
+class BackendContract(Delivery, Updates, Faults, Restarts, Transactions, UnlikeEnds, Shutdowns):
     """The promises of every backend, as tests. See ``BackendHooks`` for what a backend overrides."""

@@ -29,11 +29,13 @@ class Snapshot:
         tensors: parameters and buffers, ``{"layer.weight": tensor}``.
         extra: ``{"layer._extra_state": object}``; ``None`` where the format cannot say (a TensorDict without any).
         optional: names that another format of the same weights may lack (non-persistent buffers).
+        partial: whether they are a part of a model on purpose.
     """
 
     tensors: Mapping[str, Tensor]
     extra: Mapping[str, Any] | None = None
     optional: frozenset[str] = field(default_factory=frozenset)
+    partial: bool = False
 
 
 def unwrap(module: nn.Module) -> nn.Module:

@@ -1,0 +1,244 @@
+"""Weights through a store: versions in files, written by one trainer, read by workers that it does not know."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wsync
+from wsync.testing import ProcessWorker, WorkerPool, commands
+from wsync.testing.commands import WorkerState
+from wsync.testing.models import EveryTensorKind, Small, WithExtraState, fill, longer, scramble
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    pool = WorkerPool()
+    yield pool
+    pool.close()
+
+
+@contextmanager
+def trainer(url: object, model: Any = None, **options: Any) -> Iterator[wsync.StoreWeightSyncScheme]:
+    with wsync.StoreWeightSyncScheme(str(url), **{"timeout": 30.0, **options}) as scheme:
+        scheme.init_on_sender("policy", model=fill(Small(), 1) if model is None else model, num_workers=1)
+        scheme.connect()
+        yield scheme
+
+
+def folder(url: Path) -> Path:
+    return url / "policy"
+
+
+def read(state: WorkerState, url: str, timeout: float = 30.0, **options: Any) -> int:
+    """Connect a reader that knows the URL alone."""
+    return commands.join(state, wsync.StoreWeightSyncScheme(url, timeout=timeout, **options), Small, 0, "policy")
+
+
+def wait_for(state: WorkerState, version: int) -> list[float]:
+    """Return the output once the model has ``version``."""
+    while state.schemes["policy"].version < version:
+        assert state.schemes["policy"].receive(30.0) is not None, "no version within 30 s"
+    return commands.output(state)
+
+
+def pull(state: WorkerState) -> int:
+    return state.schemes["policy"].pull(30.0)
+
+
+def try_read(url: Path, **options: Any) -> wsync.StoreWeightSyncScheme:
+    scheme = wsync.StoreWeightSyncScheme(str(url), timeout=0.2, **options)
+    scheme.init_on_receiver("policy", model=Small(), worker_idx=0)
+    scheme.connect()
+    return scheme
+
+
+def test_every_version_arrives(tmp_path: Path, pool: WorkerPool) -> None:
+    with trainer(tmp_path) as scheme, pool.group(2) as workers:
+        workers.call(read, str(tmp_path))
+        assert workers.call(commands.output) == [[1.0] * 4] * 2
+        for value in range(2, 6):
+            report = scheme.send(fill(Small(), value))
+            assert report is not None and report.version == value
+            assert workers.call(wait_for, value) == [[float(value)] * 4] * 2
+
+
+def test_every_kind_of_tensor(tmp_path: Path) -> None:
+    state = scramble(EveryTensorKind(), 1).state_dict()
+    weights = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+    transport = wsync.StoreTransport(f"{tmp_path}/one")
+    transport.setup_connection_and_weights_on_sender()
+    transport.send_weights(weights)
+    received = wsync.StoreTransport(f"{tmp_path}/one").receive_weights(5.0, strategy=wsync.WeightStrategy("state_dict"))
+    assert received is not None and received.keys() == weights.keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(received[name], tensor, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_reader_that_starts_late_or_first(tmp_path: Path, pool: WorkerPool) -> None:
+    with pool.group(2) as workers:
+        workers[0].start(read, str(tmp_path))  # there is no folder yet
+        with trainer(tmp_path) as scheme:
+            scheme.send(fill(Small(), 2))
+            assert workers[0].result() in (1, 2)
+            assert workers[1].call(read, str(tmp_path)) == 2
+            assert workers[1].call(commands.output) == [2.0] * 4
+        assert workers[0].call(wait_for, 2) == [2.0] * 4  # the trainer has gone; the versions stay
+
+
+def test_workers_of_a_new_run_do_not_begin_with_weights_of_the_old_one(tmp_path: Path, pool: WorkerPool) -> None:
+    with trainer(tmp_path) as scheme:
+        scheme.send(fill(Small(), 9))
+    with wsync.StoreWeightSyncScheme(str(tmp_path)) as scheme, pool.group(1) as workers:
+        scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
+        workers[0].start(commands.join, scheme, Small, 0, "policy")
+        scheme.connect()
+        assert workers[0].result() == 3  # it goes on counting
+        assert workers[0].call(commands.output) == [1.0] * 4
+
+
+def test_workers_that_pull(tmp_path: Path, pool: WorkerPool) -> None:
+    with trainer(tmp_path) as scheme, pool.group(1) as workers:
+        workers[0].call(read, str(tmp_path), initiator="receiver")
+        scheme.send(fill(Small(), 2))
+        scheme.send(fill(Small(), 3))
+        assert workers[0].call(commands.output) == [1.0] * 4
+        assert workers[0].call(pull) == 3
+        assert workers[0].call(commands.output) == [3.0] * 4
+
+
+def test_old_versions_are_deleted(tmp_path: Path) -> None:
+    with trainer(tmp_path, keep=2) as scheme:
+        for _ in range(5):
+            scheme.send()
+    names = sorted(path.name for path in folder(tmp_path).iterdir())
+    assert [name.split("-")[0] for name in names] == ["manifest.json", "v00000005", "v00000006"]
+
+
+def test_in_memory() -> None:
+    with trainer("memory://store-test") as scheme, wsync.StoreWeightSyncScheme("memory://store-test") as reader:
+        model = Small()
+        reader.init_on_receiver("policy", model=model, worker_idx=0)
+        reader.connect()
+        scheme.send(fill(Small(), 2))
+        assert reader.receive(30.0) is not None
+        assert model()[0] == 2
+
+
+# --- faults ---
+
+
+def test_a_trainer_that_is_killed_while_it_writes(tmp_path: Path) -> None:
+    """Readers have the last complete version; what was left unfinished is deleted by the next trainer."""
+    with trainer(tmp_path) as scheme:
+        scheme.send(fill(Small(), 2))
+    unfinished = folder(tmp_path) / "v00000003-0123.safetensors.0123.unfinished"
+    unfinished.write_bytes(b"half")
+    with try_read(tmp_path) as reader:
+        assert reader.version == 2
+    with trainer(tmp_path) as scheme:
+        assert not unfinished.exists() and scheme.version == 3
+
+
+def test_a_killed_trainer_in_a_process_of_its_own(tmp_path: Path) -> None:
+    worker = ProcessWorker()
+    try:
+        worker.call(publish_many, str(tmp_path), 5)
+        worker.start(publish_many, str(tmp_path), 10_000)
+        while json.loads((folder(tmp_path) / "manifest.json").read_text())["version"] < 20:
+            os.sched_yield()
+        os.kill(worker.pid, signal.SIGKILL)
+    finally:
+        worker.alive = False
+        worker.close()
+    with try_read(tmp_path) as reader:
+        assert reader.version >= 20
+        assert len({float(value) for value in reader.model().detach()}) == 1
+
+
+def publish_many(state: WorkerState, url: str, count: int) -> None:
+    with trainer(url) as scheme:
+        for value in range(count):
+            scheme.send(fill(Small(), value))
+
+
+def test_a_corrupt_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with trainer(tmp_path) as scheme, try_read(tmp_path, initiator="receiver") as reader:
+        scheme.send(fill(Small(), 2))
+        (newest,) = folder(tmp_path).glob("v00000002-*")
+        content = bytearray(newest.read_bytes())
+        content[-1] ^= 0x40
+        newest.write_bytes(content)
+        assert reader.pull() == 1 and reader.model()[0] == 1
+        assert "corrupt" in caplog.text
+        newest.write_bytes(content[:20])
+        with pytest.raises(wsync.WeightSyncError, match=r"version 2 of the store .* cannot be read"):
+            try_read(tmp_path)
+        scheme.send(fill(Small(), 3))
+        assert reader.pull() == 3 and reader.model()[0] == 3
+
+
+def test_a_corrupt_manifest(tmp_path: Path) -> None:
+    with trainer(tmp_path):
+        (folder(tmp_path) / "manifest.json").write_text('{"version": 1}')
+        with pytest.raises(wsync.WeightSyncError, match=r"manifest .* is damaged"):
+            try_read(tmp_path)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    with trainer(tmp_path, model=Small(100_000)) as scheme:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        try:
+            with pytest.raises(wsync.WeightSyncError, match="version 2 was not stored"):
+                scheme.send()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, ignored)
+        assert json.loads((folder(tmp_path) / "manifest.json").read_text())["version"] == 1
+        assert not list(folder(tmp_path).glob("*.unfinished"))
+        report = scheme.send()
+        assert report is not None and report.version == 3
+
+
+def test_two_trainers_in_one_store(tmp_path: Path) -> None:
+    with (
+        trainer(tmp_path) as first,
+        trainer(tmp_path),
+        pytest.raises(wsync.WeightSyncError, match="another trainer"),
+    ):
+        first.send()
+        first.send()
+
+
+def test_a_store_that_cannot_be_opened(tmp_path: Path) -> None:
+    scheme = wsync.StoreWeightSyncScheme("nosuchprotocol://somewhere")
+    with pytest.raises(wsync.NotConnected, match="nosuchprotocol"):
+        scheme.init_on_sender("policy", model=Small(), num_workers=1)
+    with pytest.raises(wsync.SyncTimeout, match="has no version 1 yet"):
+        try_read(tmp_path)
+
+
+def test_extra_state_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(wsync.LayoutMismatch, match="extra state cannot be stored"), trainer(tmp_path, WithExtraState()):
+        pass
+
+
+def test_models_cannot_be_switched_together(tmp_path: Path) -> None:
+    with trainer(tmp_path) as scheme, pytest.raises(wsync.WeightSyncError, match="one by one"):
+        wsync.synchronize({scheme: fill(Small(), 2)})
+
+
+def test_other_weights_than_the_readers_model(tmp_path: Path) -> None:
+    with trainer(tmp_path, longer()), pytest.raises(wsync.LayoutMismatch, match="weight"):
+        try_read(tmp_path)

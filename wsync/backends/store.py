@@ -1,0 +1,171 @@
+"""A store: each version a file, published by atomic rename; a trainer and its readers need not be connected."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from wsync.deadlines import deadline_in
+from wsync.errors import SyncTimeout, WeightSyncError
+from wsync.gate import process_gate
+from wsync.scheme import WeightSyncScheme
+from wsync.sender import Sender
+from wsync.sending.protocols import SendChannel
+from wsync.sending.source import Source
+from wsync.store.receiving import StoreReceiveChannel
+from wsync.store.sending import StoreSendChannel, publish
+from wsync.store.versions import VersionStore
+from wsync.transforms.chain import Transform
+from wsync.weights.layout import Layout
+from wsync.weights.packing import Buffer, Packer
+from wsync.weights.snapshot import snapshot
+from wsync.weights.strategy import Format, WeightStrategy
+
+
+class StoreWeightSyncScheme(WeightSyncScheme):
+    """Weight synchronization through files: a shared folder, S3, or whatever else ``fsspec`` reads.
+
+    A finished ``send`` means: the version is durable, and is what a reader that looks from now on will find. There are
+    no acknowledgements, and the trainer does not notice readers that come or go. A reader needs the URL alone; it may
+    start before or after the trainer, and gets the newest version. A trainer that starts again goes on counting.
+
+    Args:
+        url: of a folder; each model has a folder of its own in it.
+        strategy: the format in which weights are returned.
+        timeout: seconds for ``connect``; None for no limit.
+        bind: whether a worker's model may be bound to the memory that a version was read into.
+        keep: how many versions are kept.
+        durable: whether each version is flushed to the disk (local file systems).
+        initiator: ``"sender"``: workers install versions as they appear; ``"receiver"``: only when they ``pull``.
+        send_transform, receive_transform: see ``WeightSyncScheme`` and ``wsync.transforms``.
+
+    Raises:
+        ValueError: ``keep`` is below 1, or the initiator is unknown.
+    """
+
+    name = "store"
+    collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single", "distributed", "rpc", "ray")
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        strategy: Format = "tensordict",
+        timeout: float | None = 60.0,
+        bind: bool = True,
+        keep: int = 3,
+        durable: bool = True,
+        initiator: Literal["sender", "receiver"] = "sender",
+        send_transform: Transform | Sequence[Transform] | None = None,
+        receive_transform: Transform | Sequence[Transform] | None = None,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep is at least 1, not {keep}")
+        if initiator not in ("sender", "receiver"):
+            raise ValueError(f"initiator is 'sender' or 'receiver', not {initiator!r}")
+        super().__init__(
+            strategy, timeout=timeout, bind=bind, send_transform=send_transform, receive_transform=receive_transform
+        )
+        self.url = url
+        self.keep = keep
+        self.durable = durable
+        self.initiator = initiator
+
+    @property
+    def acknowledges(self) -> bool:
+        """See ``WeightSyncScheme``: readers do not answer."""
+        return False
+
+    def create_transport(self, worker_idx: int | None = None) -> StoreTransport:
+        """Return a transport over the folder of the model ``policy``, for use without a scheme."""
+        return StoreTransport(self._folder("policy"), keep=self.keep, durable=self.durable)
+
+    def _folder(self, model_id: str) -> str:
+        return f"{self.url.rstrip('/')}/{re.sub('[^A-Za-z0-9_.-]', '_', model_id)}"
+
+    def _open_sender(self, model_id: str, source: Source, num_workers: int) -> tuple[Sender, SendChannel]:
+        store = VersionStore(self._folder(model_id), self.keep, self.durable)
+        newest = store.open_for_writing()
+        channel = StoreSendChannel(store, num_workers)
+        sender = Sender(
+            channel, source, num_workers, self.timeout, finishes_on_publish=True, record=self.metrics.record
+        )
+        sender.version = newest
+        self._address = newest + 1 if source.weights is not None else 0  # with which this run's workers begin
+        return sender, channel
+
+    def _open_receiver(self, model_id: str) -> StoreReceiveChannel:
+        oldest = 1 if self._address is None else self._address
+        store = VersionStore(self._folder(model_id))
+        return StoreReceiveChannel(store, oldest, binds=self.bind, watches=self.initiator == "sender")
+
+
+class StoreTransport:
+    """Versions of weights in one folder (a ``TransportBackend``), for use without a scheme.
+
+    Args:
+        url: of the folder.
+        keep: how many versions are kept.
+        durable: whether each is flushed to the disk.
+    """
+
+    def __init__(self, url: str, *, keep: int = 3, durable: bool = True) -> None:
+        self._store = VersionStore(url, keep, durable)
+        self._version = 0
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Make the folder; go on counting from the newest version in it."""
+        self._version = self._store.open_for_writing()
+
+    def send_weights(self, weights: Any) -> None:
+        """Store ``weights`` (a module, a TensorDict or a state dict) as the next version."""
+        given = snapshot(weights)
+        layout = Layout.of(given)
+        buffer = Buffer.over(layout, torch.zeros(layout.nbytes, dtype=torch.uint8))
+        Packer(layout).pack(layout.order(given), buffer)
+        publish(self._store, self._version + 1, layout, buffer)
+        self._version += 1
+
+    def setup_connection_and_weights_on_receiver(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        model: nn.Module | None = None,
+        strategy: WeightStrategy | None = None,
+    ) -> Any | None:
+        """Return the newest version, if there is one, applied to ``weights`` and ``model``."""
+        return self.receive_weights(0.0, weights=weights, model=model, strategy=strategy)
+
+    def receive_weights(
+        self,
+        timeout: float | None = None,
+        *,
+        weights: Any = None,
+        model: nn.Module | None = None,
+        strategy: WeightStrategy | None = None,
+    ) -> Any | None:
+        """Return the next version, applied to ``weights`` and ``model``; None if none appeared within ``timeout``.
+
+        Raises:
+            WeightSyncError: it cannot be read, or is damaged.
+        """
+        channel = StoreReceiveChannel(self._store, self._version + 1, binds=False, watches=False)
+        try:
+            channel.connect(0, deadline_in(timeout))
+        except SyncTimeout:
+            return None
+        update, layout = channel.poll_update(), channel.layout
+        assert update is not None and layout is not None, "connect() has read a version"
+        if update.damage:
+            raise WeightSyncError(update.damage)
+        self._version = update.version
+        chosen, received = strategy or WeightStrategy(), dict(zip(layout.names, update.views, strict=True))
+        for destination in (weights, model):
+            if destination is not None:
+                process_gate().call(chosen.apply_weights, destination, received)
+        return chosen.extract_weights(received)

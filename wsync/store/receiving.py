@@ -1,0 +1,207 @@
+"""A worker's end of a store: reads the newest version when there is one, outside the gate."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from wsync.checksum import find_damage
+from wsync.control.handshake import layout_in
+from wsync.control.receiver_thread import MessageHandler, receiver_thread
+from wsync.deadlines import remaining
+from wsync.errors import LayoutMismatch, SyncTimeout, WeightSyncError
+from wsync.loops.tensors import copy_all
+from wsync.receiving.protocols import Event, Poller, Published, UpdateReceiver
+from wsync.store.versions import Manifest, VersionStore
+from wsync.store.watch import Watch
+from wsync.types import Ack, Update
+from wsync.weights.binding import Binding
+from wsync.weights.layout import Layout
+from wsync.weights.packing import Buffer, BufferPool
+
+_log = logging.getLogger(__name__)
+
+
+class StoreReceiveChannel:
+    """A ``ReceiveChannel`` that reads a store.
+
+    Args:
+        store: where.
+        oldest: the oldest version that this worker may begin with; 0: begin without weights if there are none.
+        binds: whether the model may be bound to the memory that a version is read into.
+        watches: whether new versions are installed as they appear; otherwise only by ``pull``.
+    """
+
+    def __init__(self, store: VersionStore, oldest: int, *, binds: bool, watches: bool) -> None:
+        self.layout: Layout | None = None
+        self.first_version = 0
+        self.binds = binds
+        self._store = store
+        self._oldest = oldest
+        self._watches = watches
+        self._pool = BufferPool(torch.device("cpu"))
+        self._reading = threading.Lock()  # held by the receiver thread, or by a thread in pull()
+        self._lock = threading.Lock()  # of the next three, which the thread that holds the gate changes as well
+        self._bound = -1  # the buffer that the model uses
+        self._taken = -1  # the buffer that is being installed
+        self._version = 0  # that was read last
+        self._staged: Update | None = None  # the next to be installed
+        self._watch: Watch | None = None
+
+    def begin_connect(self, worker_idx: int, deadline: float | None) -> Sequence[int]:
+        """See ``ReceiveChannel``: there is nothing to wait for."""
+        return ()
+
+    def connect(self, worker_idx: int, deadline: float | None) -> None:
+        """See ``ReceiveChannel``; waits for a version that this worker may begin with.
+
+        Raises:
+            SyncTimeout: there is none yet.
+            WeightSyncError: the store cannot be read.
+        """
+        pause = 0.005
+        while True:
+            newest = self._store.newest()
+            if newest is not None and newest.version >= self._oldest:
+                self._read()
+                self.first_version = self._version
+                return
+            if not self._oldest:
+                return
+            left = remaining(deadline)
+            if left == 0.0:
+                raise SyncTimeout(f"worker {worker_idx}: the store {self._store.url} has no version {self._oldest} yet")
+            time.sleep(pause if left is None else min(pause, left))  # before there is a folder, nothing can notify
+            pause = min(2 * pause, 0.25)
+
+    def _read(self) -> None:
+        """Stage the newest version, unless it has been read already."""
+        with self._reading:
+            self._read_newer()
+
+    def _read_newer(self) -> None:
+        newest = self._store.newest()
+        if newest is None or newest.version == self._version:
+            return
+        found = self._store.read()
+        if found is None:
+            return
+        manifest, tensors = found
+        self._set_layout(manifest)
+        buffer = self._free_buffer()
+        self._fill(buffer, tensors, manifest)
+        damage = find_damage(manifest.version, buffer.flat, b"", manifest.checksum)
+        self._version = manifest.version
+        with self._lock:
+            self._staged = Update(manifest.version, buffer.views, slot=buffer.slot, acknowledge=False, damage=damage)
+
+    def _free_buffer(self) -> Buffer:
+        assert self.layout is not None, "_set_layout() comes first"
+        with self._lock:
+            busy = {self._bound, self._taken, self._staged.slot if self._staged else -1}
+        return self._pool.buffer(self.layout, busy)
+
+    def _set_layout(self, manifest: Manifest) -> None:
+        try:
+            layout = layout_in(manifest.layout.encode())
+        except ValueError as error:
+            raise WeightSyncError(f"the manifest of the store {self._store.url} is damaged: {error}") from error
+        if self.layout is None:
+            self.layout = layout
+        elif layout != self.layout:
+            raise LayoutMismatch(
+                f"version {manifest.version} of the store {self._store.url} has another layout than the one before"
+            )
+
+    def _fill(self, buffer: Buffer, tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
+        assert self.layout is not None, "_set_layout() comes first"
+        followers = {follower for follower, _ in self.layout.ties}
+        own = {
+            name: view
+            for index, (name, view) in enumerate(zip(self.layout.names, buffer.views, strict=True))
+            if index not in followers
+        }
+        odd = [name for name, view in own.items() if name not in tensors or tensors[name].shape != view.shape]
+        if odd or len(own) != len(tensors):
+            raise WeightSyncError(f"{manifest.file} in the store {self._store.url} is not as its manifest says: {odd}")
+        copy_all(list(own.values()), [tensors[name] for name in own])
+
+    def poller(self, receiver: UpdateReceiver) -> Poller:
+        """See ``ReceiveChannel``."""
+        return receiver
+
+    def enable_fast_path(self, binding: Binding) -> None:
+        """See ``ReceiveChannel``: there is none."""
+
+    def attach(self, handler: MessageHandler) -> None:
+        """See ``ReceiveChannel``: begin to watch the store."""
+        if not self._watches:
+            return
+        self._watch = Watch(self._store, self._version)
+        receiver_thread().register(handler, self._watch.ready, [self._watch.ready])
+
+    def detach(self, handler: MessageHandler) -> None:
+        """See ``ReceiveChannel``."""
+        receiver_thread().unregister(handler)
+
+    def receive_events(self) -> Sequence[Event]:
+        """See ``ReceiveChannel``: read the newest version."""
+        assert self._watch is not None, "attach() comes first"
+        try:
+            os.eventfd_read(self._watch.ready)
+        except BlockingIOError:
+            return ()
+        return self.fetch_newest()
+
+    def fetch_newest(self) -> Sequence[Event]:
+        """See ``ReceiveChannel``. A version that cannot be read is logged."""
+        try:
+            self._read()
+        except WeightSyncError as error:
+            _log.warning("%s; the model keeps version %d", error, self._version)
+            return ()
+        return (Published(),)
+
+    def sender_is_alive(self) -> bool:
+        """See ``ReceiveChannel``: a store outlives its trainer."""
+        return True
+
+    def set_wakeups(self, wanted: bool) -> None:
+        """See ``ReceiveChannel``: the store is watched in any case."""
+
+    def hold_previous(self) -> None:
+        """See ``ReceiveChannel``: the buffer in use is never written."""
+
+    def poll_update(self) -> Update | None:
+        """See ``ReceiveChannel``."""
+        with self._lock:
+            update, self._staged = self._staged, None
+            self._taken = update.slot if update else -1
+        return update
+
+    def on_installed(self, update: Update, error: str) -> None:
+        """See ``ReceiveChannel``."""
+        with self._lock:
+            self._taken = -1
+            if not error:
+                self._bound = update.slot
+        if error:
+            _log.warning("version %d of the store %s was not installed:\n%s", update.version, self._store.url, error)
+
+    def forward_ended(self) -> None:
+        """See ``ReceiveChannel``: nothing has to be released."""
+
+    def answer(self, ack: Ack, *, prepared: bool = False) -> None:
+        """See ``ReceiveChannel``: the trainer does not wait for answers."""
+
+    def close(self) -> None:
+        """See ``ReceiveChannel``."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()

@@ -1,0 +1,115 @@
+"""The trainer's end of a store: each update becomes a version of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from wsync.checksum import checksum_of
+from wsync.control.handshake import SenderSettings
+from wsync.errors import LayoutMismatch, WeightSyncError
+from wsync.fast_path import FastCalls
+from wsync.store.versions import VersionStore
+from wsync.types import Ack
+from wsync.weights.layout import Layout
+from wsync.weights.packing import Buffer
+
+
+def publish(store: VersionStore, version: int, layout: Layout, buffer: Buffer) -> None:
+    """Store packed weights as a version.
+
+    Raises:
+        LayoutMismatch: a module has extra state, which would be a pickle in a file.
+        WeightSyncError: they could not be stored.
+    """
+    if layout.extra:
+        raise LayoutMismatch(f"extra state cannot be stored: {', '.join(sorted(layout.extra))}")
+    followers = {follower for follower, _ in layout.ties}
+    pairs = enumerate(zip(layout.names, buffer.views, strict=True))
+    tensors = {name: view.contiguous() for index, (name, view) in pairs if index not in followers}
+    settings = SenderSettings(layout, checksum=True).dump().decode()
+    store.publish(version, tensors, settings, checksum_of(buffer.flat, b""), layout.nbytes)
+
+
+class StoreSendChannel:
+    """A ``SendChannel`` whose workers it does not know: they read the store.
+
+    Args:
+        store: open for writing.
+        num_workers: how many indices reports name.
+    """
+
+    def __init__(self, store: VersionStore, num_workers: int) -> None:
+        self.workers: Collection[int] = range(num_workers)
+        self._store = store
+        self._layout: Layout | None = None
+        self._buffer: Buffer | None = None
+        self._published = False
+
+    def check_layout(self, layout: Layout, version: int) -> None:
+        """See ``SendChannel``: each worker checks it when it reads."""
+
+    def set_layout(self, layout: Layout) -> None:
+        """See ``SendChannel``."""
+        self._layout = layout
+        self._buffer = Buffer.over(layout, torch.zeros(layout.nbytes, dtype=torch.uint8))
+
+    def wait_for_workers(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
+        """See ``SendChannel``: workers come and go without notice."""
+
+    def disconnect(self, worker: int) -> None:
+        """See ``SendChannel``: there is no connection."""
+
+    def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
+        """See ``SendChannel``: the one buffer, from which each version is written.
+
+        Raises:
+            WeightSyncError: ``keep``, for a transaction: every model has a manifest of its own.
+        """
+        assert self._buffer is not None, "set_layout() comes first"
+        if keep:
+            raise WeightSyncError("a store cannot switch several models at once: send them one by one")
+        return self._buffer
+
+    def newest_views(self) -> Sequence[Tensor] | None:
+        """See ``SendChannel``."""
+        return self._buffer.views if self._buffer and self._published else None
+
+    def release(self, buffers: Sequence[Buffer]) -> None:
+        """See ``SendChannel``."""
+
+    def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
+        """See ``SendChannel``. The version is durable when this returns.
+
+        Raises:
+            LayoutMismatch, WeightSyncError: it could not be stored.
+        """
+        assert self._layout is not None, "set_layout() comes first"
+        publish(self._store, version, self._layout, buffer)
+        self._published = True
+
+    def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
+        """See ``SendChannel``: there is none."""
+        return None
+
+    def prepare(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
+        """See ``SendChannel``: never called, because ``reserve`` refuses."""
+
+    def commit(self, version: int, transaction: int) -> None:
+        """See ``SendChannel``: never called."""
+
+    def abort(self, workers: Collection[int], transaction: int) -> None:
+        """See ``SendChannel``: nothing has been prepared."""
+
+    def drain(self) -> None:
+        """See ``SendChannel``: there are no messages."""
+
+    def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
+        """See ``SendChannel``: a version that is stored counts as delivered."""
+        return [Ack(worker, version) for worker in workers]
+
+    def close(self) -> None:
+        """See ``SendChannel``: the versions stay."""
+        self._buffer = None

@@ -1,0 +1,86 @@
+"""Noticing a new version: by inotify where the folder is local, and by looking, with back-off, everywhere."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import select
+import threading
+
+from wsync.errors import WeightSyncError
+from wsync.store.versions import VersionStore
+
+_log = logging.getLogger(__name__)
+_SHORTEST, _LONGEST = 0.02, 1.0  # seconds between two looks
+_IN_MOVED_TO, _IN_CLOEXEC, _IN_NONBLOCK = 0x80, os.O_CLOEXEC, os.O_NONBLOCK
+
+
+class Watch:
+    """A thread that looks for new versions.
+
+    Args:
+        store: where.
+        seen: the newest version that is known already.
+
+    Attributes:
+        ready: an eventfd, readable when there is a newer version.
+    """
+
+    def __init__(self, store: VersionStore, seen: int) -> None:
+        self._store = store
+        self._seen = seen
+        self.ready = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+        self._notify = _inotify(store)
+        self._thread = threading.Thread(target=self._run, name="wsync-store-watch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        poller, pause = select.poll(), _SHORTEST
+        for descriptor in (self._stop, self._notify):
+            if descriptor >= 0:
+                poller.register(descriptor, select.POLLIN)
+        while True:
+            if self._look():
+                pause = _SHORTEST
+            happened = [descriptor for descriptor, _ in poller.poll(pause * 1000)]
+            if self._stop in happened:
+                return
+            if self._notify in happened:
+                os.read(self._notify, 1 << 16)
+            pause = min(2 * pause, _LONGEST)
+
+    def _look(self) -> bool:
+        try:
+            newest = self._store.newest()
+        except WeightSyncError as error:  # it may be back at the next look
+            _log.warning("%s", error)
+            return False
+        if newest is None or newest.version == self._seen:
+            return False
+        self._seen = newest.version
+        os.eventfd_write(self.ready, 1)
+        return True
+
+    def close(self) -> None:
+        """End the thread. Called once."""
+        os.eventfd_write(self._stop, 1)
+        self._thread.join()
+        for descriptor in (self.ready, self._stop, self._notify):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+def _inotify(store: VersionStore) -> int:
+    """Return an inotify descriptor for files that are renamed into the store's folder; -1 where there is none."""
+    if store.folder is None:
+        return -1
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = libc.inotify_init1(_IN_CLOEXEC | _IN_NONBLOCK)
+    if descriptor < 0:
+        return -1
+    if libc.inotify_add_watch(descriptor, os.fsencode(store.folder), _IN_MOVED_TO) < 0:
+        os.close(descriptor)
+        return -1
+    return descriptor

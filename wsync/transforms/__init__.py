@@ -1,0 +1,37 @@
+"""Transforms: what is done to weights between a trainer and workers whose models differ from the trainer's.
+
+A transform is a function ``Mapping[str, Tensor] → Mapping[str, Tensor]`` of weights by their dotted names. A scheme
+applies ``send_transform`` in the trainer, before the weights are packed, so that the result is what travels; and
+``receive_transform`` in the worker, before the weights are installed. A list of transforms is applied in order.
+
+    fuse = Fuse({"*.qkv.weight": ["*.q.weight", "*.k.weight", "*.v.weight"]})
+    scheme = SharedMemWeightSyncScheme(send_transform=[fuse, Cast("bfloat16")])
+
+The transforms here keep the tensors that they write into, and reuse them for the next update. So an instance belongs to
+one end of one scheme at a time; a scheme copies those that it is given. A function of one's own must be picklable if it
+is a ``receive_transform``, and must not write into the tensors that it is given.
+
+*Patterns* are those of ``fnmatch``. A pattern without a dot also matches one component of a name: ``lora_*`` matches
+``layers.0.lora_A.weight``.
+"""
+
+from wsync.transforms.chain import Chain, Transform, compose
+from wsync.transforms.dtypes import Cast
+from wsync.transforms.names import Exclude, Rename, Select
+from wsync.transforms.quantization import Dequantize, Quantize, QuantizeInt8
+from wsync.transforms.shapes import Fuse, Split
+
+__all__ = [
+    "Cast",
+    "Chain",
+    "Dequantize",
+    "Exclude",
+    "Fuse",
+    "Quantize",
+    "QuantizeInt8",
+    "Rename",
+    "Select",
+    "Split",
+    "Transform",
+    "compose",
+]

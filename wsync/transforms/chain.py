@@ -1,0 +1,76 @@
+"""Several transforms, one after the other."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from wsync.errors import LayoutMismatch
+
+Transform = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""Weights by name → weights by name."""
+
+
+def compose(transforms: Transform | Sequence[Transform] | None, side: str) -> Chain | None:
+    """Return one or several transforms as a chain, copied; None for none.
+
+    Args:
+        transforms: applied in order.
+        side: ``"send_transform"`` or ``"receive_transform"``, for errors.
+
+    Raises:
+        TypeError: one of them is not callable.
+    """
+    if transforms is None:
+        return None
+    given = list(transforms) if isinstance(transforms, Sequence) else [transforms]
+    for one in given:
+        if not callable(one):
+            raise TypeError(f"{side} is a function of weights by name, or a list of them, not {one!r}")
+    return Chain(tuple(copy.deepcopy(given)), side) if given else None
+
+
+class Chain:
+    """Several transforms, one after the other.
+
+    Args:
+        transforms: in the order in which they are applied.
+        side: named in errors.
+    """
+
+    def __init__(self, transforms: Sequence[Transform], side: str) -> None:
+        self.transforms = transforms
+        self._side = side
+
+    def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the transformed weights.
+
+        Raises:
+            LayoutMismatch: a transform does not fit the weights; names the side and the transform.
+            TypeError: a transform returned something else than tensors by name.
+        """
+        with torch.no_grad():
+            for one in self.transforms:
+                try:
+                    result = one(weights)
+                except LayoutMismatch as error:
+                    raise LayoutMismatch(f"{self._side} {_name(one)}: {error}") from error
+                if not isinstance(result, Mapping):
+                    raise TypeError(f"{self._side} {_name(one)} returned a {type(result).__name__}, not a mapping")
+                for name, tensor in result.items():
+                    if not isinstance(name, str) or not isinstance(tensor, Tensor):
+                        raise TypeError(f"{self._side} {_name(one)} returned {name!r}: {type(tensor).__name__}")
+                weights = result
+        return dict(weights)
+
+    @property
+    def selects(self) -> bool:
+        """Whether the result is a part of the model on purpose: the receiving model may have more."""
+        return any(getattr(one, "selects", False) for one in self.transforms)
+
+
+def _name(transform: Transform) -> str:
+    return getattr(transform, "__name__", None) or repr(transform)

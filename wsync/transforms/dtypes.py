@@ -1,0 +1,58 @@
+"""Another precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from wsync.loops.tensors import copy_all
+from wsync.transforms.buffers import Buffered, memory_of
+from wsync.transforms.patterns import matches
+
+
+class Cast(Buffered):
+    """Converts floating-point weights to another dtype.
+
+    Args:
+        dtype: such as ``torch.bfloat16``, or its name (``"bfloat16"``).
+        only: patterns of names; by default all weights. Integers and booleans stay as they are.
+    """
+
+    def __init__(self, dtype: torch.dtype | str, only: str | Sequence[str] = "*") -> None:
+        super().__init__()
+        self.dtype = as_dtype(dtype)
+        self.only = (only,) if isinstance(only, str) else tuple(only)
+
+    def __repr__(self) -> str:
+        return f"Cast({self.dtype})"
+
+    def _applies(self, name: str, tensor: Tensor) -> bool:
+        return tensor.is_floating_point() and tensor.dtype is not self.dtype and matches(name, self.only)
+
+    def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See ``Buffered``. Tied weights get one tensor."""
+        made: dict[object, Tensor] = {}
+        found: dict[str, Tensor] = {}
+        for name, tensor in weights.items():
+            if self._applies(name, tensor):
+                if memory_of(tensor) not in made:
+                    made[memory_of(tensor)] = torch.empty_like(tensor, dtype=self.dtype)
+                found[name] = made[memory_of(tensor)]
+        return found
+
+    def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights, converted."""
+        buffers = self.buffers(weights)
+        if buffers:
+            copy_all(list(buffers.values()), [weights[name] for name in buffers])
+        return {**weights, **buffers}
+
+
+def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """Return a dtype, or the one with this name."""
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{dtype!r} is no dtype of torch, such as 'bfloat16'")
+    return found

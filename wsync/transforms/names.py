@@ -1,0 +1,94 @@
+"""Other names, or fewer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from wsync.errors import LayoutMismatch
+from wsync.transforms.patterns import listing, matches, require
+
+
+class Rename:
+    """Renames weights.
+
+    Args:
+        names: ``{old: new}`` for those that change, or a function of the old name.
+    """
+
+    def __init__(self, names: Mapping[str, str] | Callable[[str], str]) -> None:
+        self.names = dict(names) if isinstance(names, Mapping) else names
+
+    def __repr__(self) -> str:
+        return f"Rename({self.names!r})"
+
+    def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return ``weights`` under their new names.
+
+        Raises:
+            LayoutMismatch: an old name is missing; or two weights get one name.
+        """
+        names = self.names
+        if callable(names):
+            renamed = {names(name): tensor for name, tensor in weights.items()}
+        else:
+            require(names, weights)
+            renamed = {names.get(name, name): tensor for name, tensor in weights.items()}
+        if len(renamed) < len(weights):
+            raise LayoutMismatch("two weights get the same name")
+        return renamed
+
+
+class Select:
+    """Keeps the weights whose names match; the receiving model keeps its own values of all others.
+
+    Args:
+        patterns: of names: see ``wsync.transforms``.
+    """
+
+    selects = True
+
+    def __init__(self, *patterns: str) -> None:
+        self.patterns = patterns
+
+    def __repr__(self) -> str:
+        return f"Select({', '.join(map(repr, self.patterns))})"
+
+    def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights that match.
+
+        Raises:
+            LayoutMismatch: there are none.
+        """
+        kept = {name: tensor for name, tensor in weights.items() if matches(name, self.patterns)}
+        if not kept:
+            raise LayoutMismatch(f"no weight matches; there are {listing(weights)}")
+        return kept
+
+
+class Exclude:
+    """Drops the weights whose names match; the receiving model keeps its own values of them.
+
+    Args:
+        patterns: of names: see ``wsync.transforms``.
+    """
+
+    selects = True
+
+    def __init__(self, *patterns: str) -> None:
+        self.patterns = patterns
+
+    def __repr__(self) -> str:
+        return f"Exclude({', '.join(map(repr, self.patterns))})"
+
+    def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights that do not match.
+
+        Raises:
+            LayoutMismatch: there are none.
+        """
+        kept = {name: tensor for name, tensor in weights.items() if not matches(name, self.patterns)}
+        if not kept:
+            raise LayoutMismatch("every weight matches, so none is left to send")
+        return kept

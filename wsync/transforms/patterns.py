@@ -1,0 +1,60 @@
+"""Patterns of weights' names: see ``wsync.transforms``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from torch import Tensor
+
+from wsync.errors import LayoutMismatch
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether the dotted ``name`` matches one of ``patterns`` (see ``wsync.transforms``)."""
+    return any(
+        fnmatchcase(name, pattern)
+        or ("." not in pattern and any(fnmatchcase(component, pattern) for component in name.split(".")))
+        for pattern in patterns
+    )
+
+
+def require(names: Mapping[str, object], weights: Mapping[str, Tensor]) -> None:
+    """Raise ``LayoutMismatch`` unless ``weights`` have all ``names``."""
+    missing = [name for name in names if name not in weights]
+    if missing:
+        raise LayoutMismatch(f"there is no {listing(missing)}; there are {listing(weights)}")
+
+
+def listing(names: Mapping[str, object] | Sequence[str]) -> str:
+    """Return the first names, as text."""
+    shown = [f"'{name}'" for name in list(names)[:8]]
+    return ", ".join(shown) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def stem_of(name: str, pattern: str) -> str | None:
+    """Return what the ``*`` of ``pattern`` stands for in ``name``; None if it does not match."""
+    before, star, after = pattern.partition("*")
+    if not star:
+        return "" if name == pattern else None
+    if len(name) < len(before) + len(after) or not (name.startswith(before) and name.endswith(after)):
+        return None
+    return name[len(before) : len(name) - len(after)]
+
+
+def expand(groups: Mapping[str, Sequence[str]], weights: Mapping[str, Tensor]) -> Sequence[tuple[str, tuple[str, ...]]]:
+    """Return each group for each text that its ``*`` stands for.
+
+    Raises:
+        LayoutMismatch: a group matches nothing, or lacks one of its weights.
+    """
+    found: list[tuple[str, tuple[str, ...]]] = []
+    for new, old in groups.items():
+        stems = dict.fromkeys(stem for name in weights for one in old if (stem := stem_of(name, one)) is not None)
+        if not stems:
+            raise LayoutMismatch(f"no weight matches {listing(old)}; there are {listing(weights)}")
+        for stem in stems:
+            members = tuple(one.replace("*", stem) for one in old)
+            require(dict.fromkeys(members), weights)
+            found.append((new.replace("*", stem), members))
+    return found

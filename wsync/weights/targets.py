@@ -1,0 +1,218 @@
+"""What takes weights in a worker: a module, a mapping of tensors, or a function that loads them into an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from wsync.errors import LayoutMismatch
+from wsync.loops.tensors import copy_all
+from wsync.transforms.chain import Chain
+from wsync.weights.binding import Binding
+from wsync.weights.layout import Layout
+from wsync.weights.snapshot import Snapshot, describe, snapshot
+
+Load = Callable[[Iterable[tuple[str, Tensor]]], object]
+"""Takes the ``(name, tensor)`` pairs of one version. The tensors are valid during the call, and must not be written."""
+
+
+class Target(Protocol):
+    """What takes weights of one layout. Called inside the gate."""
+
+    @property
+    def may_refuse(self) -> bool:
+        """Whether ``install`` may raise although the layout fits."""
+        ...
+
+    def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
+        """Take over ``views``, in the layout's order.
+
+        Called once per update, by the acting thread or the receiver thread. What it raises reaches the trainer.
+        """
+        ...
+
+    def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
+        """Raise what ``install`` would raise, as far as that can be found out; changes nothing."""
+        ...
+
+    def detach(self) -> None:
+        """Stop using received memory: copy what is bound to it."""
+        ...
+
+
+class Loader:
+    """Weights that have no module here: an inference engine's own loading function.
+
+    Args:
+        load: called with the pairs of each version, or of each chunk of it.
+        layout: of the received weights.
+        chunk_bytes: call ``load`` several times for a version, with at most so many bytes each (or one tensor).
+    """
+
+    may_refuse = True
+
+    def __init__(self, load: Load, layout: Layout, chunk_bytes: int | None = None) -> None:
+        self._load = load
+        self._names = layout.names
+        self._chunk_bytes = chunk_bytes
+
+    def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
+        """See ``Target``. If ``load`` raises, the engine is in whatever state ``load`` has left it."""
+        pairs = list(zip(self._names, views, strict=True))
+        for chunk in [pairs] if self._chunk_bytes is None else _chunks(pairs, self._chunk_bytes):
+            self._load(iter(chunk))
+
+    def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
+        """See ``Target``: what an engine accepts is not known beforehand."""
+
+    def detach(self) -> None:
+        """See ``Target``: nothing is bound."""
+
+
+def _chunks(pairs: Sequence[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
+    chunk, size = list[tuple[str, Tensor]](), 0
+    for name, tensor in pairs:
+        if chunk and size + tensor.nbytes > limit:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append((name, tensor))
+        size += tensor.nbytes
+    yield chunk
+
+
+class Tensors:
+    """A mapping of tensors (a state dict or TensorDict), into which each version is copied.
+
+    Args:
+        destination: nested or flat.
+        layout: of the received weights.
+
+    Raises:
+        LayoutMismatch: it has other names, shapes or dtypes; or reading its tensors makes new ones.
+    """
+
+    may_refuse = False
+
+    def __init__(self, destination: TensorDictBase | Mapping[str, Any], layout: Layout) -> None:
+        if isinstance(destination, TensorDictBase) and any(
+            isinstance(part, LazyStackedTensorDict)
+            for part in (destination, *destination.values(include_nested=True, leaves_only=False))
+        ):
+            raise LayoutMismatch("a lazily stacked TensorDict has no tensors to copy into: make it contiguous first")
+        own = snapshot(destination).tensors
+        problems = [f"the destination has no '{name}'" for name in layout.names if name not in own]
+        if not layout.partial:
+            problems += [f"missing '{name}'" for name in own if name not in set(layout.names)]
+        if problems:
+            raise LayoutMismatch(f"the weights do not fit the worker's tensors: {describe(problems)}")
+        self._own = [own[name] for name in layout.names]
+        layout.check(self._own, ties=False)
+
+    def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
+        """See ``Target``."""
+        copy_all(self._own, views)
+
+    def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
+        """See ``Target``: a copy between like tensors does not fail."""
+
+    def detach(self) -> None:
+        """See ``Target``: the tensors have memory of their own."""
+
+
+class Transformed:
+    """Weights that pass through ``receive_transform`` on their way into another target.
+
+    Args:
+        layout: of the received weights.
+        transform: the scheme's.
+        make: returns the target of a layout.
+
+    Raises:
+        LayoutMismatch: the transform does not fit the received weights, or the target not its result.
+    """
+
+    may_refuse = True
+
+    def __init__(self, layout: Layout, transform: Chain, make: Callable[[Layout], Target]) -> None:
+        self._names = layout.names
+        self._transform = transform
+        with torch.inference_mode(False):
+            views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))  # only their kinds matter
+        partial = layout.partial or transform.selects
+        extra = None if layout.extra is None or transform.selects else dict.fromkeys(layout.extra)
+        self._layout = Layout.of(Snapshot(self._apply(views), extra, partial=partial))
+        self._target = make(self._layout)
+
+    def _apply(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
+        return self._transform(dict(zip(self._names, views, strict=True)))
+
+    def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
+        """See ``Target``."""
+        self._target.install(self._layout.order(Snapshot(self._apply(views))), extra)
+
+    def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
+        """See ``Target``."""
+        self._target.check_only(self._layout.order(Snapshot(self._apply(views))), extra)
+
+    def detach(self) -> None:
+        """See ``Target``."""
+        self._target.detach()
+
+
+class Destination:
+    """Where a worker's weights go, before their layout is known.
+
+    Args:
+        model: a module or a mapping of tensors; None with ``load``.
+        load: a function that takes the pairs of one version.
+        chunk_bytes: see ``Loader``.
+        transform: applied to received weights first.
+
+    Raises:
+        TypeError: ``model`` is neither a module nor a mapping of tensors.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        load: Load | None = None,
+        chunk_bytes: int | None = None,
+        transform: Chain | None = None,
+    ) -> None:
+        if load is None and not isinstance(model, nn.Module | TensorDictBase | Mapping):
+            raise TypeError(f"a receiver's model is a module, a TensorDict or a dict of tensors, not {model!r}")
+        self.model = model
+        self._load = load
+        self._chunk_bytes = chunk_bytes
+        self._transform = transform
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The model, if it is a module: its forwards pass through the gate."""
+        return self.model if isinstance(self.model, nn.Module) and not isinstance(self.model, TensorDictBase) else None
+
+    def target(self, layout: Layout, *, bind: bool) -> Target:
+        """Return what takes weights of ``layout``.
+
+        Args:
+            layout: of the received weights.
+            bind: whether parameters may be bound to received memory.
+
+        Raises:
+            LayoutMismatch: they do not fit.
+        """
+        if self._transform is None:
+            return self._plain(layout, bind)
+        return Transformed(layout, self._transform, lambda result: self._plain(result, False))
+
+    def _plain(self, layout: Layout, bind: bool) -> Target:
+        if self._load is not None:
+            return Loader(self._load, layout, self._chunk_bytes)
+        if self.module is not None:
+            return Binding(self.module, layout, bind=bind)
+        return Tensors(self.model, layout)
