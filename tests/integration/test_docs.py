@@ -1,4 +1,4 @@
-"""The files that ``docs/backends.md`` shows run as they stand there."""
+"""The files that ``docs/backends.md`` and ``docs/unlike_ends.md`` show run as they stand there."""
 
 import os
 import re
@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
-FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, flags=re.DOTALL))
+UNLIKE = (ROOT / "docs" / "unlike_ends.md").read_text(encoding="utf-8")
+FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE + UNLIKE, flags=re.DOTALL))
 SOCKET_TEST = """
 from socket_backend import SocketScheme
 from wsync.testing import BackendContract
@@ -44,14 +45,19 @@ def run(folder: Path, *command: str) -> str:
 @pytest.mark.parametrize(
     "name",
     # The README's first program does the same with another backend.
-    ["run_collector.py", pytest.param("run_files.py", marks=pytest.mark.slow)],
+    ["run_collector.py", "run_engine.py", "run_store.py", pytest.param("run_files.py", marks=pytest.mark.slow)],
 )
 def test_a_program_runs(folder: Path, name: str) -> None:
     assert run(folder, name) != ""
 
 
 def test_every_program_is_run() -> None:
-    assert {name for name in FILES if name.startswith("run_")} == {"run_collector.py", "run_files.py"}
+    assert {name for name in FILES if name.startswith("run_")} == {
+        "run_collector.py",
+        "run_engine.py",
+        "run_files.py",
+        "run_store.py",
+    }
 
 
 def test_files_and_sockets_pass_the_contract(folder: Path) -> None:

@@ -6,6 +6,8 @@ import json
 import os
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,9 @@ import wsync
 from wsync.testing import ProcessWorker, WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import EveryTensorKind, Small, WithExtraState, fill, longer, scramble
+
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -242,3 +247,16 @@ def test_models_cannot_be_switched_together(tmp_path: Path) -> None:
 def test_other_weights_than_the_readers_model(tmp_path: Path) -> None:
     with trainer(tmp_path, longer()), pytest.raises(wsync.LayoutMismatch, match="weight"):
         try_read(tmp_path)
+
+
+@pytest.mark.slow
+def test_training_through_a_store(tmp_path: Path) -> None:
+    options = ["weight_sync=store", f"weight_sync.url={tmp_path}/store", "total_frames=3000", "logger=none"]
+    command = [sys.executable, str(ROOT / "train.py"), *options, f"hydra.run.dir={tmp_path}/run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (
+        summary["scheme"] == "store"
+        and json.loads((tmp_path / "store/policy/manifest.json").read_text())["version"] > 1
+    )
