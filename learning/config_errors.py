@@ -30,7 +30,14 @@ def one_line(error: BaseException, settings: Settings) -> str:
             return f"the collector for weight_sync={name} is not known: add collector=…"
         options = [line.strip() for line in text.partition("Available options in")[2].splitlines() if line[:1] == "\t"]
         options = [option for option in options if not option.startswith(("base_", "provider="))]
-        return f"{group}={name}: there is no such option{_suggestion(name, options)}; there are: {', '.join(options)}"
+        own = (
+            "; one of your own: --config-dir or an entry point, see docs/backends.md" if group == "weight_sync" else ""
+        )
+        known = f"there are: {', '.join(options)}{own}"
+        return f"{group}={name}: there is no such option{_suggestion(name, options)}; {known}"
+    if found := re.search(r"type `(.+)Config` has missing mandatory value: (\w+)", text):
+        scheme, name = found.groups()
+        return f"{scheme} needs a value for {name!r}: weight_sync.{name}=…"
     if found := re.match(r"Error in call to target '(?:.+\.)?(.+?)'", text):
         message = _joined(cause) or repr(error.__cause__)
         return message if message.startswith(found[1]) else f"{found[1]}: {message}"
@@ -46,7 +53,10 @@ def unknown(name: str, settings: Settings) -> str:
     if options := settings.get(name):
         group = name.partition(".")[0]
         return f"'{name}' is no setting of the {group} that was chosen, only of {group}={', '.join(sorted(options))}"
-    return f"no setting is called '{name}'{_suggestion(name, settings)}"
+    group = name.partition(".")[0]
+    siblings = [one for one in settings if one.startswith(f"{group}.") and not one.rpartition(".")[2].startswith("_")]
+    known = f"; {group} has: {', '.join(sorted(one.partition('.')[2] for one in siblings))}" if siblings else ""
+    return f"no setting is called '{name}'{_suggestion(name, settings)}{known}"
 
 
 def _joined(text: str) -> str:
