@@ -28,6 +28,7 @@ from wsync.in_process import InProcessChannel
 from wsync.metrics import SyncMetrics
 from wsync.paths import find_model, find_or_none
 from wsync.receiver import Receiver
+from wsync.receiving.cascade import cascade_of
 from wsync.receiving.channel import SenderChannel
 from wsync.registry import load_backend
 from wsync.rendezvous import Rendezvous, SocketRendezvous
@@ -37,7 +38,7 @@ from wsync.sender import Sender
 from wsync.sending.channel import WorkerChannel
 from wsync.sending.source import DeviceMap, Source, per_worker
 from wsync.transport import TransportBackend
-from wsync.types import CascadingContext, CollectorContext, SyncReport
+from wsync.types import CollectorContext, SyncReport
 from wsync.weights.snapshot import snapshot
 from wsync.weights.strategy import Format, WeightStrategy
 
@@ -205,8 +206,8 @@ class WeightSyncScheme(ABC):
 
         Args:
             model_id: the model's name, and its path in ``context``.
-            context: an object that has the model. If it has workers of its own (a ``CascadingContext``),
-                ``context.cascade_weights(model_id)`` is called after each update.
+            context: an object that has the model. If it has workers of its own, ``context.cascade_weights(model_id)``
+                is called after each update; or else ``context.update_policy_weights_(weights, model_id=model_id)``.
             model: the model itself. If its parameters are in memory shared with another process, they are copied first.
             worker_idx: this worker's index; otherwise ``connect`` is given it.
 
@@ -224,7 +225,7 @@ class WeightSyncScheme(ABC):
             if context is None:
                 raise ValueError(f"init_on_receiver('{model_id}') needs the model, or a context that has it")
             model = find_model(context, model_id)
-        cascade = (lambda: context.cascade_weights(model_id)) if isinstance(context, CascadingContext) else None
+        cascade = cascade_of(context, model_id, model, self._strategy)
         if cascade is not None and not self.acknowledges:
             raise ValueError(
                 f"the context of '{model_id}' passes updates on to workers of its own, so a finished send needs their "

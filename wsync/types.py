@@ -110,6 +110,15 @@ class CascadingContext(Protocol):
 
 
 @runtime_checkable
+class UpdatableContext(Protocol):
+    """A receiver's context that has workers of its own, and only a collector's method to update them."""
+
+    def update_policy_weights_(self, weights: object, /, *, model_id: str) -> object:
+        """Send ``weights`` to the workers below. Called as ``CascadingContext.cascade_weights``."""
+        ...
+
+
+@runtime_checkable
 class ModelContext(Protocol):
     """A context that finds models by their ids."""
 
