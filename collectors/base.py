@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from numbers import Integral
-from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -14,7 +13,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 import wsync
-from collectors.rollouts.acting import find_in
+from collectors.rollouts.acting import TrainedModels, find_in
 from collectors.updaters import WeightUpdaterBase, make_updater
 from collectors.workers.records import Failures
 
@@ -221,7 +220,7 @@ class BaseCollector(ABC):
         """
         if self.policy is None:
             raise LookupError(f"no '{model_id}' here: this collector was given no policy")
-        return find_in(SimpleNamespace(policy=self.policy), self.policy, model_id)
+        return find_in({"the trainer": TrainedModels(self.policy), "its policy": self.policy}, model_id, wsync.find_model)
 
     def cascade_weights(self, model_id: str) -> None:
         """Deliver to the workers an update of this collector's own model, which a scheme above has installed."""
