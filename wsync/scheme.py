@@ -65,6 +65,8 @@ class WeightSyncScheme(ABC):
     """The options of Hydra's group ``collector`` that can carry the scheme, if any; the first one is the default."""
     carries: ClassVar[bool] = True
     """Whether anything is sent at all."""
+    sender_driven: ClassVar[bool] = False
+    """Whether the sender alone drives both ends, given a context with ``actors``; a collector's workers are neither."""
     delivers_at_connect: ClassVar[bool] = True
     """Whether the first weights are delivered by ``connect``; otherwise by the first ``send``."""
     arena: ClassVar[bool] = False
@@ -334,6 +336,14 @@ class WeightSyncScheme(ABC):
             SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or not with these weights.
         """
         self._sender_role("readmit").sender.readmit(worker_idx, sentinel, timeout)
+
+    def continue_from(self, version: int) -> None:
+        """On the sender: number the next update ``version + 1``, unless versions are beyond that; for a resumed run.
+
+        Raises:
+            ValueError: it is not a version: negative, or too large.
+        """
+        self._sender_role("continue_from").sender.continue_from(version)
 
     def send(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> SyncReport | None:
         """Deliver an update. When this returns, every forward that starts in a worker uses it.

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 ANY_VERSION = 2**62  # newer than every version: an answer to any version that the sender waits for
+LAST_VERSION = 2**40  # versions stay below; they have to fit into a word of the arena beside a slot
 PHASES = ("extract", "pack", "transfer", "wait", "apply", "acknowledge")
 
 

@@ -99,9 +99,9 @@ class Actor:
         return {"the collector": models, "its policy": self.policy, "its environment": self.env}
 
 
-def policy_scheme(schemes: dict[str, wsync.WeightSyncScheme]) -> wsync.WeightSyncScheme | None:
+def policy_scheme(schemes: Mapping[str, wsync.WeightSyncScheme]) -> wsync.WeightSyncScheme | None:
     """Return the scheme with ``policy_version`` as its version: the policy's, or else the first that sends weights."""
-    carrying = {name: s for name, s in schemes.items() if not isinstance(s, wsync.NoWeightSyncScheme)}
+    carrying = {name: scheme for name, scheme in schemes.items() if scheme.carries and not scheme.sender_driven}
     return carrying.get("policy") or next(iter(carrying.values()), None)
 
 

@@ -47,6 +47,7 @@ class WorkerSupervisor(Generic[W]):
         self._records: list[WorkerRecord[W]] = []
         self._events: deque[Event[W]] = deque()  # received, and not yet handled
         self._batches: deque[tuple[W, int]] = deque()
+        self._answers: dict[int, Any] = {}  # to the last question, by worker
         self._started = False
         self._next_seed: int | None = None
         self._stop_at: float | None = None
@@ -139,6 +140,8 @@ class WorkerSupervisor(Generic[W]):
             record.backoff.delivered()
             record.frames += worker.frames
             self._batches.append((worker, value))
+        elif kind == "answer":
+            self._answers[record.index] = value
         elif kind == "ready":
             record.state, record.num_envs = WorkerState.READY, worker.num_envs
             if self._started:
@@ -158,7 +161,7 @@ class WorkerSupervisor(Generic[W]):
     def _connect(self, record: WorkerRecord[W]) -> None:
         assert record.worker is not None
         record.state = WorkerState.CONNECTING
-        self._send(record.worker, "connect", None)
+        self._send(record.worker, "connect", list(self.schemes))
 
     # --- failures and restarts ---
 
