@@ -161,7 +161,7 @@ def check_weights_dict(weights_dict: Any) -> None:
 
 
 def addressed_workers(updates: Collection[Any], worker_ids: Any, workers: int) -> Any:
-    """Return the ``worker_ids`` of updates that belong together: by default the workers that ``{worker: weights}`` names.
+    """Return the ``worker_ids`` of updates that belong together: by default those that ``{worker: weights}`` names.
 
     Raises:
         ValueError: they are not for the same workers.

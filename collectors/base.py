@@ -163,7 +163,8 @@ class BaseCollector(WeightUpdates, ABC):
         state: dict[str, Any] = {"frames": self.frames, "policy_version": self.policy_version}
         policy = self._policy_with_scheme()
         if policy is not None:
-            state["policy_state_dict"] = copy.deepcopy(policy.state_dict())
+            with wsync.gate():  # of one version, if it is the one that acts
+                state["policy_state_dict"] = copy.deepcopy(policy.state_dict())
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -182,17 +183,19 @@ class BaseCollector(WeightUpdates, ABC):
         if frames < 0 or version < 0:
             raise ValueError(f"frames and policy_version are at least 0, not {frames} and {version}")
         weights, policy = state_dict.get("policy_state_dict"), self._policy_with_scheme()
-        scheme = policy_scheme(self._worker_schemes)
-        if weights is not None:
-            if "policy" not in self._worker_schemes:
-                raise ValueError("the state has weights of the policy, and there is no scheme to send them by")
-            if self.policy is not None:
-                wsync.WeightStrategy("state_dict").apply_weights(self.policy, weights)
+        scheme, as_state_dict = policy_scheme(self._worker_schemes), wsync.WeightStrategy("state_dict")
+        own = self._worker_schemes.get("policy")
+        if weights is not None and (own is None or not own.carries):
+            raise ValueError("the state has weights of the policy, and there is no scheme to send them by")
+        if weights is not None and policy is not None:  # refused before anything is changed, if they do not fit
+            as_state_dict.apply_weights(copy.deepcopy(policy.state_dict()), weights)
+        resend = scheme is not None and (weights is not None or (policy is not None and version > scheme.version))
         if scheme is not None:
-            resend = weights is not None or (policy is not None and version > scheme.version)
             scheme.continue_from(max(0, version - 1) if resend else version)
-            if resend:
-                self.update_policy_weights_(weights if self.policy is None else None, model_id="policy")
+        if weights is not None and self.policy is not None:
+            as_state_dict.apply_weights(self.policy, weights)
+        if resend:
+            self.update_policy_weights_(weights if self.policy is None else None, model_id="policy")
         self.frames = frames
         self._resume()
 

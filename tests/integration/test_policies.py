@@ -137,9 +137,9 @@ def test_policies_with_weights_and_without_are_an_error_that_leaves_nothing():
     with pytest.raises(ValueError, match=r"with weights, and for worker\(s\) \[1\] without"):
         collect_with(MultiSyncCollector, policy_factory=[policy, lambda: rule])
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
-    with collect_with(MultiSyncCollector, policy_factory=[policy, lambda: rule], weight_sync_schemes={}) as collector:
-        with pytest.raises(KeyError, match="there are: none at all"):
-            collector.update_policy_weights_(policy())
+    collector = collect_with(MultiSyncCollector, policy_factory=[policy, lambda: rule], weight_sync_schemes={})
+    with collector, pytest.raises(KeyError, match="there are: none at all"):
+        collector.update_policy_weights_(policy())
 
 
 # --- updates of some workers ---
