@@ -6,10 +6,13 @@ import select
 import gymnasium
 import numpy as np
 import pytest
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from tensordict.nn import TensorDictModule
 from torch import nn
 
 from collectors import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from collectors.config import MultiAsyncConfig
 from collectors.distributed import DistributedCollector, RayCollector, RPCCollector
 
 STEPS = 8  # of a batch
@@ -60,15 +63,20 @@ def policy() -> TensorDictModule:
     return TensorDictModule(nn.Linear(4, 2), in_keys=["observation"], out_keys=["action"])
 
 
+def by_hydra(run_ahead: int):
+    return instantiate(OmegaConf.structured(MultiAsyncConfig(run_ahead=run_ahead)), _partial_=True)
+
+
 FAMILIES = {
     "processes": (MultiAsyncCollector, {}),
+    "hydra": (lambda *given, run_ahead, **options: by_hydra(run_ahead)(*given, **options), {}),
     "tcp": (DistributedCollector, {"sync": False}),
     "rpc": (RPCCollector, {"sync": False}),
 }
 
 
 @pytest.mark.parametrize(
-    ("family", "run_ahead"), [("processes", 0), ("processes", 1), ("processes", 3), ("tcp", 0), ("tcp", 2), ("rpc", 0)]
+    ("family", "run_ahead"), [("processes", 0), ("processes", 3), ("hydra", 1), ("tcp", 0), ("tcp", 2), ("rpc", 0)]
 )
 def test_a_worker_begins_as_many_batches_as_it_may_and_its_frames_say_how_old_they_are(family, run_ahead, steps):
     path, reading = steps
