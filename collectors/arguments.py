@@ -14,6 +14,7 @@ from torch import nn
 
 import wsync
 from collectors.factories import EnvMaker
+from collectors.rollouts.wrapping import UnusablePolicy
 
 
 def check_frames(frames_per_batch: Any, total_frames: Any) -> None:
@@ -62,12 +63,12 @@ def check_policy(policy: Any) -> None:
     """Check that ``policy`` can be called with one argument, a TensorDict or (a module) a tensor.
 
     Raises:
-        TypeError: it cannot.
+        UnusablePolicy: it cannot; a ``TypeError``.
     """
     if policy is None:
         return
     if not callable(policy):
-        raise TypeError(f"a policy is a module, or a function of a TensorDict, not a {type(policy).__name__}")
+        raise UnusablePolicy(f"a policy is a module, or a function of a TensorDict, not a {type(policy).__name__}")
     try:
         signature = inspect.signature(policy.forward if isinstance(policy, nn.Module) else policy)
     except (TypeError, ValueError):  # it has none that Python knows
@@ -76,7 +77,7 @@ def check_policy(policy: Any) -> None:
         signature.bind(None)
     except TypeError as error:
         kind = type(policy).__name__
-        raise TypeError(
+        raise UnusablePolicy(
             f"{kind}{signature} cannot be called with one argument, the observation ({error}): wrap it so that it "
             f'reads "observation" and writes "action", as TensorDictModule({kind}(…), ["observation"], ["action"]) does'
         ) from error

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import cloudpickle
 import torch
@@ -22,6 +22,7 @@ from collectors.arguments import check_policy, has_weights
 from collectors.batch_layout import BatchLayout
 from collectors.factories import make_env
 from collectors.rollouts.acting import Actor, policy_scheme
+from collectors.rollouts.wrapping import UnusablePolicy
 from collectors.workers.connections import WorkerConnection
 
 
@@ -159,8 +160,8 @@ def serve(connection: WorkerConnection) -> None:
     """Execute the trainer's commands until it closes the connection; then close this end.
 
     The first command is ``("build", (spec, options))``; ``RolloutWorker.execute`` takes the others. The answer to
-    ``build`` is ``("ready", (layout, number of buffers, number of environments))``. After ``("error", traceback)`` the
-    worker ends.
+    ``build`` is ``("ready", (layout, number of buffers, number of environments))``. After ``("error", traceback)`` or
+    ``("unusable", traceback)`` the worker ends.
     """
     connection.set_timeout(None)  # the trainer may be busy for long
     # An error is reported before the schemes are closed: the trainer would otherwise hear only that they were closed.
@@ -208,9 +209,14 @@ def _reported_errors(connection: WorkerConnection) -> Iterator[None]:
         yield
     except _ConnectionClosed:
         return
-    except Exception:  # noqa: BLE001  any error is raised again in the trainer, with this traceback
+    except Exception as error:  # noqa: BLE001  any error is raised again in the trainer, with this traceback
         with suppress(ConnectionError):  # the trainer may have ended already, because another worker failed
-            connection.send_error(traceback.format_exc())
+            connection.send_error(error_kind(error), traceback.format_exc())
+
+
+def error_kind(error: Exception) -> Literal["error", "unusable"]:
+    """Return the kind of the event that reports ``error``: see ``collectors.workers.pool.Event``."""
+    return "unusable" if isinstance(error, UnusablePolicy) else "error"
 
 
 def configure_process(options: WorkerOptions) -> None:

@@ -88,7 +88,8 @@ class WorkerCollector(BaseCollector):
             new weights from its next step on, also within a batch.
 
     Raises:
-        TypeError: an object that a worker needs cannot be pickled; or the policy cannot be called with one argument.
+        TypeError: an object that a worker needs cannot be pickled; or the policy cannot be called with an observation
+            (``WorkerFailed`` as well, with a traceback, if a worker has found that out).
         ValueError: there is no environment, a number is out of range, or ``weight_updater`` contradicts the schemes.
         RuntimeError: a scheme is initialised already.
         wsync.WorkerFailed: a worker could not start; carries its traceback. All workers are ended.

@@ -15,7 +15,7 @@ from collectors.environments.specs import to_numpy
 from collectors.environments.stepper import Steps
 from collectors.rollouts.columns import Columns
 from collectors.rollouts.sampled import SampledPolicy, greedy
-from collectors.rollouts.wrapping import first_output
+from collectors.rollouts.wrapping import UnusablePolicy, first_output
 
 Array = np.ndarray
 Policy = Callable[[TensorDictBase], TensorDictBase]
@@ -93,7 +93,7 @@ class CalledPolicy:
     may be of another episode, are not in it.
 
     Raises:
-        TypeError: the policy returns no TensorDict, or a module takes neither a tensor nor a TensorDict.
+        UnusablePolicy: it returns no TensorDict, or a module takes neither a tensor nor a TensorDict.
         ValueError: the policy writes no "action".
     """
 
@@ -204,7 +204,7 @@ class PolicyInParts:
 def _outputs(output: TensorDictBase, keys: Collection[str] | None) -> tuple[Mapping[str, torch.Tensor], Read]:
     """Return the outputs of a policy that are stored, and the function that reads them."""
     if not isinstance(output, TensorDictBase | Mapping):
-        raise TypeError(f"the policy returned a {type(output).__name__}, not the TensorDict that it was called with")
+        raise UnusablePolicy(f"the policy returned a {type(output).__name__}, not the TensorDict that it was given")
     outputs: dict[str, torch.Tensor] = {
         key: value
         for key, value in output.items()

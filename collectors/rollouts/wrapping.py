@@ -15,6 +15,10 @@ OUT_KEYS: list[NestedKey] = ["action"]
 Call = Callable[[TensorDictBase], Any]
 
 
+class UnusablePolicy(TypeError):
+    """A policy cannot be called with an observation, or returns no action."""
+
+
 def first_output(policy: Call, example: TensorDict, gate: Callable[[Call], Call]) -> tuple[Call, Any]:
     """Call ``policy`` with a copy of ``example``, its input; return what to call from now on, and the output.
 
@@ -23,7 +27,7 @@ def first_output(policy: Call, example: TensorDict, gate: Callable[[Call], Call]
     a type, or the name "tensordict" or "td"). Else both are tried, the tensor first.
 
     Raises:
-        TypeError: the module takes neither a tensor nor a TensorDict; carries both errors.
+        UnusablePolicy: the module takes neither a tensor nor a TensorDict; carries both errors.
         Exception: whatever any other policy raises.
     """
     if not isinstance(policy, nn.Module) or _takes_tensordict(policy):
@@ -40,7 +44,7 @@ def first_output(policy: Call, example: TensorDict, gate: Callable[[Call], Call]
             return function, output
         errors.append(f'{what}: no "action" came of it')
     kind = type(policy).__name__
-    raise TypeError(f"{kind} is not usable as a policy\n" + "\n".join(f"  called {error}" for error in errors))
+    raise UnusablePolicy(f"{kind} is not usable as a policy\n" + "\n".join(f"  called {error}" for error in errors))
 
 
 def _takes_tensordict(policy: nn.Module) -> bool:

@@ -332,12 +332,20 @@ class Unfit(nn.Module):
         return observation.no_such_method()
 
 
-@pytest.mark.parametrize("wrong", [Unfit(), nn.Linear(7, 2)])
-def test_a_module_that_takes_neither_form_is_an_error_at_construction_with_both_reasons(wrong):
-    with pytest.raises(TypeError, match=r"(?s)not usable as a policy.*with the tensor of .*with a TensorDict: "):
-        collect_with(Collector, wrong)
-    with pytest.raises(wsync.WorkerFailed, match=r"(?s)TypeError.*not usable as a policy.*with a TensorDict: "):
-        collect_with(MultiSyncCollector, wrong)
+class Pair(nn.Module):
+    def forward(self, observation):
+        return observation, observation
+
+
+@pytest.mark.parametrize("cls", [*EVERY, DistributedCollector, RPCCollector])
+@pytest.mark.parametrize("wrong", [Unfit(), nn.Linear(7, 2), Pair()])
+def test_a_module_that_takes_neither_form_is_a_type_error_at_construction_with_both_reasons(cls, wrong):
+    with pytest.raises(
+        TypeError, match=r"(?s)not usable as a policy.*with the tensor of .*with a TensorDict: "
+    ) as raised:
+        collect_with(cls, wrong)
+    if cls is not Collector:
+        assert isinstance(raised.value, wsync.WorkerFailed) and list(raised.value.workers) in ([0], [1])
 
 
 def test_errors_of_a_module_that_declares_its_input_are_its_own():
