@@ -55,7 +55,8 @@ def check_schemes(schemes: Any) -> None:
         if scheme.model_id is not None:
             raise RuntimeError(
                 f"the scheme for '{model_id}' is initialised already, for '{scheme.model_id}': leave out the line "
-                f"scheme.init_on_sender('{scheme.model_id}', …), and connect(); the collector calls both"
+                f"scheme.init_on_sender('{scheme.model_id}', …), and connect(); the collector calls both. (If another "
+                "collector has initialised it, make a new one for this one.)"
             )
 
 

@@ -118,7 +118,7 @@ class RolloutWorker:
     def execute(self, command: str, argument: Any) -> tuple[str, Any] | None:
         """Execute a command of the trainer.
 
-        ``connect`` (the model ids to connect) comes first; then ``seed`` (the seed), ``resume`` (frames of an earlier
+        ``connect`` (the model ids to connect) comes before ``seed`` (the seed), ``resume`` (frames of an earlier
         run) and ``collect`` (the index of a buffer) in any order. ``ask`` may come at any time, with one of
         ``("has_weights", None)``, whether the policy is a module that has any, and ``("find", path)``, the pickled
         object at ``path``.

@@ -122,8 +122,7 @@ class WorkerCollector(BaseCollector):
         restart_window: float = 60.0,
         run_ahead: int | None = None,
     ) -> None:
-        makers = arguments.env_makers(create_env_fn)
-        self.num_workers = count = len(makers)
+        self.num_workers = count = len(makers := arguments.env_makers(create_env_fn))
         failure_policy = FailurePolicy(on_worker_failure, worker_timeout, max_restarts, restart_window)
         factories = arguments.policy_factory_of_each(policy_factory, count)
         self._gathering: Gathering = gathering(sync, cat_results, run_ahead)
@@ -146,8 +145,8 @@ class WorkerCollector(BaseCollector):
             threads=threads,
             log_level=logging.getLogger().getEffectiveLevel(),
         )
-        devices = arguments.device_of_each(device, count)
-        options = [replace(common, worker_idx=i, device=devices[i]) for i in range(count)]
+        devices = enumerate(arguments.device_of_each(device, count))
+        options = [replace(common, worker_idx=i, device=device) for i, device in devices]
         sent_policy = None if policy_factory is not None else policy
         for value, name in ((sent_policy, "policy"), (policy_factory, "policy_factory"), (makers, "create_env_fn")):
             pickled(value, name)  # each alone and before workers are started: the error names the argument
@@ -156,11 +155,8 @@ class WorkerCollector(BaseCollector):
         self._finalizer = util.Finalize(self, _finalize, args=(weakref.ref(self), pool), exitpriority=1)
         self._group = WorkerGroup(pool, failure_policy, self._worker_schemes, self.failures)
         schemes, optional = self._worker_schemes, self._scheme_is_tentative
-        specs = [
-            WorkerSpec(make, sent_policy, factory, schemes, optional)
-            for make, factory in zip(makers, factories, strict=True)
-        ]
-        self._start(specs, options)
+        made = zip(makers, factories, strict=True)
+        self._start([WorkerSpec(env, sent_policy, factory, schemes, optional) for env, factory in made], options)
 
     def _start(self, specs: Sequence[WorkerSpec], options: Sequence[WorkerOptions]) -> None:
         try:
@@ -170,8 +166,8 @@ class WorkerCollector(BaseCollector):
             self._gathering.check_shapes(self.remote_workers)
             if self._scheme_is_tentative:
                 self._settle_tentative_scheme()
-            self._group.connect()
             connect_hosted(self._hosted_schemes, self._find_in_workers)
+            self._group.connect()
         except BaseException:
             self.shutdown()
             raise

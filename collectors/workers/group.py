@@ -39,10 +39,12 @@ class WorkerGroup(WorkerSupervisor[W]):
         self._step_until(WorkerState.READY)
 
     def ask(self, question: str, argument: Any = None) -> list[Any]:
-        """Ask all workers; return their answers, by index: see ``RolloutWorker.execute``. Called after ``build``.
+        """Ask all workers; return their answers, by index: see ``RolloutWorker.execute``.
+
+        Called between ``build`` and ``connect``.
 
         Raises:
-            WorkerDied, WorkerFailed, SyncTimeout: a failure that the policy raises.
+            WorkerDied, WorkerFailed, SyncTimeout: a worker failed, whatever the failure policy.
         """
         self._answers.clear()
         for record in self._records:
@@ -53,7 +55,7 @@ class WorkerGroup(WorkerSupervisor[W]):
         return [self._answers[record.index] for record in self._records]
 
     def connect(self) -> None:
-        """Connect all workers by the schemes that there are now. Called once, after ``build``.
+        """Connect all workers by the schemes that there are now. Called once, after ``build`` and ``ask``.
 
         Raises:
             WorkerDied, WorkerFailed, SyncTimeout: a worker failed, whatever the failure policy.

@@ -57,7 +57,8 @@ class Event(NamedTuple, Generic[W]):
     Attributes:
         worker: the worker.
         kind: ``ready``, ``answer``, ``connected`` or ``batch``: the answer to a command; ``error``: the worker raised
-            and ends; ``unusable``: it raised ``UnusablePolicy``, and ends; ``stalled``: it began a message and did not finish it; ``died``: it ended without a message.
+            and ends; ``unusable``: it raised ``UnusablePolicy``, and ends; ``stalled``: it began a message and did not
+            finish it; ``died``: it ended without a message.
         value: the buffer's index for ``batch``, the answer for ``answer``, a traceback for ``error`` and ``unusable``,
             the reason for ``stalled`` and ``died``.
     """
