@@ -92,7 +92,7 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> int:
         except (OSError, ValueError) as error:  # an unknown address, or settings that contradict each other
             raise ConfigError(str(error)) from error
         collector.set_seed(seed)
-        collector.load_state_dict({"frames": training.progress.frames})
+        collector.load_state_dict({"frames": training.progress.frames, "policy_version": training.progress.version})
         training.run(collector, stop, OmegaConf.to_container(OmegaConf.structured(cfg)))
     return stop.exit_status
 

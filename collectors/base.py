@@ -1,12 +1,11 @@
-"""The interface of all collectors: iteration over batches, and updates of the weights that act."""
+"""The interface of all collectors: iteration over batches, counters and their state, and the end."""
 
 from __future__ import annotations
 
+import copy
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
-from numbers import Integral
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
@@ -14,14 +13,16 @@ from tensordict import TensorDictBase
 from torch import nn
 
 import wsync
-from collectors.rollouts.acting import find_in
+from collectors import arguments
+from collectors.rollouts.acting import policy_scheme
 from collectors.updaters import WeightUpdaterBase, make_updater
+from collectors.updates import WeightUpdates
 from collectors.workers.records import Failures
 
 UpdaterOrFactory = WeightUpdaterBase | Callable[[], WeightUpdaterBase]
 
 
-class BaseCollector(ABC):
+class BaseCollector(WeightUpdates, ABC):
     """Collects batches of experience with copies of a policy, which are updated on demand.
 
     Iterate over it for batches, update it by ``update_policy_weights_``, and end it by ``shutdown`` or as a context
@@ -36,12 +37,11 @@ class BaseCollector(ABC):
         closed: whether the collector was shut down.
     """
 
-    num_workers: int = 1
-
     def __init__(
         self,
         policy: Any,
         *,
+        policy_factory: Any,
         frames_per_batch: int,
         total_frames: int,
         storing_device: torch.device | str | None,
@@ -49,9 +49,12 @@ class BaseCollector(ABC):
         track_policy_version: bool,
         weight_updater: UpdaterOrFactory | None = None,
     ) -> None:
-        _check_frames(frames_per_batch, total_frames)
-        _check_schemes(weight_sync_schemes)
-        if weight_sync_schemes is None and isinstance(policy, nn.Module) and _has_weights(policy):
+        arguments.check_frames(frames_per_batch, total_frames)
+        arguments.check_schemes(weight_sync_schemes)
+        arguments.check_policy(policy)
+        # Of a policy that only a factory makes, the workers find out whether it has weights to synchronise.
+        self._scheme_is_tentative = weight_sync_schemes is None and policy is None and policy_factory is not None
+        if weight_sync_schemes is None and (self._scheme_is_tentative or arguments.has_weights(policy)):
             weight_sync_schemes = {"policy": self._default_scheme()}
         self.policy = policy
         self.frames_per_batch = frames_per_batch
@@ -59,8 +62,13 @@ class BaseCollector(ABC):
         self.storing_device = storing_device
         torch.empty(0, device=storing_device)  # raises now if there is no such device
         self.weight_sync_schemes = dict(weight_sync_schemes or {})
+        hosted = {model_id: scheme for model_id, scheme in self.weight_sync_schemes.items() if scheme.sender_driven}
+        self._hosted_schemes = hosted  # of models that no worker has
+        self._worker_schemes = {key: one for key, one in self.weight_sync_schemes.items() if key not in hosted}
         self.track_policy_version = track_policy_version
-        self.frames = 0
+        self.frames = self._batches = 0
+        self._seconds = 0.0  # spent in waiting for batches
+        self._last_version = 0  # when this collector was shut down
         self.closed = False
         self.failures = Failures()
         self.weight_updater = None if weight_updater is None else make_updater(weight_updater, self, policy)
@@ -68,6 +76,17 @@ class BaseCollector(ABC):
     def _default_scheme(self) -> wsync.WeightSyncScheme:
         """Return the policy's scheme for a collector that was given no schemes."""
         return wsync.SharedMemWeightSyncScheme(acknowledge="published")
+
+    def _drop_tentative_scheme(self) -> None:
+        """Do without the scheme that was assumed: the policies have no weights.
+
+        Raises:
+            ValueError: there is a ``weight_updater``.
+        """
+        if self.weight_updater is not None:
+            raise ValueError("weight_updater has nothing to update: the policy of policy_factory has no weights")
+        self._worker_schemes.pop("policy")
+        self.weight_sync_schemes.pop("policy").shutdown()
 
     # --- batches ---
 
@@ -81,11 +100,47 @@ class BaseCollector(ABC):
             raise RuntimeError("this collector has been shut down")
         if self.total_frames != -1 and self.frames >= self.total_frames:
             raise StopIteration
+        started = time.perf_counter()
         batch = self._gather()
+        self._seconds += time.perf_counter() - started
         self.frames += batch.numel()
-        if not self.track_policy_version:
+        self._batches += 1
+        if self.track_policy_version:
+            batch.set(("next", "policy_version"), batch.get("policy_version").clone())
+        else:
             batch = batch.exclude("policy_version")
+        batch.names = [*[None] * (batch.ndim - 1), "time"]
         return batch if self.storing_device is None else batch.to(self.storing_device)
+
+    def next(self) -> TensorDictBase | None:
+        """Return the next batch; None when ``total_frames`` were collected."""
+        return next(self, None)
+
+    @property
+    def policy_version(self) -> int:
+        """The newest version of the policy that was sent to the workers; 0 if it has no scheme that carries weights.
+
+        Without a scheme for ``"policy"``, it is the version of the first model that is sent to the workers.
+        """
+        scheme = policy_scheme(self._worker_schemes)
+        return self._last_version if self.closed or scheme is None else scheme.version
+
+    def stats(self) -> dict[str, Any]:
+        """Return plain values, for a log.
+
+        ``frames``, including those of an earlier run; ``batches`` returned; ``seconds`` spent in waiting for them;
+        ``num_workers``; ``policy_version``; ``failures``, as ``Failures.as_dict``; ``weight_sync``, by model id the
+        cost of updates, as ``SyncMetrics.summary``.
+        """
+        return {
+            "frames": self.frames,
+            "batches": self._batches,
+            "seconds": self._seconds,
+            "num_workers": self.num_workers,
+            "policy_version": self.policy_version,
+            "failures": self.failures.as_dict(),
+            "weight_sync": {name: scheme.metrics.summary() for name, scheme in self.weight_sync_schemes.items()},
+        }
 
     @abstractmethod
     def _gather(self) -> TensorDictBase:
@@ -100,138 +155,70 @@ class BaseCollector(ABC):
         """Seed the environments: environment ``i`` of all gets ``seed + i``. Returns the next free seed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters. The state of environments cannot be saved: episodes begin anew."""
-        return {"frames": self.frames}
+        """Return copies of the counters, the policy's version and its weights. The state of environments is not saved.
+
+        ``frames``; ``policy_version``; and, if the scheme for ``"policy"`` carries weights and this process has the
+        policy, ``policy_state_dict``: its weights now, whether they have been sent or not.
+        """
+        state: dict[str, Any] = {"frames": self.frames, "policy_version": self.policy_version}
+        policy = self._policy_with_scheme()
+        if policy is not None:
+            with wsync.gate():  # of one version, if it is the one that acts
+                state["policy_state_dict"] = copy.deepcopy(policy.state_dict())
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue to count where ``state_dict`` was taken; its random frames are not repeated."""
-        self.frames = int(state_dict["frames"])
+        """Continue where ``state_dict`` was taken: its frames count, and its random frames are not repeated.
 
-    # --- weights ---
-
-    def update_policy_weights_(
-        self,
-        policy_or_weights: Any = None,
-        /,
-        *,
-        policy: nn.Module | None = None,
-        weights: Any = None,
-        model_id: str | None = None,
-        worker_ids: int | Sequence[int] | None = None,
-        weights_dict: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Deliver weights to the workers; every frame that is begun afterwards is acted with them.
-
-        Args:
-            policy_or_weights: a module, a TensorDict or a state dict; with no weights at all, the registered policy's.
-            policy: a module.
-            weights: a TensorDict or a state dict.
-            model_id: the model; by default ``"policy"``, or the model of the only scheme.
-            worker_ids: one, several, or (None) all workers.
-            weights_dict: ``{model_id: weights}`` of several models: all or nothing, on every worker.
+        The weights are loaded into the policy and sent to the workers, numbered as they were, or by the next number if
+        that one has been used; later updates count on from there. Without weights, those of the policy are sent, if
+        ``policy_version`` is beyond their number. Only ``frames`` is required.
 
         Raises:
-            ValueError: arguments contradict each other, or a worker is unknown.
-            TypeError: the weights, or ``weights_dict``, have no known form.
-            KeyError: the model has no scheme; names the models that have one.
-            wsync.NotConnected: the collector was shut down.
-            wsync.WeightSyncError: as ``WeightSyncScheme.send``.
+            KeyError, TypeError, ValueError: not a state, or there is no scheme to send its weights by; nothing changed.
+            wsync.LayoutMismatch: the weights do not fit the policy; nothing changed.
+            wsync.WeightSyncError: as ``update_policy_weights_``.
         """
-        if self.closed:
-            raise _shut_down()
-        source = policy_or_weights
-        if policy is not None or weights is not None:
-            source = _the_one({"the positional argument": policy_or_weights, "policy": policy, "weights": weights})
-        if weights_dict is not None:
-            if source is not None or model_id is not None:
-                raise ValueError("weights_dict cannot be combined with policy, weights or model_id")
-            self._update_together(weights_dict, worker_ids)
-        elif self.weight_updater is not None and model_id in (None, self.default_model_id):
-            self.weight_updater.update_weights(source, worker_ids)
-        else:
-            self._deliver(self._scheme(model_id).send, source, worker_ids)
+        frames, version = int(state_dict["frames"]), int(state_dict.get("policy_version", 0))
+        if frames < 0 or version < 0:
+            raise ValueError(f"frames and policy_version are at least 0, not {frames} and {version}")
+        weights, policy = state_dict.get("policy_state_dict"), self._policy_with_scheme()
+        scheme, as_state_dict = policy_scheme(self._worker_schemes), wsync.WeightStrategy("state_dict")
+        own = self._worker_schemes.get("policy")
+        if weights is not None and (own is None or not own.sends_weights):
+            raise ValueError("the state has weights of the policy, and there is no scheme to send them by")
+        if weights is not None and policy is not None:  # refused before anything is changed, if they do not fit
+            as_state_dict.apply_weights(copy.deepcopy(policy.state_dict()), weights)
+        resend = scheme is not None and (weights is not None or (policy is not None and version > scheme.version))
+        if scheme is not None:
+            scheme.continue_from(max(0, version - 1) if resend else version)
+        if weights is not None and self.policy is not None:
+            as_state_dict.apply_weights(self.policy, weights)
+        if resend:
+            self.update_policy_weights_(weights if self.policy is None else None, model_id="policy")
+        self.frames = frames
+        self._resume()
 
-    def send_weights(
-        self,
-        weights: Any = None,
-        worker_ids: int | Sequence[int] | None = None,
-        *,
-        model_id: str | None = None,
-        wait: bool = True,
-    ) -> None:
-        """Deliver weights as ``update_policy_weights_`` does, without the ``weight_updater``, which calls this method.
+    def _policy_with_scheme(self) -> nn.Module | None:
+        """Return the policy in this process, if the scheme for ``"policy"`` carries its weights; else None."""
+        scheme = self._worker_schemes.get("policy")
+        if scheme is None or not scheme.sends_weights:
+            return None
+        try:
+            return self.get_model("policy")
+        except LookupError:
+            return None
 
-        Args:
-            weights: as for ``WeightSyncScheme.send``.
-            worker_ids: one, several, or (None) all workers.
-            model_id: the model; by default ``"policy"``, or the model of the only scheme.
-            wait: whether to wait for the acknowledgements.
-
-        Raises:
-            KeyError: the model has no scheme; names the models that have one.
-            wsync.NotConnected: the collector was shut down.
-            wsync.WeightSyncError: as ``WeightSyncScheme.send``.
-        """
-        if self.closed:
-            raise _shut_down()
-        scheme = self._scheme(model_id)
-        self._deliver(scheme.send if wait else scheme.send_async, weights, worker_ids)
-
-    def _deliver(
-        self, send: Callable[[Any, Any], object], weights: Any, worker_ids: int | Sequence[int] | None
-    ) -> None:
-        """Call ``send(weights, worker_ids)``; overridden where a worker may fail."""
-        send(weights, worker_ids)
-
-    def _update_together(self, weights_dict: Mapping[str, Any], worker_ids: int | Sequence[int] | None) -> None:
-        if not isinstance(weights_dict, Mapping) or isinstance(weights_dict, TensorDictBase):
-            raise TypeError(f"weights_dict is {{model_id: weights}}, not a {type(weights_dict).__name__}")
-        if not weights_dict:
-            raise ValueError("weights_dict is empty")
-        if self.weight_updater is not None and self.default_model_id in weights_dict:
-            raise ValueError(
-                f"the weights of '{self.default_model_id}' go by way of weight_updater, one model at a time: "
-                "leave that out to update several at once"
-            )
-        schemes = {self._scheme(model_id): weights for model_id, weights in weights_dict.items()}
-        self._deliver(wsync.synchronize, schemes, worker_ids)
-
-    def _scheme(self, model_id: str | None) -> wsync.WeightSyncScheme:
-        schemes = self.weight_sync_schemes
-        scheme = schemes.get(model_id or "policy")
-        if scheme is None and model_id is None:
-            scheme = schemes.get(self.default_model_id)
-        if scheme is None:
-            known = ", ".join(schemes) or "none at all"
-            raise KeyError(f"no weight sync scheme for model '{model_id or self.default_model_id}'; there are: {known}")
-        return scheme
-
-    @property
-    def default_model_id(self) -> str:
-        """The model that calls without ``model_id`` refer to: ``"policy"``, or the model of the only scheme."""
-        if "policy" in self.weight_sync_schemes or len(self.weight_sync_schemes) != 1:
-            return "policy"
-        return next(iter(self.weight_sync_schemes))
-
-    def get_model(self, model_id: str) -> nn.Module:
-        """Return the trainer's model ``model_id``: ``"policy"``, or a path inside the policy.
-
-        Raises:
-            LookupError: the trainer has no such model.
-        """
-        if self.policy is None:
-            raise LookupError(f"no '{model_id}' here: this collector was given no policy")
-        return find_in(SimpleNamespace(policy=self.policy), self.policy, model_id)
-
-    def cascade_weights(self, model_id: str) -> None:
-        """Deliver to the workers an update of this collector's own model, which a scheme above has installed."""
-        self.update_policy_weights_(model_id=model_id)
+    @abstractmethod
+    def _resume(self) -> None:
+        """Continue to count at ``frames`` in the workers as well. Called by ``load_state_dict``."""
 
     # --- end ---
 
     def shutdown(self) -> None:
         """End workers, schemes and environments. Idempotent."""
         if not self.closed:
+            self._last_version = self.policy_version
             self.closed = True
             self._close()
 
@@ -246,44 +233,3 @@ class BaseCollector(ABC):
     def __exit__(self, *_: object) -> None:
         """Shut down."""
         self.shutdown()
-
-
-def _check_frames(frames_per_batch: Any, total_frames: Any) -> None:
-    for name, number in (("frames_per_batch", frames_per_batch), ("total_frames", total_frames)):
-        if not isinstance(number, Integral):
-            raise TypeError(f"{name} is a whole number, not {number!r}")
-    if frames_per_batch < 1:
-        raise ValueError(f"frames_per_batch is at least 1, not {frames_per_batch}")
-    if total_frames != -1 and total_frames < 1:
-        raise ValueError(f"total_frames is at least 1, or -1 for no end, not {total_frames}")
-
-
-def _check_schemes(schemes: Any) -> None:
-    if not isinstance(schemes, Mapping | None):
-        what = type(schemes).__name__
-        raise TypeError(f"weight_sync_schemes is {{model_id: scheme}}, {{'policy': …}} for instance, not a {what}")
-    for model_id, scheme in (schemes or {}).items():
-        if not isinstance(scheme, wsync.WeightSyncScheme):
-            what = scheme if isinstance(scheme, type | str) else type(scheme)
-            raise TypeError(f"the scheme for '{model_id}' is a WeightSyncScheme, not {what!r}")
-
-
-def _has_weights(policy: nn.Module) -> bool:
-    """Whether the policy has parameters or buffers; ``TensorDictModule(function, …)`` has none."""
-    return next(chain(policy.parameters(), policy.buffers()), None) is not None
-
-
-def _shut_down() -> wsync.NotConnected:
-    return wsync.NotConnected("this collector has been shut down: it has no workers to update")
-
-
-def _the_one(forms: Mapping[str, Any]) -> Any:
-    """Return the only value that is not None.
-
-    Raises:
-        ValueError: there are several; names them.
-    """
-    given = {name: source for name, source in forms.items() if source is not None}
-    if len(given) > 1:
-        raise ValueError(f"weights were given more than once: {' and '.join(given)}")
-    return next(iter(given.values()))

@@ -86,9 +86,14 @@ class MultiSyncConfig(WorkerCollectorConfig):
 
 @dataclass
 class MultiAsyncConfig(WorkerCollectorConfig):
-    """Worker processes that collect while the learner learns; a batch is one worker's."""
+    """Worker processes that collect while the learner learns; a batch is one worker's.
+
+    Attributes:
+        run_ahead: batches that a worker begins, at most, before the learner has taken the one before them.
+    """
 
     _target_: str = "collectors.MultiAsyncCollector"
+    run_ahead: int = 1
 
 
 @dataclass
@@ -97,10 +102,12 @@ class RemoteConfig(WorkerCollectorConfig):
 
     Attributes:
         sync: whether a batch has a share of every worker, and all wait for new weights; otherwise it is one worker's.
+        run_ahead: with `sync=false`, as that of `multi_async`; null: 1 there.
         timeout: seconds in which the workers have to join.
     """
 
     sync: bool = True
+    run_ahead: int | None = None
     cat_results: Any = "stack"  # or a dimension, which is a number
     timeout: float = 60.0
     _convert_: str = "all"  # the collector gets plain lists and dictionaries

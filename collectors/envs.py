@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Self
 
+import gymnasium
 import torch
 from tensordict import TensorDict, TensorDictBase
 
@@ -83,6 +84,15 @@ class GymEnv:
             if stepper is None or not isinstance(stepper.driver, ScalarDriver):
                 raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
             return stepper.driver.env.get_wrapper_attr(name)
+
+    def __dir__(self) -> Iterable[str]:
+        """Return this object's attributes and those of a single Gymnasium environment, as ``__getattr__`` finds."""
+        names = {*super().__dir__()}
+        layer = self.stepper.driver.env if isinstance(self.stepper.driver, ScalarDriver) else None
+        while layer is not None:
+            names |= vars(layer).keys()
+            layer = layer.env if isinstance(layer, gymnasium.Wrapper) else None
+        return names
 
     def append_transform(self, transform: Transform) -> Self:
         """Apply ``transform`` after the existing transforms; return this environment.

@@ -11,6 +11,7 @@ import gymnasium
 from collectors.envs import GymEnv
 
 EnvMaker = Callable[[], Any]
+PolicyFactory = Callable[[], Any]
 _GYMNASIUM = gymnasium.Env | gymnasium.vector.VectorEnv
 
 

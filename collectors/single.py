@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,11 @@ from tensordict import TensorDictBase
 from torch import nn
 
 import wsync
+from collectors import arguments
 from collectors.base import BaseCollector, UpdaterOrFactory
 from collectors.envs import GymEnv
 from collectors.factories import EnvMaker, copy_of, make_env
+from collectors.hosted import connect_hosted
 from collectors.rollouts.acting import Actor, policy_scheme
 
 
@@ -24,23 +26,26 @@ class Collector(BaseCollector):
 
     Args:
         create_env_fn: a function that makes the environment, or the environment (or a list of one of these).
-        policy: a module that reads "observation" and writes "action", or any function of a TensorDict; None: random
+        policy: a module that reads "observation" and writes "action", or any function of a TensorDict, or a module that
+            maps the tensor of the one to that of the other (it acts by a ``TensorDictModule`` around it); None: random
             actions. The policy's other outputs are stored and not passed to it again: there is no recurrence.
-        policy_factory: makes the acting policy, instead of a copy of ``policy``.
+        policy_factory: makes the acting policy, instead of a copy of ``policy``; or a list of one such function.
         frames_per_batch: frames of a batch, rounded up to a multiple of the number of environments.
         total_frames: frames after which iteration ends; -1: no end.
         device: of the acting policy.
         storing_device: of the batches.
-        weight_sync_schemes: ``{model_id: scheme}``; by default one scheme for ``policy``, if that is a module with
-            weights (with only a ``policy_factory`` there is no scheme, and the weights stay as they are).
+        weight_sync_schemes: ``{model_id: scheme}``, not initialised; by default one scheme for the policy, if that is a
+            module with weights. With only a ``policy_factory``, the policy keeps its weights until others are sent.
         weight_updater: of the older API, deprecated; or a function that makes one.
         max_frames_per_traj: episodes are truncated after this number of steps.
         init_random_frames: number of first frames with random actions.
         track_policy_version: whether batches have ``policy_version``.
 
     Raises:
-        TypeError: there is no environment, or the policy cannot be copied.
+        TypeError: there is no environment, or the policy cannot be copied, or is not usable as a policy.
         ValueError: a number is out of range, or ``weight_updater`` contradicts the schemes.
+        RuntimeError: a scheme is initialised already.
+        LookupError: a model id leads nowhere.
     """
 
     def __init__(
@@ -48,7 +53,7 @@ class Collector(BaseCollector):
         create_env_fn: EnvMaker | GymEnv | list[EnvMaker],
         policy: Any = None,
         *,
-        policy_factory: Callable[[], Any] | None = None,
+        policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
         frames_per_batch: int,
         total_frames: int = -1,
         device: torch.device | str | None = None,
@@ -61,6 +66,7 @@ class Collector(BaseCollector):
     ) -> None:
         super().__init__(
             policy,
+            policy_factory=policy_factory,
             frames_per_batch=frames_per_batch,
             total_frames=total_frames,
             storing_device=storing_device,
@@ -71,7 +77,11 @@ class Collector(BaseCollector):
         makers = create_env_fn if isinstance(create_env_fn, list | tuple) else [create_env_fn]
         if len(makers) != 1:
             raise ValueError(f"a collector in one process has one environment function, not {len(makers)}")
-        acting = policy_factory() if policy_factory is not None else copy_of(policy)
+        (factory,) = arguments.policy_factory_of_each(policy_factory, 1)
+        acting = copy_of(policy) if factory is None else factory()
+        arguments.check_policy(acting)
+        if self._scheme_is_tentative and not arguments.has_weights(acting):
+            self._drop_tentative_scheme()
         self.env = make_env(makers[0])
         try:
             self._actor = Actor(
@@ -81,13 +91,15 @@ class Collector(BaseCollector):
                 init_random_frames=init_random_frames,
                 max_frames_per_traj=max_frames_per_traj,
             )
-            for model_id, scheme in self.weight_sync_schemes.items():
+            self._actor.rollout.probe_policy()
+            for model_id, scheme in self._worker_schemes.items():
                 if not isinstance(scheme, wsync.NoWeightSyncScheme):
                     scheme.init_in_process(model_id, self._actor.get_model(model_id), self._source(model_id))
+            connect_hosted(self._hosted_schemes, lambda path: [self._actor.find(path)])
         except BaseException:
             self.shutdown()
             raise
-        followed = policy_scheme(self.weight_sync_schemes)
+        followed = policy_scheme(self._worker_schemes)
         if followed is not None:
             self._actor.follow(followed)
         self._steps = -(-frames_per_batch // self.env.num_envs)
@@ -118,9 +130,7 @@ class Collector(BaseCollector):
         self._actor.rollout.seed(seed)
         return seed + self.env.num_envs
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See BaseCollector."""
-        super().load_state_dict(state_dict)
+    def _resume(self) -> None:
         self._actor.rollout.frames = self.frames
 
     def interrupt(self) -> None:

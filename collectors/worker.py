@@ -11,16 +11,18 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import cloudpickle
 import torch
 from tensordict import TensorDict
 
 import wsync
+from collectors.arguments import check_policy, has_weights
 from collectors.batch_layout import BatchLayout
 from collectors.factories import make_env
 from collectors.rollouts.acting import Actor, policy_scheme
+from collectors.rollouts.wrapping import UnusablePolicy
 from collectors.workers.connections import WorkerConnection
 
 
@@ -31,7 +33,8 @@ class WorkerOptions:
     Attributes:
         worker_idx: its index.
         frames: of a batch; rounded up to a multiple of the number of environments.
-        buffers: batches in flight: 1 for synchronous collection, 2 so that the worker need not wait for the trainer.
+        buffers: batches in flight: 1 for synchronous collection, 2 or more so that the worker can run ahead of the
+            trainer.
         device: of the policy.
         init_random_frames: number of first frames with random actions.
         max_frames_per_traj: episodes are truncated after this number of steps.
@@ -51,12 +54,21 @@ class WorkerOptions:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker is built from; sent as a pickle of its own, so that no memory is shared with the trainer."""
+    """What a worker is built from; sent as a pickle of its own, so that no memory is shared with the trainer.
+
+    Attributes:
+        create_env_fn: makes the environment.
+        policy: that acts, unless there is a factory.
+        policy_factory: makes it.
+        schemes: by model id; those that the worker receives by.
+        optional: whether to leave the schemes out if the policy has no weights.
+    """
 
     create_env_fn: Any
     policy: Any
     policy_factory: Any
     schemes: Mapping[str, wsync.WeightSyncScheme]
+    optional: bool = False
 
 
 class RolloutWorker:
@@ -79,9 +91,14 @@ class RolloutWorker:
         with ExitStack() as opened:
             env = make_env(unpickled.create_env_fn)
             opened.callback(env.close)
+            policy = unpickled.policy if factory is None else factory()
+            check_policy(policy)
+            self._has_weights = has_weights(policy)
+            if unpickled.optional and not self._has_weights:
+                self._schemes = {}
             self._actor = Actor(
                 env,
-                unpickled.policy if factory is None else factory(),
+                policy,
                 device=options.device,
                 init_random_frames=options.init_random_frames,
                 max_frames_per_traj=options.max_frames_per_traj,
@@ -101,14 +118,21 @@ class RolloutWorker:
     def execute(self, command: str, argument: Any) -> tuple[str, Any] | None:
         """Execute a command of the trainer.
 
-        ``connect`` comes first; then ``seed`` (the seed), ``resume`` (frames of an earlier run) and ``collect`` (the
-        index of a buffer) in any order.
+        ``connect`` (the model ids to connect) comes before ``seed`` (the seed), ``resume`` (frames of an earlier
+        run) and ``collect`` (the index of a buffer) in any order. ``ask`` may come at any time, with one of
+        ``("has_weights", None)``, whether the policy is a module that has any, and ``("find", path)``, the pickled
+        object at ``path``.
 
         Returns:
-            ``("connected", None)``, ``("batch", index)``, or None for a command without an answer.
+            ``("connected", None)``, ``("batch", index)``, ``("answer", answer)``, or None for a command without one.
         """
+        if command == "ask":
+            question, path = argument
+            return "answer", self._has_weights if question == "has_weights" else cloudpickle.dumps(
+                self._actor.find(path)
+            )
         if command == "connect":
-            self._connect()
+            self._connect(argument)
             return "connected", None
         if command == "seed":
             self._actor.rollout.seed(argument)
@@ -120,9 +144,9 @@ class RolloutWorker:
         self._actor.rollout.collect(self._batches[index])
         return "batch", index
 
-    def _connect(self) -> None:
-        for scheme in self._schemes.values():
-            scheme.connect(worker_idx=self._worker_idx)
+    def _connect(self, model_ids: Sequence[str]) -> None:
+        for model_id in model_ids:
+            self._schemes[model_id].connect(worker_idx=self._worker_idx)
         followed = policy_scheme(self._schemes)
         if followed is not None:
             self._actor.follow(followed)
@@ -136,8 +160,8 @@ def serve(connection: WorkerConnection) -> None:
     """Execute the trainer's commands until it closes the connection; then close this end.
 
     The first command is ``("build", (spec, options))``; ``RolloutWorker.execute`` takes the others. The answer to
-    ``build`` is ``("ready", (layout, number of buffers, number of environments))``. After ``("error", traceback)`` the
-    worker ends.
+    ``build`` is ``("ready", (layout, number of buffers, number of environments))``. After ``("error", traceback)`` or
+    ``("unusable", traceback)`` the worker ends.
     """
     connection.set_timeout(None)  # the trainer may be busy for long
     # An error is reported before the schemes are closed: the trainer would otherwise hear only that they were closed.
@@ -160,11 +184,11 @@ def _serve(connection: WorkerConnection, opened: ExitStack) -> None:
         answer = worker.execute(command, argument)
         if answer is not None:
             with _ended_by_trainer():
-                kind, index = answer
+                kind, value = answer
                 if kind == "batch":
-                    connection.send_batch(index, buffers[index])
+                    connection.send_batch(value, buffers[value])
                 else:
-                    connection.send(kind)
+                    connection.send(kind, value)
 
 
 class _ConnectionClosed(Exception):
@@ -185,9 +209,14 @@ def _reported_errors(connection: WorkerConnection) -> Iterator[None]:
         yield
     except _ConnectionClosed:
         return
-    except Exception:  # noqa: BLE001  any error is raised again in the trainer, with this traceback
+    except Exception as error:  # noqa: BLE001  any error is raised again in the trainer, with this traceback
         with suppress(ConnectionError):  # the trainer may have ended already, because another worker failed
-            connection.send_error(traceback.format_exc())
+            connection.send_error(error_kind(error), traceback.format_exc())
+
+
+def error_kind(error: Exception) -> Literal["error", "unusable"]:
+    """Return the kind of the event that reports ``error``: see ``collectors.workers.pool.Event``."""
+    return "unusable" if isinstance(error, UnusablePolicy) else "error"
 
 
 def configure_process(options: WorkerOptions) -> None:

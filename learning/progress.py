@@ -58,7 +58,7 @@ class Row:
         episodes: ended so far.
         episode_return_mean_100: over the last 100 episodes, or all while there are fewer; None before the first.
         episode_returns: of the episodes that ended in this batch, in the order of time.
-        version: of the weights last sent; it restarts at 1 when a run is resumed.
+        version: of the weights last sent; a resumed run counts on.
         staleness: versions between the weights that acted and the newest ones when the batch was learnt from, mean
             over frames.
         weight_sync: cost of the update; None if there was none.

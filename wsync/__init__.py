@@ -13,7 +13,7 @@ from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, WeightSyncEr
 from wsync.gate import gate, gated
 from wsync.legacy.api import WeightReceiver, WeightSender
 from wsync.metrics import SyncMetrics
-from wsync.paths import find_model
+from wsync.paths import NoSuchPath, find_model, find_object
 from wsync.registry import register_backend, registered_backends
 from wsync.rendezvous import Rendezvous, SocketRendezvous, StoreRendezvous
 from wsync.scheme import WeightSyncScheme
@@ -34,6 +34,7 @@ __all__ = [
     "LayoutMismatch",
     "MPTransport",
     "MultiProcessWeightSyncScheme",
+    "NoSuchPath",
     "NoWeightSyncScheme",
     "NotConnected",
     "RPCTransport",
@@ -61,6 +62,7 @@ __all__ = [
     "WorkerDied",
     "WorkerFailed",
     "find_model",
+    "find_object",
     "gate",
     "gated",
     "listen_on",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from torch import nn
@@ -10,6 +12,20 @@ from torch import nn
 from wsync.types import ModelContext
 
 _STEP = re.compile(r"\.?([A-Za-z_]\w*)|\[(-?\d+)\]|\[['\"]([^'\"]+)['\"]\]")
+_MOST_NAMES = 20  # in an error
+
+
+class NoSuchPath(LookupError):
+    """A path leads nowhere.
+
+    Attributes:
+        reached: the part of the path that exists; empty if its first step is missing.
+        lacking: what is missing there, and what there is instead.
+    """
+
+    def __init__(self, message: str, reached: str, lacking: str) -> None:
+        super().__init__(message)
+        self.reached, self.lacking = reached, lacking
 
 
 def find_model(context: object, model_id: str) -> nn.Module:
@@ -19,17 +35,23 @@ def find_model(context: object, model_id: str) -> nn.Module:
     indices.
 
     Raises:
-        LookupError: there is no such thing; the message says how far the path leads.
+        LookupError: there is no such thing; the message says how far the path leads, and what there is.
         TypeError: it is not a module.
         ValueError: the id is not a path.
     """
-    found: Any = context.get_model(model_id) if isinstance(context, ModelContext) else _follow(context, model_id)
+    found: Any = context.get_model(model_id) if isinstance(context, ModelContext) else find_object(context, model_id)
     if not isinstance(found, nn.Module):
         raise TypeError(f"'{model_id}' in {type(context).__name__} is a {type(found).__name__}, not a torch.nn.Module")
     return found
 
 
-def _follow(context: object, path: str) -> Any:
+def find_object(context: object, path: str) -> Any:
+    """The object at ``path``, attributes and indices, in ``context``.
+
+    Raises:
+        NoSuchPath: there is none; a ``LookupError``.
+        ValueError: it is not a path.
+    """
     found, end = context, 0
     while end < len(path):
         step = _STEP.match(path, end)
@@ -40,11 +62,31 @@ def _follow(context: object, path: str) -> Any:
             item = int(index) if index is not None else key
             found = getattr(found, name) if name is not None else found[item]  # pyright: ignore[reportIndexIssue]
         except (AttributeError, LookupError, TypeError) as error:
-            reached = path[:end] or "the context"
-            lacking = f"{reached} has no {step.group().lstrip('.')}"
-            raise LookupError(f"no '{path}' in {type(context).__name__}: {lacking}") from error
+            reached = path[:end]
+            lacking = f"{reached or 'the context'} has no {step.group().lstrip('.')}; it has {_listed(found)}"
+            raise NoSuchPath(f"no '{path}' in {type(context).__name__}: {lacking}", reached, lacking) from error
         end = step.end()
     return found
+
+
+def _listed(found: object) -> str:
+    names = list(islice(_names(found), _MOST_NAMES + 1))
+    return ", ".join([*names[:_MOST_NAMES], *(["…"] if len(names) > _MOST_NAMES else [])]) or "nothing"
+
+
+def _names(found: object) -> Iterator[str]:
+    """The steps that can be taken from ``found``: indices, keys, or public attributes of its own."""
+    if isinstance(found, Mapping):
+        yield from (f"[{key!r}]" for key in found)
+    elif isinstance(found, Sequence):
+        yield from (f"[{index}]" for index in range(len(found)))
+    elif isinstance(found, nn.Module):
+        for name in (*found._modules, *found._parameters, *found._buffers):
+            yield f"[{name}]" if name.isdigit() else name
+    else:
+        own = set(vars(found)) if hasattr(found, "__dict__") else set()
+        inherited = set(dir(type(found))) - own
+        yield from (name for name in dir(found) if not name.startswith("_") and name not in inherited)
 
 
 def find_or_none(context: object, model_id: str) -> nn.Module | None:

@@ -58,7 +58,7 @@ class Receiver(VersionState):
         strategy: WeightStrategy,
         channel: ReceiveChannel,
         *,
-        cascade: Callable[[], None] | None = None,
+        cascade: Callable[[], object] | None = None,
     ) -> None:
         super().__init__(channel)
         self.destination = destination

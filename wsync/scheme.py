@@ -29,6 +29,7 @@ from wsync.in_process import InProcessChannel
 from wsync.metrics import SyncMetrics
 from wsync.paths import find_model, find_or_none
 from wsync.receiver import Receiver
+from wsync.receiving.cascade import cascade_of
 from wsync.receiving.channel import SenderChannel
 from wsync.receiving.protocols import ReceiveChannel
 from wsync.receiving.readers import ReaderFactory
@@ -42,7 +43,7 @@ from wsync.sending.protocols import SendChannel
 from wsync.sending.source import DeviceMap, Source, per_worker
 from wsync.transforms.chain import Transform, compose
 from wsync.transport import FlatTransport, TransportBackend
-from wsync.types import CascadingContext, CollectorContext, SyncReport
+from wsync.types import CollectorContext, SyncReport
 from wsync.weights.strategy import Format, WeightStrategy
 from wsync.weights.targets import Destination, Load
 
@@ -73,6 +74,8 @@ class WeightSyncScheme(ABC):
     """Values of ``collector=`` in ``train.py`` that work with this scheme, the default first; empty if none does."""
     sends_weights: ClassVar[bool] = True
     """Whether anything is sent at all."""
+    sender_driven: ClassVar[bool] = False
+    """Whether the sender alone drives both ends, given a context with ``actors``; a collector's workers are neither."""
     delivers_at_connect: ClassVar[bool] = True
     """Whether the first weights are delivered by ``connect``; otherwise by the first ``send``."""
     arena: ClassVar[bool] = False
@@ -231,8 +234,8 @@ class WeightSyncScheme(ABC):
 
         Args:
             model_id: the model's name, and its path in ``context``.
-            context: an object that has the model. If it has workers of its own (a ``CascadingContext``),
-                ``context.cascade_weights(model_id)`` is called after each update.
+            context: an object that has the model. If it has workers of its own, ``context.cascade_weights(model_id)``
+                is called after each update; or else ``context.update_policy_weights_(weights, model_id=model_id)``.
             model: the model itself, or a mapping of tensors into which weights are copied. If a module's parameters are
                 in memory shared with another process, they are copied first.
             load: for an inference engine: called inside the gate with an iterator over the ``(name, tensor)`` pairs of
@@ -251,7 +254,7 @@ class WeightSyncScheme(ABC):
             if context is None:
                 raise ValueError(f"init_on_receiver('{model_id}') needs the model, a context that has it, or load=")
             model = find_model(context, model_id)
-        cascade = (lambda: context.cascade_weights(model_id)) if isinstance(context, CascadingContext) else None
+        cascade = cascade_of(context, model_id, model, self._strategy)
         if cascade is not None and not self.acknowledges:
             raise ValueError(
                 f"the context of '{model_id}' passes updates on to workers of its own, so a finished send needs their "
@@ -375,6 +378,14 @@ class WeightSyncScheme(ABC):
             SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or not with these weights.
         """
         self._sender_role("readmit").sender.readmit(worker_idx, sentinel, timeout)
+
+    def continue_from(self, version: int) -> None:
+        """On the sender: number the next update ``version + 1``, unless versions are beyond that; for a resumed run.
+
+        Raises:
+            ValueError: it is not a version: negative, or too large.
+        """
+        self._sender_role("continue_from").sender.continue_from(version)
 
     def send(
         self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, partial: bool = False

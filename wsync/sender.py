@@ -25,7 +25,7 @@ from wsync.sending.locators import Locators
 from wsync.sending.membership import Membership
 from wsync.sending.protocols import SendChannel
 from wsync.sending.source import Source
-from wsync.types import Ack, SyncReport
+from wsync.types import LAST_VERSION, Ack, SyncReport
 from wsync.weights.layout import Layout
 
 
@@ -145,6 +145,17 @@ class Sender:
             version = self._members.expected_version.get(worker)
             if version:
                 self._acks.require([worker], version, deadline)
+
+    def continue_from(self, version: int) -> None:
+        """Skip the version numbers up to ``version``.
+
+        Raises:
+            ValueError: it is out of range.
+        """
+        if not 0 <= version < LAST_VERSION:
+            raise ValueError(f"a version is from 0 to {LAST_VERSION - 1}, not {version}")
+        with self.exclusive():
+            self.version = max(self.version, version)
 
     # --- sending ---
 

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 ANY_VERSION = 2**62  # newer than every version: an answer to any version that the sender waits for
+LAST_VERSION = 2**40  # versions stay below; they have to fit into a word of the arena beside a slot
 PHASES = ("extract", "pack", "transfer", "wait", "apply", "acknowledge")
 
 
@@ -129,6 +130,15 @@ class CascadingContext(Protocol):
 
     def cascade_weights(self, model_id: str) -> None:
         """Send the model's weights to the workers below. Called outside the gate, after each installed update."""
+        ...
+
+
+@runtime_checkable
+class UpdatableContext(Protocol):
+    """A receiver's context that has workers of its own, and only a collector's method to update them."""
+
+    def update_policy_weights_(self, weights: object, /, *, model_id: str) -> object:
+        """Send ``weights`` to the workers below. Called as ``CascadingContext.cascade_weights``."""
         ...
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from collectors.worker import RolloutWorker, WorkerOptions
+from collectors.worker import RolloutWorker, WorkerOptions, error_kind
 from collectors.workers.pool import SHUTDOWN_GRACE, Event, WorkerHandle, WorkerPool
 
 
@@ -64,9 +64,9 @@ class CommandExecutor:
                 reply = self._build(*argument) if self._worker is None else self._work(self._worker, command, argument)
                 on_error.pop_all()
             return reply
-        except Exception:  # noqa: BLE001  any error is raised again in the trainer, with this traceback
+        except Exception as error:  # noqa: BLE001  any error is raised again in the trainer, with this traceback
             self._failed = True
-            return Reply("error", traceback.format_exc())
+            return Reply(error_kind(error), traceback.format_exc())
 
     def _build(self, spec: bytes, options: WorkerOptions) -> Reply:
         self._configure(options)

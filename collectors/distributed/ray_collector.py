@@ -22,7 +22,7 @@ import wsync
 from collectors.distributed.calls import CalledWorker, CallPool, CommandExecutor, Reply, WakeEvent
 from collectors.distributed.ray_cluster import Cluster, starts_one
 from collectors.factories import EnvMaker
-from collectors.multi import WorkerCollector, WorkerCollectorOptions
+from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
 from collectors.workers.pool import SHUTDOWN_GRACE
 from wsync import SyncTimeout
 

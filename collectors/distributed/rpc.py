@@ -19,7 +19,7 @@ from collectors.distributed import rpc_worker
 from collectors.distributed.calls import CalledWorker, CallPool, Reply, WakeEvent
 from collectors.distributed.rpc_group import host_store, is_member, join_or_end, leave_group
 from collectors.factories import EnvMaker
-from collectors.multi import WorkerCollector, WorkerCollectorOptions
+from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
 from collectors.workers.pool import SHUTDOWN_GRACE
 from collectors.workers.process_handle import ProcessHandle
 from collectors.workers.processes import exit_reason, join_or_kill, kill, pipe, start

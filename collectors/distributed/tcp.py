@@ -15,7 +15,7 @@ import wsync
 from collectors.distributed import torchrun
 from collectors.distributed.tcp_worker import key_from_environment, resolved
 from collectors.factories import EnvMaker
-from collectors.multi import WorkerCollector, WorkerCollectorOptions
+from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
 from collectors.workers.connection_pool import ConnectedWorker, ConnectionPool
 from collectors.workers.connections import WorkerConnection
 from collectors.workers.processes import exit_reason

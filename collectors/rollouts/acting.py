@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +13,26 @@ import wsync
 from collectors.rollouts.rollout import Rollout
 
 
+@dataclass(frozen=True)
+class TrainedModels:
+    """What the path of a model of the trainer begins with: ``"policy"``."""
+
+    policy: Any
+
+
+@dataclass(frozen=True)
+class ActingModels:
+    """What the path of a model begins with: ``"policy"`` or ``"env.transform[0].module"``."""
+
+    policy: Any
+    env: Any
+
+
 class Actor:
     """Acts with a policy and records the version that acted in each frame.
 
-    It is also the context of a worker's schemes; model ids are ``"policy"``, ``"env.value_net"``, or a path below the
-    policy.
+    It is also the context of a worker's schemes; model ids are ``"policy"``, ``"env.value_net"``, or a path in the
+    policy (``"critic"``) or in the environment (``"transform[0].module"``).
 
     Args:
         env: a ``GymEnv``.
@@ -65,29 +80,49 @@ class Actor:
         """Return the model called ``model_id`` in this worker.
 
         Raises:
-            LookupError: there is no such model.
+            LookupError: there is no such model; says what there is.
+            TypeError: it is not a module.
         """
-        return find_in(SimpleNamespace(policy=self.policy, env=self.env), self.policy, model_id)
+        return find_in(self._roots, model_id, wsync.find_model)
+
+    def find(self, path: str) -> Any:
+        """Return the object at ``path``, which begins as a model id does.
+
+        Raises:
+            LookupError: there is none; says what there is.
+        """
+        return find_in(self._roots, path, wsync.find_object)
+
+    @property
+    def _roots(self) -> Mapping[str, object]:
+        models = ActingModels(self.policy, self.env)
+        return {"the collector": models, "its policy": self.policy, "its environment": self.env}
 
 
-def policy_scheme(schemes: dict[str, wsync.WeightSyncScheme]) -> wsync.WeightSyncScheme | None:
+def policy_scheme(schemes: Mapping[str, wsync.WeightSyncScheme]) -> wsync.WeightSyncScheme | None:
     """Return the scheme with ``policy_version`` as its version: the policy's, or else the first that sends weights."""
-    carrying = {name: s for name, s in schemes.items() if not isinstance(s, wsync.NoWeightSyncScheme)}
+    carrying = {name: scheme for name, scheme in schemes.items() if scheme.sends_weights and not scheme.sender_driven}
     return carrying.get("policy") or next(iter(carrying.values()), None)
 
 
-def find_in(context: object, policy: object, model_id: str) -> nn.Module:
-    """Return the model ``model_id`` of a context, or else of the policy (``"actor"``).
+def find_in(roots: Mapping[str, object], path: str, find: Callable[[object, str], Any]) -> Any:
+    """Return ``find(root, path)`` of the first of ``roots``, by name, that has ``path``.
 
     Raises:
-        LookupError: it is in neither.
+        LookupError: none has it; says what the one has in which the path leads furthest, or else each of them.
+        TypeError: as ``find``.
     """
-    try:
-        return wsync.find_model(context, model_id)
-    except LookupError as error:
-        if not isinstance(policy, nn.Module):
-            raise
-        try:
-            return wsync.find_model(policy, model_id)
-        except LookupError:
-            raise error from None  # its message names the part of the path that exists
+    misses: dict[str, wsync.NoSuchPath] = {}
+    for name, root in roots.items():
+        if root is not None:
+            try:
+                return find(root, path)
+            except wsync.NoSuchPath as miss:
+                misses[name] = miss
+    furthest = max(len(miss.reached) for miss in misses.values())
+    lacking = [
+        f"in {name}, {miss.lacking}" if miss.reached else miss.lacking.replace("the context", name)
+        for name, miss in misses.items()
+        if len(miss.reached) == furthest
+    ]
+    raise LookupError(f"no '{path}' in this collector: {'; '.join(lacking)}")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModuleBase
-from torch import nn
 
 import wsync
 from collectors.environments.probing import without_side_effects
@@ -18,6 +15,7 @@ from collectors.environments.specs import to_numpy
 from collectors.environments.stepper import Steps
 from collectors.rollouts.columns import Columns
 from collectors.rollouts.sampled import SampledPolicy, greedy
+from collectors.rollouts.wrapping import UnusablePolicy, first_output
 
 Array = np.ndarray
 Policy = Callable[[TensorDictBase], TensorDictBase]
@@ -89,13 +87,13 @@ class RandomActions:
 
 
 class CalledPolicy:
-    """Any function of a TensorDict; its outputs are stored as they are, all of them or only ``keys``.
+    """Any function of a TensorDict, or module of a tensor; its outputs are stored as they are, all or only ``keys``.
 
     Each call gets a new TensorDict that holds only a copy of the current "observation": outputs of earlier steps, which
     may be of another episode, are not in it.
 
     Raises:
-        TypeError: the policy returns no TensorDict.
+        UnusablePolicy: it returns no TensorDict, or a module takes neither a tensor nor a TensorDict.
         ValueError: the policy writes no "action".
     """
 
@@ -115,8 +113,8 @@ class CalledPolicy:
         self._input = TensorDict(
             {"observation": self._observation}, self._observation.shape[:1] if batched else (), device=device
         )
-        with without_side_effects(policy, device), _explained_errors(policy):
-            output = gate(lambda: policy(self._input.clone()))()
+        with without_side_effects(policy, device):
+            policy, output = first_output(policy, self._input, gate)
         self.outputs, read = _outputs(output, keys)
 
         def act(observation: TensorDict, columns: Columns, t: int) -> int:
@@ -203,24 +201,10 @@ class PolicyInParts:
         columns.others["action_log_prob"][first:] = to_numpy(self._policy.log_prob(self._parameters, actions))
 
 
-@contextmanager
-def _explained_errors(policy: Policy) -> Iterator[None]:
-    """Add a note to the error of a module over tensors that was called with a TensorDict."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(policy, nn.Module) and not isinstance(policy, TensorDictModuleBase):
-            kind = type(policy).__name__
-            error.add_note(
-                f'a policy is called with a TensorDict: TensorDictModule({kind}(…), ["observation"], ["action"])'
-            )
-        raise
-
-
 def _outputs(output: TensorDictBase, keys: Collection[str] | None) -> tuple[Mapping[str, torch.Tensor], Read]:
     """Return the outputs of a policy that are stored, and the function that reads them."""
     if not isinstance(output, TensorDictBase | Mapping):
-        raise TypeError(f"the policy returned a {type(output).__name__}, not the TensorDict that it was called with")
+        raise UnusablePolicy(f"the policy returned a {type(output).__name__}, not the TensorDict that it was given")
     outputs: dict[str, torch.Tensor] = {
         key: value
         for key, value in output.items()

@@ -58,9 +58,9 @@ class Rollout:
         Args:
             env: the environments; only the rollout may step them afterwards.
             policy: reads "observation" and writes "action" (``[*B]`` index, ``[*B, n]`` scores or one-hot,
-                ``[*B, dim]`` continuous) and other outputs; None for random actions. Its earlier outputs are not
-                passed to it again: there is no recurrence. A ``SampledPolicy`` is used in parts, which takes a third
-                less time.
+                ``[*B, dim]`` continuous) and other outputs, or a module that maps one tensor to the other; None for
+                random actions. Its earlier outputs are not passed to it again: there is no recurrence. A
+                ``SampledPolicy`` is used in parts, which takes a third less time.
             device: device of the policy's input; outputs are copied to the CPU.
             version: called after each step's policy call, inside the gate; stored as ``policy_version``.
             gate: wraps a function so that it runs inside a gate; applied to the policy call and the reading of its
@@ -120,6 +120,16 @@ class Rollout:
         successor = {"observation": torch.zeros_like(batch.get("observation"))}
         batch.set("next", TensorDict(successor | sums | flags | {"episode_length": zeros(torch.int64, 1)}, size))
         return batch
+
+    def probe_policy(self) -> None:
+        """Call the policy once, unless that has been done, so that its errors come before the first batch.
+
+        Raises:
+            TypeError: the policy cannot be called, or returns no TensorDict.
+            ValueError: it writes no "action".
+            Exception: whatever it raises.
+        """
+        self._action_source()
 
     def collect(self, batch: TensorDictBase) -> TensorDictBase:
         """Fill ``batch``, made by ``buffer`` (or a slice of such ones), and return it.

@@ -12,7 +12,7 @@ from typing import Any
 
 from collectors.worker import serve
 from collectors.workers.connections import WorkerConnection
-from collectors.workers.pool import SHUTDOWN_GRACE, Event, WorkerHandle, WorkerPool
+from collectors.workers.pool import RAISED, SHUTDOWN_GRACE, Event, WorkerHandle, WorkerPool
 from collectors.workers.process_handle import ProcessHandle
 from collectors.workers.processes import exit_reason, join_or_kill, kill, start
 from wsync import NotConnected
@@ -168,7 +168,7 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
                 worker.set_ready(layout, connection.open_buffers(layout, count, fds), num_envs)
             elif kind == "batch":
                 connection.receive_batch(worker.buffers[value])
-            elif kind == "error":
+            elif kind in RAISED:
                 wait([worker.sentinel], SHUTDOWN_GRACE)  # the worker closes its environments after the message
         except BlockingIOError:
             return "stalled", "did not finish a batch that it had begun to send"

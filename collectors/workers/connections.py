@@ -93,13 +93,13 @@ class WorkerConnection:
             while left:
                 left = left[os.write(descriptor, left) :]
 
-    def send_error(self, traceback: str) -> None:
-        """Report an error; the worker ends afterwards.
+    def send_error(self, kind: str, traceback: str) -> None:
+        """Report an error, an event of this kind; the worker ends afterwards.
 
         Raises:
             ConnectionError: the trainer is gone.
         """
-        self.send("error", traceback)
+        self.send(kind, traceback)
         self._connection.flush()  # ``close`` does not wait for a long message
 
     # --- the trainer's end ---

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
-from typing import Any, ClassVar, Literal, Protocol
+from numbers import Integral
+from typing import Any, Literal, Protocol
 
 import torch
 from tensordict import TensorDictBase
@@ -16,8 +17,10 @@ from collectors.workers.pool import WorkerHandle
 class Gathering(Protocol):
     """A way of gathering batches."""
 
-    buffers: ClassVar[int]
-    """Batches of one worker that are in flight."""
+    @property
+    def buffers(self) -> int:
+        """Batches of one worker that are in flight."""
+        ...
 
     def share(self, frames: int, workers: int) -> int:
         """Return the frames of each worker's batch. Called once, before workers are started."""
@@ -52,7 +55,7 @@ class SyncGathering:
         ValueError: ``cat_results`` is neither.
     """
 
-    buffers: ClassVar[int] = 1
+    buffers = 1
 
     def __init__(self, cat_results: int | Literal["stack"]) -> None:
         if cat_results != "stack" and not isinstance(cat_results, int):
@@ -101,11 +104,23 @@ class SyncGathering:
 
 
 class AsyncGathering:
-    """Workers collect without a pause; a batch is the next one that any worker has completed."""
+    """Workers collect without a pause; a batch is the next one that any worker has completed.
 
-    buffers: ClassVar[int] = 2  # one is filled while the other waits to be taken
+    Args:
+        run_ahead: batches that a worker begins, at most, before the trainer has taken the one before them; with 1, one
+            is filled while another waits to be taken.
 
-    def __init__(self) -> None:
+    Raises:
+        TypeError: it is not a whole number.
+        ValueError: it is negative.
+    """
+
+    def __init__(self, run_ahead: int) -> None:
+        if not isinstance(run_ahead, Integral) or isinstance(run_ahead, bool):
+            raise TypeError(f"run_ahead is a whole number, not {run_ahead!r}")
+        if run_ahead < 0:
+            raise ValueError(f"run_ahead is at least 0, not {run_ahead}")
+        self.buffers = int(run_ahead) + 1
         self._collecting: set[WorkerHandle] = set()
 
     def share(self, frames: int, workers: int) -> int:
@@ -130,3 +145,18 @@ class AsyncGathering:
                 batch = batch.clone()
                 group.collect(worker, buffer)
                 return batch
+
+
+def gathering(sync: bool, cat_results: int | Literal["stack"], run_ahead: int | None) -> Gathering:
+    """Return the way of gathering for a collector's arguments.
+
+    Raises:
+        TypeError, ValueError: an argument is out of range; or ``run_ahead`` of synchronous collection, where no worker
+            begins a batch before the trainer asks for it.
+    """
+    synchronous = SyncGathering(cat_results)
+    if not sync:
+        return AsyncGathering(1 if run_ahead is None else run_ahead)
+    if run_ahead is not None:
+        raise ValueError(f"run_ahead={run_ahead} is for asynchronous collection: a synchronous one never runs ahead")
+    return synchronous

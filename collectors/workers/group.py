@@ -23,8 +23,8 @@ _ERROR_GRACE = 2.0  # seconds in which a worker that has left a scheme has to re
 class WorkerGroup(WorkerSupervisor[W]):
     """All workers. One thread may gather while other threads deliver weights."""
 
-    def start(self, specs: Sequence[bytes], options: Sequence[WorkerOptions]) -> None:
-        """Build and connect all workers. Called once, before any other method.
+    def build(self, specs: Sequence[bytes], options: Sequence[WorkerOptions]) -> None:
+        """Build all workers. Called once, before any other method.
 
         Raises:
             WorkerDied, WorkerFailed, SyncTimeout: a worker failed, whatever the failure policy.
@@ -37,6 +37,29 @@ class WorkerGroup(WorkerSupervisor[W]):
         for record in self._records:
             self._build(record)
         self._step_until(WorkerState.READY)
+
+    def ask(self, question: str, argument: Any = None) -> list[Any]:
+        """Ask all workers; return their answers, by index: see ``RolloutWorker.execute``.
+
+        Called between ``build`` and ``connect``.
+
+        Raises:
+            WorkerDied, WorkerFailed, SyncTimeout: a worker failed, whatever the failure policy.
+        """
+        self._answers.clear()
+        for record in self._records:
+            assert record.worker is not None, "no worker has failed yet"
+            self._send(record.worker, "ask", (question, argument))
+        while len(self._answers) < len(self._records):
+            self._step()
+        return [self._answers[record.index] for record in self._records]
+
+    def connect(self) -> None:
+        """Connect all workers by the schemes that there are now. Called once, after ``build`` and ``ask``.
+
+        Raises:
+            WorkerDied, WorkerFailed, SyncTimeout: a worker failed, whatever the failure policy.
+        """
         for record in self._records:
             self._connect(record)
         for scheme in self.schemes.values():

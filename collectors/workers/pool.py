@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from collectors.batch_layout import BatchLayout
 from collectors.workers.process_handle import ProcessHandle
 
+RAISED = ("error", "unusable")  # events of a worker that has raised
 SHUTDOWN_GRACE = 5.0  # seconds in which a worker has to end after it was told to
 
 
@@ -55,9 +56,11 @@ class Event(NamedTuple, Generic[W]):
 
     Attributes:
         worker: the worker.
-        kind: ``ready``, ``connected`` or ``batch``: the answer to a command; ``error``: the worker raised and ends;
-            ``stalled``: it began a message and did not finish it; ``died``: it ended without a message.
-        value: the buffer's index for ``batch``, a traceback for ``error``, the reason for ``stalled`` and ``died``.
+        kind: ``ready``, ``answer``, ``connected`` or ``batch``: the answer to a command; ``error``: the worker raised
+            and ends; ``unusable``: it raised ``UnusablePolicy``, and ends; ``stalled``: it began a message and did not
+            finish it; ``died``: it ended without a message.
+        value: the buffer's index for ``batch``, the answer for ``answer``, a traceback for ``error`` and ``unusable``,
+            the reason for ``stalled`` and ``died``.
     """
 
     worker: W
@@ -69,7 +72,8 @@ class WorkerPool(ABC, Generic[W]):
     """Started workers. The first command for each is ``build``.
 
     Every command has one answer, except ``seed`` and ``resume``, which have none: ``build`` is answered by ``ready``,
-    ``connect`` by ``connected``, ``collect`` by ``batch``. A worker executes its commands in order.
+    ``ask`` by ``answer``, ``connect`` by ``connected``, ``collect`` by ``batch``. A worker executes its commands in
+    order.
 
     Methods are called by one thread at a time, which holds the collector's ``GatherLock``.
 

@@ -20,7 +20,7 @@ from enum import Enum, auto
 from typing import Any, Generic, Literal, get_args
 
 from collectors.worker import WorkerOptions
-from collectors.workers.pool import W
+from collectors.workers.pool import RAISED, W
 from wsync import SyncTimeout, WorkerDied, WorkerFailed
 
 OnFailure = Literal["raise", "drop", "restart"]
@@ -85,6 +85,10 @@ class Failures:
         return f"{self.failed.total()} worker failure(s){more}"
 
 
+class PolicyRefused(WorkerFailed, TypeError):
+    """A worker cannot act with its policy; carries the worker's traceback."""
+
+
 @dataclass(frozen=True)
 class FailureCause:
     """Why a worker has failed.
@@ -101,9 +105,11 @@ class FailureCause:
 
     @classmethod
     def of(cls, worker_idx: int, kind: str, value: Any) -> FailureCause:
-        """Return the cause that an event ``error``, ``stalled`` or ``died`` reports."""
-        if kind == "error":
-            return cls(WorkerFailed, f"worker {worker_idx} failed:\n{value}", value)
+        """Return the cause that an event ``error``, ``unusable``, ``stalled`` or ``died`` reports."""
+        if kind in RAISED:
+            return cls(
+                PolicyRefused if kind == "unusable" else WorkerFailed, f"worker {worker_idx} failed:\n{value}", value
+            )
         return cls(SyncTimeout if kind == "stalled" else WorkerDied, f"worker {worker_idx} {value}", value)
 
     def error(self, worker_idx: int, preface: str = "") -> WorkerDied | WorkerFailed | SyncTimeout:

@@ -13,10 +13,10 @@ from typing import Any, Generic
 
 import wsync
 from collectors.workers.gather_lock import GatherLock
-from collectors.workers.pool import Event, W, WorkerPool
+from collectors.workers.pool import RAISED, Event, W, WorkerPool
 from collectors.workers.records import FailureCause, FailurePolicy, Failures, WorkerRecord, WorkerState
 
-_ENDED = ("error", "stalled", "died")
+_ENDED = (*RAISED, "stalled", "died")
 _REJOIN_TIMEOUT = 10.0  # seconds in which a restarted worker has to join a scheme, while the trainer waits
 _log = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class WorkerSupervisor(Generic[W]):
         self._records: list[WorkerRecord[W]] = []
         self._events: deque[Event[W]] = deque()  # received, and not yet handled
         self._batches: deque[tuple[W, int]] = deque()
+        self._answers: dict[int, Any] = {}  # to the last question, by worker
         self._started = False
         self._next_seed: int | None = None
         self._stop_at: float | None = None
@@ -109,7 +110,7 @@ class WorkerSupervisor(Generic[W]):
             left = 0.0 if wait([worker.sentinel], 0.0) else max(0.0, deadline - time.monotonic())
             if not self._poll(left) and not left:
                 break
-        errors = (event.value for event in self._events if event.worker is worker and event.kind == "error")
+        errors = (event.value for event in self._events if event.worker is worker and event.kind in RAISED)
         return next(errors, None)
 
     def _time_left(self) -> float | None:
@@ -139,6 +140,8 @@ class WorkerSupervisor(Generic[W]):
             record.backoff.delivered()
             record.frames += worker.frames
             self._batches.append((worker, value))
+        elif kind == "answer":
+            self._answers[record.index] = value
         elif kind == "ready":
             record.state, record.num_envs = WorkerState.READY, worker.num_envs
             if self._started:
@@ -158,7 +161,7 @@ class WorkerSupervisor(Generic[W]):
     def _connect(self, record: WorkerRecord[W]) -> None:
         assert record.worker is not None
         record.state = WorkerState.CONNECTING
-        self._send(record.worker, "connect", None)
+        self._send(record.worker, "connect", list(self.schemes))
 
     # --- failures and restarts ---
 
@@ -180,7 +183,7 @@ class WorkerSupervisor(Generic[W]):
         else:
             done = self._schedule_restart(record, cause)
         _log.warning("%s: %s", cause.summary, done)
-        if cause.kind is wsync.WorkerFailed:
+        if issubclass(cause.kind, wsync.WorkerFailed):
             _log.warning("worker %d raised:\n%s", index, cause.detail)
 
     def _drop(self, record: WorkerRecord[W], cause: FailureCause) -> str:

@@ -18,10 +18,12 @@ import pytest
 import ray
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
 import wsync
-from collectors import GymEnv, MultiSyncCollector, RayModuleTransform
+from collectors import Collector, GymEnv, ModuleTransform, MultiAsyncCollector, MultiSyncCollector, RayModuleTransform
+from collectors.distributed import DistributedCollector
 from collectors.environments.transforms import Key
 
 pytestmark = [
@@ -145,6 +147,101 @@ def test_worker_processes_that_ray_does_not_know_join_it(rewards: RayModuleTrans
             batch = next(batches)
             assert (batch["next", "reward"] == value).all()
             assert batch["next", "episode_return"].max() <= 24  # of the environment's own reward
+
+
+def scaled(value: float) -> Scaled:
+    model = Scaled()
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+def policy() -> TensorDictModule:
+    return TensorDictModule(nn.Linear(4, 2), in_keys=["observation"], out_keys=["action"])
+
+
+def collector_with(cls: Any, path: str, transforms: list[Any], **options: Any) -> Any:
+    """A collector that synchronises its policy and what is in the actor of each worker's transform."""
+    schemes = {"policy": wsync.WeightSyncScheme.from_backend(options.pop("scheme", "shared_mem"))}
+    schemes[path] = wsync.RayModuleTransformScheme()
+    makers = [partial(GymEnv, "CartPole-v1", 2, transforms=[transform]) for transform in transforms]
+    return cls(makers, policy(), frames_per_batch=16, weight_sync_schemes=schemes, **options)
+
+
+def rewards_of(collector: Any) -> list[float]:
+    """The rewards of a batch that was begun after this call."""
+    batches = [next(collector) for _ in range(5 if isinstance(collector, MultiAsyncCollector) else 1)]
+    return batches[-1]["next", "reward"].unique().tolist()
+
+
+@pytest.mark.parametrize(
+    ("cls", "path"),
+    [
+        (Collector, "env.transform[0].module"),
+        (Collector, "transform[0].module"),
+        (MultiSyncCollector, "env.transform[0].module"),
+        (MultiSyncCollector, "transform[0].module"),
+        (MultiAsyncCollector, "env.transform[0].module"),
+        (DistributedCollector, "env.transform[0].module"),
+    ],
+)
+def test_a_collector_connects_and_updates_the_module(rewards: RayModuleTransform, cls: Any, path: str) -> None:
+    with scheme_for(rewards, scaled(1.0)):
+        pass  # what a test before this one has sent
+    workers = 1 if cls is Collector else 2
+    with collector_with(cls, path, [rewards] * workers) as collector:
+        assert rewards_of(collector) == [1.0], "nothing was sent yet"
+        collector.update_policy_weights_(weights=scaled(2.0), model_id=path)
+        assert rewards_of(collector) == [2.0]
+        collector.update_policy_weights_(weights_dict={"policy": policy(), path: scaled(3.0)})
+        assert rewards_of(collector) == [3.0] and collector.policy_version == 2
+        with pytest.raises(wsync.LayoutMismatch, match="weight"):
+            collector.update_policy_weights_(weights_dict={"policy": policy(), path: nn.Linear(2, 2)})
+        assert rewards_of(collector) == [3.0] and next(collector)["policy_version"].max() == 2
+        collector.update_policy_weights_()
+        assert rewards_of(collector) == [3.0]
+        with pytest.raises(ValueError, match="worker_ids would mean workers of one model"):
+            collector.update_policy_weights_(weights_dict={"policy": policy(), path: scaled(4.0)}, worker_ids=[0])
+        assert collector.stats()["weight_sync"][path]["updates"] == 2
+    assert reward_of(GymEnv("CartPole-v1", 2, transforms=[rewards])) == [3, 3]  # the actor is not the collector's
+
+
+def test_transforms_of_workers_in_actors_of_their_own(rewards: RayModuleTransform, cluster: None) -> None:
+    with (
+        RayModuleTransform(Scaled, REWARD, REWARD) as other,
+        collector_with(MultiSyncCollector, "env.transform[0].module", [rewards, other]) as collector,
+    ):
+        collector.update_policy_weights_(weights=scaled(5.0), model_id="env.transform[0].module")
+        assert rewards_of(collector) == [5.0]
+        collector.update_policy_weights_({1: scaled(6.0)}, model_id="env.transform[0].module", worker_ids=[1])
+        batch = next(collector)["next", "reward"]
+        assert [batch[0].unique().tolist(), batch[1].unique().tolist()] == [[5.0], [6.0]]
+
+
+def test_a_restarted_worker_uses_the_same_actor(rewards: RayModuleTransform) -> None:
+    path = "env.transform[0].module"
+    with collector_with(MultiSyncCollector, path, [rewards] * 2, on_worker_failure="restart") as collector:
+        collector.update_policy_weights_(weights=scaled(2.0), model_id=path)
+        next(collector)
+        collector.remote_workers[1].process.kill()
+        both = next(batch for batch in collector if collector.failures.restarted[1] and len(batch) == 2)
+        assert both["next", "reward"].unique().tolist() == [2.0]
+        collector.update_policy_weights_(weights=scaled(7.0), model_id=path)
+        assert rewards_of(collector) == [7.0] and collector.failures.failed == {1: 1}
+        with pytest.raises(ValueError, match="on_worker_failure='restart', update a model in actors"):
+            collector.update_policy_weights_(weights_dict={"policy": policy(), path: scaled(8.0)})
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
+def test_a_path_without_a_transform_in_an_actor_is_an_error_that_says_so(rewards: RayModuleTransform, cls: Any) -> None:
+    own = ModuleTransform(Scaled(), REWARD, REWARD)
+    missed: Any = LookupError if cls is Collector else wsync.WorkerFailed
+    for path, transform, error, said in (
+        ("env.transform[0].module", own, TypeError, "'env.transform\\[0\\]' is a ModuleTransform"),
+        ("env.transform[1].module", rewards, missed, "env.transform has no \\[1\\]; it has \\[0\\]"),
+        ("module", rewards, ValueError, "'module' names no transform"),
+    ):
+        with pytest.raises(error, match=said):
+            collector_with(cls, path, [transform])
 
 
 def test_a_dead_actor_is_named_in_every_error(cluster: None) -> None:

@@ -260,7 +260,7 @@ def explode():
 @every_family_ray_slow
 def test_a_worker_that_cannot_be_built_is_an_error_and_nothing_is_left(family):
     with pytest.raises(TypeError, match="policy cannot be sent to a worker"):
-        collect_with(family, trained=threading.Lock())
+        collect_with(family, trained=threading.Lock().acquire)
     with pytest.raises(wsync.WorkerFailed, match=r"worker 0 failed:(.|\n)*no such table"):
         collect_with(family, env=explode, workers=1)
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import InteractionType, set_interaction_type
+from tensordict.nn import InteractionType, TensorDictModule, set_interaction_type
 from torch import nn
 
 import wsync
@@ -370,7 +370,56 @@ def test_an_error_in_the_network_comes_out_and_the_next_batch_is_whole() -> None
     same(batch["action_log_prob"], log_probs(policy, batch))
 
 
-def test_a_module_over_tensors_is_told_how_a_policy_is_called() -> None:
-    with pytest.raises(Exception, match="linear") as caught:
-        Rollout(GymEnv("CartPole-v1", 2), nn.Linear(4, 2)).buffer(4)
-    assert "TensorDictModule(Linear(…)" in caught.value.__notes__[0]
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_a_module_over_tensors_acts_as_one_over_tensordicts_does(num_envs: int) -> None:
+    network = nn.Linear(4, 2)
+
+    def run(policy: Any) -> TensorDict:
+        return collected(Rollout(GymEnv("CartPole-v1", num_envs, seed=0), policy), 10)
+
+    bare, wrapped = (run(one) for one in (network, TensorDictModule(network, ["observation"], ["action"])))
+    assert (bare == wrapped).all()
+
+
+class Doubled(nn.Module):
+    """A TensorDict can be multiplied, too: what comes of that is no action."""
+
+    def forward(self, given: Any) -> Any:
+        return 2 * given[..., :2]
+
+
+class Documented(nn.Module):
+    """Takes a TensorDict, as it declares in some way."""
+
+    def _act(self, given: TensorDictBase) -> TensorDictBase:
+        assert isinstance(given, TensorDictBase), "it was called with something else"
+        return given.set("action", given["observation"][..., :2])
+
+
+class Typed(Documented):
+    def forward(self, given: TensorDictBase) -> TensorDictBase:
+        return self._act(given)
+
+
+class Named(Documented):
+    def forward(self, tensordict):  # type: ignore[no-untyped-def]
+        return self._act(tensordict)
+
+
+class WithKeys(Documented):
+    in_keys, out_keys = ("observation",), ("action",)
+
+    def forward(self, given):  # type: ignore[no-untyped-def]
+        return self._act(given)
+
+
+class Undeclared(nn.Module):
+    def forward(self, given):  # type: ignore[no-untyped-def]
+        return given.set("action", given["observation"][..., :2])
+
+
+@pytest.mark.parametrize("kind", [Doubled, Typed, Named, WithKeys, Undeclared])
+def test_what_a_module_takes_is_found_out(kind: type[nn.Module]) -> None:
+    batch = collected(Rollout(GymEnv("CartPole-v1", 2), kind()), 5)
+    factor = 2 if kind is Doubled else 1
+    assert torch.equal(batch["action"], factor * batch["observation"][..., :2])

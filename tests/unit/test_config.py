@@ -211,6 +211,7 @@ def test_what_a_class_says_of_its_settings_is_said_once(override: str, said: str
         (["algorithm.epochs_final=0"], "algorithm.epochs_final has to be more than 0, not 0"),
         (["env.solved_at=nan"], "env.solved_at has to be finite"),
         (["collector.init_random_frames=-5"], "collector.init_random_frames has to be at least 0"),
+        (["collector=multi_async", "collector.run_ahead=-1"], "collector.run_ahead has to be at least 0, not -1"),
         (["collector.restart_window=nan"], "collector.restart_window has to be more than 0"),
         (["weight_sync=distributed", "collector.timeout=nan"], "collector.timeout has to be more than 0"),
         (["weight_sync=distributed", "collector.port=-1"], "collector.port has to be between 0 and 65535"),
@@ -232,6 +233,20 @@ def test_an_impossible_value_is_refused(overrides: list[str], said: str) -> None
 @pytest.mark.parametrize("collector", [["collector=multi_async"], ["weight_sync=ray", "collector.sync=false"]])
 def test_a_batch_of_one_worker_needs_a_frame_of_each_of_its_environments(collector: list[str]) -> None:
     check(config("num_workers=4", "num_envs=16", "frames_per_batch=16", *collector))
+
+
+@pytest.mark.parametrize(
+    "asynchronous",
+    [
+        ["collector=multi_async"],
+        *[[f"weight_sync={name}", f"collector={name}_async"] for name in ("distributed", "rpc", "ray")],
+    ],
+)
+def test_how_far_asynchronous_workers_run_ahead_is_a_setting(asynchronous: list[str]) -> None:
+    assert config(*asynchronous).collector.run_ahead in (1, None)
+    chosen = config(*asynchronous, "collector.run_ahead=3")
+    check(chosen)
+    assert instantiate(chosen.collector, _partial_=True).keywords["run_ahead"] == 3
 
 
 def test_a_batch_may_be_joined_along_a_dimension() -> None:

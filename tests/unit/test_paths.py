@@ -26,10 +26,13 @@ def test_a_path_leads_to_a_model(path):
 @pytest.mark.parametrize(
     ("path", "error", "message"),
     [
-        ("polcy", LookupError, "the context has no polcy"),
-        ("env.critic", LookupError, "env has no critic"),
-        ("transform[3].module", LookupError, r"transform has no \[3\]"),
-        ("policy[0]", LookupError, r"policy has no \[0\]"),
+        ("polcy", LookupError, "the context has no polcy; it has env, models, policy, transform$"),
+        ("env.critic", LookupError, "env has no critic; it has made, value_net$"),
+        ("transform[3].module", LookupError, r"transform has no \[3\]; it has \[0\]$"),
+        ("transform[0].modul", LookupError, r"transform\[0\] has no modul; it has module$"),
+        ("policy[0]", LookupError, r"policy has no \[0\]; it has weight, bias$"),
+        ("models['b']", LookupError, r"models has no \['b'\]; it has \['a-b'\]$"),
+        ("env.made[0]", LookupError, r"env.made has no \[0\]; it has nothing$"),
         ("env.made", TypeError, "is a int"),
         ("env..made", ValueError, "is not a path"),
         ("", TypeError, "SimpleNamespace"),
@@ -48,3 +51,18 @@ def test_a_context_may_have_get_model():
     assert find_model(Shelf(), "critic") is NET
     with pytest.raises(LookupError):
         find_model(Shelf(), "actor")
+
+
+def test_what_there_is_are_children_and_not_what_every_object_has():
+    with pytest.raises(LookupError, match=r"has no \[2\]; it has \[0\], \[1\]$"):
+        find_model(nn.Sequential(NET, NET), "[2]")
+    with pytest.raises(LookupError, match=r"no critic; it has actor, gain$"):
+        find_model(Both(), "critic")
+    with pytest.raises(LookupError, match=r"no n20; (it has )?(n\d+, ){20}…$"):
+        find_model(SimpleNamespace(**{f"n{i}": i for i in range(30) if i != 20}), "n20")
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.gain = NET, nn.Parameter(NET.bias.data)

@@ -48,7 +48,8 @@ def start(*script: list[tuple[int, str]]) -> None:
     group = WorkerGroup(ScriptedPool(*script), FailurePolicy(worker_timeout=1e-9), {}, Failures())
     options = [WorkerOptions(worker_idx=i, frames=1, buffers=1) for i in range(2)]
     try:
-        group.start([b"", b""], options)
+        group.build([b"", b""], options)
+        group.connect()
     finally:
         group.close()
 

@@ -240,11 +240,13 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     """Weight synchronization to a module inside a ``RayModuleTransform``, an environment transform in a Ray actor.
 
     The sender drives both ends: it is initialised with the transform (``context=transform``) or its actors, and
-    ``connect()`` is called on the sender alone.
+    ``connect()`` is called on the sender alone. A collector that is given the scheme does both, for the transform at
+    the path: ``weight_sync_schemes={"env.transform[0].module": scheme}``.
     """
 
     name = "ray_module_transform"
     collectors: ClassVar[tuple[str, ...]] = ()  # for a module in an environment, not for a policy
+    sender_driven = True
 
     def init_on_sender(self, model_id: str = "module", context: Any = None, **given: Any) -> None:
         """Set up the trainer's end: see ``RayWeightSyncScheme.init_on_sender``.

@@ -1,0 +1,175 @@
+"""Updates of the weights that act: what a collector does with them, whatever its workers are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tensordict import TensorDict
+from torch import nn
+
+import wsync
+from collectors import arguments
+from collectors.rollouts.acting import TrainedModels, find_in
+from collectors.updaters import WeightUpdaterBase
+
+
+class WeightUpdates:
+    """The part of a collector that delivers weights to its workers; ``BaseCollector`` documents the attributes."""
+
+    num_workers: int = 1
+    policy: Any
+    closed: bool
+    weight_sync_schemes: dict[str, wsync.WeightSyncScheme]
+    weight_updater: WeightUpdaterBase | None
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = None,
+        /,
+        *,
+        policy: nn.Module | None = None,
+        weights: Any = None,
+        model_id: str | None = None,
+        worker_ids: int | Sequence[int] | None = None,
+        weights_dict: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Deliver weights to the workers; every frame that is begun afterwards is acted with them.
+
+        Args:
+            policy_or_weights: a module, a TensorDict or a state dict, or ``{worker: any of these}``; with no weights at
+                all, the registered policy's.
+            policy: a module.
+            weights: a TensorDict or a state dict.
+            model_id: the model; by default ``"policy"``, or the model of the only scheme.
+            worker_ids: one, several, or (None) all workers, or those that ``{worker: weights}`` names. Of a model in
+                actors outside the workers (``RayModuleTransform``): the actors.
+            weights_dict: ``{model_id: weights}`` of several models: all or nothing, on every worker.
+
+        Raises:
+            ValueError: arguments contradict each other, or a worker is unknown.
+            TypeError: the weights, or ``weights_dict``, have no known form.
+            KeyError: the model has no scheme; names the models that have one.
+            wsync.NotConnected: the collector was shut down.
+            wsync.WeightSyncError: as ``WeightSyncScheme.send``.
+        """
+        if self.closed:
+            raise _shut_down()
+        source = policy_or_weights
+        if policy is not None or weights is not None:
+            source = arguments.the_one(
+                {"the positional argument": policy_or_weights, "policy": policy, "weights": weights}
+            )
+        if weights_dict is not None:
+            if source is not None or model_id is not None:
+                raise ValueError("weights_dict cannot be combined with policy, weights or model_id")
+            self._update_together(weights_dict, worker_ids)
+        elif self.weight_updater is not None and model_id in (None, self.default_model_id):
+            self.weight_updater.update_weights(source, worker_ids)
+        else:
+            self.send_weights(source, worker_ids, model_id=model_id)
+
+    def send_weights(
+        self,
+        weights: Any = None,
+        worker_ids: int | Sequence[int] | None = None,
+        *,
+        model_id: str | None = None,
+        wait: bool = True,
+    ) -> None:
+        """Deliver weights as ``update_policy_weights_`` does, without the ``weight_updater``, which calls this method.
+
+        Args:
+            weights: as for ``WeightSyncScheme.send``.
+            worker_ids: one, several, or (None) all workers.
+            model_id: the model; by default ``"policy"``, or the model of the only scheme.
+            wait: whether to wait for the acknowledgements.
+
+        Raises:
+            KeyError: the model has no scheme; names the models that have one.
+            wsync.NotConnected: the collector was shut down.
+            wsync.WeightSyncError: as ``WeightSyncScheme.send``.
+        """
+        if self.closed:
+            raise _shut_down()
+        scheme = self._scheme(model_id)
+        send = scheme.send if wait else scheme.send_async
+        if scheme.sender_driven:
+            send(weights, worker_ids)
+        else:
+            self._deliver(send, weights, arguments.addressed_workers([weights], worker_ids, self.num_workers))
+
+    def _deliver(
+        self, send: Callable[[Any, Any], object], weights: Any, worker_ids: int | Sequence[int] | None
+    ) -> None:
+        """Call ``send(weights, worker_ids)``; overridden where a worker may fail."""
+        send(weights, worker_ids)
+
+    def _update_together(self, weights_dict: Mapping[str, Any], worker_ids: int | Sequence[int] | None) -> None:
+        arguments.check_weights_dict(weights_dict)
+        if self.weight_updater is not None and self.default_model_id in weights_dict:
+            raise ValueError(
+                f"the weights of '{self.default_model_id}' go by way of weight_updater, one model at a time: "
+                "leave that out to update several at once"
+            )
+        schemes = {self._scheme(model_id): weights for model_id, weights in weights_dict.items()}
+        hosted = [scheme.sender_driven for scheme in schemes]
+        if any(hosted):
+            if not all(hosted):
+                self._check_mixed_update(worker_ids)
+            wsync.synchronize(schemes, worker_ids)
+        else:
+            workers = arguments.addressed_workers(weights_dict.values(), worker_ids, self.num_workers)
+            self._deliver(wsync.synchronize, schemes, workers)
+
+    def _check_mixed_update(self, worker_ids: object) -> None:
+        """Check whether models of workers and of actors outside them can be updated together.
+
+        Raises:
+            ValueError: they cannot: an index would mean a worker and an actor.
+        """
+        if worker_ids is not None:
+            raise ValueError("worker_ids would mean workers of one model, and actors of another: leave it out")
+
+    def _scheme(self, model_id: str | None) -> wsync.WeightSyncScheme:
+        schemes = self.weight_sync_schemes
+        scheme = schemes.get(model_id or "policy")
+        if scheme is None and model_id is None:
+            scheme = schemes.get(self.default_model_id)
+        if scheme is None:
+            known = ", ".join(schemes) or "none at all"
+            raise KeyError(f"no weight sync scheme for model '{model_id or self.default_model_id}'; there are: {known}")
+        return scheme
+
+    @property
+    def default_model_id(self) -> str:
+        """The model that calls without ``model_id`` refer to: ``"policy"``, or the model of the only scheme."""
+        if "policy" in self.weight_sync_schemes or len(self.weight_sync_schemes) != 1:
+            return "policy"
+        return next(iter(self.weight_sync_schemes))
+
+    def get_model(self, model_id: str) -> nn.Module:
+        """Return the trainer's model ``model_id``: ``"policy"``, or a path inside the policy.
+
+        Raises:
+            LookupError: the trainer has no such model.
+        """
+        if self.policy is None:
+            raise LookupError(f"no '{model_id}' here: this collector was given no policy")
+        return find_in(
+            {"the trainer": TrainedModels(self.policy), "its policy": self.policy}, model_id, wsync.find_model
+        )
+
+    def cascade_weights(self, model_id: str) -> None:
+        """Deliver to the workers an update of this collector's own model, which a scheme above has installed.
+
+        A copy is sent: a thread that acts may install the next update meanwhile.
+        """
+        with wsync.gate():
+            weights = wsync.WeightStrategy().extract_weights(self.get_model(model_id))
+            weights = weights.clone() if isinstance(weights, TensorDict) else weights
+        self.update_policy_weights_(weights, model_id=model_id)
+
+
+def _shut_down() -> wsync.NotConnected:
+    return wsync.NotConnected("this collector has been shut down: it has no workers to update")

@@ -1,0 +1,265 @@
+"""Collectors with several workers: what they have in common, wherever the workers are."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from multiprocessing import util
+from typing import Any, Literal, Required, TypedDict
+
+import cloudpickle
+import torch
+from tensordict import TensorDictBase
+
+import wsync
+from collectors import arguments
+from collectors.base import BaseCollector, UpdaterOrFactory
+from collectors.factories import EnvMaker, PolicyFactory, pickled
+from collectors.hosted import connect_hosted
+from collectors.worker import WorkerOptions, WorkerSpec
+from collectors.workers.gathering import Gathering, gathering
+from collectors.workers.group import WorkerGroup
+from collectors.workers.pool import WorkerHandle, WorkerPool
+from collectors.workers.records import FailurePolicy, OnFailure
+
+
+class WorkerCollectorOptions(TypedDict, total=False):
+    """Arguments that all collectors with workers have; ``WorkerCollector`` documents them."""
+
+    policy_factory: PolicyFactory | Sequence[PolicyFactory] | None
+    frames_per_batch: Required[int]
+    total_frames: int
+    device: torch.device | str | Sequence[torch.device | str] | None
+    storing_device: torch.device | str | None
+    weight_sync_schemes: Mapping[str, wsync.WeightSyncScheme] | None
+    weight_updater: UpdaterOrFactory | None
+    max_frames_per_traj: int | None
+    init_random_frames: int
+    cat_results: int | Literal["stack"]
+    track_policy_version: bool
+    threads: int
+    on_worker_failure: OnFailure
+    worker_timeout: float | None
+    max_restarts: int
+    restart_window: float
+    run_ahead: int | None
+
+
+class WorkerCollector(BaseCollector):
+    """Collects batches with several workers, each with its own environments and its own copy of the policy.
+
+    Args:
+        create_env_fn: one function per worker; each makes an environment (lambdas work).
+        policy: a module that reads "observation" and writes "action", or any function of a TensorDict, or a module that
+            maps the tensor of the one to that of the other (it acts by a ``TensorDictModule`` around it); None: random
+            actions. Workers get copies. The policy's other outputs are stored and not passed to it again: there is no
+            recurrence.
+        sync: whether a batch has a share of every worker, and all wait for new weights; otherwise it is one worker's.
+        start: starts a pool of the given number of workers.
+        policy_factory: makes the policy in each worker, instead of a copy of ``policy``; one for all, or a list with
+            one for each worker.
+        frames_per_batch: frames of a batch, over all workers (asynchronous: of one worker).
+        total_frames: frames after which iteration ends; -1: no end.
+        device: of the acting policies; one for all, or one per worker.
+        storing_device: of the batches.
+        weight_sync_schemes: ``{model_id: scheme}``, not initialised; by default one scheme for the policy that fits the
+            workers, if that is a module with weights. With only a ``policy_factory``, workers keep the weights that
+            they have made until others are sent.
+        weight_updater: of the older API, deprecated; or a function that makes one.
+        max_frames_per_traj: episodes are truncated after this number of steps.
+        init_random_frames: number of first frames with random actions, over all workers.
+        cat_results: how the workers' batches are joined: ``"stack"`` with a new leading dimension, or along one of
+            their dimensions (0: environments; the last one is time, and joins unrelated frames).
+        track_policy_version: whether batches have ``policy_version``.
+        threads: torch threads of each worker.
+        on_worker_failure: what happens when a worker dies, raises, or does not answer in time: ``"raise"``; ``"drop"``:
+            continue without it (a synchronous batch is smaller by its share); or ``"restart"``: the others continue;
+            a new worker replaces it from the next batch on, with the newest weights of every model and an unused seed.
+            Frames of an unfinished batch are lost, and not counted.
+        worker_timeout: seconds in which a worker has to answer (a batch, its environments); a late one is killed.
+        max_restarts: more failures of a worker than this within ``restart_window`` seconds, or since its last batch,
+            are raised.
+        restart_window: see ``max_restarts``.
+        run_ahead: asynchronous: how many batches a worker begins, at most, before the trainer has taken the one before
+            them: 1 by default, with which it never waits unless the trainer is slower; with 0 it waits for each batch
+            to be taken. Of n workers, up to n × (run_ahead + 1) batches are collected and not taken. A worker uses
+            new weights from its next step on, also within a batch.
+
+    Raises:
+        TypeError: an object that a worker needs cannot be pickled; or the policy cannot be called with an observation
+            (``WorkerFailed`` as well, with a traceback, if a worker has found that out).
+        ValueError: there is no environment, a number is out of range, or ``weight_updater`` contradicts the schemes.
+        RuntimeError: a scheme is initialised already.
+        wsync.WorkerFailed: a worker could not start; carries its traceback. All workers are ended.
+        wsync.WorkerDied: a worker ended.
+        wsync.SyncTimeout: a worker did not answer within ``worker_timeout``.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: EnvMaker | Sequence[EnvMaker],
+        policy: Any = None,
+        *,
+        sync: bool,
+        start: Callable[[int], WorkerPool[Any]],
+        policy_factory: PolicyFactory | Sequence[PolicyFactory] | None = None,
+        frames_per_batch: int,
+        total_frames: int = -1,
+        device: torch.device | str | Sequence[torch.device | str] | None = None,
+        storing_device: torch.device | str | None = None,
+        weight_sync_schemes: Mapping[str, wsync.WeightSyncScheme] | None = None,
+        weight_updater: UpdaterOrFactory | None = None,
+        max_frames_per_traj: int | None = None,
+        init_random_frames: int = 0,
+        cat_results: int | Literal["stack"] = "stack",
+        track_policy_version: bool = True,
+        threads: int = 1,
+        on_worker_failure: OnFailure = "raise",
+        worker_timeout: float | None = 600.0,
+        max_restarts: int = 10,
+        restart_window: float = 60.0,
+        run_ahead: int | None = None,
+    ) -> None:
+        self.num_workers = count = len(makers := arguments.env_makers(create_env_fn))
+        failure_policy = FailurePolicy(on_worker_failure, worker_timeout, max_restarts, restart_window)
+        factories = arguments.policy_factory_of_each(policy_factory, count)
+        self._gathering: Gathering = gathering(sync, cat_results, run_ahead)
+        super().__init__(
+            policy,
+            policy_factory=policy_factory,
+            frames_per_batch=frames_per_batch,
+            total_frames=total_frames,
+            storing_device=storing_device,
+            weight_sync_schemes=weight_sync_schemes,
+            track_policy_version=track_policy_version,
+            weight_updater=weight_updater,
+        )
+        common = WorkerOptions(
+            worker_idx=0,
+            frames=self._gathering.share(frames_per_batch, count),
+            buffers=self._gathering.buffers,
+            init_random_frames=-(-init_random_frames // count),
+            max_frames_per_traj=max_frames_per_traj,
+            threads=threads,
+            log_level=logging.getLogger().getEffectiveLevel(),
+        )
+        devices = enumerate(arguments.device_of_each(device, count))
+        options = [replace(common, worker_idx=i, device=device) for i, device in devices]
+        sent_policy = None if policy_factory is not None else policy
+        for value, name in ((sent_policy, "policy"), (policy_factory, "policy_factory"), (makers, "create_env_fn")):
+            pickled(value, name)  # each alone and before workers are started: the error names the argument
+        pool = start(count)
+        # At exit (in the order of wsync's own finalizers), or when the collector is garbage.
+        self._finalizer = util.Finalize(self, _finalize, args=(weakref.ref(self), pool), exitpriority=1)
+        self._group = WorkerGroup(pool, failure_policy, self._worker_schemes, self.failures)
+        schemes, optional = self._worker_schemes, self._scheme_is_tentative
+        made = zip(makers, factories, strict=True)
+        self._start([WorkerSpec(env, sent_policy, factory, schemes, optional) for env, factory in made], options)
+
+    def _start(self, specs: Sequence[WorkerSpec], options: Sequence[WorkerOptions]) -> None:
+        try:
+            for model_id, scheme in self._worker_schemes.items():
+                scheme.init_on_sender(model_id, context=self, num_workers=self.num_workers)
+            self._group.build([pickled(spec, "schemes") for spec in specs], options)  # with the schemes' addresses
+            self._gathering.check_shapes(self.remote_workers)
+            if self._scheme_is_tentative:
+                self._settle_tentative_scheme()
+            connect_hosted(self._hosted_schemes, self._find_in_workers)
+            self._group.connect()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _settle_tentative_scheme(self) -> None:
+        """Keep the scheme that was assumed if the policies that the workers have made have weights."""
+        have_weights = self._group.ask("has_weights")
+        if not any(have_weights):
+            self._drop_tentative_scheme()
+        elif not all(have_weights):
+            without = [worker for worker, has in enumerate(have_weights) if not has]
+            raise ValueError(
+                f"policy_factory has made policies with weights, and for worker(s) {without} without: which are to be "
+                "updated? weight_sync_schemes={} is none of them"
+            )
+
+    def _find_in_workers(self, path: str) -> list[Any]:
+        return [cloudpickle.loads(found) for found in self._group.ask("find", path)]
+
+    def _gather(self) -> TensorDictBase:
+        try:
+            batch = self._gathering.gather(self._group)
+        except BaseException:  # also KeyboardInterrupt: the next batch would get answers to commands of this one
+            self.shutdown()
+            raise
+        self._group.batch_completed()
+        return batch
+
+    def _deliver(
+        self, send: Callable[[Any, Any], object], weights: Any, worker_ids: int | Sequence[int] | None
+    ) -> None:
+        """See BaseCollector; deaths and timeouts are handled as ``on_worker_failure`` says."""
+        raises = self._group.failure_policy.on_failure == "raise"
+        try:
+            if raises:
+                send(weights, worker_ids)
+            else:
+                self._group.deliver(send, weights, worker_ids)
+        except wsync.WeightSyncError as error:
+            try:
+                if raises and isinstance(error, wsync.WorkerDied | wsync.SyncTimeout):
+                    self._group.raise_worker_error(error)
+            finally:
+                if self._group.over:
+                    self.shutdown()
+            raise
+
+    def interrupt(self) -> None:
+        """See BaseCollector: a batch that is not complete two seconds after this call raises ``wsync.SyncTimeout``."""
+        if not self.closed:
+            self._group.interrupt()
+
+    @property
+    def remote_workers(self) -> Sequence[WorkerHandle]:
+        """The current workers, by index."""
+        return sorted(self._group.pool.workers, key=lambda worker: worker.worker_idx)
+
+    def set_seed(self, seed: int) -> int:
+        """Seed environment ``i`` of worker ``w`` with ``seed + w * num_envs + i``.
+
+        A restarted worker gets the next free seeds (random ones, if this method was never called).
+        """
+        return self._group.seed(seed)
+
+    def _resume(self) -> None:
+        self._group.resume(self.frames)
+
+    def _check_mixed_update(self, worker_ids: object) -> None:
+        super()._check_mixed_update(worker_ids)
+        if self._group.failure_policy.on_failure != "raise":
+            how = self._group.failure_policy.on_failure
+            raise ValueError(
+                f"with on_worker_failure='{how}', update a model in actors outside the workers by a call of its own: "
+                "a failure could not be told to be a worker's"
+            )
+
+    def _refuse_restart(self, options: Mapping[str, Any], why: str) -> None:
+        if options.get("on_worker_failure") == "restart":
+            raise ValueError(f"{type(self).__name__} cannot restart these workers: {why}")
+
+    def _close(self) -> None:
+        try:
+            self._group.close()
+        finally:
+            for scheme in self.weight_sync_schemes.values():
+                scheme.shutdown()
+            self._finalizer.cancel()
+
+
+def _finalize(reference: weakref.ref[WorkerCollector], pool: WorkerPool[Any]) -> None:
+    collector = reference()
+    if collector is not None:
+        collector.shutdown()
+    else:  # the schemes were garbage as well, and have shut down
+        pool.close()

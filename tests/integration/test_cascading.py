@@ -1,0 +1,164 @@
+"""A worker whose context has only ``update_policy_weights_``: each installed update is passed on to it."""
+
+import multiprocessing
+import pickle
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import nn
+
+import wsync
+from wsync.gate import process_gate
+
+CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def linear(value: float) -> nn.Linear:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+class Relay:
+    """Has a model and workers of its own, here a pipe."""
+
+    def __init__(self, line, fails_at: float | None = None) -> None:
+        self.policy, self.line, self.fails_at = linear(0.0), line, fails_at
+
+    def _pass_on(self, *passed: object) -> None:
+        if self.policy.weight.item() == self.fails_at:
+            raise ArithmeticError("the workers below are on strike")
+        self.line.send((*passed, process_gate().held_here))
+
+
+class Newest(Relay):
+    def update_policy_weights_(self, policy_or_weights=None, /, *, model_id=None):
+        self._pass_on(policy_or_weights["weight"].item(), model_id)
+
+
+class Keywords(Relay):
+    def update_policy_weights_(self, *, weights, model_id):
+        self._pass_on(weights["weight"].item(), model_id)
+
+
+class OnlyWeights(Relay):
+    def update_policy_weights_(self, weights):
+        self._pass_on(weights["weight"].item(), "policy")
+
+
+class Bare(Relay):
+    def update_policy_weights_(self):
+        self._pass_on(self.policy.weight.item(), "policy")
+
+
+class Odd(Relay):
+    def update_policy_weights_(self, one, two, three):
+        raise AssertionError
+
+
+def relay(kind, scheme, line, fails_at):
+    scheme.init_on_receiver("policy", context=kind(line, fails_at), worker_idx=0)
+    scheme.connect()
+    with suppress(wsync.NotConnected):
+        while scheme.receive() is not None:
+            pass
+    scheme.shutdown()
+
+
+def started(kind, scheme, fails_at=None):
+    mine, theirs = CONTEXT.Pipe()
+    scheme.init_on_sender("policy", model=linear(1.0), num_workers=1)
+    process = CONTEXT.Process(target=relay, args=(kind, scheme, theirs, fails_at))
+    process.start()
+    theirs.close()
+    return process, mine
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "strategy"),
+    [
+        (Newest, "shared_mem", "tensordict"),
+        (Newest, "multiprocess", "state_dict"),
+        (Newest, "distributed", "tensordict"),
+        (Keywords, "shared_mem", "state_dict"),
+        (OnlyWeights, "shared_mem", "tensordict"),
+        (Bare, "shared_mem", "tensordict"),
+    ],
+)
+def test_each_installed_update_is_passed_on_before_it_is_acknowledged(kind, name, strategy):
+    with wsync.WeightSyncScheme.from_backend(name, strategy=strategy) as scheme:
+        process, mine = started(kind, scheme)
+        scheme.connect()
+        for value in (1.0, 2.0, 3.0):
+            if value > 1.0:
+                scheme.send(linear(value))
+            assert mine.poll(), "acknowledged, and not passed on"
+            assert mine.recv() == (value, "policy", False)
+    process.join(20)
+    assert process.exitcode == 0
+
+
+def test_an_update_that_cannot_be_passed_on_is_an_error_of_the_send():
+    with wsync.SharedMemWeightSyncScheme() as scheme:
+        process, mine = started(Newest, scheme, fails_at=2.0)
+        scheme.connect()
+        with pytest.raises(wsync.WorkerFailed, match="the workers below are on strike"):
+            scheme.send(linear(2.0))
+        scheme.send(linear(3.0))
+        assert [mine.recv()[0], mine.recv()[0]] == [1.0, 3.0]
+    process.join(20)
+
+
+def test_what_cannot_be_called_is_refused_where_it_is_given():
+    with wsync.SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", model=linear(1.0), num_workers=1)
+        own = pickle.loads(pickle.dumps(scheme))
+        with pytest.raises(TypeError, match=r"passed on to Odd: update_policy_weights_\(one, two, three\)"):
+            own.init_on_receiver("policy", context=Odd(None), worker_idx=0)
+
+
+def test_a_published_send_cannot_promise_anything_for_workers_below():
+    with wsync.SharedMemWeightSyncScheme(acknowledge="published") as scheme:
+        scheme.init_on_sender("policy", model=linear(1.0), num_workers=1)
+        own = pickle.loads(pickle.dumps(scheme))
+        with pytest.raises(ValueError, match="acknowledge='installed'"):
+            own.init_on_receiver("policy", context=Newest(None), worker_idx=0)
+
+
+def test_what_is_passed_on_is_a_copy():
+    """The memory of the model may be that of the next update by the time that the workers below read it."""
+    kept = []
+
+    class Keeps:
+        policy = linear(0.0)
+
+        def update_policy_weights_(self, weights, *, model_id):
+            kept.append(weights["weight"])
+
+    mine, theirs = CONTEXT.Pipe()
+    context = Keeps()
+    process = CONTEXT.Process(target=trainer_that_sends, args=(theirs,))
+    process.start()
+    scheme = mine.recv()
+    scheme.init_on_receiver("policy", context=context, worker_idx=0)
+    scheme.connect()
+    mine.send("connected")
+    mine.recv()
+    assert [weight.item() for weight in kept] == [1.0, 2.0, 3.0, 4.0]
+    assert torch.equal(context.policy.weight, torch.full((1, 1), 4.0))
+    scheme.shutdown()
+    mine.send("done")
+    process.join(20)
+
+
+def trainer_that_sends(line):
+    with wsync.SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", model=linear(1.0), num_workers=1)
+        line.send(scheme)
+        scheme.connect()
+        line.recv()
+        for value in (2.0, 3.0, 4.0):
+            scheme.send(linear(value))
+        line.send("sent")
+        line.recv()

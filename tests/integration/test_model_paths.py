@@ -1,0 +1,123 @@
+"""A model id is a path in the collector, in its policy or in its environment; a miss says what there is."""
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+import wsync
+from collectors import Collector, GymEnv, ModuleTransform, MultiAsyncCollector, MultiSyncCollector
+from collectors.distributed import DistributedCollector
+
+REWARD = [("next", "reward")]
+
+
+class Scaled(nn.Module):
+    """Multiplies by one weight, from 1 on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, given):
+        return self.weight * given
+
+
+def scaled(value: float) -> Scaled:
+    model = Scaled()
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+def policy() -> TensorDictModule:
+    return TensorDictModule(nn.Linear(4, 2), in_keys=["observation"], out_keys=["action"])
+
+
+def cartpole():
+    return GymEnv("CartPole-v1", 2, transforms=[ModuleTransform(Scaled(), REWARD, REWARD)])
+
+
+def collector_of(cls, *model_ids, make=cartpole, **options):
+    schemes = {model_id: wsync.SharedMemWeightSyncScheme() for model_id in model_ids}
+    return cls([make], policy(), frames_per_batch=8, weight_sync_schemes=schemes, **options)
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector, MultiAsyncCollector])
+@pytest.mark.parametrize("model_id", ["transform[0].module", "env.transform[0].module", "env.transform[-1].module"])
+def test_a_module_of_a_transform_is_updated_by_its_path(cls, model_id):
+    if cls is not MultiSyncCollector and "-1" in model_id:
+        model_id = "transform[-1].module"
+    with collector_of(cls, "policy", model_id) as collector:
+        assert (next(collector)["next", "reward"] == 1).all()
+        collector.update_policy_weights_(weights=scaled(3.0), model_id=model_id)
+        newest = next(batch for batch in collector if (batch["next", "reward"] == 3).all())
+        collector.update_policy_weights_(weights_dict={"policy": policy(), model_id: scaled(5.0)})
+        both = next(batch for batch in collector if (batch["policy_version"] == 2).all())
+        assert (both["next", "reward"] == 5).all() and (newest["policy_version"] == 1).all()
+
+
+MISSES = [
+    ("transform[1].module", r"in its environment, transform has no \[1\]; it has \[0\]$"),
+    ("transform[0].modul", r"in its environment, transform\[0\] has no modul; it has .*\bmodule\b"),
+    ("env.transform[0].modul", r"in the collector, env.transform\[0\] has no modul; it has .*\bmodule\b"),
+    ("module.wait", r"in its policy, module has no wait; it has weight, bias$"),
+    (
+        "polcy",
+        r"the collector has no polcy; it has env, policy; its policy has no polcy; it has module"
+        r".*; its environment has no polcy; it has .*\btransform\b",
+    ),
+]
+
+
+@pytest.mark.parametrize(("model_id", "said"), MISSES)
+def test_a_miss_says_what_there_is_at_that_level(model_id, said):
+    with pytest.raises(LookupError, match=said) as missed:
+        collector_of(Collector, model_id)
+    assert "Namespace" not in str(missed.value)
+
+
+def test_a_miss_in_a_worker_says_so_too():
+    model_id, said = MISSES[0]
+    with pytest.raises(wsync.WorkerFailed, match=f"(?m){said}") as missed:
+        collector_of(MultiSyncCollector, model_id)
+    assert "Namespace" not in str(missed.value)
+    with pytest.raises(wsync.WorkerFailed, match=f"(?m){said}"):
+        collector_of(DistributedCollector, model_id)
+
+
+def test_what_is_there_and_no_module_is_named_by_its_type():
+    with pytest.raises(TypeError, match=r"'transform\[0\]' in GymEnv is a ModuleTransform, not a torch.nn.Module"):
+        collector_of(Collector, "transform[0]")
+
+
+class Judged(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self):
+        self.value_net = nn.Linear(1, 1)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(4, np.float32), {}
+
+
+def test_a_miss_in_a_gymnasium_environment_names_the_attributes_of_its_wrappers():
+    def make():
+        return GymEnv(gymnasium.wrappers.TimeLimit(Judged(), 9))
+
+    with pytest.raises(LookupError, match=r"env has no value_nut; it has .*\bvalue_net\b"):
+        collector_of(Collector, "env.value_nut", make=make)
+
+
+def test_the_trainer_says_what_it_has():
+    with collector_of(Collector, "policy") as single:
+        assert single.get_model("module") is single.policy.module
+        with pytest.raises(LookupError, match="has no value_net"):
+            single.get_model("value_net")
+    with collector_of(MultiSyncCollector, "policy") as several:
+        said = "the trainer has no value_net; it has policy; its policy has no value_net; it has module"
+        with pytest.raises(LookupError, match=said):
+            several.get_model("value_net")

@@ -1,0 +1,159 @@
+"""How far an asynchronous worker runs ahead of the trainer: exactly as many batches as it may, and not one more."""
+
+import os
+import select
+
+import gymnasium
+import numpy as np
+import pytest
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from collectors import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from collectors.config import MultiAsyncConfig
+from collectors.distributed import DistributedCollector, RayCollector, RPCCollector
+
+STEPS = 8  # of a batch
+
+
+class Counted(gymnasium.Env):
+    """Writes a byte into a pipe in each step."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, path: str) -> None:
+        self.pipe = os.open(path, os.O_WRONLY)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action):
+        os.write(self.pipe, b"*")
+        return np.zeros(4, np.float32), 0.0, False, False, {}
+
+    def close(self):
+        os.close(self.pipe)
+
+
+@pytest.fixture
+def steps(tmp_path):
+    """The path of a pipe, and its reading end."""
+    path = str(tmp_path / "steps")
+    os.mkfifo(path)
+    reading = os.open(path, os.O_RDWR)
+    yield path, reading
+    os.close(reading)
+
+
+def wait_for(reading: int, count: int) -> None:
+    """Wait until ``count`` steps have been taken; the test's own deadline limits it."""
+    while count:
+        count -= len(os.read(reading, count))
+
+
+def more_come(reading: int, within: float = 0.3) -> bool:
+    return bool(select.select([reading], [], [], within)[0])
+
+
+def policy() -> TensorDictModule:
+    return TensorDictModule(nn.Linear(4, 2), in_keys=["observation"], out_keys=["action"])
+
+
+def by_hydra(run_ahead: int):
+    return instantiate(OmegaConf.structured(MultiAsyncConfig(run_ahead=run_ahead)), _partial_=True)
+
+
+FAMILIES = {
+    "processes": (MultiAsyncCollector, {}),
+    "hydra": (lambda *given, run_ahead, **options: by_hydra(run_ahead)(*given, **options), {}),
+    "tcp": (DistributedCollector, {"sync": False}),
+    "rpc": (RPCCollector, {"sync": False}),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "run_ahead"), [("processes", 0), ("processes", 3), ("hydra", 1), ("tcp", 0), ("tcp", 2), ("rpc", 0)]
+)
+def test_a_worker_begins_as_many_batches_as_it_may_and_its_frames_say_how_old_they_are(family, run_ahead, steps):
+    path, reading = steps
+    cls, options = FAMILIES[family]
+    collector = cls([lambda: Counted(path)], policy(), frames_per_batch=STEPS, run_ahead=run_ahead, **options)
+    bound = run_ahead + 1  # batches that are begun, and not taken
+    with collector:
+        first = next(collector)
+        for version in range(2, 5):  # each round: the worker is at its bound when the weights are updated
+            wait_for(reading, STEPS * (bound + (version == 2)))
+            assert not more_come(reading), "it has begun a batch beyond its bound"
+            collector.update_policy_weights_()
+            ahead = [next(collector) for _ in range(bound)]
+            assert all((batch["policy_version"] == version - 1).all() for batch in ahead)
+            assert collector.policy_version == version
+        wait_for(reading, STEPS * bound)
+        assert all((next(collector)["policy_version"] == 4).all() for _ in range(bound))
+        assert (first["policy_version"] == 1).all()
+
+
+def test_the_default_is_one_and_is_that_of_each_worker(steps):
+    path, reading = steps
+    with MultiAsyncCollector([lambda: Counted(path)] * 2, policy(), frames_per_batch=STEPS) as collector:
+        next(collector)
+        wait_for(reading, STEPS * (1 + 2 * 2))
+        assert not more_come(reading)
+        collector.update_policy_weights_()
+        versions = [next(collector)["policy_version"].unique().tolist() for _ in range(5)]
+        assert versions == [[1]] * 4 + [[2]]
+
+
+def test_new_weights_are_used_within_a_batch_and_each_frame_says_so(steps, tmp_path):
+    """The worker is held within a step of its batch until it has been sent new weights."""
+    path, reading = steps
+    gate = str(tmp_path / "gate")
+    os.mkfifo(gate)
+    passes = os.open(gate, os.O_RDWR)
+
+    class Held(Counted):
+        def __init__(self):
+            super().__init__(path)
+            self.gate = os.open(gate, os.O_RDONLY)
+
+        def step(self, action):
+            result = super().step(action)
+            os.read(self.gate, 1)
+            return result
+
+    with MultiAsyncCollector([Held], policy(), frames_per_batch=STEPS, run_ahead=0) as collector:
+        os.write(passes, b"*" * (STEPS + 3))
+        assert next(collector)["policy_version"].tolist() == [1] * STEPS
+        wait_for(reading, STEPS + 4)
+        for _ in range(3):
+            collector.update_policy_weights_()
+        os.write(passes, b"*" * STEPS)
+        assert next(collector)["policy_version"].tolist() == [1] * 4 + [4] * (STEPS - 4)
+    os.close(passes)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (MultiSyncCollector, {}),
+        (MultiCollector, {"sync": True}),
+        (DistributedCollector, {}),
+        (RPCCollector, {}),
+        (RayCollector, {}),
+    ],
+)
+def test_a_synchronous_collector_never_runs_ahead(cls, options):
+    with pytest.raises(ValueError, match="run_ahead=0 is for asynchronous collection"):
+        cls([lambda: None], policy(), frames_per_batch=STEPS, run_ahead=0, **options)
+
+
+@pytest.mark.parametrize(("wrong", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError), ("1", TypeError)])
+def test_a_wrong_number_is_refused_before_anything_is_started(wrong, error):
+    with pytest.raises(error, match="run_ahead is"):
+        MultiAsyncCollector([lambda: None], policy(), frames_per_batch=STEPS, run_ahead=wrong)
+    with pytest.raises(TypeError, match="run_ahead"):
+        Collector([lambda: None], policy(), frames_per_batch=STEPS, run_ahead=1)

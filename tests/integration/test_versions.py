@@ -1,0 +1,252 @@
+"""Versions of the policy on a collector and its frames, its counters, and a run that is resumed from its state."""
+
+import copy
+import io
+
+import pytest
+import torch
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+import wsync
+from collectors import Collector, GymEnv, MultiAsyncCollector, MultiSyncCollector
+from collectors.distributed import DistributedCollector, RPCCollector
+
+EVERY = [Collector, MultiSyncCollector, MultiAsyncCollector]
+
+
+def policy(value: float = 0.0) -> TensorDictModule:
+    model = nn.Linear(4, 2)
+    nn.init.constant_(model.weight, value)
+    nn.init.constant_(model.bias, value)
+    return TensorDictModule(model, in_keys=["observation"], out_keys=["action"])
+
+
+def value_of(batch) -> float:
+    """The weight that acted, where the observations are 0."""
+    (value,) = batch["action"].unique().tolist()
+    return value
+
+
+class Still(GymEnv):
+    """CartPole's shapes; every observation is 0."""
+
+    def __init__(self, num_envs: int = 2):
+        super().__init__("CartPole-v1", num_envs)
+        self.stepper.driver = Zeros(self.stepper.driver)
+
+
+class Zeros:
+    def __init__(self, driver):
+        self.driver = driver
+
+    def __getattr__(self, name):
+        return getattr(vars(self)["driver"], name)
+
+    def reset(self, seed):
+        return 0 * self.driver.reset(seed)
+
+    def step(self, action):
+        successor, *rest = self.driver.step(action)
+        return 0 * successor, *rest
+
+    def reset_rows(self, mask):
+        return 0 * self.driver.reset_rows(mask)
+
+
+def collect_with(cls, trained=None, *, make=Still, **options):
+    options.setdefault("frames_per_batch", 8)
+    makers = [make] * (1 if cls is Collector else 2)
+    return cls(makers, policy() if trained is None else trained, **options)
+
+
+@pytest.mark.parametrize("cls", [*EVERY, DistributedCollector])
+def test_policy_version_is_the_newest_that_was_sent(cls):
+    with collect_with(cls) as collector:
+        for version in range(1, 5):
+            assert collector.policy_version == version
+            batch = next(b for b in collector if (b["policy_version"] == version).all())
+            assert torch.equal(batch["next", "policy_version"], batch["policy_version"])
+            assert batch["next", "policy_version"].data_ptr() != batch["policy_version"].data_ptr()
+            collector.update_policy_weights_()
+    assert collector.policy_version == 5, "it is kept when the collector is shut down"
+
+
+def test_policy_version_without_weights_that_are_sent():
+    for schemes in ({}, {"policy": wsync.NoWeightSyncScheme()}):
+        with collect_with(MultiSyncCollector, weight_sync_schemes=schemes) as collector:
+            next(collector)
+            assert collector.policy_version == 0
+    with collect_with(MultiSyncCollector, track_policy_version=False) as collector:
+        batch = next(collector)
+        assert batch.get("policy_version", None) is batch.get(("next", "policy_version"), None) is None
+        assert collector.policy_version == 1
+
+
+@pytest.mark.parametrize("cls", EVERY)
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_the_last_dimension_is_named_time(cls, num_envs):
+    with collect_with(cls, make=lambda: Still(num_envs), storing_device="cpu") as collector:
+        batch = next(collector)
+        assert batch.names == [*[None] * (batch.ndim - 1), "time"]
+        assert batch["next"].names[-1] == "time"
+        joined = torch.cat([batch, next(collector)], dim=-1)
+        assert joined.names[-1] == "time" and joined.shape[-1] == 2 * batch.shape[-1]
+        assert len(batch.flatten()) == batch.numel()
+    if cls is MultiSyncCollector:
+        for dim in (0, "stack"):
+            with collect_with(cls, make=lambda: Still(num_envs), cat_results=dim) as collector:
+                assert next(collector).names[-1] == "time"
+
+
+@pytest.mark.parametrize("cls", EVERY)
+def test_next_returns_batches_and_then_none(cls):
+    with collect_with(cls, total_frames=24) as collector:
+        batches = [collector.next() for _ in range(5)]
+        assert [None if batch is None else batch.numel() for batch in batches] == [8, 8, 8, None, None]
+    with pytest.raises(RuntimeError, match="shut down"):
+        collector.next()
+
+
+@pytest.mark.parametrize("cls", EVERY)
+def test_stats_are_plain_values_of_what_has_happened(cls):
+    with collect_with(cls) as collector:
+        for _ in range(3):
+            collector.next()
+            collector.update_policy_weights_()
+        stats = collector.stats()
+        assert stats["frames"] == 24 and stats["batches"] == 3 and stats["seconds"] > 0
+        assert stats["policy_version"] == 4 and stats["num_workers"] == collector.num_workers
+        assert stats["failures"] == {"failed": {}, "dropped": {}, "restarted": {}}
+        assert stats["weight_sync"]["policy"]["version"] == 4
+        if cls is not Collector:
+            collector.remote_workers[0].process.kill()
+            with pytest.raises(wsync.WorkerDied):
+                for _ in range(100):
+                    collector.next()
+            assert collector.stats()["failures"]["failed"] == {"0": 1}
+
+
+def saved(state):
+    """The state by way of a file."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("cls", [*EVERY, DistributedCollector, RPCCollector])
+def test_versions_and_weights_go_on_after_a_resume(cls):
+    with collect_with(cls, policy(1.0)) as first:
+        for value in (2.0, 3.0, 4.0):
+            first.update_policy_weights_(policy(value))
+            first.next()
+        nn.init.constant_(first.policy.module.weight, 4.0)
+        nn.init.constant_(first.policy.module.bias, 4.0)
+        state = saved(first.state_dict())
+        nn.init.constant_(first.policy.module.bias, 5.0)
+    assert state["frames"] == 24 and state["policy_version"] == 4
+    trained = policy(1.0)
+    with collect_with(cls, trained) as second:
+        second.load_state_dict(state)
+        assert second.frames == 24 and second.policy_version == 4
+        assert trained.module.bias.tolist() == [4.0, 4.0]
+        batch = second.next()
+        assert value_of(batch) == 4.0 and (batch["policy_version"] == 4).all()
+        second.update_policy_weights_(policy(6.0))
+        assert second.policy_version == 5
+        newest = next(b for b in second if (b["policy_version"] == 5).all())
+        assert value_of(newest) == 6.0
+    assert second.frames >= 40
+
+
+def test_a_version_number_is_not_used_twice():
+    with collect_with(MultiSyncCollector, policy(1.0)) as first:
+        state = first.state_dict()
+    with collect_with(MultiSyncCollector, policy(2.0)) as second:
+        second.load_state_dict(state)
+        batch = second.next()
+        assert value_of(batch) == 1.0 and (batch["policy_version"] == 2).all()
+        second.load_state_dict({**state, "policy_version": 9})
+        second.load_state_dict({**state, "policy_version": 3})
+        assert second.policy_version == 10
+
+
+def test_a_state_is_a_copy():
+    with collect_with(MultiSyncCollector, policy(1.0)) as collector:
+        state = collector.state_dict()
+        nn.init.constant_(collector.policy.module.bias, 7.0)
+        assert state["policy_state_dict"]["module.bias"].tolist() == [1.0, 1.0]
+
+
+def test_a_state_with_only_frames_or_only_a_version():
+    with collect_with(MultiSyncCollector, policy(1.0)) as collector:
+        collector.load_state_dict({"frames": 16})
+        assert collector.frames == 16 and collector.policy_version == 1
+        collector.load_state_dict({"frames": 16, "policy_version": 1})
+        assert collector.policy_version == 1
+        nn.init.constant_(collector.policy.module.bias, 2.0)
+        nn.init.constant_(collector.policy.module.weight, 2.0)
+        collector.load_state_dict({"frames": 16, "policy_version": 7})
+        batch = collector.next()
+        assert value_of(batch) == 2.0 and (batch["policy_version"] == 7).all()
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
+def test_a_policy_that_only_a_factory_makes_is_resumed_too(cls):
+    """The process of a collector with workers has no policy then, and its state no weights."""
+    options = dict(make=Still, policy_factory=lambda: policy(1.0), frames_per_batch=8)
+    makers = [options.pop("make")] * (1 if cls is Collector else 2)
+    with cls(makers, **options) as first:
+        first.update_policy_weights_(policy(2.0))
+        first.update_policy_weights_(policy(3.0))
+        state = saved(first.state_dict())
+    assert state["policy_version"] == 2 and ("policy_state_dict" in state) == (cls is Collector)
+    with cls(makers, **options) as second:
+        second.load_state_dict(state)
+        assert second.policy_version == 2
+        batch = second.next()
+        acted = (value_of(batch), batch["policy_version"].max().item())
+        assert acted == ((3.0, 2) if cls is Collector else (1.0, 0))
+        second.update_policy_weights_(policy(4.0))
+        batch = second.next()
+        assert value_of(batch) == 4.0 and (batch["policy_version"] == 3).all()
+    with cls(makers, **options) as third:
+        third.load_state_dict({**state, "policy_state_dict": policy(8.0).state_dict()})
+        assert value_of(third.next()) == 8.0 and third.policy_version == 2
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"policy_state_dict": {"module.bias": torch.zeros(2)}}, wsync.LayoutMismatch),
+        ({"policy_state_dict": nn.Linear(7, 2).state_dict()}, wsync.LayoutMismatch),
+        ({"policy_version": -1}, ValueError),
+        ({"policy_version": 2**60}, ValueError),
+        ({"policy_version": "new"}, ValueError),
+        ({"frames": -8}, ValueError),
+        ({"frames": None}, TypeError),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(cls, wrong, error):
+    with collect_with(cls, policy(1.0)) as collector:
+        collector.next()
+        before = copy.deepcopy(collector.state_dict())
+        good = {"frames": 80, "policy_version": 5, "policy_state_dict": policy(3.0).state_dict()}
+        with pytest.raises(error):
+            collector.load_state_dict({**good, **wrong})
+        after = collector.state_dict()
+        weights = [state.pop("policy_state_dict") for state in (before, after)]
+        assert before == after and all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+        batch = collector.next()
+        assert value_of(batch) == 1.0 and (batch["policy_version"] == 1).all()
+
+
+def test_weights_that_nothing_could_send_are_refused():
+    for schemes in ({}, {"policy": wsync.NoWeightSyncScheme()}):
+        collector = collect_with(Collector, weight_sync_schemes=schemes)
+        state = collector.state_dict()
+        assert state == {"frames": 0, "policy_version": 0}
+        with collector, pytest.raises(ValueError, match="there is no scheme to send them by"):
+            collector.load_state_dict({**state, "policy_state_dict": policy(3.0).state_dict()})
