@@ -134,14 +134,13 @@ class EngineApp:
         if path in (protocol.PAUSE, protocol.RESUME):
             return await function(query)
         async with self._updating:
-            limit = {protocol.INIT: _LAYOUT_BYTES, protocol.UPDATE: self._weights.limit}.get(path, _FIELDS_BYTES)
-            if path == protocol.UPDATE:
-                if headers.get(b"content-type", b"").split(b";")[0].strip() != protocol.SAFETENSORS.encode():
-                    raise Refused(
-                        415, f"{path} takes {protocol.SAFETENSORS} here: the transfer is '{protocol.TRANSFER}'"
-                    )
-                return await function(await _body(headers, receive, limit))
-            return await function(_fields(await _body(headers, receive, limit)))
+            if path != protocol.UPDATE:
+                limit = _LAYOUT_BYTES if path == protocol.INIT else _FIELDS_BYTES
+                return await function(_fields(bytes(await _body(headers, receive, limit))))
+            if headers.get(b"content-type", b"").split(b";")[0].strip() != protocol.SAFETENSORS.encode():
+                raise Refused(415, f"{path} takes {protocol.SAFETENSORS} here (transfer '{protocol.TRANSFER}')")
+            room = self._weights.room
+            return await function(await _body(headers, receive, len(room), room))
 
     # --- the routes; weights are loaded in a thread, so that the server goes on answering ---
 
@@ -153,7 +152,7 @@ class EngineApp:
         await asyncio.to_thread(self._weights.start, fields)
         return {"message": "Weight update started"}
 
-    async def _update(self, body: bytes) -> Mapping[str, Any]:
+    async def _update(self, body: memoryview) -> Mapping[str, Any]:
         await asyncio.to_thread(self._weights.add, body)
         return {"message": "Weights updated"}
 
@@ -198,14 +197,14 @@ async def _call(function: Callable[..., Any], *arguments: object) -> None:
         await result
 
 
-async def _body(headers: Mapping[bytes, bytes], receive: Receive, limit: int) -> bytes:
-    """Read the body of a request, of at most ``limit`` bytes."""
+async def _body(
+    headers: Mapping[bytes, bytes], receive: Receive, limit: int, room: bytearray | None = None
+) -> memoryview:
+    """Read the body of a request, of at most ``limit`` bytes, into ``room`` or new memory."""
     declared = headers.get(b"content-length", b"0")
     if not declared.isdigit() or len(declared) > 19 or int(declared) > limit:
-        raise Refused(
-            413, f"the body may have {limit} bytes, and this one has {declared.decode(errors='replace')[:20]}"
-        )
-    body = bytearray()
+        raise Refused(413, f"the body may have {limit} bytes, and content-length is {declared[:20]!r}")
+    body, size = bytearray() if room is None else room, 0
     while True:
         try:
             message = await asyncio.wait_for(receive(), _STALLED)
@@ -213,11 +212,13 @@ async def _body(headers: Mapping[bytes, bytes], receive: Receive, limit: int) ->
             raise Refused(408, f"no byte of the body arrived for {_STALLED} s") from None
         if message["type"] == "http.disconnect":
             raise Refused(400, "the trainer has closed the connection")
-        body += message.get("body", b"")
-        if len(body) > limit:
+        piece = message.get("body", b"")
+        if size + len(piece) > limit:
             raise Refused(413, f"the body has more than {limit} bytes")
+        body[size : size + len(piece)] = piece
+        size += len(piece)
         if not message.get("more_body", False):
-            return bytes(body)
+            return memoryview(body)[:size]
 
 
 def _fields(body: bytes) -> Mapping[str, Any]:

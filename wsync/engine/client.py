@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from socket import SHUT_RDWR
@@ -103,8 +103,8 @@ class EngineClient:
         """Phase 3, for transfers beside HTTP: have the engine receive weights. One or more times."""
         self.post("update", protocol.UPDATE, {"update_info": dict(update_info)})
 
-    def send_body(self, body: bytes) -> None:
-        """Phase 3 of the body transfer: see ``protocol``."""
+    def send_body(self, body: Sequence[bytes | memoryview]) -> None:
+        """Phase 3 of the body transfer: see ``protocol``. The pieces are sent one after the other."""
         self.request("update", "POST", protocol.UPDATE, body, protocol.SAFETENSORS)
 
     def finish_weight_update(self, weight_version: str | None = None, **fields: Any) -> None:
@@ -134,10 +134,15 @@ class EngineClient:
 
     def post(self, phase: str, route: str, fields: Mapping[str, Any] | None) -> Mapping[str, Any]:
         """``request`` with JSON fields."""
-        return self.request(phase, "POST", route, b"" if fields is None else json.dumps(fields).encode())
+        return self.request(phase, "POST", route, () if fields is None else [json.dumps(fields).encode()])
 
     def request(
-        self, phase: str, method: str, route: str, body: bytes = b"", kind: str = protocol.JSON
+        self,
+        phase: str,
+        method: str,
+        route: str,
+        body: Sequence[bytes | memoryview] = (),
+        kind: str = protocol.JSON,
     ) -> Mapping[str, Any]:
         """Return the fields of the answer.
 
@@ -168,11 +173,14 @@ class EngineClient:
             )
         return answer
 
-    def _exchange(self, method: str, route: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
+    def _exchange(
+        self, method: str, route: str, body: Sequence[bytes | memoryview], headers: Mapping[str, str]
+    ) -> tuple[int, bytes]:
         connection = self._connected()
         target = urlsplit(self.url).path + route
+        size = sum(len(piece) for piece in body)
         try:
-            connection.request(method, target, body or None, {**headers, "Content-Length": str(len(body))})
+            connection.request(method, target, body or None, {**headers, "Content-Length": str(size)})
         except (BrokenPipeError, ConnectionResetError) as error:
             try:  # an engine that refuses a request need not read all of it
                 response = connection.getresponse()

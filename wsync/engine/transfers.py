@@ -82,6 +82,7 @@ class BodyTransfer:
 
     Raises:
         EngineError: the engine has refused the layout.
+        LayoutMismatch: there is extra state, or a dtype that safetensors files cannot have.
     """
 
     def __init__(self, client: EngineClient, source: VersionSource, chunk_bytes: int) -> None:
@@ -89,6 +90,7 @@ class BodyTransfer:
         self._source = source
         self._session = secrets.token_hex(8)
         self._groups = list(protocol.groups_of(source.layout, chunk_bytes))
+        protocol.check_dtypes(source.layout)
         if source.layout.extra:
             raise LayoutMismatch(f"extra state cannot be sent over HTTP: {', '.join(sorted(source.layout.extra))}")
         client.init_weight_transfer_engine(
@@ -105,12 +107,10 @@ class BodyTransfer:
 
         Raises:
             EngineError: a request failed.
-            LayoutMismatch: safetensors has no such dtype.
         """
         client, source = self._client, self._source
         version = str(client.version)
         client.start_weight_update({"session": self._session, "weight_version": version})
         for group in self._groups:
-            tensors = protocol.in_order(source.views, source.layout, group)
-            client.send_body(protocol.make_body(tensors, self._session, version))
+            client.send_body(protocol.make_body(source.layout, source.views, group, self._session, version))
         client.finish_weight_update(version, session=self._session, checksum=f"{source.checksum:016x}")

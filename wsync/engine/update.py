@@ -9,14 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from wsync.checksum import checksum_of
 from wsync.control.handshake import layout_in
 from wsync.engine import protocol
 from wsync.errors import LayoutMismatch
 from wsync.gate import process_gate
-from wsync.loops.tensors import copy_all
 from wsync.weights.layout import Layout
 from wsync.weights.targets import Destination, Target
 
@@ -48,14 +46,27 @@ class _Session:
     def __init__(self, name: str, layout: Layout, chunk_bytes: int, target: Target) -> None:
         self.name = name
         self.target = target
-        self.limit = protocol.body_limit(layout, chunk_bytes)
+        self.layout = layout
+        self.body = bytearray(protocol.body_limit(layout, chunk_bytes))  # each body is read into it
         self.flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
         self.views = layout.views(self.flat)
         followers = {follower for follower, _ in layout.ties}
-        own = [index for index in range(len(layout.names)) if index not in followers]
-        self.own: Mapping[str, Tensor] = protocol.in_order(self.views, layout, own)
+        self.indices = {name: index for index, name in enumerate(layout.names) if index not in followers}
         self.version: str | None = None  # that is being received
         self.missing: set[str] = set()
+
+    def keep(self, body: memoryview, entries: Mapping[str, protocol.Entry]) -> None:
+        """Copy the tensors of a checked body."""
+        content = torch.frombuffer(body, dtype=torch.uint8)
+        for name, entry in entries.items():
+            index = self.indices[name]
+            view, (offset, size) = self.views[index], self.layout.places[index]
+            received = content[entry.begin : entry.end]
+            if view.is_contiguous():
+                self.flat[offset : offset + size].copy_(received)
+            else:  # strides of its own; in the body it is row-major
+                view.copy_(received.clone().view(view.dtype).reshape(view.shape))
+            self.missing.discard(name)
 
 
 class EngineWeights:
@@ -78,10 +89,10 @@ class EngineWeights:
         self._session: _Session | None = None
 
     @property
-    def limit(self) -> int:
-        """The largest size of a body with weights, in bytes."""
+    def room(self) -> bytearray:
+        """What a body with weights is read into; its length is the largest size of one."""
         session = self._session
-        return session.limit if session else 0
+        return session.body if session else bytearray()
 
     def initialise(self, fields: Mapping[str, Any]) -> None:
         """Phase 1: check that weights of a layout would fit, and make room for a version.
@@ -110,6 +121,7 @@ class EngineWeights:
         with self._lock:
             self._session = None
             try:
+                protocol.check_dtypes(layout)
                 target = process_gate().call(self._target, layout)
             except LayoutMismatch as error:
                 raise Refused(422, f"LayoutMismatch: {error}") from error
@@ -127,9 +139,9 @@ class EngineWeights:
         with self._lock:
             session = self._current(_text(fields, "session"))
             session.version = _text(fields, "weight_version")
-            session.missing = set(session.own)
+            session.missing = set(session.indices)
 
-    def add(self, body: bytes) -> None:
+    def add(self, body: memoryview) -> None:
         """Phase 3: keep some tensors of the version.
 
         Raises:
@@ -137,15 +149,14 @@ class EngineWeights:
         """
         with self._lock:
             try:
-                tensors, metadata = protocol.parse_body(body)
+                entries, metadata = protocol.parse_body(body)
             except ValueError as error:
                 raise Refused(400, str(error)) from error
             session = self._begun(metadata)
-            wrong = protocol.first_that_differs(tensors, session.own)
-            if wrong:
-                raise Refused(422, f"LayoutMismatch: {wrong}")
-            copy_all([session.own[name] for name in tensors], list(tensors.values()))
-            session.missing.difference_update(tensors)
+            misfit = protocol.find_misfit(entries, session.layout, session.indices)
+            if misfit:
+                raise Refused(422, f"LayoutMismatch: {misfit}")
+            session.keep(body, entries)
 
     def finish(self, fields: Mapping[str, Any], installed: Callable[[str], None]) -> dict[str, Any]:
         """Phase 4: check that the version is whole, then load it inside the gate.
