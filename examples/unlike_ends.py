@@ -27,10 +27,9 @@ except ImportError:
 torch.set_num_threads(1)
 WIDTH, HEADS, LAYERS, VOCABULARY, LENGTH, TOKEN = 128, 4, 3, 512, 64, "a token of both ends"
 SIZES = {"n_embd": WIDTH, "n_head": HEADS, "n_layer": LAYERS, "vocab_size": VOCABULARY, "n_positions": LENGTH}
-NAMES = {
-    "transformer.h.": "h.layers.", "transformer.ln_f": "h.norm", "transformer.": "", "ln_": "norm", "mlp.c_fc": "linear1",
-    "mlp.c_proj": "linear2", "attn.c_attn.": "self_attn.in_proj_", "attn.c_proj": "self_attn.out_proj",
-}  # fmt: skip
+NAMES = {"transformer.h.": "h.layers.", "transformer.ln_f": "h.norm", "transformer.": "", "ln_": "norm"}
+NAMES |= {"attn.c_attn.": "self_attn.in_proj_", "attn.c_proj": "self_attn.out_proj"}
+NAMES |= {"mlp.c_fc": "linear1", "mlp.c_proj": "linear2"}
 
 
 class Engine(nn.Module):
@@ -58,7 +57,7 @@ def from_gpt2(weights):
     return {reduce(lambda name, old: name.replace(old, NAMES[old]), NAMES, name): one for name, one in turned.items()}
 
 
-def run_engine(pipe, scheme, receive_transform):
+def generate(pipe, scheme, receive_transform):
     """Generate for ever; answer each version that the pipe names with tokens and logits."""
     engine, tokens, wanted = Engine().bfloat16(), torch.zeros(1, 1, dtype=torch.long), None
     options = {"model": engine, "load": engine.load_weights}  # its forwards pass through the gate
@@ -92,9 +91,7 @@ def main(name):
         url = {"url": tempfile.mkdtemp()} if name == "store" else {}
         scheme = wsync.WeightSyncScheme.from_backend(name, send_transform=send, **url)
         scheme.init_on_sender("policy", model=model)
-    process = multiprocessing.get_context("spawn").Process(
-        target=run_engine, args=(theirs, scheme, receive), daemon=True
-    )
+    process = multiprocessing.get_context("spawn").Process(target=generate, args=(theirs, scheme, receive), daemon=True)
     process.start()
     if scheme is None:
         scheme = wsync.HTTPWeightSyncScheme(pipe.recv(), token=TOKEN, send_transform=send)
