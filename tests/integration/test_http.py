@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -216,6 +218,57 @@ def test_what_the_engine_raises_reaches_the_trainer(pool: WorkerPool) -> None:
         assert workers.call(value) == [("3", [3.0] * 4)] * 2
 
 
+def disturbed(app: Any, state: dict[str, Any]) -> Callable[..., Awaitable[None]]:
+    """Return the application; in bodies with weights a bit is flipped, or they break off, as ``state`` has it."""
+
+    async def disturbing(scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        async def changed() -> Mapping[str, Any]:
+            message = await receive()
+            content = bytearray(message["body"])
+            content[-1] ^= 0x40
+            return {**message, "body": bytes(content)}
+
+        hit = state and scope.get("path") == "/update_weights"
+        if hit and state.get("broken"):
+            raise ConnectionResetError
+        await app(scope, changed if hit else receive, send)
+
+    return disturbing
+
+
+def test_a_disturbed_transfer_changes_nothing() -> None:
+    target, state = Small(), dict[str, Any]()
+    with serve(disturbed(wsync.engine_app(target, token=None), state)) as url, trainer(url) as scheme:
+        state["flipped"] = True
+        with pytest.raises(wsync.WorkerFailed, match=r"phase finish .*409: the version is corrupt"):
+            scheme.send(fill(Small(), 2))
+        assert target()[0] == 1
+        state["broken"] = True
+        with pytest.raises(wsync.WorkerDied, match="phase update"):
+            scheme.send(fill(Small(), 3))
+        assert target()[0] == 1
+        state.clear()
+        scheme.readmit(0)  # it gets what was sent last
+        assert target()[0] == 3
+
+
+def test_a_forked_child_leaves_the_engines_alone() -> None:
+    target = Small()
+    with serve(wsync.engine_app(target, token=None)) as url, trainer(url) as scheme:
+        child = multiprocessing.get_context("fork").Process(target=scheme.shutdown)
+        child.start()
+        child.join(30)
+        assert child.exitcode == 0
+        scheme.send(fill(Small(), 2))
+        assert target()[0] == 2
+
+
+def test_nothing_is_left_after_shutdown() -> None:
+    with serve(wsync.engine_app(Small(), token=None)) as url, trainer(url):
+        pass
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("wsync-engine")]
+
+
 def test_weights_that_do_not_fit_are_an_error_at_connect() -> None:
     with serve(wsync.engine_app(Small(), token=None)) as url:
         with (
@@ -280,6 +333,7 @@ def test_models_cannot_be_switched_together() -> None:
         ({"urls": "http://user:word@a"}, "like 'http://host:8000'"),
         ({"urls": "http://a", "pause": "stop"}, "pause is 'abort'"),
         ({"urls": "http://a", "chunk_bytes": 0}, "chunk_bytes"),
+        ({"urls": "http://a", "token": "x\r\ny"}, "printable"),
     ],
 )
 def test_wrong_options(options: Options, said: str) -> None:
@@ -326,8 +380,6 @@ def test_a_transfer_of_ones_own_drives_the_documented_routes() -> None:
 
 
 def like_vllm(asked: list[tuple[str, Any]]) -> Callable[..., Awaitable[None]]:
-    import json
-
     async def app(scope: Any, receive: Any, send: Any) -> None:
         body = (await receive())["body"]
         query = f"?{scope['query_string'].decode()}" if scope["query_string"] else ""

@@ -65,7 +65,7 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         send_transform: see ``WeightSyncScheme``. What the engine does to weights is ``engine_app(receive_transform=)``.
 
     Raises:
-        ValueError: no URL, a malformed or repeated one, an unknown ``pause``, or ``chunk_bytes`` below 1.
+        ValueError: no URL, a malformed or repeated one, an unknown ``pause``, a malformed token, ``chunk_bytes`` below 1.
     """
 
     name = "http"
@@ -90,6 +90,8 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
             raise ValueError(f"urls has each engine once, and at least one: {self.urls}")
         if pause is not None and pause not in PAUSE_MODES:
             raise ValueError(f"pause is {', '.join(map(repr, PAUSE_MODES))} or None, not {pause!r}")
+        if token is not None and not (token and token.isascii() and token.isprintable()):
+            raise ValueError("a token has printable ASCII characters, at least one")
         if chunk_bytes < 1:
             raise ValueError(f"chunk_bytes is at least 1, not {chunk_bytes}")
         self.token = token

@@ -275,12 +275,12 @@ def engine_app(
 
     Raises:
         TypeError: ``model`` is of another kind.
-        ValueError: one of ``pause`` and ``resume`` is missing; or the token is empty.
+        ValueError: one of ``pause`` and ``resume`` is missing; or the token is malformed.
     """
     if (pause is None) != (resume is None):
         raise ValueError("pause and resume go together")
-    if token is not None and not token:
-        raise ValueError("the token is empty; None is for no token")
+    if token is not None and not (token and token.isascii() and token.isprintable()):
+        raise ValueError("a token has printable ASCII characters, at least one; None is for no token")
     transform = compose(receive_transform, "receive_transform")
     destination = Destination(model, load=load, chunk_bytes=chunk_bytes, transform=transform)
     if destination.module is not None:

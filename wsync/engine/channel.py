@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -42,6 +43,7 @@ class EngineSendChannel:
         timeout: Callable[[], float | None],
     ) -> None:
         self._timeout = timeout
+        self._pid = os.getpid()
         self._engines = [
             EngineThread(worker, client, make_transfer, pause, self._done) for worker, client in enumerate(clients)
         ]
@@ -193,7 +195,11 @@ class EngineSendChannel:
         return worker in self._acks and self._acks[worker].version >= version
 
     def close(self) -> None:
-        """See ``SendChannel``: the engines keep their weights."""
+        """See ``SendChannel``: the engines keep their weights. In a forked child nothing: its threads do not exist."""
+        if os.getpid() != self._pid:
+            return
         for engine in self._engines:
             engine.close()
+        for engine in self._engines:
+            engine.join()
         self._connected.clear()

@@ -96,13 +96,18 @@ class EngineThread:
                 self.client.abort()
 
     def close(self) -> None:
-        """End the thread, without waiting for it. Idempotent."""
+        """Have the thread end; ``join`` waits for that. Idempotent."""
         with self._changed:
             self._closed = True
             self._waiting = None
             if self._running is not None:
                 self.client.abort()
             self._changed.notify()
+
+    def join(self) -> None:
+        """Wait until the thread has ended, or for the time that it may take to resume a paused engine."""
+        if self._thread is not None:
+            self._thread.join(_RESUME_TIMEOUT)
 
     # --- the thread ---
 

@@ -49,14 +49,8 @@ def serve(app: Application, host: str = "127.0.0.1", port: int = 0) -> Iterator[
 
 async def _serve_one(app: Application, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Serve one connection: its requests, one after the other."""
-    broken = (
-        ConnectionError,
-        asyncio.IncompleteReadError,
-        asyncio.LimitOverrunError,
-        asyncio.CancelledError,
-        ValueError,
-    )
-    with suppress(*broken):
+    malformed = (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError)
+    with suppress(ConnectionError, asyncio.CancelledError, *malformed):
         while head := await reader.readuntil(b"\r\n\r\n"):
             request, *lines = head.decode("latin-1").split("\r\n")
             method, target, _ = request.split(" ", 2)
