@@ -65,7 +65,7 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         send_transform: see ``WeightSyncScheme``. What the engine does to weights is ``engine_app(receive_transform=)``.
 
     Raises:
-        ValueError: no URL, a malformed or repeated one, an unknown ``pause``, a malformed token, ``chunk_bytes`` below 1.
+        ValueError: no URL, a malformed or repeated one, an unknown ``pause``, a bad token, ``chunk_bytes`` below 1.
     """
 
     name = "http"
