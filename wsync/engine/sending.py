@@ -179,10 +179,12 @@ class EngineThread:
         return self._transfer[1:]
 
     def _resume_after_failure(self) -> None:
-        """Do not leave the engine paused. The error that is being raised is the one to report."""
-        client, phase, deadline = self.client, self.client.phase, self.client.deadline
-        client.close()
+        """Do not leave the engine paused. The error that is being raised is the one to report.
+
+        By a client of its own, which ``abort`` does not reach.
+        """
+        client = self.client.another()
         client.deadline = deadline_in(_RESUME_TIMEOUT)
         with suppress(EngineError):
             client.resume()
-        client.phase, client.deadline = phase, deadline
+        client.close()
