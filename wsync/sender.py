@@ -151,7 +151,9 @@ class Sender:
             began = time.perf_counter()
             fast = self._fast
             if fast is not None and wait and worker_ids is None:
-                tensors = self._locators.find(weights)
+                known = self._locators
+                own = known.own_tree if weights is None or weights is known.own else None
+                tensors = own if own is not None else known.find(weights)
                 if tensors is not None:
                     self.version += 1  # before sending: an interrupted update's number is not reused
                     report = fast.update(tensors, self.version, self._acks.timeout, began)
