@@ -77,6 +77,7 @@ class WorkerQueue:
     Attributes:
         latest: the newest version that was queued or committed, for a worker that takes this one's place.
         transport: of this connection; None while the worker is not connected, or takes weights from the arena.
+        flat: ``transport``, if it is a ``FlatTransport``: to ask that of an object takes longer than a system call.
         thread: runs ``send_weights``, for a transport that has no asynchronous transfers.
         generation: how many workers have had this index.
         checked: whether updates carry a checksum.
@@ -85,6 +86,7 @@ class WorkerQueue:
 
     latest: QueuedUpdate | None = None
     transport: TransportBackend | FlatTransport | None = None
+    flat: FlatTransport | None = None
     thread: TransferThread | None = None
     current: Delivery | None = None
     waiting: deque[QueuedUpdate] = field(default_factory=deque)
