@@ -245,10 +245,11 @@ class WorkerChannel:
 
     def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
         """See ``SendChannel``."""
-        slots, descriptors = self._slots, self._connections.descriptors
-        if slots is None or self._checksum or self._reserved or not descriptors:
+        slots = self._slots
+        if slots is None or self._checksum or self._reserved or len(slots.workers) < self._num_workers:
             return None
-        if len(slots.workers) < self._num_workers:
+        descriptors = self._connections.descriptors
+        if not descriptors:
             return None
         update = slots.arena.fast_update(descriptors, self._retains, acknowledge)
         return None if update is None else FastCalls(update, partial(self._finish_fast, slots, acknowledge))
