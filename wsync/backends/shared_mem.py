@@ -151,8 +151,8 @@ class CachingContext(Protocol):
 class _UnregisteredSource(Source):
     """Refuses to define the buffers: ``auto_register`` is off, and none were registered."""
 
-    def __init__(self, model_id: str) -> None:
-        super().__init__()
+    def __init__(self, model_id: str, weights: object) -> None:
+        super().__init__(weights)
         self._model_id = model_id
 
     def first(self, weights: object) -> Snapshot:
@@ -174,7 +174,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         policy_weights: ``{model_id: TensorDict}`` of buffers that are registered from the start.
         strategy: the format in which weights are returned.
         auto_register: whether the first weights that are sent define the shared buffers. Otherwise
-            ``register_shared_weights`` has to be called first.
+            ``register_shared_weights`` has to be called before ``init_on_sender``: without it, ``connect`` (if the
+            sender was given a model or weights) and ``send`` raise ``NotConnected``.
         sync: whether ``send`` waits until its promise holds.
         per_worker_weights: whether each worker has slots of its own; for workers that are given different weights.
         timeout: seconds for ``connect`` and ``send``; None for no limit.
@@ -296,7 +297,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None) -> Source:
         mirror = self._registered.get(model_id)
         if not self.auto_register and mirror is None:
-            return _UnregisteredSource(model_id)
+            return _UnregisteredSource(model_id, weights)
         return Source(weights, self.strategy, device_map_fn=device_map_fn, apart=self.per_worker_weights, mirror=mirror)
 
     def __getstate__(self) -> dict[str, Any]:
