@@ -267,6 +267,11 @@ class Receiver(VersionState):
         """Wait for the next version; return what ``take()`` returns (by default ``weights``): see ``wait_next``."""
         return self.wait_next(timeout, take or self.weights)
 
+    @property
+    def connected(self) -> bool:
+        """Whether it is connected to a sender that has not ended, as far as is known here."""
+        return self._attached and not self._closed
+
     def own_memory(self) -> None:
         """Copy the model into memory of its own until the next update, so it may be written. Called inside the gate."""
         if self._binding is not None:

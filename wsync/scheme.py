@@ -544,13 +544,13 @@ class WeightSyncScheme(ABC):
         role = self._role
         if not isinstance(role, SenderRole):
             return {}
-        return {worker: SenderTransport(role.sender, self.connect, [worker]) for worker in range(self.num_workers)}
+        return {i: SenderTransport(role.sender, self.connect, [i], role.model_id) for i in range(self.num_workers)}
 
     @property
     def shared_transport(self) -> TransportBackend | None:
         """On the sender, one transport to all workers; None on a receiver."""
         role = self._role
-        return SenderTransport(role.sender, self.connect, None) if isinstance(role, SenderRole) else None
+        return SenderTransport(role.sender, self.connect, None, role.model_id) if isinstance(role, SenderRole) else None
 
     @property
     def receiver_transport(self) -> TransportBackend | None:

@@ -19,8 +19,18 @@ from wsync.weights.strategy import Format
 class NoTransport:
     """Carries nothing (a ``TransportBackend``)."""
 
-    def send_weights(self, weights: Any = None) -> None:
+    def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
         """Send nothing."""
+
+    def send_weights_async(self, weights: Any = None, older_weights: Any = None) -> None:
+        """Send nothing."""
+
+    def wait_ack(self) -> None:
+        """Return at once."""
+
+    def check_connection(self) -> bool:
+        """Return True: nothing has to be connected."""
+        return True
 
     def receive_weights(
         self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None

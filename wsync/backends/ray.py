@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 import torch
 
 from wsync.errors import NotConnected, WeightSyncError
-from wsync.process_group import GroupTransport, check_backend, device_of
+from wsync.legacy.names import OlderGroupTransport
+from wsync.process_group import check_backend, device_of
 from wsync.rendezvous import SocketRendezvous
 from wsync.roles import SenderRole, single_count
 from wsync.scheme import WeightSyncScheme
@@ -39,7 +40,7 @@ class ActorContext(Protocol):
         ...
 
 
-class RayTransport(GroupTransport):
+class RayTransport(OlderGroupTransport):
     """Weights through ``torch.distributed``, to one actor.
 
     Args:

@@ -12,6 +12,7 @@ from torch import nn
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected
 from wsync.gate import process_gate
+from wsync.legacy.names import weights_of
 from wsync.legacy.pipes import older_transport
 from wsync.roles import SenderRole
 from wsync.scheme import WeightSyncScheme
@@ -77,20 +78,27 @@ class SharedMemTransport:
             for views in channel.published_views()
         ]
 
-    def send_weights(self, weights: Any = None) -> None:
+    def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
         """Deliver ``weights`` (of a scheme, None: the model's) to all workers.
+
+        The older API's ``send_weights(model_id, weights)`` does the same.
 
         Raises:
             NotConnected: without a scheme, before ``register_weights``.
             LayoutMismatch: they do not fit.
         """
-        if self._role is not None:
-            self._role.sender.send(weights, None, wait=True)
+        role = self._role
+        if role is not None:
+            role.sender.send(weights_of(weights, older_weights, role.model_id), None, wait=True)
             return
         with self._changed:
-            WeightStrategy().apply_weights(self._buffers(), weights)
+            WeightStrategy().apply_weights(self._buffers(), weights_of(weights, older_weights))
             self._counter.value += 1
             self._changed.notify_all()
+
+    def check_connection(self) -> bool:
+        """Return whether the workers are connected; without a scheme, whether there are buffers. Of the older API."""
+        return self._weights is not None if self._role is None else self._role.sender.connected
 
     def receive_weights(
         self,
