@@ -130,6 +130,7 @@ class Receiver(VersionState):
 
     def _reset(self) -> None:
         """Release the previous connection: a worker that the sender has disconnected may connect again."""
+        self.require_creator()
         if not self._attached:
             return
         if not self._closed and self._channel.sender_is_alive():

@@ -7,16 +7,16 @@ Most updates take the fast path instead: one call for all steps (``fast_path.py`
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from wsync.deadlines import deadline_in
-from wsync.errors import NotConnected
+from wsync.errors import NotConnected, in_forked_child
 from wsync.fast_path import FastCalls, PartialDelivery
 from wsync.sending.acknowledgements import Acknowledgements
+from wsync.sending.forking import senders
 from wsync.sending.in_flight import InFlight
 from wsync.sending.loading import Loader, Packed
 from wsync.sending.locators import Locators
@@ -69,7 +69,8 @@ class Sender:
         self._acks = Acknowledgements(channel, self._members, timeout)
         self._loader = Loader(channel, source, self._members)
         self._lock = threading.RLock()
-        self._pid = os.getpid()
+        self._in_forked_child = False
+        senders.add(self)
         self._in_flight: list[InFlight] = []  # sent without waiting
         self._not_yet_mapped: set[int] = set()  # got the layout late: must acknowledge their first update
         self._locators = Locators(source.weights)  # find the tensors of weights seen before without walking the module
@@ -285,11 +286,17 @@ class Sender:
         Raises:
             NotConnected: this process is a forked child of the one that made the sender.
         """
-        if os.getpid() != self._pid:
-            raise NotConnected("this scheme was initialised in the parent of this forked process: make a new one here")
+        if self._in_forked_child:
+            raise in_forked_child()
         with self._lock:
             self._disable_fast()
             yield
+
+    def end_in_forked_child(self) -> None:
+        """Refuse every later call but ``close``. The lock may be held by a thread that does not exist in the child."""
+        self._in_forked_child = True
+        self._fast = None
+        self._lock = threading.RLock()
 
     # --- transactions: see transaction.py ---
 
@@ -325,7 +332,7 @@ class Sender:
 
     def close(self) -> None:
         """Close all connections. In a forked child, only its copies of them."""
-        if os.getpid() != self._pid:
+        if self._in_forked_child:
             self._channel.close()
             return
         with self.exclusive():

@@ -15,7 +15,7 @@ from wsync.gate import process_gate
 from wsync.legacy.pipes import read_invitation
 from wsync.paths import find_or_none
 from wsync.receiving.joining import BackgroundConnect
-from wsync.roles import ReceiverRole, SenderRole
+from wsync.roles import ReceiverRole, SenderRole, require_own
 from wsync.types import ModelHolder, NumberedContext, SyncReport
 
 if TYPE_CHECKING:
@@ -175,6 +175,7 @@ class WeightReceiver:
         if not self._begin(deadline):
             return False
         role = self._scheme._role
+        require_own(role)
         connecting = role.background_connect if isinstance(role, ReceiverRole) else None
         if connecting is not None and not connecting.wait(remaining(deadline)):
             return False
