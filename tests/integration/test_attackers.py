@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 import wsync
+from wsync.control import Address, seal
 
 pytestmark = pytest.mark.timeout(180)
 ATTACKER = Path(__file__).parents[1] / "attacker.py"
@@ -172,3 +174,73 @@ def test_another_user_cannot_open_the_memory_nor_connect_to_a_unix_socket() -> N
         with pytest.raises(wsync.SyncTimeout):
             scheme.connect()
         assert process.communicate()[0].splitlines() == ["no descriptors", "got 0"]
+
+
+# --- a user's store, which any process can read and write ---
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def follow_store(port: int, line: Any) -> None:
+    """Connect by the store; say what has come, or why nothing has."""
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    with wsync.DistributedWeightSyncScheme(store=store, timeout=line.recv()) as scheme:
+        model = nn.Linear(64, 64)
+        scheme.init_on_receiver("policy", model=model, worker_idx=0)
+        try:
+            scheme.connect()
+            line.send(model.bias[0].item())
+        except wsync.WeightSyncError as error:
+            line.send(f"{type(error).__name__}: {error}")
+
+
+@contextmanager
+def worker_of(store: TCPStore) -> Iterator[Any]:
+    context = multiprocessing.get_context("spawn")  # with this process's environment
+    ours, theirs = context.Pipe()
+    process = context.Process(target=follow_store, args=(store.port, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_a_store_shows_no_token_and_what_others_write_there_is_passed_over(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attackers = TCPStore("127.0.0.1", store.port, is_master=False)
+    with monkeypatch.context() as others, wsync.DistributedWeightSyncScheme(timeout=5.0) as false_sender:
+        others.setenv("WSYNC_AUTHKEY", "the attacker's")
+        false_sender.init_on_sender("policy", model=model_of(-1.0), num_workers=1)
+        attackers.set("wsync/policy/1", false_sender._address.dump())  # a sender of the attacker's, as it is
+        attackers.set("wsync/policy/2", seal(false_sender._address))
+        attackers.set("wsync/policy/3", "noise")
+        attackers.set("near", "0")  # no key of the store decides the carrier
+        others.delenv("WSYNC_AUTHKEY")
+        with wsync.DistributedWeightSyncScheme(store=store, timeout=60.0) as scheme, worker_of(store) as line:
+            line.send(60.0)
+            scheme.init_on_sender("policy", model=model_of(VALUE), num_workers=1)
+            scheme.connect()
+            assert line.recv() == VALUE
+            shown = attackers.get("wsync/policy/4")
+            assert scheme._address.token.hex().encode() not in shown and scheme._address.token not in shown
+            with pytest.raises(ValueError, match="not the address"):
+                Address.load(shown)
+
+
+def test_a_process_with_another_secret_is_told_so(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WSYNC_AUTHKEY", "of the worker")
+    with worker_of(store) as line, wsync.DistributedWeightSyncScheme(store=store, timeout=1.0) as scheme:
+        line.send(4.0)
+        monkeypatch.setenv("WSYNC_AUTHKEY", "of the trainer")
+        scheme.init_on_sender("policy", model=model_of(VALUE), num_workers=1)
+        with pytest.raises(wsync.SyncTimeout):
+            scheme.connect()
+        error = line.recv()
+        assert error.startswith("SyncTimeout") and "sealed with another secret: WSYNC_AUTHKEY" in error
