@@ -32,6 +32,7 @@ from wsync.receiving.protocols import (
     Prepare,
     ReceiveChannel,
 )
+from wsync.receiving.registered import RegisteredFollower
 from wsync.receiving.versions import VersionState
 from wsync.types import ANY_VERSION, Ack, Update
 from wsync.weights.binding import Binding, load_extra, unshare
@@ -70,6 +71,7 @@ class Receiver(VersionState):
         self._cascade = cascade
         self._unacknowledged: Update | None = None  # installed; acknowledged after the cascade
         self._binding: Binding | None = None
+        self._follower: RegisteredFollower | None = None
         self._attached = False
         self._in_forked_child = False
         self._error = ""
@@ -117,6 +119,10 @@ class Receiver(VersionState):
         gate = process_gate()
         self._poller = self._channel.poller(self)
         gate.attach(self._poller)
+        memory = self._channel.registered()
+        if memory is not None:
+            self._follower = RegisteredFollower(memory, self)
+            gate.attach(self._follower)
         gate.gate_lock.pass_through()  # installs the first weights, if there are any
         self._acknowledge_after_cascade()
         self._seen = min(self.version, self._channel.first_version)  # a newer version may be installed already
@@ -269,12 +275,23 @@ class Receiver(VersionState):
         return self.wait_next(timeout, take or self.weights)
 
     @property
+    def binding(self) -> Binding | None:
+        """How the model takes updates; None before the first."""
+        return self._binding
+
+    @property
     def connected(self) -> bool:
         """Whether it is connected to a sender that has not ended, as far as is known here."""
         return self._attached and not self._closed
 
-    def own_memory(self) -> None:
-        """Copy the model into memory of its own until the next update, so it may be written. Called inside the gate."""
+    def own_memory(self, keep: bool = False) -> None:
+        """Copy the model into memory of its own until the next update, so it may be written. Called inside the gate.
+
+        Args:
+            keep: also where it is bound to registered buffers, to which it would be bound again by the next forward.
+        """
+        if keep and self._follower is not None:
+            self._follower.leave_until_next_version()
         if self._binding is not None:
             self._binding.detach()
 
@@ -290,6 +307,9 @@ class Receiver(VersionState):
         gate = process_gate()
         with gate.hold():
             gate.detach(self._poller)
+            if self._follower is not None:
+                gate.detach(self._follower)
+                self._follower = None
             prepared.forget(self)
             if not self._in_forked_child:
                 self._channel.forward_ended()

@@ -408,7 +408,7 @@ class WeightSyncScheme(ABC):
             raise NotConnected("this end has no model to apply weights to")
         with process_gate().hold():
             if isinstance(role, ReceiverRole):
-                role.receiver.own_memory()  # its current memory is shared with other workers and must not be written
+                role.receiver.own_memory(keep=True)  # its current memory is shared with other workers
             self.strategy.apply_weights(model, weights, inplace=inplace)
 
     def prepare_weights(

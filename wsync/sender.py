@@ -115,6 +115,7 @@ class Sender:
             if update:
                 # Not recorded in the metrics: the time includes worker start-up.
                 self._acks.require(update.workers, update.version, update.deadline)
+                self._write_registered(update)
                 self._enable_fast(weights)
 
     def disconnect(self, worker: int) -> None:
@@ -205,7 +206,8 @@ class Sender:
             # Two cases need acknowledgements in any mode: extra state, because set_extra_state may raise; and workers
             # that may not have mapped the shared memory yet, because they use it only once they have answered.
             unsure = not self._not_yet_mapped.isdisjoint(workers) or any([extra for _, _, extra in packed])
-            update.acknowledge = acknowledge = acknowledge or unsure
+            update.acknowledge = acknowledge = acknowledge or unsure or not update.live
+            self._announce_registered(update)
             for part, buffer, extra in packed:
                 self._channel.publish(buffer, update.version, extra, part.workers, acknowledge)
         self._members.note_sent(update.version, update.extra)
@@ -222,6 +224,9 @@ class Sender:
             self._agree_on_layout(weights, deadline)
         with self._loader.loaded(weights, workers, absent, self.version + 1, deadline, keep=keep) as loaded:
             self.version += 1
+            registered, (update, packed) = self.source.registered, loaded
+            if registered is not None and self.layout is not None:
+                update.live = len(packed) == 1 and registered.holds(self.layout, packed[0][0].tensors)
             yield loaded
 
     def _agree_on_layout(self, weights: object, deadline: float | None) -> None:
@@ -243,9 +248,24 @@ class Sender:
             self._not_yet_mapped.difference_update(update.workers)
         else:
             self._acks.raise_failures(update.workers, update.version)
+        self._write_registered(update)
         report = update.report(self.layout.nbytes if self.layout else 0, acks, time.perf_counter())
         self._record(report)
         return report
+
+    # --- registered buffers: see shm/registered.py ---
+
+    def _announce_registered(self, update: InFlight) -> None:
+        """Before the update is published: the buffers that it was packed from have its weights."""
+        if update.live and self.source.registered is not None:
+            self.source.registered.announce(update.version)
+
+    def _write_registered(self, update: InFlight) -> None:
+        """After the newest update is installed everywhere: write other weights into the buffers, too."""
+        registered, everyone = self.source.registered, {*self._members.present}
+        if registered is not None and not update.live and update.version == self.version:
+            if everyone <= {*update.workers}:
+                registered.take(update.version)
 
     # --- the fast path: see fast_path.py ---
 
@@ -316,6 +336,7 @@ class Sender:
         """Have the workers install what they have prepared."""
         with self.exclusive():
             update.deadline = deadline_in(self._acks.timeout)
+            self._announce_registered(update)
             self._channel.commit(update.version, transaction)
             self._members.note_sent(update.version, update.extra)
             update.transfer = time.perf_counter() - update.packed

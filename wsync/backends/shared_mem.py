@@ -19,7 +19,7 @@ from wsync.scheme import WeightSyncScheme
 from wsync.sending.channel import WorkerChannel
 from wsync.sending.source import DeviceMap, Source
 from wsync.transport import TransportBackend
-from wsync.weights.snapshot import Snapshot
+from wsync.weights.snapshot import Snapshot, snapshot
 from wsync.weights.strategy import Format, WeightStrategy
 
 
@@ -232,6 +232,11 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         What is sent is written into them as well. A ``send()`` without arguments sends what is in them, if the sender
         has no model of its own.
 
+        Where all of them lie in shared memory already (``share_memory_()``, ``memmap_()``), the parameters of workers
+        that bind are bound to them: training them in place is seen by the next forward, without a ``send``, at the
+        user's own risk (a forward may see part of a step). Buffers of the model (``BatchNorm``) are copied with each
+        ``send``, as always. With ``bind=False`` or ``per_worker_weights`` workers see what is sent.
+
         Raises:
             RuntimeError: the model has buffers already.
             TypeError: ``weights`` are not a TensorDict.
@@ -263,6 +268,11 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         if cached_weights is not None and self._registered.get(model_id) is not cached_weights:
             self.register_shared_weights(model_id, cached_weights)
         super().init_on_sender(model_id, context, **given)
+        role, mirror = self._role, self._registered.get(model_id)
+        if mirror is None or self.per_worker_weights or not self.bind:
+            return
+        if isinstance(role, SenderRole) and isinstance(role.channel, WorkerChannel):
+            role.sender.source.registered = role.channel.share_registered(snapshot(mirror).tensors)
 
     def create_transport(self, worker_idx: Any = None) -> TransportBackend:
         """Return the transport to all workers; before ``init_on_sender``, one without a scheme.
@@ -307,6 +317,13 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         if not self.auto_register and mirror is None:
             return _UnregisteredSource(model_id, weights)
         return Source(weights, self.strategy, device_map_fn=device_map_fn, apart=self.per_worker_weights, mirror=mirror)
+
+    def shutdown(self) -> None:
+        """See ``WeightSyncScheme.shutdown``; registered buffers stay the user's."""
+        role = self._role
+        super().shutdown()
+        if isinstance(role, SenderRole) and role.sender.source.registered is not None:
+            role.sender.source.registered.close()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options and the sender's address: registered buffers and pipes stay with the sender."""

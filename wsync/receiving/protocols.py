@@ -106,6 +106,10 @@ class ReceiveChannel(Protocol):
         """Whether parameters may be bound to the memory of an update. Known once connected."""
         ...
 
+    def registered(self) -> RegisteredView | None:
+        """The user's own buffers in shared memory to which the model stays bound; None without. Called by ``connect``."""
+        ...
+
     def begin_connect(self, worker_idx: int, deadline: float | None) -> Sequence[int]:
         """Begin ``connect`` without waiting for the sender.
 

@@ -26,6 +26,7 @@ from wsync.sending.send_loop import SendLoop
 from wsync.sending.slots import Slots
 from wsync.sending.transfers import Transfers, join_all
 from wsync.shm.arena import PREPARE
+from wsync.shm.registered import RegisteredBuffers
 from wsync.transport import TransportFactory
 from wsync.types import Ack
 from wsync.weights.layout import Layout
@@ -218,6 +219,10 @@ class WorkerChannel:
         """See ``SendChannel``."""
         with self._lock:
             self._reserved.difference_update(buffer.slot for buffer in buffers)
+
+    def share_registered(self, tensors: Mapping[str, Tensor]) -> RegisteredBuffers | None:
+        """Tell the workers of the arena where registered buffers lie; None if they do not lie in shared memory."""
+        return None if self._slots is None else RegisteredBuffers.share(self._slots.arena, tensors)
 
     def published_views(self) -> list[Sequence[Tensor]]:
         """Return the slots that workers are pointed to, each once, as tensors of the caller's own."""

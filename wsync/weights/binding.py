@@ -242,6 +242,15 @@ class Binding:
                 self._index.extra[name].set_extra_state(value)
             raise
 
+    def rebind(self, tensors: Mapping[str, Tensor]) -> None:
+        """Bind parameters that are bound, and fit, to other memory of the same values. Call it inside the gate."""
+        for parameter, index in self._bound:
+            other = tensors.get(self._layout.names[index])
+            if other is None or other.data_ptr() == parameter.data_ptr():
+                continue
+            if other.shape == parameter.shape and other.dtype is parameter.dtype:
+                parameter.data = other
+
     def detach(self) -> None:
         """Give bound parameters memory of their own again, with the values that they have."""
         for parameter, _ in self._bound:
