@@ -6,7 +6,7 @@ import inspect
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +15,6 @@ import torch
 from backends import BuiltIn, SharedMemory
 from rpc_workers import Rpc
 from tensordict import TensorDict
-from torch import nn
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 import wsync
 from wsync.testing import WorkerPool, commands
@@ -203,63 +201,36 @@ def test_nothing_travels_at_the_connect_of_rpc_and_its_workers_have_no_thread() 
         Rpc.pool.close()
 
 
-@pytest.fixture
-def store() -> Iterator[Any]:
-    yield TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def test_buffers_may_be_given_to_the_constructor(pool: WorkerPool) -> None:
+    buffers = TensorDict({"weight": torch.ones(4)})
+    scheme = wsync.SharedMemWeightSyncScheme({"policy": buffers}, auto_register=False, timeout=TIMEOUT)
+    with pool.group(1) as workers, scheme:
+        scheme.init_on_sender("policy", num_workers=1)
+        workers[0].start(commands.join, scheme, Small, 0, "policy")
+        scheme.connect()
+        workers[0].result()
+        scheme.send(fill(Small(), 3))
+        assert workers[0].call(commands.output)[0] == buffers["weight"][0] == 3
 
 
-def follow_group(state: WorkerState, kind: type[Any], port: int) -> bool:
-    """Receive by a transport of ``kind`` without a scheme, before anything is sent; returns whether it timed out."""
-    model = nn.Linear(4, 2)
-    buffer = TensorDict.from_module(model).data.clone()
-    strategy = wsync.WeightStrategy("tensordict")
-    transport = kind(store=TCPStore("127.0.0.1", port, is_master=False))
-    transport.setup_connection_and_weights_on_receiver(worker_idx=0, weights=buffer, model=model, strategy=strategy)
-    state.kept["transport"] = transport, buffer, model, strategy
-    return all(
-        transport.receive_weights(timeout=0.02, weights=buffer, model=model, strategy=strategy) is None
-        for _ in range(3)
-    )
+def test_devices_say_how_many_workers_there_are() -> None:
+    with wsync.SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", model=Small(), devices=[torch.device("cpu")] * 3)
+        assert scheme.num_workers == 3
+    with wsync.SharedMemWeightSyncScheme() as scheme, pytest.raises(ValueError, match="devices"):
+        scheme.init_on_sender("policy", model=Small(), devices=["cpu"] * 3, num_workers=2)
 
 
-def follow_on(state: WorkerState) -> tuple[list[float], list[float]]:
-    """Receive the next version, without a limit of time."""
-    transport, buffer, model, strategy = state.kept["transport"]
-    assert transport.receive_weights(timeout=None, weights=buffer, model=model, strategy=strategy) is not None
-    return model.bias.tolist(), buffer["bias"].tolist()
+def join_by_the_older_name(state: WorkerState, scheme: wsync.WeightSyncScheme) -> float:
+    """``synchronize_weights`` in place of ``connect``."""
+    commands.init(state, scheme, Small, 0, "policy")
+    scheme.synchronize_weights(worker_idx=0)
+    return commands.output(state)[0]
 
 
-@pytest.mark.parametrize("kind", [wsync.DistributedTransport, wsync.RPCTransport, wsync.RayTransport])
-def test_a_transport_over_a_group_returns_none_at_its_timeout(kind: type[Any], pool: WorkerPool, store: Any) -> None:
-    model = nn.Linear(4, 2)
-    with pool.group(1) as workers:
-        workers[0].start(follow_group, kind, store.port)
-        transport = kind(weights_buffer=model, store=store)
-        transport.setup_connection_and_weights_on_sender()
-        assert workers[0].result()
-        nn.init.constant_(model.bias, 3.0)
-        transport.send_weights(model)  # the receive that has timed out takes it
-        assert workers[0].call(follow_on) == ([3.0, 3.0], [3.0, 3.0])
-        workers[0].start(follow_on)
-        nn.init.constant_(model.bias, 4.0)
-        transport.send_weights(model.state_dict())
-        assert workers[0].result() == ([4.0, 4.0], [4.0, 4.0])
-
-
-def follow_shared(state: WorkerState, transport: wsync.SharedMemTransport) -> list[Any]:
-    """Receive the version that there is, then none, by a shared-memory transport without a scheme."""
-    model = nn.Linear(4, 2)
-    received = [transport.receive_weights(timeout=TIMEOUT, model=model), transport.receive_weights(timeout=0.02)]
-    return [value is not None for value in received] + [model.bias.tolist()]
-
-
-def test_a_shared_memory_transport_without_a_scheme() -> None:
-    model, own = nn.Linear(4, 2), WorkerState()
-    transport = wsync.SharedMemTransport()
-    with pytest.raises(wsync.NotConnected, match="register_weights"):
-        transport.send_weights(model)
-    transport.register_weights(model)
-    nn.init.constant_(model.bias, 2.0)
-    transport.send_weights(model)
-    assert follow_shared(own, transport) == [True, False, [2.0, 2.0]]
-    assert [list(weights["bias"]) for weights in transport.unique_weights] == [[2.0, 2.0]]
+def test_synchronize_weights_connects(backend: BuiltIn) -> None:
+    with backend.workers(1) as workers, backend.make_scheme(timeout=TIMEOUT) as scheme:
+        scheme.init_on_sender("policy", num_workers=1)
+        workers[0].start(join_by_the_older_name, scheme)
+        scheme.synchronize_weights(weights=fill(Small(), 4))
+        assert workers[0].result() == 4
