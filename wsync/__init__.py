@@ -2,6 +2,7 @@
 
 from wsync import transforms
 from wsync.backends.distributed import DistributedTransport, DistributedWeightSyncScheme
+from wsync.backends.http import HTTPTransport, HTTPWeightSyncScheme
 from wsync.backends.multiprocess import MPTransport, MultiProcessWeightSyncScheme
 from wsync.backends.none import NoWeightSyncScheme
 from wsync.backends.ray import RayModuleTransformScheme, RayTransport, RayWeightSyncScheme
@@ -9,6 +10,8 @@ from wsync.backends.rpc import RPCTransport, RPCWeightSyncScheme
 from wsync.backends.shared_mem import SharedMemTransport, SharedMemWeightSyncScheme
 from wsync.backends.store import StoreTransport, StoreWeightSyncScheme
 from wsync.control.listener import listen_on
+from wsync.engine.app import engine_app
+from wsync.engine.generations import GenerationAborted
 from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, WeightSyncError, WorkerDied, WorkerFailed
 from wsync.gate import gate, gated
 from wsync.legacy.api import WeightReceiver, WeightSender
@@ -31,6 +34,9 @@ __all__ = [
     "DistributedTransport",
     "DistributedWeightSyncScheme",
     "FlatTransport",
+    "GenerationAborted",
+    "HTTPTransport",
+    "HTTPWeightSyncScheme",
     "LayoutMismatch",
     "MPTransport",
     "MultiProcessWeightSyncScheme",
@@ -61,6 +67,7 @@ __all__ = [
     "WeightSyncScheme",
     "WorkerDied",
     "WorkerFailed",
+    "engine_app",
     "find_model",
     "find_object",
     "gate",

@@ -22,6 +22,7 @@ _BACKENDS = {
     "ray": "wsync.backends.ray:RayWeightSyncScheme",
     "ray_module_transform": "wsync.backends.ray:RayModuleTransformScheme",
     "store": "wsync.backends.store:StoreWeightSyncScheme",
+    "http": "wsync.backends.http:HTTPWeightSyncScheme",
     "none": "wsync.backends.none:NoWeightSyncScheme",
 }
 _ALIASES = {"shared": "shared_mem", "process": "multiprocess", "multiprocessing": "multiprocess", "direct": "none"}

@@ -168,7 +168,9 @@ class Sender:
             began = time.perf_counter()
             fast = self._fast
             if fast is not None and wait and worker_ids is None and not partial:
-                tensors = self._locators.find(weights)
+                known = self._locators
+                own = known.own_tree if weights is None or weights is known.own else None
+                tensors = own if own is not None else known.find(weights)
                 if tensors is not None:
                     self.version += 1  # before sending: an interrupted update's number is not reused
                     report = fast.update(tensors, self.version, self._acks.timeout, began)
@@ -300,10 +302,11 @@ class Sender:
         """Enable the fast path for sends like this one, which went to all workers."""
         if self.layout is None or self._in_flight or self._members.absent or self._members.extra:
             return
-        locator = self.source.locator(weights, self.layout)
+        fast = self._channel.fast_calls(acknowledge=not self._finishes_on_publish)
+        locator = None if fast is None else self.source.locator(weights, self.layout)
         if locator is not None:
             self._locators.add(weights, locator)
-            self._fast = self._channel.fast_calls(acknowledge=not self._finishes_on_publish)
+            self._fast = fast
 
     def _complete(self, fast: FastCalls, delivery: PartialDelivery, began: float) -> SyncReport:
         """Finish a fast update in which a worker died, failed, held its mutex or did not answer in time."""

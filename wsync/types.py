@@ -42,6 +42,7 @@ class Ack(NamedTuple):
         died: whether the process has ended instead of answering.
         wait: seconds from the arrival of the message until the worker had the gate.
         apply: seconds spent on installing.
+        late: whether the deadline passed instead of an answer; ``error`` says during what.
     """
 
     worker: int
@@ -50,6 +51,7 @@ class Ack(NamedTuple):
     died: bool = False
     wait: float = 0.0
     apply: float = 0.0
+    late: bool = False
 
 
 class SyncReport(NamedTuple):

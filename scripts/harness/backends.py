@@ -12,8 +12,9 @@ import wsync
 from collectors.config import BUNDLED
 from wsync import registered_backends
 
-BACKENDS = tuple(name for name in registered_backends() if name not in ("none", "ray_module_transform"))
-"""Backends that send a policy's weights."""
+_OTHERS = ("none", "ray_module_transform", "store", "http")
+BACKENDS = tuple(name for name in registered_backends() if name not in _OTHERS)
+"""Backends that send a policy's weights to workers that connect."""
 
 
 def scheme_class(backend: str) -> type[wsync.WeightSyncScheme]:

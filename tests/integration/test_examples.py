@@ -32,3 +32,10 @@ def test_an_example_runs_as_a_script(example: Path, tmp_path: Path) -> None:
 def test_the_contract_suite_runs_outside_the_repository(tmp_path: Path) -> None:
     shutil.copy(ROOT / "examples" / "custom_backend.py", tmp_path / "my_backend.py")
     run("-m", "pytest", "-q", "-p", "no:cacheprovider", "--strict-markers", "my_backend.py", folder=tmp_path)
+
+
+@pytest.mark.parametrize("way", ["shared_mem", "store", "http", "int8"])
+def test_unlike_ends_with_gpt2(way: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the GPT-2 is one of transformers, which is not installed")
+    out = run(ROOT / "examples" / "unlike_ends.py", way, folder=tmp_path)
+    assert out.count(": 700672 bytes" if way == "int8" else ": 1337600 bytes") == 5

@@ -71,7 +71,8 @@ def test_every_option_composes(group: str, option: str) -> None:
 def required(name: str) -> dict[str, str]:
     """Values for the arguments of a scheme that have no default."""
     parameters = inspect.signature(SCHEMES[name]).parameters.values()
-    return {one.name: "memory://test" for one in parameters if one.default is inspect.Parameter.empty}
+    values = {"url": "memory://test", "urls": "http://127.0.0.1:1"}
+    return {one.name: values[one.name] for one in parameters if one.default is inspect.Parameter.empty}
 
 
 def overrides(name: str) -> list[str]:
@@ -149,7 +150,7 @@ def test_the_policy_config_has_the_arguments_of_make_policy() -> None:
         ("policy.hidden=64", "policy.hidden=64: "),
         (
             "weight_sync=sharedmem",
-            "there is no such option; did you mean 'shared_mem'?; there are: distributed, multiprocess, none",
+            "there is no such option; did you mean 'shared_mem'?; there are: distributed, http, multiprocess",
         ),
         ("env.kwargs.gravity=3", "say +env.kwargs.gravity=… to add it"),
         ("seed=[", "this override cannot be read: "),

@@ -42,7 +42,7 @@ def test_positional_options_are_in_the_documented_order() -> None:
 
 
 def test_bad_options() -> None:
-    with pytest.raises(ValueError, match=r"distributed, multiprocess, none, ray, .*rpc, shared_mem"):
+    with pytest.raises(ValueError, match=r"distributed, http, multiprocess, none, ray, .*rpc, shared_mem"):
         wsync.WeightSyncScheme.from_backend("carrier_pigeon")
     with pytest.raises(ValueError, match="timeout"):
         wsync.SharedMemWeightSyncScheme(timeout=0)

@@ -69,15 +69,16 @@ class Acknowledgements:
     ) -> None:
         """Raise one error for all workers that lack ``version``; those that have died are removed."""
         died = {ack.worker: ack.error for ack in acks if ack.died}
-        failed = {ack.worker: ack.error for ack in acks if ack.error and not ack.died}
-        silent = set(workers) - {ack.worker for ack in acks} if awaited else set()
+        late = {ack.worker: ack.error for ack in acks if ack.late}
+        failed = {ack.worker: ack.error for ack in acks if ack.error and not (ack.died or ack.late)}
+        silent = set(workers) - {ack.worker for ack in acks if not ack.late} if awaited else set()
         if died:
             self._members.remove(died)
         if not (died or failed or silent):
             return
         if silent:
             _log.debug("workers that did not answer to version %d in time: %s", version, sorted(silent))
-        causes = {**died, **failed, **dict.fromkeys(silent, f"did not answer within {self.timeout} s")}
+        causes = {**died, **failed, **dict.fromkeys(silent, f"did not answer within {self.timeout} s"), **late}
         outcome = f"is missing on {len(causes)} worker(s); those that have it: {sorted(set(workers) - causes.keys())}"
         if not committed:
             outcome = f"was applied nowhere, because {len(causes)} worker(s) did not confirm that it fits"

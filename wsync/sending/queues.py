@@ -72,6 +72,7 @@ class WorkerQueue:
     Attributes:
         latest: the newest version that was queued or committed, for a replacement of this worker.
         transport: of this connection; None while the worker is not connected, or uses the arena.
+        flat: ``transport``, if it is a ``FlatTransport``: to ask that with ``isinstance`` takes 9 µs.
         thread: runs ``send_weights``, for a transport without asynchronous transfers.
         generation: how many workers have connected with this index.
         checked: whether updates have a checksum.
@@ -80,6 +81,7 @@ class WorkerQueue:
 
     latest: QueuedUpdate | None = None
     transport: TransportBackend | FlatTransport | None = None
+    flat: FlatTransport | None = None
     thread: TransferThread | None = None
     current: Delivery | None = None
     waiting: deque[QueuedUpdate] = field(default_factory=deque)

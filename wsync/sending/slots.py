@@ -138,8 +138,10 @@ class Slots:
 
     def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
         """See ``SendChannel``: it needs all workers in the arena, and updates without checksum."""
+        if self._checksum or len(self.workers) < self._num_workers:
+            return None
         descriptors = self._connections.descriptors
-        if self._checksum or not descriptors or len(self.workers) < self._num_workers:
+        if not descriptors:
             return None
         update = self.arena.fast_update(descriptors, self._retains, acknowledge)
         return None if update is None else FastCalls(update, partial(self._complete_fast, acknowledge))

@@ -107,7 +107,7 @@ class Transfers:
             raise SyncTimeout(message, {worker: str(error)}) from error
         queue.transport = transport
         if isinstance(transport, FlatTransport):
-            queue.checked = self._checksum is not False
+            queue.flat, queue.checked = transport, self._checksum is not False
         else:
             queue.thread, queue.checked = TransferThread(transport, self._wake), True
         self.advance(worker)
@@ -115,16 +115,16 @@ class Transfers:
     def disconnect(self, worker: int) -> None:
         """Close the transport of a worker that has gone, and drop its updates but the latest."""
         queue = self.queues[worker]
-        transport, thread, current = queue.transport, queue.thread, queue.current
-        queue.transport = queue.thread = None
+        flat, thread, current = queue.flat, queue.thread, queue.current
+        queue.transport = queue.flat = queue.thread = None
         queue.restart(None)
         if thread is not None:
             if thread.busy and current is not None:
                 self._abandoned.add(current.update.buffer.slot)  # send_weights may still read it
             self.ending.append(thread.close())
-        elif isinstance(transport, FlatTransport):
+        elif flat is not None:
             pending = current.transfers[0] if current is not None and current.transfers else None
-            if transport.close(pending) and current is not None:
+            if flat.close(pending) and current is not None:
                 self._abandoned.add(current.update.buffer.slot)
 
     # --- updates ---
@@ -142,13 +142,20 @@ class Transfers:
             )
 
     def enqueue(self, update: QueuedUpdate, workers: Iterable[int]) -> None:
-        """Send an update to workers that are ready for it; the others get it, or a newer one, later."""
+        """Send an update to workers that are ready for it; the others get it, or a newer one, later.
+
+        The data is sent to all of them before it is announced: a worker that has begun to receive then wakes once,
+        not once for the message and again for the data.
+        """
+        workers = tuple(workers)
         for worker in workers:
             queue = self.queues[worker]
             queue.append(update)
             if queue.current is not None and queue.overdue:
                 queue.overdue = False
                 self._connections.send(worker, Message(Kind.RESEND, worker))
+            self._begin_ahead(worker, queue)
+        for worker in workers:
             self.advance(worker)
 
     def commit(self, worker: int, prepared: QueuedUpdate) -> None:
@@ -171,13 +178,10 @@ class Transfers:
     def advance(self, worker: int) -> None:
         """Send the next update; or continue the current one, if a signal handler has raised meanwhile."""
         queue = self.queues[worker]
-        if queue.transport is None:
-            return
-        if queue.current is None:
-            if not queue.waiting:
-                return
-            queue.current = Delivery(queue.waiting.popleft())
+        self._begin_ahead(worker, queue)
         delivery = queue.current
+        if queue.transport is None or delivery is None:
+            return
         if not delivery.announced:
             update = delivery.update
             kind, mark = (update.kind, update.mark) if queue.thread is None else (Kind.FETCH, b"")
@@ -190,11 +194,20 @@ class Transfers:
             queue.thread.begin(self._express(delivery.update))
             delivery.handed_over = True
 
+    def _begin_ahead(self, worker: int, queue: WorkerQueue) -> None:
+        """Take the next update, if none is being sent; begin its transfer, if the worker has begun to receive."""
+        if queue.transport is None:
+            return
+        if queue.current is None and queue.waiting:
+            queue.current = Delivery(queue.waiting.popleft())
+        if queue.current is not None and queue.flat is not None and queue.flat.receives_ahead:
+            self._begin_transfer(worker, queue, queue.current)
+
     def _begin_transfer(self, worker: int, queue: WorkerQueue, delivery: Delivery) -> None:
-        if delivery.transfers or not isinstance(queue.transport, FlatTransport):
+        if delivery.transfers or queue.flat is None:
             return
         try:
-            queue.transport.begin_send(delivery.update.buffer.flat, delivery.transfers)
+            queue.flat.begin_send(delivery.update.buffer.flat, delivery.transfers)
         except RuntimeError as error:
             self._connections.drain()  # the worker may have sent a reason
             if worker in self._connections.workers:

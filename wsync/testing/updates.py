@@ -47,8 +47,40 @@ def _forwards(state: WorkerState, count: int) -> tuple[int, bool, int]:
     return torn, lows == sorted(lows), len(set(lows))
 
 
+def _hold_gate(state: WorkerState) -> None:
+    """Hold the gate in a thread, as a forward does that takes long."""
+    entered, ended = threading.Event(), threading.Event()
+
+    def forward() -> None:
+        with wsync.gate():
+            entered.set()
+            ended.wait()
+
+    state.kept["forward"] = thread = threading.Thread(target=forward)
+    state.kept["end"] = ended
+    thread.start()
+    entered.wait()
+
+
+def _leave_gate(state: WorkerState) -> None:
+    state.kept["end"].set()
+    state.kept["forward"].join()
+
+
 class Updates(BackendHooks):
     """What one update after the other means."""
+
+    def test_an_update_that_arrives_in_a_forward_is_installed_when_that_ends(self) -> None:
+        """Although no other forward follows."""
+        with self.connected(1, timeout=10.0) as session:
+            (worker,) = session.workers
+            for value in range(2, 12):
+                worker.call(_hold_gate)
+                session.scheme.send_async(fill(session.model, value))
+                assert worker.call(commands.plain_digest) != digest(session.model)
+                worker.call(_leave_gate)
+                session.scheme.wait_async()
+                assert worker.call(commands.plain_digest) == digest(session.model)
 
     def test_after_a_send_every_forward_uses_the_new_version(self) -> None:
         with self.connected() as session:

@@ -1,0 +1,62 @@
+"""Engines for tests over HTTP: commands that serve them in workers' processes, and a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+import wsync
+from wsync.testing import WorkerPool
+from wsync.testing.asgi import serve
+from wsync.testing.commands import WorkerState
+from wsync.testing.models import Small, fill
+
+TOKEN = "a token"
+
+
+def start_engine(state: WorkerState, port: int = 0, token: str | None = TOKEN) -> str:
+    """Serve an engine whose function keeps copies of what it is given; return its URL."""
+    loaded = state.kept["loaded"] = dict[str, Tensor]()
+
+    def load(pairs: Any) -> None:
+        if state.kept.pop("refuse", False):
+            raise ArithmeticError("the engine refuses")
+        loaded.update({name: tensor.clone() for name, tensor in pairs})
+
+    state.kept["app"] = app = wsync.engine_app(load=load, token=token)
+    state.kept["server"] = stack = ExitStack()
+    return stack.enter_context(serve(app, port=port))
+
+
+def stop_engine(state: WorkerState) -> None:
+    state.kept["server"].close()
+
+
+def refuse_next(state: WorkerState) -> None:
+    state.kept["refuse"] = True
+
+
+def value(state: WorkerState) -> tuple[str, list[float]]:
+    """Return the version, and the weights of a ``Small``."""
+    with wsync.gate():
+        return state.kept["app"].version, state.kept["loaded"]["weight"].tolist()
+
+
+@contextmanager
+def trainer(urls: Any, model: nn.Module | None = None, **options: Any) -> Iterator[wsync.HTTPWeightSyncScheme]:
+    with wsync.HTTPWeightSyncScheme(urls, **{"timeout": 30.0, "token": TOKEN, **options}) as scheme:
+        scheme.init_on_sender("policy", model=fill(Small(), 1) if model is None else model)
+        scheme.connect()
+        yield scheme
+
+
+@contextmanager
+def engines(pool: WorkerPool, count: int) -> Iterator[tuple[Any, list[str]]]:
+    with pool.group(count) as workers:
+        yield workers, workers.call(start_engine)
+        for worker in workers:
+            if worker.reusable:
+                worker.call(stop_engine)

@@ -1,0 +1,201 @@
+"""Faults between a trainer and engines over HTTP: each an error that names the engine and the phase."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+from http_engines import TOKEN, engines, refuse_next, start_engine, stop_engine, trainer, value
+
+import wsync
+from wsync.testing import WorkerPool
+from wsync.testing.asgi import serve
+from wsync.testing.models import Small, WithExtraState, fill, longer
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    pool = WorkerPool()
+    yield pool
+    pool.close()
+
+
+def test_a_killed_engine_is_an_error_at_once_and_another_takes_its_place(pool: WorkerPool) -> None:
+    with engines(pool, 2) as (workers, urls), trainer(urls) as scheme:
+        workers[1].kill()
+        started = time.monotonic()
+        with pytest.raises(wsync.WorkerDied, match=rf"worker 1: {urls[1]}: phase start .*refused") as caught:
+            scheme.send(fill(Small(), 2))
+        assert time.monotonic() - started < 10
+        assert list(caught.value.workers) == [1]
+        assert workers[0].call(value) == ("2", [2.0] * 4)
+        scheme.send(fill(Small(), 3))  # to those that are left
+        workers.replace(1, workers.spare())
+        workers[1].call(start_engine, int(urls[1].rsplit(":", 1)[1]))
+        scheme.readmit(1)
+        assert workers.call(value) == [("3", [3.0] * 4)] * 2
+        scheme.send(fill(Small(), 4))
+        assert workers.call(value) == [("4", [4.0] * 4)] * 2
+
+
+def test_an_engine_that_was_started_again_is_initialised_again(pool: WorkerPool) -> None:
+    with engines(pool, 1) as (workers, urls), trainer(urls) as scheme:
+        workers[0].call(stop_engine)
+        workers[0].call(start_engine, int(urls[0].rsplit(":", 1)[1]))
+        scheme.send(fill(Small(), 2))
+        assert workers[0].call(value) == ("2", [2.0] * 4)
+
+
+def test_a_silent_engine_is_an_error_at_the_deadline(pool: WorkerPool) -> None:
+    with engines(pool, 2) as (workers, urls), trainer(urls) as scheme:
+        workers[1].stop()
+        scheme.timeout = 1.0
+        with pytest.raises(wsync.SyncTimeout, match=rf"worker 1: {urls[1]}: phase start.*no answer before"):
+            scheme.send(fill(Small(), 2))
+        assert workers[0].call(value) == ("2", [2.0] * 4)
+        workers[1].resume()
+        scheme.timeout = 30.0
+        scheme.send(fill(Small(), 3))
+        assert workers.call(value) == [("3", [3.0] * 4)] * 2
+
+
+def test_what_the_engine_raises_reaches_the_trainer(pool: WorkerPool) -> None:
+    with engines(pool, 2) as (workers, urls), trainer(urls) as scheme:
+        workers[0].call(refuse_next)
+        with pytest.raises(wsync.WorkerFailed, match=r"phase finish (?s:.)*Traceback(?s:.)*the engine refuses"):
+            scheme.send(fill(Small(), 2))
+        assert workers.call(value) == [("1", [1.0] * 4), ("2", [2.0] * 4)]
+        scheme.send(fill(Small(), 3))
+        assert workers.call(value) == [("3", [3.0] * 4)] * 2
+
+
+def disturbed(app: Any, state: dict[str, Any]) -> Callable[..., Awaitable[None]]:
+    """Return the application; in bodies with weights a bit is flipped, or they break off, as ``state`` has it."""
+
+    async def disturbing(scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        async def changed() -> Mapping[str, Any]:
+            message = await receive()
+            content = bytearray(message["body"])
+            content[-1] ^= 0x40
+            return {**message, "body": bytes(content)}
+
+        hit = state and scope.get("path") == "/update_weights"
+        if hit and state.get("broken"):
+            raise ConnectionResetError
+        await app(scope, changed if hit else receive, send)
+
+    return disturbing
+
+
+def test_a_disturbed_transfer_changes_nothing() -> None:
+    target, state = Small(), dict[str, Any]()
+    with serve(disturbed(wsync.engine_app(target, token=None), state)) as url, trainer(url) as scheme:
+        state["flipped"] = True
+        with pytest.raises(wsync.WorkerFailed, match=r"phase finish .*409: the version is corrupt"):
+            scheme.send(fill(Small(), 2))
+        assert target()[0] == 1
+        state["broken"] = True
+        with pytest.raises(wsync.WorkerDied, match="phase update"):
+            scheme.send(fill(Small(), 3))
+        assert target()[0] == 1
+        state.clear()
+        scheme.readmit(0)  # it gets what was sent last
+        assert target()[0] == 3
+
+
+def test_a_forked_child_leaves_the_engines_alone() -> None:
+    target = Small()
+    with serve(wsync.engine_app(target, token=None)) as url, trainer(url) as scheme:
+        child = multiprocessing.get_context("fork").Process(target=scheme.shutdown)
+        child.start()
+        child.join(30)
+        assert child.exitcode == 0
+        scheme.send(fill(Small(), 2))
+        assert target()[0] == 2
+
+
+def test_nothing_is_left_after_shutdown() -> None:
+    with serve(wsync.engine_app(Small(), token=None)) as url, trainer(url):
+        pass
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("wsync-engine")]
+
+
+def test_weights_that_do_not_fit_are_an_error_at_connect() -> None:
+    with serve(wsync.engine_app(Small(), token=None)) as url:
+        with (
+            pytest.raises(wsync.WorkerFailed, match=r"phase init .*422: LayoutMismatch.*weight"),
+            trainer(url, longer()),
+        ):
+            pass
+        with pytest.raises(wsync.WorkerFailed, match="extra state cannot be sent"), trainer(url, WithExtraState()):
+            pass
+        with wsync.HTTPWeightSyncScheme(url) as scheme:
+            scheme.init_on_sender("policy")
+            scheme.connect()
+            with pytest.raises(wsync.WorkerFailed, match=r"applied nowhere(?s:.)*LayoutMismatch"):
+                scheme.send(longer())
+
+
+@pytest.mark.parametrize("token", [None, "another"])
+def test_a_wrong_token_is_an_error_at_once(token: str | None) -> None:
+    app = wsync.engine_app(Small(), token=TOKEN)
+    with serve(app) as url, pytest.raises(wsync.WorkerFailed, match=r"401.*token"), trainer(url, token=token):
+        pass
+
+
+def test_an_engine_that_never_comes() -> None:
+    said = r"worker 0: http://127\.0\.0\.1:9: phase connect .*refused"
+    with pytest.raises(wsync.SyncTimeout, match=said), trainer("http://127.0.0.1:9", timeout=0.3):
+        pass
+
+
+def test_two_trainers_of_one_engine() -> None:
+    with serve(wsync.engine_app(Small(), token=None)) as url, trainer(url) as first, trainer(url) as second:
+        with pytest.raises(wsync.WorkerFailed, match="another trainer"):
+            first.send()
+        second.send()
+
+
+def test_a_redirect_is_not_followed() -> None:
+    async def elsewhere(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"location", b"http://127.0.0.1:9/"), (b"content-length", b"0")]
+        await send({"type": "http.response.start", "status": 307, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+    with serve(elsewhere) as url, pytest.raises(wsync.WorkerFailed, match="answered 307"), trainer(url):
+        pass
+
+
+def test_models_cannot_be_switched_together() -> None:
+    with (
+        serve(wsync.engine_app(Small(), token=None)) as url,
+        trainer(url) as scheme,
+        pytest.raises(wsync.WeightSyncError, match="one by one"),
+    ):
+        wsync.synchronize({scheme: fill(Small(), 2)})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"urls": []}, "at least one"),
+        ({"urls": ["http://a", "http://a/"]}, "each engine once"),
+        ({"urls": "ftp://a"}, "like 'http://host:8000'"),
+        ({"urls": "http://user:word@a"}, "like 'http://host:8000'"),
+        ({"urls": "http://a", "pause": "stop"}, "pause is 'abort'"),
+        ({"urls": "http://a", "chunk_bytes": 0}, "chunk_bytes"),
+        ({"urls": "http://a", "token": "x\r\ny"}, "printable"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        wsync.HTTPWeightSyncScheme(**options)
+
+
+def test_the_receiving_end_is_the_application() -> None:
+    with pytest.raises(RuntimeError, match="engine_app"):
+        wsync.HTTPWeightSyncScheme("http://a").init_on_receiver("policy", model=Small(), worker_idx=0)

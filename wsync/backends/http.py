@@ -1,0 +1,194 @@
+"""Engines over HTTP: the trainer drives each one through the phases of vLLM's native weight transfer."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, NoReturn
+
+import torch
+from torch import nn
+
+from wsync.deadlines import deadline_in
+from wsync.engine.channel import EngineSendChannel
+from wsync.engine.client import EngineClient, checked_url
+from wsync.engine.protocol import PAUSE_MODES
+from wsync.engine.transfers import BodyTransfer, MakeTransfer, Transfer, VersionSource
+from wsync.errors import SyncTimeout, WorkerDied, WorkerFailed
+from wsync.scheme import WeightSyncScheme
+from wsync.sender import Sender
+from wsync.sending.protocols import SendChannel
+from wsync.sending.source import Source
+from wsync.transforms.chain import Transform
+from wsync.weights.layout import Layout
+from wsync.weights.packing import Buffer, Packer
+from wsync.weights.snapshot import snapshot
+from wsync.weights.strategy import WeightStrategy
+
+_RECEIVER = "the receiving end over HTTP is wsync.engine_app(load=…), in the engine's process"
+
+
+class HTTPWeightSyncScheme(WeightSyncScheme):
+    """Weight synchronization with inference engines that are HTTP servers.
+
+    Each engine is taken through the four phases of vLLM's native weight transfer, all engines side by side: *init* once
+    for a layout, then for each version *start*, *update* (one request per chunk) and *finish*; around the latter three,
+    if ``pause`` is given, generation is paused and resumed. Routes and fields: ``wsync/engine/protocol.py``, after
+    https://docs.vllm.ai/en/v0.32.0/training/weight_transfer/ and …/training/async_rl/.
+
+    How the bytes travel is the ``transfer``. By default they are bodies of HTTP requests, which the engines of
+    ``wsync.engine_app`` take. vLLM's own engines take weights by NCCL or CUDA IPC instead; for them give a function
+    that makes vLLM's trainer engine, which then drives the phases through the client that it is given::
+
+        def nccl(client, source):  # not tested here: needs vLLM, and GPUs at both ends
+            source.device = "cuda:0"
+            info = NCCLTrainerInitInfo(address, port, world_size=1 + client.get_world_size(), rank=0)
+            return WeightTransferTrainerFactory.trainer_init(init_info=info, client=client, source=source)
+
+    Worker ``i`` is the engine of ``urls[i]``. A finished ``send`` means: each engine has loaded the version. An engine
+    that cannot be reached raises ``WorkerDied`` at once, one that does not answer ``SyncTimeout`` at the deadline, one
+    that refuses ``WorkerFailed``; all name the URL, the phase and the answer; the other engines have the version. After
+    an update that failed, ``/resume`` is sent, so that no engine stays paused. ``readmit(i)`` accepts an engine that
+    has been started again, and sends it the newest version.
+
+    Args:
+        urls: of the engines (``"http://10.0.0.5:8000"``); one or several. Weights go to no other host: redirects are
+            errors, proxies are not used.
+        token: sent as a bearer token. It is readable on the way unless the URL is ``https``.
+        pause: what happens to generations in flight: ``"abort"`` ends them, ``"wait"`` waits for their end, ``"keep"``
+            has them go on with the new weights (mixed versions); None: nothing is paused, the engine must cope.
+        chunk_bytes: of weights in one request; a tensor that is larger has a request of its own.
+        cafile: certificates to trust instead of the system's, for ``https``.
+        transfer: a function ``(EngineClient, VersionSource) → object with send_weights()``; None: HTTP bodies.
+        sync: see ``WeightSyncScheme``.
+        timeout: seconds for ``connect``, which waits for engines that are starting, and for ``send``.
+        send_transform: see ``WeightSyncScheme``. What the engine does to weights is ``engine_app(receive_transform=)``.
+
+    Raises:
+        ValueError: no URL, a malformed or repeated one, an unknown ``pause``, a bad token, ``chunk_bytes`` below 1.
+    """
+
+    name = "http"
+    collectors: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        *,
+        token: str | None = None,
+        pause: Literal["abort", "wait", "keep"] | None = None,
+        chunk_bytes: int = 64 << 20,
+        cafile: str | None = None,
+        transfer: MakeTransfer | None = None,
+        sync: bool = True,
+        timeout: float | None = 60.0,
+        send_transform: Transform | Sequence[Transform] | None = None,
+    ) -> None:
+        super().__init__("tensordict", sync, timeout=timeout, send_transform=send_transform)
+        self.urls = [checked_url(url) for url in ([urls] if isinstance(urls, str) else urls)]
+        if not self.urls or len(set(self.urls)) < len(self.urls):
+            raise ValueError(f"urls has each engine once, and at least one: {self.urls}")
+        if pause is not None and pause not in PAUSE_MODES:
+            raise ValueError(f"pause is {', '.join(map(repr, PAUSE_MODES))} or None, not {pause!r}")
+        if token is not None and not (token and token.isascii() and token.isprintable()):
+            raise ValueError("a token has printable ASCII characters, at least one")
+        if chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes is at least 1, not {chunk_bytes}")
+        self.token = token
+        self.pause: Literal["abort", "wait", "keep"] | None = pause
+        self.chunk_bytes = chunk_bytes
+        self.cafile = cafile
+        self.transfer = transfer
+
+    def create_transport(self, worker_idx: int | None = None) -> HTTPTransport:
+        """Return a transport to one engine, for use without a scheme."""
+        return HTTPTransport(self, worker_idx or 0)
+
+    def _clients(self) -> Sequence[EngineClient]:
+        context = ssl.create_default_context(cafile=self.cafile) if self.cafile else None
+        return [EngineClient(url, self.token, context) for url in self.urls]
+
+    def _make_transfer(self, client: EngineClient, source: VersionSource) -> Transfer:
+        if self.transfer is not None:
+            return self.transfer(client, source)
+        return BodyTransfer(client, source, self.chunk_bytes)
+
+    def _open_channel(self) -> EngineSendChannel:
+        return EngineSendChannel(self._clients(), self._make_transfer, self.pause, lambda: self.timeout)
+
+    def _open_sender(self, model_id: str, source: Source, num_workers: int) -> tuple[Sender, SendChannel]:
+        count = len(self.urls)
+        if num_workers not in (1, count):
+            raise ValueError(f"there are {count} urls, and num_workers is {num_workers}")
+        channel = self._open_channel()
+        return Sender(channel, source, count, self.timeout, record=self.metrics.record), channel
+
+    def _open_receiver(self, model_id: str) -> NoReturn:
+        raise RuntimeError(_RECEIVER)
+
+
+class HTTPTransport:
+    """Sends weights to one engine (a ``TransportBackend``), for use without a scheme.
+
+    Args:
+        scheme: has the options.
+        worker_idx: which of its engines.
+    """
+
+    def __init__(self, scheme: HTTPWeightSyncScheme, worker_idx: int) -> None:
+        self._scheme = scheme
+        self._worker = worker_idx
+        self._channel = scheme._open_channel()
+        self._version = 0
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Wait until the engine answers.
+
+        Raises:
+            SyncTimeout, WorkerFailed: it does not, or with an error.
+        """
+        self._channel.wait_for_workers([self._worker], {}, deadline_in(self._scheme.timeout))
+
+    def send_weights(self, weights: Any) -> None:
+        """Send ``weights`` (a module, a TensorDict or a state dict).
+
+        Raises:
+            WorkerDied, WorkerFailed, SyncTimeout: the engine does not have them.
+        """
+        given, deadline = snapshot(weights), deadline_in(self._scheme.timeout)
+        layout = Layout.of(given)
+        self._version += 1
+        self._channel.set_layout(layout)
+        flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        buffer = Buffer.over(layout, flat)
+        Packer(layout).pack(layout.order(given), buffer)
+        self._channel.publish(buffer, self._version, b"", [self._worker], True)
+        (ack,) = self._channel.wait_acks([self._worker], self._version, deadline)
+        if ack.error:
+            raise (WorkerDied if ack.died else SyncTimeout if ack.late else WorkerFailed)(ack.error)
+
+    def setup_connection_and_weights_on_receiver(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        model: nn.Module | None = None,
+        strategy: WeightStrategy | None = None,
+    ) -> NoReturn:
+        """Raise ``RuntimeError``: the receiving end is ``wsync.engine_app``."""
+        raise RuntimeError(_RECEIVER)
+
+    def receive_weights(
+        self,
+        timeout: float | None = None,
+        *,
+        weights: Any = None,
+        model: nn.Module | None = None,
+        strategy: WeightStrategy | None = None,
+    ) -> NoReturn:
+        """Raise ``RuntimeError``: the receiving end is ``wsync.engine_app``."""
+        raise RuntimeError(_RECEIVER)
+
+    def close(self) -> None:
+        """End the transport's thread."""
+        self._channel.close()

@@ -1,0 +1,289 @@
+"""The engine's half of the protocol: an ASGI application around a function that loads weights."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import inspect
+import json
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from urllib.parse import parse_qs
+
+from tensordict import TensorDictBase
+from torch import nn
+
+from wsync.engine import protocol
+from wsync.engine.generations import Generation, Generations
+from wsync.engine.update import EngineWeights, Refused
+from wsync.gate import gate_model
+from wsync.transforms.chain import Transform, compose
+from wsync.weights.targets import Destination, Load
+
+Scope = Mapping[str, Any]
+Receive = Callable[[], Awaitable[Mapping[str, Any]]]
+Send = Callable[[Mapping[str, Any]], Awaitable[None]]
+Pause = Callable[[protocol.PauseMode], Awaitable[object] | object]
+Resume = Callable[[], Awaitable[object] | object]
+
+_LAYOUT_BYTES = 64 << 20  # of ``init_info``
+_FIELDS_BYTES = 64 << 10  # of other requests with JSON
+_STALLED = 60.0  # seconds without a byte of a body
+
+
+class EngineApp:
+    """See ``engine_app``.
+
+    Args:
+        weights: of the engine.
+        token: that requests must have.
+        pause: see ``engine_app``.
+        resume: see ``engine_app``.
+        generations: are paused, if there is no ``pause``.
+    """
+
+    def __init__(
+        self,
+        weights: EngineWeights,
+        token: str | None,
+        pause: Pause | None,
+        resume: Resume | None,
+        generations: Generations,
+    ) -> None:
+        self._weights = weights
+        self._authorization = None if token is None else f"Bearer {token}".encode()
+        self._pause: Pause = pause or generations.pause
+        self._resume: Resume = resume or generations.resume
+        self._generations = generations
+        self._paused = False
+        self._updating = asyncio.Lock()  # one body at a time is in memory
+        self._routes: Mapping[str, tuple[str, Callable[..., Awaitable[Mapping[str, Any]]]]] = {
+            protocol.INIT: ("POST", self._init),
+            protocol.START: ("POST", self._start),
+            protocol.UPDATE: ("POST", self._update),
+            protocol.FINISH: ("POST", self._finish),
+            protocol.PAUSE: ("POST", self._pause_generation),
+            protocol.RESUME: ("POST", self._resume_generation),
+            protocol.IS_PAUSED: ("GET", self._is_paused),
+            protocol.WEIGHT_INFO: ("GET", self._weight_info),
+            protocol.WORLD_SIZE: ("GET", self._world_size),
+            protocol.HEALTH: ("GET", self._health),
+        }
+
+    @property
+    def version(self) -> str:
+        """The name of the weights that the engine has. Inside ``wsync.gate()`` it does not change."""
+        return self._weights.version
+
+    def generation(self) -> AbstractContextManager[Generation]:
+        """Return a context manager around one generation, for an engine without pause and resume of its own.
+
+        Each of its steps is made inside ``generation.step()``. A pause acts between two steps::
+
+            with app.generation() as generation:
+                while not done:
+                    with generation.step():
+                        token = next_token(engine)
+            generation.weight_versions  # more than one: mixed
+
+        Both wait (block the thread) while generation is paused. ``step`` raises ``GenerationAborted`` when the trainer
+        has paused with ``mode=abort``.
+        """
+        return self._generations.generation()
+
+    # --- ASGI ---
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request (an ASGI application)."""
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+            return
+        if scope["type"] != "http":
+            raise NotImplementedError(f"this application serves HTTP, not {scope['type']}")
+        try:
+            answer, status = await self._answer(scope, receive), 200
+        except Refused as error:
+            answer, status = {"error": str(error), "reason": error.reason}, error.status
+        except Exception:  # noqa: BLE001  whatever the engine raised goes to the trainer, which raises it
+            answer, status = {"error": traceback.format_exc()}, 500
+        content = json.dumps(answer).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+        if status != 200:
+            headers.append((b"connection", b"close"))  # the body may not have been read
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
+
+    async def _answer(self, scope: Scope, receive: Receive) -> Mapping[str, Any]:
+        """Authenticate, then find the route, and only then read the body."""
+        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        given = headers.get(b"authorization", b"")
+        guarded = self._authorization is not None and path != protocol.HEALTH
+        if guarded and not hmac.compare_digest(given, self._authorization or b""):
+            raise Refused(401, "the token is missing or wrong")
+        if path not in self._routes:
+            raise Refused(404, f"there is no {path}; there are {', '.join(self._routes)}")
+        method, function = self._routes[path]
+        if scope["method"] != method:
+            raise Refused(405, f"{path} takes {method}")
+        if method == "GET":
+            return await function()
+        query = parse_qs(scope.get("query_string", b"").decode(errors="replace"))
+        if path in (protocol.PAUSE, protocol.RESUME):
+            return await function(query)
+        async with self._updating:
+            if path != protocol.UPDATE:
+                limit = _LAYOUT_BYTES if path == protocol.INIT else _FIELDS_BYTES
+                return await function(_fields(bytes(await _body(headers, receive, limit))))
+            if headers.get(b"content-type", b"").split(b";")[0].strip() != protocol.SAFETENSORS.encode():
+                raise Refused(415, f"{path} takes {protocol.SAFETENSORS} here (transfer '{protocol.TRANSFER}')")
+            room = self._weights.room
+            return await function(await _body(headers, receive, len(room), room))
+
+    # --- the routes; weights are loaded in a thread, so that the server goes on answering ---
+
+    async def _init(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        await asyncio.to_thread(self._weights.initialise, fields)
+        return {"message": "Weight transfer initialized"}
+
+    async def _start(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        await asyncio.to_thread(self._weights.start, fields)
+        return {"message": "Weight update started"}
+
+    async def _update(self, body: memoryview) -> Mapping[str, Any]:
+        await asyncio.to_thread(self._weights.add, body)
+        return {"message": "Weights updated"}
+
+    async def _finish(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        cost = await asyncio.to_thread(self._weights.finish, fields, self._generations.installed)
+        return {"message": "Weight update finished", "weight_version": self.version, **cost}
+
+    async def _pause_generation(self, query: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+        mode = query.get("mode", ["abort"])[-1]
+        if mode not in protocol.PAUSE_MODES:
+            raise Refused(400, f"mode is one of {', '.join(protocol.PAUSE_MODES)}, not {mode!r}")
+        self._paused = True
+        await _call(self._pause, mode)
+        return {"status": "paused"}
+
+    async def _resume_generation(self, query: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
+        await _call(self._resume)
+        self._paused = False
+        return {"status": "resumed"}
+
+    async def _is_paused(self) -> Mapping[str, Any]:
+        own = self._pause == self._generations.pause
+        return {"is_paused": self._generations.paused if own else self._paused}
+
+    async def _weight_info(self) -> Mapping[str, Any]:
+        return {"weight_version": self.version}
+
+    async def _world_size(self) -> Mapping[str, Any]:
+        return {"world_size": 1}
+
+    async def _health(self) -> Mapping[str, Any]:
+        return {}
+
+
+async def _call(function: Callable[..., Any], *arguments: object) -> None:
+    """Call a function that may block in a thread; await one that is asynchronous."""
+    if inspect.iscoroutinefunction(function):
+        await function(*arguments)
+        return
+    result = await asyncio.to_thread(function, *arguments)
+    if inspect.isawaitable(result):
+        await result
+
+
+async def _body(
+    headers: Mapping[bytes, bytes], receive: Receive, limit: int, room: bytearray | None = None
+) -> memoryview:
+    """Read the body of a request, of at most ``limit`` bytes, into ``room`` or new memory."""
+    declared = headers.get(b"content-length", b"0")
+    if not declared.isdigit() or len(declared) > 19 or int(declared) > limit:
+        raise Refused(413, f"the body may have {limit} bytes, and content-length is {declared[:20]!r}")
+    body, size = bytearray() if room is None else room, 0
+    while True:
+        try:
+            message = await asyncio.wait_for(receive(), _STALLED)
+        except TimeoutError:
+            raise Refused(408, f"no byte of the body arrived for {_STALLED} s") from None
+        if message["type"] == "http.disconnect":
+            raise Refused(400, "the trainer has closed the connection")
+        piece = message.get("body", b"")
+        if size + len(piece) > limit:
+            raise Refused(413, f"the body has more than {limit} bytes")
+        body[size : size + len(piece)] = piece
+        size += len(piece)
+        if not message.get("more_body", False):
+            return memoryview(body)[:size]
+
+
+def _fields(body: bytes) -> Mapping[str, Any]:
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise Refused(400, "the body is not a JSON object")
+    return found
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        phase = (await receive())["type"]
+        await send({"type": f"{phase}.complete"})
+        if phase == "lifespan.shutdown":
+            return
+
+
+def engine_app(
+    model: nn.Module | TensorDictBase | Mapping[str, Any] | None = None,
+    *,
+    load: Load | None = None,
+    token: str | None,
+    pause: Pause | None = None,
+    resume: Resume | None = None,
+    version: str = "0",
+    chunk_bytes: int | None = None,
+    receive_transform: Transform | Sequence[Transform] | None = None,
+    max_bytes: int = 64 << 30,
+    pause_limit: float | None = 600.0,
+) -> EngineApp:
+    """Return an ASGI application by which ``HTTPWeightSyncScheme`` updates an engine in this process.
+
+    Serve it with any ASGI server, in one process (``uvicorn --workers 1``), or mount it in an application of your own
+    (``app.mount("/weights", engine_app(…))``). A version is collected first: it takes its size in memory. When all of
+    it has arrived and fits, it is loaded inside ``wsync.gate()``. A version that is incomplete, damaged or malformed is
+    not loaded at all.
+
+    Args:
+        model: a module, whose forwards are gated, or a mapping of tensors, into which weights are copied.
+        load: for an inference engine: see ``WeightSyncScheme.init_on_receiver``. Called in a thread of its own.
+        token: requests without this bearer token are refused before their bodies are read. None: any process that
+            reaches the port can change the weights.
+        pause: called with the mode (``"abort"``, ``"wait"`` or ``"keep"``) for ``/pause``; returns, or is awaited, when
+            generation has paused. By default ``app.generation()`` is paused.
+        resume: called for ``/resume``; goes with ``pause``.
+        version: the name of the weights that the engine has.
+        chunk_bytes: see ``init_on_receiver``.
+        receive_transform: see ``WeightSyncScheme``.
+        max_bytes: the largest version that is accepted.
+        pause_limit: seconds after which ``app.generation()`` goes on without a ``/resume``; None: never.
+
+    Raises:
+        TypeError: ``model`` is of another kind.
+        ValueError: one of ``pause`` and ``resume`` is missing; or the token is malformed.
+    """
+    if (pause is None) != (resume is None):
+        raise ValueError("pause and resume go together")
+    if token is not None and not (token and token.isascii() and token.isprintable()):
+        raise ValueError("a token has printable ASCII characters, at least one; None is for no token")
+    transform = compose(receive_transform, "receive_transform")
+    destination = Destination(model, load=load, chunk_bytes=chunk_bytes, transform=transform)
+    if destination.module is not None:
+        gate_model(destination.module)
+    weights = EngineWeights(destination, version, max_bytes)
+    return EngineApp(weights, token, pause, resume, Generations(version, pause_limit))

@@ -1,0 +1,212 @@
+"""The trainer's way to all engines of one model."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from wsync.checksum import checksum_of
+from wsync.deadlines import deadline_in, remaining
+from wsync.engine.client import EngineClient, EngineError
+from wsync.engine.protocol import PauseMode
+from wsync.engine.sending import EngineThread, Job
+from wsync.engine.transfers import MakeTransfer
+from wsync.errors import SyncTimeout, WeightSyncError, WorkerFailed
+from wsync.fast_path import FastCalls
+from wsync.types import Ack
+from wsync.weights.layout import Layout
+from wsync.weights.packing import Buffer
+
+_PROBE = 2.0  # seconds for the first request to an engine, before the next engine is asked
+
+
+class EngineSendChannel:
+    """A ``SendChannel`` whose workers are engines: HTTP servers that the user has started.
+
+    Args:
+        clients: one for each engine, by index.
+        make_transfer: see ``MakeTransfer``.
+        pause: see ``EngineThread``.
+        timeout: returns the seconds that an update may take; None for no limit.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[EngineClient],
+        make_transfer: MakeTransfer,
+        pause: PauseMode | None,
+        timeout: Callable[[], float | None],
+    ) -> None:
+        self._timeout = timeout
+        self._pid = os.getpid()
+        self._engines = [
+            EngineThread(worker, client, make_transfer, pause, self._done) for worker, client in enumerate(clients)
+        ]
+        self._connected: set[int] = set()
+        self._layout: Layout | None = None
+        self._buffers: list[Buffer] = []
+        self._reserved: set[int] = set()  # slots
+        self._latest: dict[int, Job] = {}  # by engine, for one that connects later
+        self._changed = threading.Condition()
+        self._acks: dict[int, Ack] = {}  # the newest of each engine, by its index
+
+    @property
+    def workers(self) -> Collection[int]:
+        """See ``SendChannel``."""
+        return sorted(self._connected)
+
+    def check_layout(self, layout: Layout, version: int) -> None:
+        """See ``SendChannel``: phase init."""
+        for worker in self.workers:
+            self._submit(worker, Job(version, layout, None, 0, deadline_in(self._timeout())))
+
+    def set_layout(self, layout: Layout) -> None:
+        """See ``SendChannel``."""
+        self._layout = layout
+
+    def wait_for_workers(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
+        """See ``SendChannel``: engines that do not answer yet may be starting.
+
+        Raises:
+            SyncTimeout: names the engines that did not answer, and why.
+            WorkerFailed: an engine has answered with an error: it refuses the token, or has no such route.
+        """
+        missing = dict.fromkeys(sorted(set(workers) - self._connected), "")
+        pause = 0.02
+        while missing:
+            for worker in list(missing):
+                missing[worker] = self._probe(worker, deadline)
+                if not missing[worker]:
+                    del missing[worker]
+                    self._connected.add(worker)
+                    if worker in self._latest:
+                        self._submit(worker, replace(self._latest[worker], deadline=deadline))
+            left = remaining(deadline)
+            if missing and left == 0.0:
+                causes = "\n".join(f"worker {worker}: {cause}" for worker, cause in missing.items())
+                raise SyncTimeout(f"{len(missing)} engine(s) did not answer in time:\n{causes}", missing)
+            if missing:
+                time.sleep(pause if left is None else min(pause, left))
+                pause = min(2 * pause, 1.0)
+
+    def _probe(self, worker: int, deadline: float | None) -> str:
+        """Return why an engine cannot be reached; empty if it can."""
+        client, left = self._engines[worker].client.another(), remaining(deadline)
+        client.deadline = deadline_in(_PROBE if left is None else max(0.01, min(_PROBE, left)))
+        try:
+            client.get_world_size()
+        except EngineError as error:
+            if error.status and error.status < 500:
+                raise WorkerFailed(f"worker {worker}: {error}", {worker: str(error)}, refused=(worker,)) from error
+            return str(error)
+        finally:
+            client.close()
+        return ""
+
+    def disconnect(self, worker: int) -> None:
+        """See ``SendChannel``."""
+        self._connected.discard(worker)
+        self._engines[worker].abort()
+
+    def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
+        """See ``SendChannel``: a buffer that no engine's thread reads, and that is no engine's newest version.
+
+        Raises:
+            WeightSyncError: ``keep``, for a transaction: the protocol has no way to take a version back.
+        """
+        assert self._layout is not None, "set_layout() comes first"
+        if keep:
+            raise WeightSyncError("engines cannot switch several models at once: send them one by one")
+        jobs = [*self._latest.values(), *(job for engine in self._engines for job in engine.jobs)]
+        used = [job.views for job in jobs]
+        for buffer in self._buffers:
+            if buffer.slot not in self._reserved and all(buffer.views is not views for views in used):
+                break
+        else:
+            flat = torch.zeros(self._layout.nbytes, dtype=torch.uint8)
+            buffer = Buffer.over(self._layout, flat, len(self._buffers))
+            self._buffers.append(buffer)
+        self._reserved.add(buffer.slot)
+        return buffer
+
+    def newest_views(self) -> Sequence[Tensor] | None:
+        """See ``SendChannel``. The buffer of an engine's newest version is never reserved."""
+        views = [job.views for job in self._latest.values()]
+        same = len(views) == len(self._engines) and all(one is views[0] for one in views)
+        return views[0] if same else None
+
+    def release(self, buffers: Sequence[Buffer]) -> None:
+        """See ``SendChannel``."""
+        self._reserved.difference_update(buffer.slot for buffer in buffers)
+
+    def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
+        """See ``SendChannel``: the threads of the engines send it."""
+        assert self._layout is not None, "set_layout() comes first"
+        checksum = checksum_of(buffer.flat, b"")
+        job = Job(version, self._layout, buffer.views, checksum, deadline_in(self._timeout()))
+        for worker in workers:
+            self._latest[worker] = job
+            if worker in self._connected:
+                self._submit(worker, job)
+        self._reserved.discard(buffer.slot)
+
+    def _submit(self, worker: int, job: Job) -> None:
+        with self._changed:
+            self._acks.pop(worker, None)
+        self._engines[worker].submit(job)
+
+    def _done(self, ack: Ack) -> None:
+        with self._changed:
+            self._acks[ack.worker] = ack
+            self._changed.notify_all()
+
+    def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
+        """See ``SendChannel``: there is none."""
+        return None
+
+    def prepare(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
+        """See ``SendChannel``: never called, because ``reserve`` refuses."""
+
+    def commit(self, version: int, transaction: int) -> None:
+        """See ``SendChannel``: never called."""
+
+    def abort(self, workers: Collection[int], transaction: int) -> None:
+        """See ``SendChannel``: nothing has been prepared."""
+
+    def drain(self) -> None:
+        """See ``SendChannel``: the threads read the answers."""
+
+    def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
+        """See ``SendChannel``. At the deadline, requests that are still unanswered are given up."""
+        with self._changed:
+            while not all(self._answered(worker, version) for worker in workers):
+                if not self._changed.wait(remaining(deadline)):
+                    break
+            answered = [self._acks[worker] for worker in workers if self._answered(worker, version)]
+        late = set(workers) - {ack.worker for ack in answered}
+        for worker in late:
+            client = self._engines[worker].client
+            cause = f"{client.url}: phase {client.phase}: no answer before the deadline"
+            answered.append(Ack(worker, version, cause, late=True))
+            self._engines[worker].abort()
+        self._connected.difference_update(ack.worker for ack in answered if ack.died)
+        return answered
+
+    def _answered(self, worker: int, version: int) -> bool:
+        return worker in self._acks and self._acks[worker].version >= version
+
+    def close(self) -> None:
+        """See ``SendChannel``: the engines keep their weights. In a forked child nothing: its threads do not exist."""
+        if os.getpid() != self._pid:
+            return
+        for engine in self._engines:
+            engine.close()
+        for engine in self._engines:
+            engine.join()
+        self._connected.clear()

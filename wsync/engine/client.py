@@ -1,0 +1,237 @@
+"""The routes of one engine, called by a trainer."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from socket import SHUT_RDWR
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from wsync.deadlines import remaining
+from wsync.engine import protocol
+
+_ANSWER_BYTES = 1 << 20  # of an answer, as much is read
+_SHOWN = 2000  # characters of it in an error
+
+
+class EngineError(Exception):
+    """A request failed.
+
+    Attributes:
+        died: whether there was no answer: the connection was refused or broken.
+        late: whether there was none by the deadline.
+        status: of the answer; 0 if there was none.
+        reason: the field ``reason`` of the answer.
+    """
+
+    def __init__(
+        self, message: str, *, died: bool = False, late: bool = False, status: int = 0, reason: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.died = died
+        self.late = late
+        self.status = status
+        self.reason = reason
+
+
+def checked_url(url: str) -> str:
+    """Return the URL of an engine, without a slash at its end.
+
+    Raises:
+        ValueError: it is not one of HTTP with a host, or has more than a path.
+    """
+    parts = urlsplit(url)
+    try:
+        port_is_valid = parts.port is None or parts.port > 0
+    except ValueError:
+        port_is_valid = False
+    plain = not (parts.username or parts.password or parts.query or parts.fragment)
+    if parts.scheme not in ("http", "https") or not parts.hostname or not plain or not port_is_valid:
+        raise ValueError(f"the URL of an engine is like 'http://host:8000', not {url!r}")
+    return url.rstrip("/")
+
+
+class EngineClient:
+    """Calls one engine: a vLLM server (in development mode: ``VLLM_SERVER_DEV_MODE=1``), or ``wsync.engine_app``.
+
+    Has the methods of vLLM's ``VLLMWeightSyncClient``, so that vLLM's own trainer engines can use it. Redirects are
+    errors, and proxies are not used: weights go to no other host than that of ``url``. One thread at a time calls it.
+
+    Args:
+        url: of the engine.
+        token: sent with each request, as a bearer token.
+        context: for ``https``.
+
+    Attributes:
+        url: as given.
+        deadline: of the requests, on ``time.monotonic``; None for no limit.
+        version: of the weights that are being sent.
+        phase: of the last request: ``"init"``, ``"start"``, ``"update"``, ``"finish"``, ``"pause"``, ….
+        last: the answer to ``finish_weight_update``.
+    """
+
+    def __init__(self, url: str, token: str | None = None, context: ssl.SSLContext | None = None) -> None:
+        self.url = checked_url(url)
+        self.deadline: float | None = None
+        self.version = 0
+        self.phase = "connect"
+        self.last: Mapping[str, Any] = {}
+        self._token = token
+        self._context = context
+        self._connection: HTTPConnection | None = None
+
+    def another(self) -> EngineClient:
+        """Return a new client of the same engine."""
+        return EngineClient(self.url, self._token, self._context)
+
+    # --- the routes ---
+
+    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        """Phase 1, once for a layout: tell the engine how weights will travel."""
+        self.post("init", protocol.INIT, {"init_info": dict(init_info)})
+
+    def start_weight_update(self, fields: Mapping[str, Any] | None = None) -> None:
+        """Phase 2: begin a version. vLLM takes no ``fields``."""
+        self.post("start", protocol.START, fields)
+
+    def update_weights(self, update_info: Mapping[str, Any]) -> None:
+        """Phase 3, for transfers beside HTTP: have the engine receive weights. One or more times."""
+        self.post("update", protocol.UPDATE, {"update_info": dict(update_info)})
+
+    def send_body(self, body: Sequence[bytes | memoryview]) -> None:
+        """Phase 3 of the body transfer: see ``protocol``. The pieces are sent one after the other."""
+        self.request("update", "POST", protocol.UPDATE, body, protocol.SAFETENSORS)
+
+    def finish_weight_update(self, weight_version: str | None = None, **fields: Any) -> None:
+        """Phase 4: have the engine use the version; it is named by its number unless ``weight_version`` is given."""
+        named = {"weight_version": weight_version or str(self.version), **fields}
+        self.last = self.post("finish", protocol.FINISH, named)
+
+    def pause(self, mode: protocol.PauseMode) -> None:
+        """Pause generation; ``mode`` is for generations in flight."""
+        self.request("pause", "POST", f"{protocol.PAUSE}?mode={quote(mode)}")
+
+    def resume(self) -> None:
+        """Go on generating."""
+        self.request("resume", "POST", protocol.RESUME)
+
+    def get_world_size(self) -> int:
+        """Return the number of processes in the engine."""
+        answer = self.request("connect", "GET", protocol.WORLD_SIZE)
+        size = answer.get("world_size")
+        if type(size) is not int:
+            raise EngineError(
+                f"{self.url}: GET {protocol.WORLD_SIZE} answered {answer}, without a world_size", status=200
+            )
+        return size
+
+    # --- requests ---
+
+    def post(self, phase: str, route: str, fields: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        """``request`` with JSON fields."""
+        return self.request(phase, "POST", route, () if fields is None else [json.dumps(fields).encode()])
+
+    def request(
+        self,
+        phase: str,
+        method: str,
+        route: str,
+        body: Sequence[bytes | memoryview] = (),
+        kind: str = protocol.JSON,
+    ) -> Mapping[str, Any]:
+        """Return the fields of the answer.
+
+        Raises:
+            EngineError: there is none, or its status is not 200; names the URL, the phase and the answer.
+        """
+        self.phase = phase
+        where = f"{self.url}: phase {phase} ({method} {route})"
+        headers = {"Content-Type": kind, **({"Authorization": f"Bearer {self._token}"} if self._token else {})}
+        try:
+            status, content = self._exchange(method, route, body, headers)
+        except TimeoutError as error:
+            self.close()
+            raise EngineError(f"{where}: no answer before the deadline", late=True) from error
+        except (OSError, HTTPException) as error:
+            self.close()
+            if remaining(self.deadline) == 0.0:  # the connection was closed at the deadline, by ``abort``
+                raise EngineError(f"{where}: no answer before the deadline", late=True) from error
+            raise EngineError(f"{where}: {type(error).__name__}: {error}", died=True) from error
+        answer = _fields(content)
+        if status != 200:
+            self.close()
+            said = content.decode(errors="replace").strip()[:_SHOWN]
+            hint = " (a vLLM server has this route with VLLM_SERVER_DEV_MODE=1)" if status == 404 else ""
+            reason = str(answer.get("reason", ""))
+            raise EngineError(
+                f"{where}: answered {status}{hint}: {_error_in(answer) or said}", status=status, reason=reason
+            )
+        return answer
+
+    def _exchange(
+        self, method: str, route: str, body: Sequence[bytes | memoryview], headers: Mapping[str, str]
+    ) -> tuple[int, bytes]:
+        connection = self._connected()
+        target = urlsplit(self.url).path + route
+        size = sum(len(piece) for piece in body)
+        try:
+            connection.request(method, target, body or None, {**headers, "Content-Length": str(size)})
+        except (BrokenPipeError, ConnectionResetError) as error:
+            try:  # an engine that refuses a request need not read all of it
+                response = connection.getresponse()
+            except (OSError, HTTPException):
+                raise error from None
+        else:
+            response = connection.getresponse()
+        content = response.read(_ANSWER_BYTES)
+        if response.will_close or response.read(1):
+            self.close()
+        return response.status, content
+
+    def _connected(self) -> HTTPConnection:
+        left = remaining(self.deadline)
+        if left == 0.0:
+            raise TimeoutError
+        if self._connection is None:
+            parts = urlsplit(self.url)
+            if parts.scheme == "https":
+                self._connection = HTTPSConnection(parts.netloc, context=self._context)
+            else:
+                self._connection = HTTPConnection(parts.netloc)
+        self._connection.timeout = left
+        if self._connection.sock is not None:
+            self._connection.sock.settimeout(left)
+        return self._connection
+
+    def abort(self) -> None:
+        """End the request in progress with an error. Called by another thread, at the deadline."""
+        self.deadline = time.monotonic()
+        connection = self._connection
+        if connection is not None and connection.sock is not None:
+            with suppress(OSError):  # it has ended meanwhile
+                connection.sock.shutdown(SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection; the next request opens another one."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+
+def _fields(content: bytes) -> Mapping[str, Any]:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _error_in(answer: Mapping[str, Any]) -> str:
+    """Return the text of ``wsync.engine_app``'s errors with its lines; of others nothing, so that all is shown."""
+    error = answer.get("error")
+    return error if isinstance(error, str) and answer.keys() <= {"error", "reason"} else ""

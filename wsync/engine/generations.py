@@ -1,0 +1,161 @@
+"""Generations in flight: paused while weights change, and told which versions they were made with."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from wsync.engine.protocol import PauseMode
+from wsync.errors import WeightSyncError
+from wsync.gate import process_gate
+
+_log = logging.getLogger(__name__)
+
+
+class GenerationAborted(WeightSyncError):
+    """This generation was in flight when the trainer paused with ``mode=abort``; what it has so far is valid."""
+
+
+@dataclass(slots=True)
+class Span:
+    """Consecutive steps with one version: those from ``start`` to before ``end``."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Generation:
+    """One sequence that is being generated. One thread uses it.
+
+    Attributes:
+        weight_versions: which steps were made with which version; vLLM's outputs have the same field.
+    """
+
+    def __init__(self, owner: Generations) -> None:
+        self.weight_versions: list[Span] = []
+        self.aborted = False
+        self._owner = owner
+        self._steps = 0
+
+    @property
+    def mixed(self) -> bool:
+        """Whether steps were made with more than one version."""
+        return len(self.weight_versions) > 1
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Make one step (a token): inside the gate, so all of it has one version. Waits while generation is paused.
+
+        Raises:
+            GenerationAborted: the trainer has paused with ``mode=abort``.
+        """
+        with self._owner.running_step(self) as version:
+            if not self.weight_versions or self.weight_versions[-1].version != version:
+                self.weight_versions.append(Span(version, self._steps, self._steps))
+            yield
+            self._steps += 1
+            self.weight_versions[-1].end = self._steps
+
+
+class Generations:
+    """All generations of one engine.
+
+    Args:
+        version: the name of the engine's weights.
+        pause_limit: seconds after which a pause ends by itself: its trainer may have been killed. None for no limit.
+    """
+
+    def __init__(self, version: str, pause_limit: float | None) -> None:
+        self._version = version  # changes inside the gate
+        self._pause_limit = pause_limit
+        self._changed = threading.Condition()
+        self._running: set[Generation] = set()
+        self._steps = 0  # in progress
+        self._mode: PauseMode | None = None  # while paused
+        self._pauses = 0
+        self._paused_at = 0.0
+
+    def installed(self, version: str) -> None:
+        """Record a new version. Called inside the gate."""
+        self._version = version
+
+    @property
+    def paused(self) -> bool:
+        """Whether generation is paused."""
+        with self._changed:
+            return self._mode is not None
+
+    @contextmanager
+    def generation(self) -> Iterator[Generation]:
+        """Make one generation. Waits while generation is paused."""
+        one = Generation(self)
+        with self._changed:
+            self._wait_while_paused()
+            self._running.add(one)
+        try:
+            yield one
+        finally:
+            with self._changed:
+                self._running.discard(one)
+                self._changed.notify_all()
+
+    @contextmanager
+    def running_step(self, one: Generation) -> Iterator[str]:
+        """Make a step; gives the version. See ``Generation.step``."""
+        with self._changed:
+            if self._mode == "keep":
+                self._wait_while_paused()
+            if one.aborted:
+                raise GenerationAborted("generation was paused with mode=abort, to change the weights")
+            self._steps += 1
+        try:
+            with process_gate().hold():
+                yield self._version
+        finally:
+            with self._changed:
+                self._steps -= 1
+                self._changed.notify_all()
+
+    def _wait_while_paused(self) -> None:
+        while self._mode is not None:
+            left = None
+            if self._pause_limit is not None:
+                left = self._paused_at + self._pause_limit - time.monotonic()
+                if left <= 0:
+                    _log.warning("generation was paused for %s s, and goes on without a /resume", self._pause_limit)
+                    self._end_pause()
+                    return
+            self._changed.wait(left)
+
+    def pause(self, mode: PauseMode) -> None:
+        """Return when no step runs, and (``wait``) no generation either; none starts until ``resume``.
+
+        Raises:
+            WeightSyncError: ``resume`` was called meanwhile.
+        """
+        with self._changed:
+            self._mode, self._paused_at = mode, time.monotonic()
+            self._pauses += 1
+            own = self._pauses
+            if mode == "abort":
+                for one in self._running:
+                    one.aborted = True
+            while self._running if mode == "wait" else self._steps:
+                self._changed.wait()
+                if self._pauses != own:
+                    raise WeightSyncError("generation was resumed, or paused again, before it had paused")
+
+    def resume(self) -> None:
+        """End the pause, if there is one."""
+        with self._changed:
+            self._end_pause()
+
+    def _end_pause(self) -> None:
+        self._mode = None
+        self._pauses += 1
+        self._changed.notify_all()

@@ -1,0 +1,190 @@
+"""The trainer's side of one engine: a thread that takes each version through the phases of the protocol."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from wsync.deadlines import deadline_in
+from wsync.engine.client import EngineClient, EngineError
+from wsync.engine.protocol import NOT_INITIALISED, PauseMode
+from wsync.engine.transfers import MakeTransfer, Transfer, VersionSource
+from wsync.types import Ack
+from wsync.weights.layout import Layout
+
+_RESUME_TIMEOUT = 5.0  # seconds, after an update has failed
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A version for one engine.
+
+    Attributes:
+        version: its number.
+        layout: of the weights.
+        views: the packed tensors; None: only ask the engine whether the layout fits.
+        checksum: of the packed bytes.
+        deadline: on ``time.monotonic``.
+    """
+
+    version: int
+    layout: Layout
+    views: Sequence[Tensor] | None
+    checksum: int
+    deadline: float | None
+
+
+class EngineThread:
+    """Sends versions to one engine, one after the other; a newer one takes the place of one that waits.
+
+    All methods but the thread's own are called under the sender's lock.
+
+    Args:
+        worker: the engine's index.
+        client: calls it.
+        make_transfer: makes what carries the weights.
+        pause: pause generation meanwhile; None: do not.
+        done: called by the thread with each outcome.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        client: EngineClient,
+        make_transfer: MakeTransfer,
+        pause: PauseMode | None,
+        done: Callable[[Ack], None],
+    ) -> None:
+        self.client = client
+        self._worker = worker
+        self._make_transfer = make_transfer
+        self._pause: PauseMode | None = pause
+        self._done = done
+        self._changed = threading.Condition()
+        self._waiting: Job | None = None
+        self._running: Job | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._transfer: tuple[Layout, VersionSource, Transfer] | None = None
+
+    @property
+    def jobs(self) -> Sequence[Job]:
+        """Those whose tensors are, or will be, read."""
+        with self._changed:
+            return [job for job in (self._running, self._waiting) if job is not None]
+
+    def submit(self, job: Job) -> None:
+        """Have the thread send a version."""
+        with self._changed:
+            self._waiting = job
+            if self._thread is None:
+                name = f"wsync-engine-{self._worker}"
+                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def abort(self) -> None:
+        """Give up the version that is being sent, and the one that waits."""
+        with self._changed:
+            self._waiting = None
+            if self._running is not None:
+                self.client.abort()
+
+    def close(self) -> None:
+        """Have the thread end; ``join`` waits for that. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._waiting = None
+            if self._running is not None:
+                self.client.abort()
+            self._changed.notify()
+
+    def join(self) -> None:
+        """Wait until the thread has ended, or for the time that it may take to resume a paused engine."""
+        if self._thread is not None:
+            self._thread.join(_RESUME_TIMEOUT)
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._running = None
+                while self._waiting is None:
+                    if self._closed:
+                        self.client.close()
+                        return
+                    self._changed.wait()
+                job = self._running = self._waiting
+                self._waiting = None
+            self.client.deadline, self.client.version = job.deadline, job.version
+            ack = self._attempt(job)
+            self.client.close()
+            with self._changed:
+                self._running = None
+            self._done(ack)
+
+    def _attempt(self, job: Job) -> Ack:
+        try:
+            try:
+                self._send(job)
+            except EngineError as error:
+                if error.reason != NOT_INITIALISED:
+                    raise
+                self._transfer = None  # the engine has been started again
+                self._send(job)
+        except EngineError as error:
+            return Ack(self._worker, job.version, str(error), died=error.died, late=error.late)
+        except Exception:  # noqa: BLE001  a user's transfer may raise anything; the trainer raises it as WorkerFailed
+            where = f"{self.client.url}: phase {self.client.phase}"
+            return Ack(self._worker, job.version, f"{where}:\n{traceback.format_exc()}")
+        wait, apply = (self.client.last.get(name) for name in ("wait_seconds", "apply_seconds"))
+        return Ack(
+            self._worker,
+            job.version,
+            wait=wait if isinstance(wait, float) else 0.0,
+            apply=apply if isinstance(apply, float) else 0.0,
+        )
+
+    def _send(self, job: Job) -> None:
+        source, transfer = self._initialised(job.layout)
+        if job.views is None:
+            return
+        source.views, source.checksum = job.views, job.checksum
+        try:
+            if self._pause is not None:
+                self.client.pause(self._pause)
+            transfer.send_weights()
+        except BaseException:
+            if self._pause is not None:
+                self._resume_after_failure()
+            raise
+        finally:
+            source.views = ()
+        if self._pause is not None:
+            self.client.resume()
+
+    def _initialised(self, layout: Layout) -> tuple[VersionSource, Transfer]:
+        """Phase 1, for a new layout."""
+        if self._transfer is None or self._transfer[0] != layout:
+            self._transfer = None
+            source = VersionSource(layout)
+            self.client.phase = "init"
+            self._transfer = layout, source, self._make_transfer(self.client, source)
+        return self._transfer[1:]
+
+    def _resume_after_failure(self) -> None:
+        """Do not leave the engine paused. The error that is being raised is the one to report.
+
+        By a client of its own, which ``abort`` does not reach.
+        """
+        client = self.client.another()
+        client.deadline = deadline_in(_RESUME_TIMEOUT)
+        with suppress(EngineError):
+            client.resume()
+        client.close()

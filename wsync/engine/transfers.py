@@ -1,0 +1,116 @@
+"""How the bytes of a version travel to one engine: in HTTP bodies, or by a transfer that the user gives."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from wsync.control.handshake import SenderSettings
+from wsync.engine import protocol
+from wsync.engine.client import EngineClient
+from wsync.errors import LayoutMismatch
+from wsync.weights.layout import Layout
+
+
+class Transfer(Protocol):
+    """Takes versions to one engine. vLLM's ``TrainerWeightTransferEngine`` has this method."""
+
+    def send_weights(self) -> None:
+        """Send what its source has now: phases start, update and finish.
+
+        Called once per update, by the engine's own thread. Whatever it raises, the trainer raises as ``WorkerFailed``.
+        """
+        ...
+
+
+class ParamMeta(NamedTuple):
+    """A tensor's name, dtype and shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class VersionSource:
+    """The weights that are sent to one engine, of one version: what vLLM calls a ``WeightSource``.
+
+    Args:
+        layout: of the weights.
+        device: to which the tensors are copied when they are read; None: they stay where they were packed (the CPU).
+
+    Attributes:
+        layout: as given.
+        views: the packed tensors of the version, in the layout's order. Valid during ``send_weights``.
+        checksum: of the packed bytes.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device | str | None = None) -> None:
+        self.layout = layout
+        self.device = device
+        self.views: Sequence[Tensor] = ()
+        self.checksum = 0
+
+    def metadata(self) -> list[ParamMeta]:
+        """Return name, dtype and shape of every tensor, in the order of iteration."""
+        entries = zip(self.layout.names, self.layout.dtypes, self.layout.shapes, strict=True)
+        return [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in entries]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the ``(name, tensor)`` pairs of the version."""
+        for name, view in zip(self.layout.names, self.views, strict=True):
+            yield name, view if self.device is None else view.to(self.device)
+
+    def held_names(self) -> None:
+        """Return None: this process has all tensors."""
+
+
+MakeTransfer = Callable[[EngineClient, VersionSource], Transfer]
+"""Makes the transfer to one engine. Called by the engine's thread before its first version, as phase 1 (init)."""
+
+
+class BodyTransfer:
+    """Sends each version as HTTP bodies: see ``protocol``.
+
+    Args:
+        client: of the engine.
+        source: has the weights.
+        chunk_bytes: of tensors in one body; a tensor that is larger has a body of its own.
+
+    Raises:
+        EngineError: the engine has refused the layout.
+        LayoutMismatch: there is extra state, or a dtype that safetensors files cannot have.
+    """
+
+    def __init__(self, client: EngineClient, source: VersionSource, chunk_bytes: int) -> None:
+        self._client = client
+        self._source = source
+        self._session = secrets.token_hex(8)
+        self._groups = list(protocol.groups_of(source.layout, chunk_bytes))
+        protocol.check_dtypes(source.layout)
+        if source.layout.extra:
+            raise LayoutMismatch(f"extra state cannot be sent over HTTP: {', '.join(sorted(source.layout.extra))}")
+        client.init_weight_transfer_engine(
+            {
+                "transfer": protocol.TRANSFER,
+                "session": self._session,
+                "layout": SenderSettings(source.layout, checksum=True).dump().decode(),
+                "chunk_bytes": chunk_bytes,
+            }
+        )
+
+    def send_weights(self) -> None:
+        """See ``Transfer``.
+
+        Raises:
+            EngineError: a request failed.
+        """
+        client, source = self._client, self._source
+        version = str(client.version)
+        client.start_weight_update({"session": self._session, "weight_version": version})
+        for group in self._groups:
+            client.send_body(protocol.make_body(source.layout, source.views, group, self._session, version))
+        client.finish_weight_update(version, session=self._session, checksum=f"{source.checksum:016x}")

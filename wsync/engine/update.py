@@ -1,0 +1,216 @@
+"""An engine's weights, as a trainer updates them: collected and checked first, then loaded inside the gate."""
+
+from __future__ import annotations
+
+import hmac
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from wsync.checksum import checksum_of
+from wsync.control.handshake import layout_in
+from wsync.engine import protocol
+from wsync.errors import LayoutMismatch
+from wsync.gate import process_gate
+from wsync.weights.layout import Layout
+from wsync.weights.targets import Destination, Target
+
+
+class Refused(Exception):
+    """A request is not done; nothing has changed.
+
+    Attributes:
+        status: of the answer.
+        reason: a word for programs.
+    """
+
+    def __init__(self, status: int, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+
+
+class _Session:
+    """What one trainer has initialised.
+
+    Args:
+        name: the trainer's random name for it.
+        layout: of the weights.
+        chunk_bytes: of tensors in a body.
+        target: takes the weights.
+    """
+
+    def __init__(self, name: str, layout: Layout, chunk_bytes: int, target: Target) -> None:
+        self.name = name
+        self.target = target
+        self.layout = layout
+        self.body = bytearray(protocol.body_limit(layout, chunk_bytes))  # each body is read into it
+        self.flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        self.views = layout.views(self.flat)
+        followers = {follower for follower, _ in layout.ties}
+        self.indices = {name: index for index, name in enumerate(layout.names) if index not in followers}
+        self.version: str | None = None  # that is being received
+        self.missing: set[str] = set()
+
+    def keep(self, body: memoryview, entries: Mapping[str, protocol.Entry]) -> None:
+        """Copy the tensors of a checked body."""
+        content = torch.frombuffer(body, dtype=torch.uint8)
+        for name, entry in entries.items():
+            index = self.indices[name]
+            view, (offset, size) = self.views[index], self.layout.places[index]
+            received = content[entry.begin : entry.end]
+            if view.is_contiguous():
+                self.flat[offset : offset + size].copy_(received)
+            else:  # strides of its own; in the body it is row-major
+                view.copy_(received.clone().view(view.dtype).reshape(view.shape))
+            self.missing.discard(name)
+
+
+class EngineWeights:
+    """The weights of one engine. Any thread calls; one call runs at a time.
+
+    Args:
+        destination: takes them.
+        version: the name of those that it has.
+        max_bytes: the largest size of a version.
+
+    Attributes:
+        version: the name of those that it has. Changes inside the gate.
+    """
+
+    def __init__(self, destination: Destination, version: str, max_bytes: int) -> None:
+        self.version = version
+        self._destination = destination
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._session: _Session | None = None
+
+    @property
+    def room(self) -> bytearray:
+        """What a body with weights is read into; its length is the largest size of one."""
+        session = self._session
+        return session.body if session else bytearray()
+
+    def initialise(self, fields: Mapping[str, Any]) -> None:
+        """Phase 1: check that weights of a layout would fit, and make room for a version.
+
+        Raises:
+            Refused: a field is wrong, or the weights do not fit, or are too large.
+        """
+        info = fields.get("init_info")
+        if not isinstance(info, dict):
+            raise Refused(400, "init_info is missing")
+        if info.get("transfer") != protocol.TRANSFER:
+            raise Refused(400, f"init_info.transfer is '{protocol.TRANSFER}' here, not {info.get('transfer')!r}")
+        name, chunk_bytes = _text(info, "session"), info.get("chunk_bytes")
+        if type(chunk_bytes) is not int or not 0 < chunk_bytes <= self._max_bytes:
+            raise Refused(413, f"init_info.chunk_bytes is a number from 1 to {self._max_bytes}, not {chunk_bytes!r}")
+        try:
+            layout = layout_in(_text(info, "layout").encode())
+        except ValueError as error:
+            raise Refused(400, f"init_info.layout is malformed: {error}") from error
+        if layout.nbytes > self._max_bytes:
+            raise Refused(
+                413, f"a version has {layout.nbytes} bytes, and this engine takes {self._max_bytes} (max_bytes)"
+            )
+        if layout.extra:
+            raise Refused(422, "extra state (pickles) is not accepted over HTTP")
+        with self._lock:
+            self._session = None
+            try:
+                protocol.check_dtypes(layout)
+                target = process_gate().call(self._target, layout)
+            except LayoutMismatch as error:
+                raise Refused(422, f"LayoutMismatch: {error}") from error
+            self._session = _Session(name, layout, chunk_bytes, target)
+
+    def _target(self, layout: Layout) -> Target:
+        return self._destination.target(layout, bind=False)
+
+    def start(self, fields: Mapping[str, Any]) -> None:
+        """Phase 2: forget what has been received of another version.
+
+        Raises:
+            Refused: another trainer has initialised this engine, or none has.
+        """
+        with self._lock:
+            session = self._current(_text(fields, "session"))
+            session.version = _text(fields, "weight_version")
+            session.missing = set(session.indices)
+
+    def add(self, body: memoryview) -> None:
+        """Phase 3: keep some tensors of the version.
+
+        Raises:
+            Refused: the body is malformed, or its tensors are not in the layout, or are of another version.
+        """
+        with self._lock:
+            try:
+                entries, metadata = protocol.parse_body(body)
+            except ValueError as error:
+                raise Refused(400, str(error)) from error
+            session = self._begun(metadata)
+            misfit = protocol.find_misfit(entries, session.layout, session.indices)
+            if misfit:
+                raise Refused(422, f"LayoutMismatch: {misfit}")
+            session.keep(body, entries)
+
+    def finish(self, fields: Mapping[str, Any], installed: Callable[[str], None]) -> dict[str, Any]:
+        """Phase 4: check that the version is whole, then load it inside the gate.
+
+        Args:
+            fields: of the request.
+            installed: called inside the gate with the version's name, after it has been loaded.
+
+        Returns:
+            ``wait_seconds`` for the gate, and ``apply_seconds``.
+
+        Raises:
+            Refused: it is not whole, or damaged; nothing was loaded.
+            Exception: whatever the loading function raised.
+        """
+        with self._lock:
+            session = self._begun(fields)
+            if session.missing:
+                some = ", ".join(f"'{name}'" for name in sorted(session.missing)[:8])
+                raise Refused(409, f"{len(session.missing)} tensor(s) have not arrived: {some}; nothing was applied")
+            expected, found = _text(fields, "checksum"), f"{checksum_of(session.flat, b''):016x}"
+            if not hmac.compare_digest(expected.encode(), found.encode()):
+                raise Refused(409, f"the version is corrupt: checksum {found}, not {expected}; nothing was applied")
+            version, session.version = session.version, None
+            assert version is not None, "_begun() has checked it"
+            asked = time.perf_counter()
+            return process_gate().call(self._install, session, version, asked, installed)
+
+    def _install(
+        self, session: _Session, version: str, asked: float, installed: Callable[[str], None]
+    ) -> dict[str, Any]:
+        began = time.perf_counter()
+        session.target.install(session.views)
+        self.version = version
+        installed(version)
+        return {"wait_seconds": began - asked, "apply_seconds": time.perf_counter() - began}
+
+    def _current(self, name: str) -> _Session:
+        session = self._session
+        if session is None:
+            raise Refused(409, f"POST {protocol.INIT} comes first", protocol.NOT_INITIALISED)
+        if not hmac.compare_digest(session.name.encode(), name.encode()):
+            raise Refused(409, "another trainer has initialised this engine since: each engine has one trainer")
+        return session
+
+    def _begun(self, fields: Mapping[str, Any]) -> _Session:
+        session, version = self._current(_text(fields, "session")), _text(fields, "weight_version")
+        if session.version != version:
+            raise Refused(409, f"version {version} has not been started, or another one has been started since")
+        return session
+
+
+def _text(fields: Mapping[str, Any], name: str) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str) or not value:
+        raise Refused(400, f"the field '{name}' is missing, or no text")
+    return value
