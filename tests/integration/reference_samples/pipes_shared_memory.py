@@ -1,4 +1,4 @@
-"""The older API with shared memory: the first `send` registers the model, and the worker makes no call for an update."""
+"""The older API with shared memory: the first `send` registers the model; updates need no call in the worker."""
 
 from tensordict import TensorDict
 from torch import multiprocessing as mp
