@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import os
 import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +21,7 @@ from rpc_workers import Rpc
 from tensordict import TensorDict
 
 import wsync
-from wsync.testing import WorkerPool, commands
+from wsync.testing import WorkerError, WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, fill
 
@@ -213,6 +217,18 @@ def test_buffers_may_be_given_to_the_constructor(pool: WorkerPool) -> None:
         assert workers[0].call(commands.output)[0] == buffers["weight"][0] == 3
 
 
+def test_without_auto_register_a_model_needs_its_buffers(pool: WorkerPool) -> None:
+    scheme = wsync.SharedMemWeightSyncScheme(auto_register=False, timeout=TIMEOUT)
+    with pool.group(1) as workers:
+        with scheme, pytest.raises(wsync.NotConnected, match="register_shared_weights"):
+            scheme.init_on_sender("policy", num_workers=1)
+            workers[0].start(commands.join, scheme, Small, 0, "policy")
+            scheme.connect()
+            scheme.send(fill(Small(), 2))
+        with suppress(WorkerError):
+            workers[0].result()
+
+
 def test_devices_say_how_many_workers_there_are() -> None:
     with wsync.SharedMemWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", model=Small(), devices=[torch.device("cpu")] * 3)
@@ -234,3 +250,21 @@ def test_synchronize_weights_connects(backend: BuiltIn) -> None:
         workers[0].start(join_by_the_older_name, scheme)
         scheme.synchronize_weights(weights=fill(Small(), 4))
         assert workers[0].result() == 4
+
+
+def memory_files() -> set[str]:
+    """The memory files of wsync that this process has open."""
+    links = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    return {link for link in links if link.startswith("/memfd:wsync")}
+
+
+def test_shutdown_closes_memory_without_the_garbage_collector(backend: BuiltIn) -> None:
+    gc.collect()
+    before = memory_files()
+    gc.disable()
+    try:
+        with backend.connected() as session:
+            session.update(2)
+        assert memory_files() == before
+    finally:
+        gc.enable()
