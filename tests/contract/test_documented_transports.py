@@ -28,7 +28,7 @@ def store() -> Iterator[Any]:
 def follow_group(state: WorkerState, kind: type[Any], port: int) -> bool:
     """Receive by a transport of ``kind`` without a scheme, before anything is sent; returns whether it timed out."""
     model = nn.Linear(4, 2)
-    buffer = TensorDict.from_module(model).data.clone()
+    buffer = TensorDict.from_module(model).detach().clone()
     strategy = wsync.WeightStrategy("tensordict")
     transport = kind(store=TCPStore("127.0.0.1", port, is_master=False))
     transport.setup_connection_and_weights_on_receiver(worker_idx=0, weights=buffer, model=model, strategy=strategy)
@@ -86,10 +86,10 @@ def test_a_transport_keeps_no_model_and_no_strategy() -> None:
     weights, transport = nn.Linear(4, 2), wsync.MPTransport(queue.Queue())
     first, second = nn.Linear(4, 2), nn.Linear(4, 2)
     received = []
-    for model, strategy in ((first, "tensordict"), (second, "state_dict")):
+    for model, strategy in ((first, wsync.WeightStrategy("tensordict")), (second, wsync.WeightStrategy("state_dict"))):
         nn.init.normal_(weights.weight)
         transport.send_weights(weights)
-        received.append(transport.receive_weights(0.0, model=model, strategy=wsync.WeightStrategy(strategy)))
+        received.append(transport.receive_weights(0.0, model=model, strategy=strategy))
         assert torch.equal(model.weight, weights.weight)
     assert [type(given) for given in received] == [TensorDict, dict]
     assert not torch.equal(first.weight, second.weight)
