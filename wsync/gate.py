@@ -38,8 +38,8 @@ class Gate:
     """The gate of one process.
 
     Attributes:
-        gate_lock: the lock and the feeds. Its ``lock`` is the bare lock: acquiring that does not enter the gate, so no
-            feed is polled.
+        gate_lock: what the gate consists of: an RLock (``lock``), how often it was entered (``depth``), and the feeds.
+            Acquiring ``lock`` alone does not enter the gate: no feed is polled.
         call: ``call(function, *args, **kwargs)`` calls ``function`` inside the gate; faster than ``hold``.
     """
 
@@ -57,21 +57,21 @@ class Gate:
                 gate_lock.enter(depth)
                 yield
             finally:
-                gate_lock.depth = depth  # here as well: a signal handler may raise before leave() has run
+                gate_lock.depth = depth  # leave() does this too, but a signal handler may raise before it begins
                 gate_lock.leave(depth)
 
     def call_with_deadline(self, deadline: float | None, function: Callable[..., Any], *args: Any) -> Any | None:
         """Acquire the gate within ``deadline`` and call ``function``; None on timeout.
 
-        The calling thread must not hold the gate.
+        Called by the thread in ``receive()``. It must not hold the gate: after a timeout that hold would be released.
         """
         lock, left = self.gate_lock.lock, remaining(deadline)
         try:
             return self.call(function, *args) if lock.acquire(timeout=-1 if left is None else left) else None
         finally:
             try:  # noqa: SIM105  a signal handler may raise in suppress(), before release()
-                lock.release()
-            except RuntimeError:  # not acquired; or acquired, and a signal handler raised right after
+                lock.release()  # always: a signal handler may have raised just after the lock was acquired
+            except RuntimeError:  # it was not acquired
                 pass
 
     @property

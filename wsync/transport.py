@@ -12,7 +12,8 @@ A custom backend is a class with the four methods of ``TransportBackend``, and a
 Versions, acknowledgements, deadlines, deaths, restarts and all-or-nothing updates are not a transport's concern: the
 scheme handles them.
 
-The other protocols here are optional capabilities. Each is looked for once, when a worker connects.
+``Closing`` is an optional addition to a ``TransportBackend``; a ``FlatTransport`` takes its place. Which of them a
+transport is, is found out once, when a worker connects.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class TransportBackend(Protocol):
     Each end has an instance of its own: ``scheme.create_transport(worker_idx)`` is called once per worker on the
     sender, and once in the worker, each time the worker connects or reconnects.
 
-    A transport keeps no model and no strategy. It may also be used standalone (without a scheme): only then is it given
-    a ``model``, or ``weights`` for the set-up methods.
+    A transport keeps no model and no strategy. It may also be used standalone (without a scheme): only then is
+    ``model`` given, and ``weights`` to ``setup_connection_and_weights_on_receiver``.
     """
 
     def setup_connection_and_weights_on_sender(self) -> None:
@@ -44,8 +45,8 @@ class TransportBackend(Protocol):
 
         Called once per connection, in a dedicated thread of the trainer, before any ``send_weights``. May wait for the
         worker's half, which runs at the same time. If it raises anything, the worker counts as not connected:
-        ``connect`` raises ``SyncTimeout``, which names the worker and this error. Where it has not returned at the
-        deadline of ``connect``, or when the worker has gone, ``close()`` is called, if the transport has such a method.
+        ``connect`` raises ``SyncTimeout``, which names the worker and this error. If it has not returned by the
+        deadline of ``connect``, or the worker goes first, ``close()`` is called, if there is one.
         """
         ...
 
@@ -79,7 +80,7 @@ class TransportBackend(Protocol):
         """Send one version to the worker.
 
         Called once per update, by a thread in the trainer that is dedicated to this worker, one call at a time. May
-        block until the worker receives. Where it has not returned at the deadline of the update, ``close()`` is called,
+        block until the worker receives. If it has not returned by the deadline of the update, ``close()`` is called,
         if the transport has such a method, and the worker is disconnected. What it raises is raised in the trainer as
         ``WorkerFailed``, naming the worker.
 
@@ -117,7 +118,7 @@ class TransportBackend(Protocol):
 
 @runtime_checkable
 class Closing(Protocol):
-    """A transport that has resources to release."""
+    """A ``TransportBackend`` that has resources to release; ``FlatTransport`` has a ``close`` of its own."""
 
     def close(self) -> None:
         """Release the resources, and make a call that blocks in another thread return or raise.
@@ -140,8 +141,7 @@ class Transfer(Protocol):
 class FlatTransport(Protocol):
     """A transport that moves the packed buffer as one asynchronous message.
 
-    Under a scheme only these methods are called, so those of ``TransportBackend`` are not required; a transport has
-    both only if it may also be used standalone.
+    It needs no methods of ``TransportBackend``, except for standalone use (without a scheme).
 
     Attributes:
         device: the device on which the packed buffers have to be.
@@ -176,10 +176,9 @@ class FlatTransport(Protocol):
 
         Args:
             flat: ``uint8[nbytes]``; unchanged until the worker has answered.
-            transfers: an empty list; the scheme takes the transfer as begun exactly if the list is filled. If a signal
-                handler raises during the call and the list is still empty, ``begin_send`` is called again. Begin and
-                append in one C call, so that no transfer is begun twice:
-                ``transfers.extend(map(group.send, [[flat]], [rank], [tag]))``.
+            transfers: an empty list. The transfer counts as begun if and only if the list is filled: if a signal
+                handler raises while it is empty, ``begin_send`` is called again. So no Python code may run between
+                sending and appending. For one send: ``transfers.extend(map(group.send, [[flat]], [rank], [tag]))``.
 
         Raises:
             RuntimeError: the connection has broken: the scheme then treats the worker as dead.

@@ -22,7 +22,9 @@ from wsync.control.outbox import Outbox
 from wsync.control.receiver_thread import MessageHandler, receiver_thread
 from wsync.errors import NotConnected
 
-STALL_TIMEOUT = struct.pack("ll", 5, 0)  # 5 s without progress end a receive; a send is repeated
+STALL_TIMEOUT = struct.pack(
+    "ll", 5, 0
+)  # SO_RCVTIMEO, SO_SNDTIMEO: after 5 s without progress a receive fails, and a send tries again
 _MAX_MESSAGE = 1 << 30  # bytes
 _CHUNK = 1 << 20  # bytes; memory is allocated as bytes arrive, not as a header announces them
 _FD_SPACE = socket.CMSG_SPACE(4 * 4)  # for four descriptors
@@ -80,7 +82,10 @@ class Connection(Protocol):
         ...
 
     def notify(self, message: Message) -> None:
-        """As ``send``, for a message without payload; dropped if the socket is full: the peer has unread messages."""
+        """As ``send``, for a message without payload. It may be dropped if the socket is full.
+
+        That is harmless: the peer has unread messages, which wake it, and works without this one.
+        """
         ...
 
     def receive(self) -> Message | None:
@@ -96,7 +101,7 @@ class Connection(Protocol):
         ...
 
     def peer_is_alive(self) -> bool:
-        """Return False if the peer is known to have exited. Called every few seconds by a thread that waits."""
+        """Return False if the peer is known to have exited. Polled by threads of a worker in ``receive()``."""
         ...
 
     def close(self) -> None:
@@ -105,7 +110,7 @@ class Connection(Protocol):
 
 
 def close_socket(sock: socket.socket, opener: int) -> None:
-    """Close ``sock``, for the peer too if this process (id ``opener``) opened it, not its forked child. Idempotent."""
+    """Close ``sock``; shut it down first if this process opened it (id ``opener``), but not in a forked child."""
     if os.getpid() == opener:
         with suppress(OSError):  # already closed, by either side
             sock.shutdown(socket.SHUT_RDWR)
@@ -113,13 +118,14 @@ def close_socket(sock: socket.socket, opener: int) -> None:
 
 
 class SocketConnection:
-    """A ``Connection`` over a stream socket. Both processes have one, for each of its sides.
+    """A ``Connection`` over a stream socket. Each of the two processes has one, for its own side.
 
     Args:
         sock: connected; owned by this object.
         peer: the other process.
         proof: on the sender, sent before the first message: it shows that the sender has the token.
-        expected_proof: in a worker, the proof that must arrive before the first message; the peer's identity follows.
+        expected_proof: in a worker, the proof that must arrive before the first message. The sender's
+            ``own_identity()`` follows, which tells which process to watch.
     """
 
     def __init__(
@@ -184,7 +190,8 @@ class SocketConnection:
         self._require_opener()
         proof, self._proof = self._proof, b""
         if proof:
-            # Separately: descriptors arrive with the first byte of a sendmsg; the peer discards any with the proof.
+            # In a sendmsg of its own: descriptors arrive with the first byte of a sendmsg, and the peer closes those
+            # that arrive while it reads the proof.
             self._outbox.put(proof)
         self._outbox.put(message.pack(), message.fds)
 
@@ -296,7 +303,7 @@ class SocketConnection:
     def close(self) -> None:
         """See ``Connection``."""
         if self._socket.fileno() >= 0:
-            self._if_dropped.detach()  # not called: at exit a finalizer may do nothing any more
+            self._if_dropped.detach()  # and close directly: at interpreter exit, calling a finalizer has no effect
             close_socket(self._socket, self._opener)
             self._peer.close()
             if os.getpid() == self._opener:  # a forked child has no thread to join

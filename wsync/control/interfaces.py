@@ -11,7 +11,7 @@ from wsync.control.messages import Message
 class ConnectionSource(Protocol):
     """Where workers connect: a ``Listener``, or the RPC backend's equivalent.
 
-    Called by the sender's thread that waits for workers, under the sender's lock.
+    Called under the sender's lock, by the thread that has called ``connect`` or readmits a worker; ``close``: by any.
     """
 
     @property

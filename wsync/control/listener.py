@@ -224,7 +224,7 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening and close all pending attempts. Idempotent."""
-        self._if_dropped.detach()  # not called: at exit a finalizer may do nothing any more
+        self._if_dropped.detach()  # and close directly: at interpreter exit, calling a finalizer has no effect
         _close(self._socket, self._epoll, self._pending, self._opener)
 
 
@@ -236,7 +236,7 @@ def _close(listening: socket.socket, epoll: select.epoll, pending: dict[int, _Pe
     if os.getpid() == opener:
         with suppress(OSError):  # no client is left in the queue, or the listener was closed before
             listening.shutdown(socket.SHUT_RDWR)
-            while True:  # a forked child may hold the socket: else queued clients would never be refused
+            while True:  # refuse queued clients one by one: close() alone does not if a forked child holds the socket
                 close_socket(listening.accept()[0], opener)
     listening.close()
 

@@ -13,7 +13,7 @@ _PID = struct.Struct("<i")
 
 @cache
 def _pid_namespace() -> bytes:
-    """Return the boot and the PID namespace of this process. Within both, a process id names one process."""
+    """Return the machine's boot id and this process's PID namespace: where both are equal, a pid means one process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}".encode()
 
@@ -30,7 +30,7 @@ class PeerProcess:
         identity: the other process's ``own_identity()``; empty if it is not known.
 
     Attributes:
-        pid: its process id; -1 if it runs elsewhere.
+        pid: its process id; -1 if it runs on another machine or in another PID namespace.
         descriptors: its pidfd, readable once the process has exited; empty if it runs elsewhere, or has exited.
     """
 

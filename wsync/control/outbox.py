@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-_MANY = 1000  # queued messages; from this many on, a message that may be dropped is dropped
+_DROP_FROM = 1000  # with this many messages queued, a message that may be dropped is dropped
 
 
 class Outbox:
@@ -41,7 +41,7 @@ class Outbox:
         Args:
             data: of one message.
             fds: open descriptors to send with it; the caller may close them afterwards.
-            may_drop: drop it if the socket has no room at all, or ``_MANY`` messages are queued.
+            may_drop: drop it if the socket has no room at all, or ``_DROP_FROM`` messages are queued.
 
         Raises:
             ConnectionError: the connection has broken, now or while earlier data was sent.
@@ -53,10 +53,11 @@ class Outbox:
                 sent = self._send_now(data, fds)
                 if sent == len(data) or (may_drop and not sent):
                     return
+                # If a part was sent, the descriptors went with its first byte.
                 self._waiting.append((data[sent:], [] if sent else _duplicates(fds)))
                 self._thread = threading.Thread(target=self._run, name="wsync-outbox", daemon=True)
                 self._thread.start()
-            elif not may_drop or len(self._waiting) < _MANY:
+            elif not may_drop or len(self._waiting) < _DROP_FROM:
                 self._waiting.append((data, _duplicates(fds)))
 
     def _run(self) -> None:

@@ -43,17 +43,17 @@ class ReceiverThread:
         self._thread: threading.Thread | None = None
         self._wake = -1
 
-    def register(self, handler: MessageHandler, connection: int, descriptors: Sequence[int]) -> None:
-        """Call ``handler`` while a connection is readable.
+    def register(self, handler: MessageHandler, socket_fd: int, descriptors: Sequence[int]) -> None:
+        """From now on call ``handler.on_readable()`` each time a connection is readable.
 
         Args:
             handler: of the connection.
-            connection: the connection's descriptor.
+            socket_fd: the connection's descriptor.
             descriptors: that one, and the peer's pidfd if there is one. Once the peer has exited, the connection is
                 shut down: a forked child of the peer may keep its copy of the socket open.
         """
         with self._lock:
-            self._handlers.update(dict.fromkeys(descriptors, (handler, connection)))
+            self._handlers.update(dict.fromkeys(descriptors, (handler, socket_fd)))
             if self._thread is not None:
                 os.eventfd_write(self._wake, 1)
             else:
@@ -64,7 +64,7 @@ class ReceiverThread:
                 self._thread.start()
 
     def unregister(self, handler: MessageHandler) -> None:
-        """Stop calling ``handler``. On return no call of it is running, except one that this call is part of."""
+        """Stop calling ``handler``. On return it is not running, unless it is itself the caller."""
         with self._lock:
             self._handlers = {fd: other for fd, other in self._handlers.items() if other[0] is not handler}
             thread = self._thread
@@ -109,15 +109,16 @@ class ReceiverThread:
                 changed = True
                 continue
             with self._calling:
+                # Unregistered since poll(), or the descriptor number was reused by another connection.
                 if self._handlers.get(descriptor) is not handlers[descriptor]:
                     continue
-                handler, connection = handlers[descriptor]
-                if descriptor != connection:  # a pidfd: the peer has exited; what it sent before is still read
+                handler, socket_fd = handlers[descriptor]
+                if descriptor != socket_fd:  # a pidfd: the peer has exited; what it sent before is still read
                     with suppress(OSError):
-                        _shut_down(connection)
-                elif _call(handler, connection):
+                        _shut_down(socket_fd)
+                elif _call(handler, socket_fd):
                     continue
-                with self._lock:  # a connection that has ended is removed with its pidfd, a readable pidfd alone
+                with self._lock:  # of a connection that has ended, its pidfd as well; of a peer that exited, the pidfd
                     finished = [fd for fd, one in handlers.items() if fd == descriptor or one == (handler, descriptor)]
                     for fd in finished:
                         if self._handlers.get(fd) is handlers[fd]:
@@ -126,7 +127,7 @@ class ReceiverThread:
         return changed
 
 
-def _call(handler: MessageHandler, connection: int) -> bool:
+def _call(handler: MessageHandler, socket_fd: int) -> bool:
     """Call a handler; False when there will be no more messages.
 
     If it raises, its connection is shut down, which both sides notice, and it is called again, to read the end of the
@@ -138,7 +139,7 @@ def _call(handler: MessageHandler, connection: int) -> bool:
         except BaseException:  # noqa: BLE001  an error of one receiver must not stop the shared thread
             _log.exception("a receiver raised an error; its connection is shut down")
         with suppress(OSError):  # already closed, by the handler or the peer
-            _discard(connection)
+            _discard(socket_fd)
     return False
 
 

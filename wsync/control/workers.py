@@ -16,6 +16,7 @@ from wsync.errors import SyncTimeout, WorkerDied
 from wsync.types import Ack
 
 _log = logging.getLogger(__name__)
+# What ``read`` accepts. JOINED and STORE are read by ``on_accepted``, inside ``reading_directly``.
 _ANSWERS = frozenset((Kind.ACK, Kind.PREPARED, Kind.FAILED, Kind.SLOT_FREED))
 
 
@@ -110,7 +111,7 @@ class WorkerConnections:
             return -1
         connection, hello = arrival
         worker = hello.worker
-        if wait_readable(connection.descriptors, NOW):  # a live worker sends nothing until it is accepted
+        if wait_readable(connection.descriptors, NOW):  # it has gone: a live worker sends nothing before ACCEPTED
             connection.close()
             return -1
         self.drain()  # notices the death of the worker that it replaces
@@ -183,7 +184,7 @@ class WorkerConnections:
                 connection.notify(message)
 
     def record(self, ack: Ack) -> None:
-        """Store an acknowledgement or a death that ``read`` has not seen: from the fast path, or of a transport."""
+        """Store an acknowledgement or a death that did not come through ``read``, e.g. a failed transfer."""
         (self._deaths if ack.died else self._answers)[ack.worker] = ack
 
     def drain(self) -> None:

@@ -21,11 +21,14 @@ a forward locks it to read the published word and to record the slot as used. Th
    forward that starts later cannot use ``s``, because no word names it.
 3. *Three slots are enough* while all workers have one version: one published, one still in use, one free. If two are
    still in use, the sender waits for a forward to end, or for its worker to die. The arena grows by one slot for each
-   further version that workers have (``worker_ids``, weights per worker), or keep in order to roll back to it.
+   further version in use: if workers were sent different versions (``worker_ids``, weights per worker), or keep an
+   old one to roll back to.
 
-A model that is bound to a slot (its parameters point into it) uses the slot only during forwards. If installing may
+A model that is bound to a slot (its parameters point into it) counts as using it only during forwards. Between forwards
+the sender may overwrite the slot once it has published a newer one: the next forward binds to that. If installing may
 fail (checksum, extra state), the worker keeps the previous version's slot until the new one is installed, so it
-occupies that slot between forwards too. A worker that copies weights out needs a slot only until it has copied.
+occupies that slot between forwards too. Points 2 and 3 are about bound models. A worker that copies weights out uses a
+slot only until it has copied; afterwards the slot may be written although the worker's published word still names it.
 
 The memory is anonymous (``memfd``). Workers get its file descriptors over a Unix socket. Over another connection, a
 worker of the same user on the same machine opens the files under ``/proc``, and compares the file's random name.
@@ -83,14 +86,16 @@ class Arena:
         self._slots_offset = whole_pages(workers * BLOCK + 2 * _MAX_SLOTS * 8)
         self._layout: Layout | None = None
         self._slot_size = 0
-        self._mapping = threading.Lock()  # the acting thread and the receiver thread may need a slot at the same time
+        self._mapping_lock = (
+            threading.Lock()
+        )  # the acting thread and the receiver thread may need a slot at the same time
         self._buffers: list[Buffer] = []
         self.plans: list[PackPlan] = []
         self.fds = fds or self._create()
         control = mmap.mmap(self.fds[0], self._slots_offset)
         self.words = memoryview(control).cast("q")
-        self._extra_sizes = workers * BLOCK // 8
-        self._checksums = memoryview(control).cast("Q")[self._extra_sizes + _MAX_SLOTS :]
+        self._first_extra_size = workers * BLOCK // 8  # index of the first word that has the size of an extra state
+        self._checksums = memoryview(control).cast("Q")[self._first_extra_size + _MAX_SLOTS :]
         self.writer = self._new_writer(0)
         if fds is None:
             self.writer.initialise()
@@ -104,7 +109,7 @@ class Arena:
             raise
 
     def _new_writer(self, nbytes: int) -> ArenaWriter:
-        return ArenaWriter(self.words, self.workers, BLOCK // 8, self._extra_sizes, nbytes)
+        return ArenaWriter(self.words, self.workers, BLOCK // 8, self._first_extra_size, nbytes)
 
     @property
     def handle(self) -> tuple[int, int, int, str]:
@@ -141,14 +146,14 @@ class Arena:
         bound to them with another process.
         """
         if slot >= len(self._buffers) or self._buffers[slot].moved:
-            with self._mapping:
+            with self._mapping_lock:
                 while slot >= len(self._buffers):
-                    self._keep(len(self._buffers))
+                    self._map_and_record(len(self._buffers))
                 if self._buffers[slot].moved:
-                    self._keep(slot)
+                    self._map_and_record(slot)
         return self._buffers[slot]
 
-    def _keep(self, slot: int) -> None:
+    def _map_and_record(self, slot: int) -> None:
         buffer = self.map_slot(slot)
         # slice assignment, so that repeating it after an interrupt does not duplicate the entry
         self.plans[slot : slot + 1] = [buffer.plan]
@@ -157,8 +162,8 @@ class Arena:
     def map_slot(self, slot: int) -> Buffer:
         """Return a new mapping of a slot, for this caller only, unlike ``buffer``.
 
-        It is made in a thread of its own: tensors that are made under inference mode, for example, keep it, and the
-        caller may be in such a mode.
+        It is made in a thread of its own: if the caller were in inference mode, say, tensors made in its thread would
+        remain inference tensors.
         """
         return in_clean_thread(self._map, slot)
 
@@ -174,7 +179,7 @@ class Arena:
 
     def read_extra(self, slot: int) -> bytes:
         """Return a slot's extra state."""
-        size = self.words[self._extra_sizes + slot]
+        size = self.words[self._first_extra_size + slot]
         return os.pread(self.fds[1], size, slot * _EXTRA_SPAN) if size else b""
 
     def close(self) -> None:
@@ -221,7 +226,7 @@ class Arena:
         """
         try:
             watch = None if acknowledge else PeerWatch(descriptors)
-        except OSError:  # or no descriptor is left; the general path reports it
+        except OSError:  # a worker is gone, or this process can open no more files; the general path reports it
             return None
         return partial(self.writer.update, self.plans, descriptors, retains, watch)
 
@@ -238,7 +243,7 @@ class Arena:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError as error:
                 raise_shortage(error, len(blob))
-        self.words[self._extra_sizes + slot] = len(blob)
+        self.words[self._first_extra_size + slot] = len(blob)
 
     def write_checksum(self, slot: int, extra: bytes) -> None:
         """Store the checksum of what was packed into a slot."""
