@@ -28,7 +28,8 @@ def store() -> Iterator[Any]:
 def follow_group(state: WorkerState, kind: type[Any], port: int) -> bool:
     """Receive by a transport of ``kind`` without a scheme, before anything is sent; returns whether it timed out."""
     model = nn.Linear(4, 2)
-    buffer = TensorDict.from_module(model).detach().clone()
+    buffer: Any = TensorDict.from_module(model)
+    buffer = buffer.detach().clone()
     strategy = wsync.WeightStrategy("tensordict")
     transport = kind(store=TCPStore("127.0.0.1", port, is_master=False))
     transport.setup_connection_and_weights_on_receiver(worker_idx=0, weights=buffer, model=model, strategy=strategy)
