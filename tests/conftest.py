@@ -1,7 +1,11 @@
 """For all tests: threads, the fork server, signals, fuzzing, and which process runs which tests."""
 
+import atexit
+import os
+import shutil
 import signal
 import sys
+import tempfile
 from multiprocessing import forkserver
 from typing import Any
 
@@ -14,6 +18,8 @@ from wsync.testing.workers import PRELOADED_MODULES
 
 settings.register_profile("long", max_examples=3_000, deadline=None)  # pytest --hypothesis-profile=long
 torch.set_num_threads(1)
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="wsync-tests-")  # no key file in the user's home
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 PRELOADED_MODULES.append("collectors.worker")

@@ -7,9 +7,10 @@ enters it from outside, and only then; so a forward sees one version from its fi
 The receiver thread installs by passing through the gate too. It blocks on the lock, so a pending update is installed as
 soon as the running forward ends, even if no other forward follows.
 
-What bypasses the gate: ``model.forward(...)`` called directly, a submodule called on its own, and plain reads of
-parameters or of an output that is a view of one. Hold the gate explicitly for those, and around forward *and* backward
-in a worker that trains::
+What bypasses the gate: ``model.forward(...)`` called directly; a submodule called on its own; a copy made by
+``torch.jit.trace`` or ``torch.export``, which has the model's parameters, but not its gate; and plain reads of
+parameters or of an output that is a view of one. A forward of these may see two versions. Hold the gate explicitly for
+them, and around forward *and* backward in a worker that trains::
 
     with wsync.gate():
         loss = model(x).sum()

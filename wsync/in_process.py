@@ -151,6 +151,9 @@ class InProcessChannel:
     def set_wakeups(self, wanted: bool) -> None:
         """See ``ReceiveChannel``: there is nothing to wake."""
 
+    def registered(self) -> None:
+        """See ``ReceiveChannel``: the model has memory of its own."""
+
     def hold_previous(self) -> None:
         """See ``ReceiveChannel``: the model has memory of its own."""
 

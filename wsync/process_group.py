@@ -7,6 +7,7 @@ Instead, weights may go through a group that the user has made.
 
 from __future__ import annotations
 
+import hmac
 import os
 import secrets
 from typing import Any
@@ -21,7 +22,7 @@ from torch.distributed import (
 )
 from torch.distributed import Store as TorchStore  # pyright: ignore[reportPrivateImportUsage]
 
-from wsync.deadlines import as_timeout, time_until
+from wsync.deadlines import as_timedelta, as_timeout, remaining, time_until
 from wsync.errors import NotConnected
 from wsync.gate import process_gate
 from wsync.pending_transfer import PendingTransfer
@@ -33,6 +34,10 @@ from wsync.weights.strategy import WeightStrategy
 
 BACKENDS = ("gloo", "nccl")
 _PLACE = "wsync group"  # key in the store: the sender's rank in the user's group, and the tag; empty for a group of two
+_PROOF = "wsync proof "  # key in the store, with a rank: random bytes that the other rank sends over the group
+_PROOF_SIZE = 32
+_PROOF_TAG = 1
+_PROOF_TIMEOUT = 5.0  # seconds; milliseconds are enough
 
 _inherited: list[Any] = []  # groups that a fork has copied: their threads are the parent's, so they cannot be destroyed
 _unfinished: WeakKeyDictionary[Any, list[Transfer]] = WeakKeyDictionary()  # by user's group: kept as long as the group
@@ -99,8 +104,12 @@ class GroupTransport:
     def form(self, store: TorchStore, rank: int, generation: int, host: str, deadline: float | None) -> None:
         """See ``FlatTransport``.
 
+        gloo accepts any process that reaches its port in the short time while a group is formed. So both ends prove
+        over the group, before any weights are sent, that they have what the other end has put into the store.
+
         Raises:
-            NotConnected: only one side was given a group by the user.
+            NotConnected: one end was given a group by the user, and the other was not.
+            ConnectionError: another process has connected to gloo's port in the other end's place.
             RuntimeError: it could not be formed.
         """
         store.set_timeout(time_until(deadline))
@@ -124,7 +133,9 @@ class GroupTransport:
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
         options._threads = 1  # sends and receives need no more
         options._timeout = time_until(deadline)
-        self._group = ProcessGroupGloo(store, rank, 2, options)
+        group = ProcessGroupGloo(store, rank, 2, options)
+        _exchange_proofs(store, group, rank, deadline)
+        self._group = group
 
     def begin_send(self, flat: Tensor, transfers: list[Transfer]) -> None:
         """See ``FlatTransport``. One C call extends the list: no signal handler runs between its steps."""
@@ -217,6 +228,34 @@ class GroupTransport:
                 "without a scheme this transport needs weights_buffer=, weights like those that are sent"
             )
         return self._packed
+
+
+def _exchange_proofs(store: TorchStore, group: Any, rank: int, deadline: float | None) -> None:
+    """Send over a new group of two what the other end has put into the store, and check that it does so too.
+
+    Each end puts its value into the store when its half of the group is formed, so the values travel at once.
+
+    Raises:
+        ConnectionError: the other end does not.
+        RuntimeError: it has not formed its half.
+    """
+    own, other = secrets.token_bytes(_PROOF_SIZE), 1 - rank
+    store.set(_PROOF + str(rank), own)  # pyright: ignore[reportArgumentType]  bytes are taken as well
+    given = torch.frombuffer(bytearray(store.get(_PROOF + str(other))), dtype=torch.uint8)
+    shown = torch.zeros(_PROOF_SIZE, dtype=torch.uint8)
+    transfers = [group.send([given], other, _PROOF_TAG), group.recv([shown], other, _PROOF_TAG)]
+    left = remaining(deadline)
+    limit = as_timedelta(_PROOF_TIMEOUT if left is None else max(min(left, _PROOF_TIMEOUT), 0.001))
+    try:
+        for transfer in transfers:
+            transfer.wait(limit)
+        proven = hmac.compare_digest(shown.numpy().tobytes(), own)
+    except RuntimeError:
+        proven = False
+    if not proven:
+        raise ConnectionError(
+            "what is connected to gloo's port did not prove that it is the other end: has another process connected?"
+        )
 
 
 class PackedWeights:

@@ -31,6 +31,7 @@ from wsync.receiving.protocols import (
     Prepare,
     ReceiveChannel,
 )
+from wsync.receiving.registered import RegisteredFollower
 from wsync.receiving.versions import VersionState
 from wsync.types import ANY_VERSION, Ack, Update
 from wsync.weights.binding import Binding, load_extra, unshare
@@ -71,6 +72,7 @@ class Receiver(VersionState):
         self._cascade = cascade
         self._unacknowledged: Update | None = None  # installed; acknowledged after the cascade
         self._target: Target | None = None
+        self._follower: RegisteredFollower | None = None
         self._attached = False
         self._in_forked_child = False
         self._error = ""
@@ -118,6 +120,10 @@ class Receiver(VersionState):
         gate = process_gate()
         self._poller = self._channel.poller(self)
         gate.attach(self._poller)
+        memory = self._channel.registered()
+        if memory is not None:
+            self._follower = RegisteredFollower(memory, self)
+            gate.attach(self._follower)
         gate.gate_lock.pass_through()  # installs the first weights, if there are any
         error = self._error if self._channel.first_version else ""  # without a first version: of a later update
         self._acknowledge_after_cascade()
@@ -130,6 +136,7 @@ class Receiver(VersionState):
 
     def _reset(self) -> None:
         """Release the previous connection: a worker that the sender has disconnected may connect again."""
+        self.require_creator()
         if not self._attached:
             return
         if not self._closed and self._channel.sender_is_alive():
@@ -293,8 +300,24 @@ class Receiver(VersionState):
         """Wait for the next version; return what ``take()`` returns (by default ``weights``): see ``wait_next``."""
         return self.wait_next(timeout, take or self.weights)
 
-    def copy_to_own_memory(self) -> None:
-        """Copy the model into memory of its own until the next update, so it may be written. Called inside the gate."""
+    @property
+    def binding(self) -> Binding | None:
+        """How a module takes updates; None before the first, and for other destinations."""
+        return self._target if isinstance(self._target, Binding) else None
+
+    @property
+    def connected(self) -> bool:
+        """Whether it is connected to a sender that has not ended, as far as is known here."""
+        return self._attached and not self._closed
+
+    def copy_to_own_memory(self, keep: bool = False) -> None:
+        """Copy the model into memory of its own until the next update, so it may be written. Called inside the gate.
+
+        Args:
+            keep: also where it is bound to registered buffers, to which it would be bound again by the next forward.
+        """
+        if keep and self._follower is not None:
+            self._follower.leave_until_next_version()
         if self._target is not None:
             self._target.detach()
 
@@ -313,6 +336,9 @@ class Receiver(VersionState):
         gate = process_gate()
         with gate.hold():
             gate.detach(self._poller)
+            if self._follower is not None:
+                gate.detach(self._follower)
+                self._follower = None
             prepared.forget(self)
             if not self._in_forked_child:
                 self._channel.forward_ended()

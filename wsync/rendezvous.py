@@ -4,7 +4,7 @@ A rendezvous has two halves. On the sender it opens what workers connect to, and
 pickled scheme. In a worker it makes the connection. A scheme names its rendezvous by ``create_rendezvous``.
 
     SocketRendezvous    the address in the pickled scheme: a Unix socket, or TCP
-    StoreRendezvous     TCP; without a pickled scheme, the address is looked up in a torch.distributed store
+    StoreRendezvous     TCP; without a pickled scheme, the sealed address is looked up in a torch.distributed store
     RpcRendezvous       a torch.distributed.rpc call (backends/rpc.py)
 """
 
@@ -22,9 +22,9 @@ from torch.distributed import (
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-from wsync.control import Address, Connection, Listener, connect
+from wsync.control import Address, Connection, Listener, connect, seal, unseal
 from wsync.control.interfaces import ConnectionSource
-from wsync.deadlines import time_until
+from wsync.deadlines import remaining, time_until
 from wsync.errors import NotConnected, SyncTimeout
 
 
@@ -99,8 +99,9 @@ _used: set[tuple[bytes, int]] = set()  # senders that were found in a store, by 
 class StoreRendezvous(SocketRendezvous):
     """TCP; a worker without an address looks the sender up in a store that all processes share (a ``Rendezvous``).
 
-    The store holds addresses with their tokens, and nothing else is taken from it. A worker connects to the first
-    sender of its model that is still open and that it has not been connected to before.
+    The store holds addresses, sealed with a secret that the processes share (``wsync.control.seal``), and nothing else
+    is taken from it: any process may write there. What is not sealed with that secret is passed over. A worker connects
+    to the first sender of its model that is still open and that it has not been connected to before.
 
     Args:
         host: the sender's address.
@@ -117,7 +118,7 @@ class StoreRendezvous(SocketRendezvous):
         """See ``Rendezvous``."""
         if not self.can_look_up():
             return
-        store, text = self._shared_store(deadline), address.dump()
+        store, text = self._shared_store(deadline), seal(address)
         for number in count(1):
             if store.compare_set(_key(model_id, number), "", text).decode(errors="replace") == text:
                 return
@@ -178,19 +179,23 @@ def _announced(store: Store, model_id: str, worker: int, deadline: float | None)
 
     Raises:
         SyncTimeout: none appeared before ``deadline``.
-        NotConnected: a value is no address: another program has written it.
+        NotConnected: this process has no secret to open them with.
     """
+    foreign = ""
     for number in count(1):
         key = _key(model_id, number)
         try:
+            if remaining(deadline) == 0.0:
+                raise TimeoutError
             store.wait([key], time_until(deadline))
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             former = f" ({number - 1} before it have ended, or were used)" if number > 1 else ""
-            raise SyncTimeout(f"worker {worker}: no sender has announced itself as '{key}' in time{former}") from error
+            message = f"worker {worker}: no sender has announced itself as '{key}' in time{former}{foreign}"
+            raise SyncTimeout(message) from error
         try:
-            yield Address.load(store.get(key))
-        except ValueError as error:
-            raise NotConnected(f"worker {worker}: the store's value of '{key}' is no address: {error}") from error
+            yield unseal(store.get(key))
+        except ValueError as error:  # another program has written it, or a process with another secret
+            foreign = f"; '{key}': {error}"
 
 
 def _agents_store(deadline: float | None) -> Store:

@@ -10,6 +10,7 @@ from numbers import Integral
 from typing import Any
 from weakref import ref
 
+from wsync.errors import NotConnected, in_forked_child
 from wsync.receiver import Receiver
 from wsync.receiving.joining import BackgroundConnect
 from wsync.sender import Sender
@@ -37,6 +38,11 @@ class SenderRole:
     in_process_receiver: Receiver | None = None
     pid: int = field(default_factory=os.getpid)
 
+    @property
+    def inherited(self) -> bool:
+        """Whether this process is a forked child of the one that has initialised the scheme."""
+        return self.pid != os.getpid()
+
 
 @dataclass(frozen=True, slots=True)
 class ReceiverRole:
@@ -52,6 +58,64 @@ class ReceiverRole:
     receiver: Receiver
     worker_idx: int | None
     background_connect: BackgroundConnect | None = None
+    pid: int = field(default_factory=os.getpid)
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process is a forked child of the one that has initialised the scheme."""
+        return self.pid != os.getpid()
+
+
+Role = SenderRole | ReceiverRole | None
+"""A scheme's; None before init, and after ``shutdown``."""
+
+
+def require_fresh(role: Role) -> None:
+    """Check that a scheme is not initialised.
+
+    Raises:
+        RuntimeError: it is; names the end and the model.
+    """
+    if role is not None:
+        end = "sender" if isinstance(role, SenderRole) else "receiver"
+        where = ", in the parent of this forked process" if role.inherited else ""
+        raise RuntimeError(f"this scheme is already initialised on the {end}, for model '{role.model_id}'{where}")
+
+
+def require_own(role: Role) -> None:
+    """Check that a scheme was not initialised in the parent of this forked process.
+
+    Raises:
+        NotConnected: it was.
+    """
+    if role is not None and role.inherited:
+        raise in_forked_child()
+
+
+def sender_role(role: Role, what: str) -> SenderRole:
+    """Return the role of a scheme on the sender.
+
+    Raises:
+        NotConnected: it has another role, or none; or this is a forked child of the process that initialised it.
+    """
+    if not isinstance(role, SenderRole):
+        where = "this is a receiver" if role else "init_on_sender() has not been called, or shutdown() was"
+        raise NotConnected(f"{what}() belongs to the sender, and {where}")
+    require_own(role)
+    return role
+
+
+def receiver_role(role: Role, what: str) -> ReceiverRole:
+    """Return the role of a scheme on a receiver.
+
+    Raises:
+        NotConnected: it has another role, or none; or this is a forked child of the process that initialised it.
+    """
+    if not isinstance(role, ReceiverRole):
+        where = "is initialised on the sender" if role else "is not initialised, or was shut down"
+        raise NotConnected(f"{what}() belongs to a receiver, and this scheme {where}: call init_on_receiver()")
+    require_own(role)
+    return role
 
 
 def agreed_count(

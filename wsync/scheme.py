@@ -13,7 +13,6 @@ would corrupt the shared copy.
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
@@ -35,7 +34,17 @@ from wsync.receiving.protocols import ReceiveChannel
 from wsync.receiving.readers import ReaderFactory
 from wsync.registry import load_backend
 from wsync.rendezvous import Rendezvous, SocketRendezvous
-from wsync.roles import ReceiverRole, SenderRole, agreed_count, close_at_exit, single_count
+from wsync.roles import (
+    ReceiverRole,
+    SenderRole,
+    agreed_count,
+    close_at_exit,
+    receiver_role,
+    require_fresh,
+    require_own,
+    sender_role,
+    single_count,
+)
 from wsync.scheme_transports import ReceiverTransport, SenderTransport
 from wsync.sender import Sender
 from wsync.sending.channel import WorkerChannel
@@ -310,12 +319,10 @@ class WeightSyncScheme(ABC):
         self._role = SenderRole(model_id, None, model, sender, channel, None, {}, receiver)
 
     def _require_fresh(self) -> None:
-        if self._role is not None:
-            end = "sender" if isinstance(self._role, SenderRole) else "receiver"
-            raise RuntimeError(f"this scheme is already initialised on the {end}, for model '{self._role.model_id}'")
+        require_fresh(self._role)
 
     def _require_fresh_receiver(self) -> None:
-        if isinstance(self._role, SenderRole) and self._role.pid != os.getpid():
+        if isinstance(self._role, SenderRole) and self._role.inherited:
             self._role.channel.close()  # a forked child has inherited the trainer's end
             self._role = None
         self._require_fresh()
@@ -338,6 +345,7 @@ class WeightSyncScheme(ABC):
                 or that take the place of others, are accepted.
         """
         role = self._role
+        require_own(role)
         if isinstance(role, SenderRole):
             if not role.sender.connected and role.address is not None:
                 self.create_rendezvous().announce(role.address, role.model_id, deadline_in(self.timeout))
@@ -461,13 +469,15 @@ class WeightSyncScheme(ABC):
 
         Raises:
             LayoutMismatch: they do not fit; nothing was applied.
+            NotConnected: this end has no model; or this is a forked child of the process that initialised it.
         """
         role, model = self._role, self.model
+        require_own(role)
         if model is None:
             raise NotConnected("this end has no model to apply weights to")
         with process_gate().hold():
             if isinstance(role, ReceiverRole):
-                role.receiver.copy_to_own_memory()  # the arena's must not be written
+                role.receiver.copy_to_own_memory(keep=True)  # the arena's must not be written
             self.strategy.apply_weights(model, weights, inplace=inplace)
 
     def prepare_weights(
@@ -616,13 +626,13 @@ class WeightSyncScheme(ABC):
         role = self._role
         if not isinstance(role, SenderRole):
             return {}
-        return {worker: SenderTransport(role.sender, self.connect, [worker]) for worker in range(self.num_workers)}
+        return {i: SenderTransport(role.sender, self.connect, [i], role.model_id) for i in range(self.num_workers)}
 
     @property
     def shared_transport(self) -> TransportBackend | None:
         """On the sender, one transport to all workers: see ``sender_transports``; None on a receiver."""
         role = self._role
-        return SenderTransport(role.sender, self.connect, None) if isinstance(role, SenderRole) else None
+        return SenderTransport(role.sender, self.connect, None, role.model_id) if isinstance(role, SenderRole) else None
 
     @property
     def receiver_transport(self) -> TransportBackend | None:
@@ -636,18 +646,10 @@ class WeightSyncScheme(ABC):
         return self._sender_role("sender").sender
 
     def _sender_role(self, what: str) -> SenderRole:
-        role = self._role
-        if not isinstance(role, SenderRole):
-            where = "this is a receiver" if role else "init_on_sender() has not been called, or shutdown() was"
-            raise NotConnected(f"{what}() belongs to the sender, and {where}")
-        return role
+        return sender_role(self._role, what)
 
     def _receiver_role(self, what: str) -> ReceiverRole:
-        role = self._role
-        if not isinstance(role, ReceiverRole):
-            where = "is initialised on the sender" if role else "is not initialised, or was shut down"
-            raise NotConnected(f"{what}() belongs to a receiver, and this scheme {where}: call init_on_receiver()")
-        return role
+        return receiver_role(self._role, what)
 
     # --- the older API: see wsync.legacy ---
 

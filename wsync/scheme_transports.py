@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from wsync.gate import process_gate
+from wsync.legacy.names import weights_of
 from wsync.receiver import Receiver
 from wsync.sender import Sender
 from wsync.weights.strategy import WeightStrategy
@@ -32,16 +33,39 @@ class SenderTransport:
         sender: of the scheme.
         connect: the scheme's.
         worker_ids: the workers; None for all.
+        model_id: the model's name.
     """
 
-    def __init__(self, sender: Sender, connect: Callable[[], None], worker_ids: Sequence[int] | None) -> None:
+    def __init__(
+        self,
+        sender: Sender,
+        connect: Callable[[], None],
+        worker_ids: Sequence[int] | None,
+        model_id: str | None = None,
+    ) -> None:
         self._sender = sender
         self._connect = connect
         self._worker_ids = worker_ids
+        self._model_id = model_id
 
-    def send_weights(self, weights: Any = None) -> None:
-        """Deliver ``weights`` (None: the model's), and wait for the acknowledgements."""
-        self._sender.send(weights, self._worker_ids, wait=True)
+    def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
+        """Deliver ``weights`` (None: the model's), and wait for the acknowledgements.
+
+        The older API's ``send_weights(model_id, weights)`` does the same.
+        """
+        self._sender.send(weights_of(weights, older_weights, self._model_id), self._worker_ids, wait=True)
+
+    def send_weights_async(self, weights: Any = None, older_weights: Any = None) -> None:
+        """Begin to deliver ``weights``; ``wait_ack`` waits. Of the older API."""
+        self._sender.send(weights_of(weights, older_weights, self._model_id), self._worker_ids, wait=False)
+
+    def wait_ack(self) -> None:
+        """Wait until what ``send_weights_async`` has sent is installed. Of the older API; raises as ``wait_async``."""
+        self._sender.wait()
+
+    def check_connection(self) -> bool:
+        """Return whether the workers are connected. Of the older API."""
+        return self._sender.connected
 
     def setup_connection_and_weights_on_sender(self) -> None:
         """Connect to all workers of the scheme, unless that has been done."""
@@ -76,6 +100,10 @@ class ReceiverTransport:
     def __init__(self, receiver: Receiver, connect: ConnectWorker) -> None:
         self._receiver = receiver
         self._connect = connect
+
+    def check_connection(self) -> bool:
+        """Return whether this end is connected and its sender has not ended. Of the older API."""
+        return self._receiver.connected
 
     def send_weights(self, weights: Any) -> None:
         """Refuse: this is the worker's end.

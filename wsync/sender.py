@@ -7,7 +7,6 @@ Most updates take the fast path instead: one call for all steps (``fast_path.py`
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -16,9 +15,10 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from wsync.deadlines import deadline_in
-from wsync.errors import NotConnected
+from wsync.errors import NotConnected, in_forked_child
 from wsync.fast_path import FastCalls, PartialDelivery
 from wsync.sending.acknowledgements import Acknowledgements
+from wsync.sending.forking import senders
 from wsync.sending.in_flight import InFlight
 from wsync.sending.loading import Loader, Packed
 from wsync.sending.locators import Locators
@@ -71,7 +71,8 @@ class Sender:
         self._acks = Acknowledgements(channel, self._members, timeout)
         self._loader = Loader(channel, source, self._members)
         self._lock = threading.RLock()
-        self._pid = os.getpid()
+        self._in_forked_child = False
+        senders.add(self)
         self._in_flight: list[InFlight] = []  # sent without waiting
         # Connected before there was a layout: may not have mapped the arena, so must acknowledge their first update.
         self._not_yet_mapped: set[int] = set()
@@ -117,6 +118,7 @@ class Sender:
             if update:
                 # Not recorded in the metrics: the time includes worker start-up.
                 self._acks.require(update.workers, update.version, update.deadline)
+                self._write_registered(update)
                 self._enable_fast(weights)
 
     def disconnect(self, worker: int) -> None:
@@ -248,7 +250,8 @@ class Sender:
             # Two cases need acknowledgements in any mode: extra state, because set_extra_state may raise; and workers
             # that may not have mapped the arena yet: until they have answered, their forwards do not read it.
             unsure = not self._not_yet_mapped.isdisjoint(workers) or any([extra for _, _, extra in packed])
-            update.acknowledge = acknowledge = acknowledge or unsure
+            update.acknowledge = acknowledge = acknowledge or unsure or not update.live
+            self._announce_registered(update)
             for part, buffer, extra in packed:
                 self._channel.publish(buffer, update.version, extra, part.workers, acknowledge)
         self._members.note_sent(update.version, update.extra)
@@ -271,6 +274,9 @@ class Sender:
             self._agree_on_layout(weights, deadline)
         with self._loader.loaded(weights, workers, absent, self.version + 1, deadline, keep=keep, rest=rest) as loaded:
             self.version += 1
+            registered, (update, packed) = self.source.registered, loaded
+            if registered is not None and self.layout is not None:
+                update.live = len(packed) == 1 and registered.holds(self.layout, packed[0][0].tensors)
             yield loaded
 
     def _agree_on_layout(self, weights: object, deadline: float | None) -> None:
@@ -292,9 +298,25 @@ class Sender:
             self._not_yet_mapped.difference_update(update.workers)
         else:
             self._acks.raise_failures(update.workers, update.version)
+        self._write_registered(update)
         report = update.report(self.layout.nbytes if self.layout else 0, acks, time.perf_counter())
         self._record(report)
         return report
+
+    # --- registered buffers: see shm/registered.py ---
+
+    def _announce_registered(self, update: InFlight) -> None:
+        """Before the update is published: the buffers that it was packed from have its weights."""
+        if update.live and self.source.registered is not None:
+            self.source.registered.announce(update.version)
+
+    def _write_registered(self, update: InFlight) -> None:
+        """After the newest update is installed everywhere: write other weights into the buffers, too."""
+        registered, everyone = self.source.registered, {*self._members.present}
+        if registered is None or update.live or update.version != self.version:
+            return
+        if everyone <= {*update.workers}:
+            registered.take(update.version)
 
     # --- the fast path: see fast_path.py ---
 
@@ -336,11 +358,17 @@ class Sender:
         Raises:
             NotConnected: this process is a forked child of the one that made the sender.
         """
-        if os.getpid() != self._pid:
-            raise NotConnected("this scheme was initialised in the parent of this forked process: make a new one here")
+        if self._in_forked_child:
+            raise in_forked_child()
         with self._lock:
             self._disable_fast()
             yield
+
+    def end_in_forked_child(self) -> None:
+        """Refuse every later call but ``close``. The lock may be held by a thread that does not exist in the child."""
+        self._in_forked_child = True
+        self._fast = None
+        self._lock = threading.RLock()
 
     # --- transactions: see transaction.py ---
 
@@ -360,6 +388,7 @@ class Sender:
         """Have the workers install what they have prepared."""
         with self.exclusive():
             update.deadline = deadline_in(self._acks.timeout)
+            self._announce_registered(update)
             self._channel.commit(update.version, transaction)
             self._members.note_sent(update.version, update.extra)
             update.transfer = time.perf_counter() - update.packed
@@ -376,7 +405,7 @@ class Sender:
 
     def close(self) -> None:
         """Close all connections. In a forked child, only its copies of them."""
-        if os.getpid() != self._pid:
+        if self._in_forked_child:
             self._channel.close()
             return
         with self.exclusive():

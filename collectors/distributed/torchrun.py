@@ -15,7 +15,7 @@ from torch.distributed import (
 )
 
 from wsync import NotConnected, SyncTimeout
-from wsync.control import Address
+from wsync.control import Address, seal, unseal
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _KEY = "trainer"
@@ -59,7 +59,7 @@ def _store(timeout: float) -> Store:
 def publish(address: Address, timeout: float) -> Store:
     """Publish the trainer's address. Keep the returned store until all workers have read it."""
     store = _store(timeout)
-    store.set(_KEY, address.dump())
+    store.set(_KEY, seal(address))
     return store
 
 
@@ -67,14 +67,16 @@ def look_up(timeout: float) -> Address:
     """Wait until the trainer has published its address; return it.
 
     Raises:
-        NotConnected: the store cannot be reached.
+        NotConnected: the store cannot be reached, or another program, or one with another secret, has written there.
         SyncTimeout: the trainer has published nothing within ``timeout`` seconds.
     """
     store = _store(timeout)
     try:
-        return Address.load(store.get(_KEY))
+        return unseal(store.get(_KEY))
     except DistStoreError as error:
         raise SyncTimeout(
             f"rank {rank()}: the trainer (rank 0) did not open a DistributedCollector(launcher='join') "
             f"within {timeout:g} s"
         ) from error
+    except ValueError as error:
+        raise NotConnected(f"rank {rank()}: the trainer's address in torchrun's store: {error}") from error

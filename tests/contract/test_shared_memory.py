@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +18,10 @@ from tensordict import TensorDict
 from torch import nn
 
 import wsync
-from wsync.testing import WorkerPool, commands
+from wsync.testing import WorkerError, WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, fill
+from wsync.testing.updates import TwoReads
 
 
 @pytest.fixture
@@ -58,6 +61,29 @@ def test_without_auto_register_buffers_have_to_be_registered(shared: SharedMemor
         pytest.raises(wsync.NotConnected, match="register_shared_weights"),
     ):
         session.send(2)
+
+
+@pytest.mark.parametrize("given", ["model", "weights", "params_map"])
+def test_without_auto_register_a_model_that_is_not_registered_is_an_error_at_connect(
+    shared: SharedMemory, given: str
+) -> None:
+    model = fill(Small(), 2)
+    sources = {"model": model, "weights": model.state_dict(), "params_map": {0: model.state_dict()}}
+    with shared.workers(1) as workers, shared.make_scheme(auto_register=False, timeout=20.0) as scheme:
+        assert isinstance(scheme, wsync.SharedMemWeightSyncScheme)
+        scheme.init_on_sender("policy", num_workers=1, **{given: sources[given]})
+        workers[0].start(commands.join, scheme, Small, 0, "policy")
+        with pytest.raises(wsync.NotConnected, match=r"register_shared_weights\('policy', weights\)"):
+            scheme.connect()
+        scheme.shutdown()
+        with pytest.raises(WorkerError, match="NotConnected"):
+            workers[0].result()
+        scheme.register_shared_weights("policy", TensorDict(model.state_dict()))
+        scheme.init_on_sender("policy", num_workers=1, **{given: sources[given]})
+        workers[0].start(commands.join, scheme, Small, 0, "policy")
+        scheme.connect()
+        workers[0].result()
+        assert workers[0].call(commands.output)[0] == 2
 
 
 def test_registered_buffers_are_read_and_written(shared: SharedMemory) -> None:
@@ -336,3 +362,140 @@ def test_an_interrupted_receive_leaves_no_lock_held(shared: SharedMemory) -> Non
         assert session.workers[0].call(interrupt_receive) > 10
         session.send(2)
         assert session.outputs() == [2]
+
+
+# --- registered buffers that lie in shared memory already ---
+
+
+class Scaled(Small):
+    """One parameter, and a buffer of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(4))
+
+
+def shared_weights(kind: str, folder: Path) -> tuple[Small, TensorDict]:
+    """A model, and its weights in shared memory: the model's parameters are these tensors."""
+    model = fill(Scaled(), 1)
+    weights = TensorDict.from_module(model).data
+    if kind == "memmap":
+        weights = weights.memmap_(str(folder))
+        model.weight.data = weights["weight"]
+        return model, weights
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy(kind)
+    try:
+        return model, weights.share_memory_()
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+
+
+@pytest.mark.parametrize("kind", ["file_descriptor", "file_system", "memmap"])
+@pytest.mark.parametrize("given", ["nothing", "model"])
+@pytest.mark.parametrize("acknowledge", ["installed", "published"])
+def test_registered_weights_that_are_trained_in_place_are_seen_by_bound_workers(
+    shared: SharedMemory, kind: str, given: str, acknowledge: str, tmp_path: Path
+) -> None:
+    model, weights = shared_weights(kind, tmp_path)
+    optimizer = torch.optim.SGD([model.weight], lr=1.0)
+    with (
+        shared.workers(2) as workers,
+        shared.make_scheme(auto_register=False, acknowledge=acknowledge, timeout=30.0) as scheme,
+    ):
+        assert isinstance(scheme, wsync.SharedMemWeightSyncScheme)
+        scheme.register_shared_weights("policy", weights)
+        scheme.init_on_sender("policy", num_workers=2, **({"model": model} if given == "model" else {}))
+        for index, worker in enumerate(workers):
+            worker.start(commands.join, scheme, Scaled, index, "policy")
+        scheme.connect()
+        workers.results()
+
+        def train() -> None:
+            model().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def outputs() -> list[list[float]]:
+            return workers.call(commands.output)
+
+        train()
+        assert outputs() == [[0.0] * 4] * 2
+        train()
+        assert outputs() == [[-1.0] * 4] * 2 and workers.call(commands.version) == [1, 1]
+        scheme.send()
+        assert outputs() == [[-1.0] * 4] * 2 and workers.call(commands.version) == [2, 2]
+        train()
+        assert outputs() == [[-2.0] * 4] * 2
+        scheme.send(fill(Scaled(), 5))  # other weights are written into the buffers as well
+        assert outputs() == [[5.0] * 4] * 2 and model.weight.tolist() == [5.0] * 4
+        train()
+        assert outputs() == [[4.0] * 4] * 2
+        scheme.send(fill(Scaled(), 7), worker_ids=1)  # only one has them: the buffers are left alone
+        assert outputs() == [[4.0] * 4, [7.0] * 4] and model.weight.tolist() == [4.0] * 4
+        train()
+        assert outputs() == [[3.0] * 4, [7.0] * 4]
+        scheme.send()
+        train()
+        assert outputs() == [[2.0] * 4] * 2
+        assert workers.call(apply_own_weights, 9.0) == [9.0, 9.0]
+        train()
+        assert workers.call(commands.output) == [[9.0] * 4] * 2 and model.weight.tolist() == [1.0] * 4
+        scheme.send()
+        train()
+        assert outputs() == [[0.0] * 4] * 2
+
+
+def apply_own_weights(state: WorkerState, value: float) -> float:
+    state.schemes["policy"].apply_weights(fill(Scaled(), value).state_dict())
+    return commands.output(state)[0]
+
+
+def test_no_forward_is_torn_by_sends_while_buffers_are_registered(shared: SharedMemory) -> None:
+    weights = TensorDict.from_module(fill(TwoReads(), 1)).data.share_memory_()
+    with shared.workers(1) as workers, shared.make_scheme(acknowledge="published", timeout=30.0) as scheme:
+        assert isinstance(scheme, wsync.SharedMemWeightSyncScheme)
+        scheme.register_shared_weights("policy", weights)
+        scheme.init_on_sender("policy", num_workers=1)
+        workers[0].start(commands.join, scheme, TwoReads, 0, "policy")
+        scheme.connect()
+        workers[0].result()
+        workers[0].start(count_torn, 300)
+        model, done = TwoReads(), threading.Event()
+
+        def send() -> None:
+            for value in count(2):
+                scheme.send(fill(model, value))
+                if done.is_set():
+                    return
+
+        trainer = threading.Thread(target=send)
+        trainer.start()
+        torn, versions = workers[0].result()
+        done.set()
+        trainer.join()
+        assert torn == 0 and versions > 1
+
+
+def count_torn(state: WorkerState, forwards: int) -> tuple[int, int]:
+    seen = [state.models["policy"]().tolist() for _ in range(forwards)]
+    return sum(low != high for low, high in seen), len({low for low, _ in seen})
+
+
+def test_an_older_workers_pipe_leads_to_the_registered_buffers_too() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    source, model = fill(nn.Linear(4, 2), 1), nn.Linear(4, 2)
+    weights = TensorDict.from_module(source).data.share_memory_()
+    with wsync.SharedMemWeightSyncScheme(auto_register=False) as sender, wsync.SharedMemWeightSyncScheme() as worker:
+        sender.register_shared_weights("policy", weights)
+        sender.init_on_sender("policy", pipes=[ours])
+        worker.init_on_worker("policy", pipe=theirs, model=model)
+        sender.get_sender().send(weights)
+        assert worker.get_receiver().receive(20.0)
+        fill(source, 6)
+        assert model(torch.ones(4)).tolist() == [30.0, 30.0]
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with wsync.SharedMemWeightSyncScheme() as sender:
+        sender.register_shared_weights("policy", weights)
+        sender.init_on_sender("policy", num_workers=1)
+    assert len(os.listdir("/proc/self/fd")) == descriptors

@@ -169,6 +169,30 @@ def test_a_functional_call_uses_its_own_weights_and_leaves_them_alone(backend: B
             assert session.outputs() == [value]
 
 
+class Product(Small):
+    """The output is a product with the parameter, so that it can be traced."""
+
+    def forward(self) -> torch.Tensor:
+        return self.weight * torch.ones(4)
+
+
+def trace(state: WorkerState) -> None:
+    """Keep a traced copy of the model, called inside the gate as the documents say."""
+    state.kept["traced"] = wsync.gated(torch.jit.trace(state.models["policy"], ()))
+
+
+def traced_output(state: WorkerState) -> float:
+    return state.kept["traced"]()[0].item()
+
+
+def test_a_traced_copy_that_is_called_inside_the_gate_uses_the_update(backend: BuiltIn) -> None:
+    with backend.connected(1, Product) as session:
+        session.workers[0].call(trace)
+        for value in range(2, 8):
+            session.send(value)
+            assert session.workers[0].call(traced_output) == value
+
+
 def convert_to_half(state: WorkerState) -> None:
     with wsync.gate():
         state.models["policy"].half()

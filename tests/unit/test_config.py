@@ -25,12 +25,14 @@ from learning.config_errors import one_line
 from learning.options import PolicyConfig, PPOConfig, WandbConfig
 from learning.reporting.wandb_logger import WandbLogger
 from learning.validation import LIMITS
-from wsync.registry import load_backend
+from wsync.config import config_of
+from wsync.registry import import_string, load_backend
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = ("weight_sync", "collector", "env", "policy", "algorithm", "logger", "chaos", "experiment")
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 BACKENDS = sorted(wsync.registered_backends())
+SHARED_MEM = import_string("shared_mem").replace(":", ".")
 SCHEMES = {name: load_backend(name) for name in BACKENDS}
 
 
@@ -88,6 +90,21 @@ def test_every_registered_backend_is_an_option_with_the_arguments_of_its_scheme(
     assert type(scheme) is SCHEMES[name]
     given = {field.name for field in fields(chosen.weight_sync)} - {"_target_"}
     assert given <= set(inspect.signature(SCHEMES[name]).parameters)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_scheme_has_the_same_options_from_its_config_as_from_its_class(name: str) -> None:
+    built, made = instantiate(config_of(import_string(name).replace(":", "."))()), SCHEMES[name]()
+    for option in inspect.signature(SCHEMES[name]).parameters:
+        of_both = [getattr(scheme, option, None) for scheme in (built, made)]
+        assert str(of_both[0]) == str(of_both[1]), option  # strategies are objects
+
+
+def test_train_py_chooses_in_its_own_file_when_a_send_is_finished() -> None:
+    by_class, by_config = wsync.SharedMemWeightSyncScheme(), instantiate(config_of(SHARED_MEM)())
+    assert (by_class.acknowledge, by_config.acknowledge) == ("installed", "installed")
+    assert instantiate(config("weight_sync=shared_mem").weight_sync).acknowledge == "published"
+    assert OmegaConf.load(CONF / "weight_sync" / "shared_mem.yaml")["acknowledge"] == "published"
 
 
 @pytest.mark.parametrize("name", BACKENDS)

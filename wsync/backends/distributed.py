@@ -9,14 +9,15 @@ import torch
 from torch import distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from wsync.process_group import GroupTransport, check_backend, device_of
+from wsync.legacy.names import OlderGroupTransport
+from wsync.process_group import check_backend, device_of
 from wsync.rendezvous import StoreRendezvous
 from wsync.scheme import WeightSyncScheme
 from wsync.transforms.chain import Transform
 from wsync.weights.strategy import Format
 
 
-class DistributedTransport(GroupTransport):
+class DistributedTransport(OlderGroupTransport):
     """Weights through ``torch.distributed``, to one worker: see ``GroupTransport`` for use without a scheme."""
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import SyncTimeout, WorkerFailed
 from wsync.gate import process_gate
+from wsync.legacy.names import weights_of
 from wsync.legacy.pipes import older_transport
 from wsync.roles import SenderRole
 from wsync.scheme import WeightSyncScheme
@@ -53,29 +54,48 @@ class MPTransport:
         self._acks = ack_queue
         self._timeout = timeout
         self._number = 0
+        self._acknowledged = 0
 
-    def send_weights(self, weights: Any) -> None:
+    def send_weights(self, weights: Any, older_weights: Any = None) -> None:
         """Put a copy of ``weights`` (a module, a TensorDict, a state dict); wait for the acknowledgement.
+
+        The older API's ``send_weights(model_id, weights)`` does the same.
 
         Raises:
             SyncTimeout: none came in time.
             WorkerFailed: the worker could not apply them; carries its traceback.
         """
-        given = snapshot(weights)
+        self.send_weights_async(weights, older_weights)
+        self.wait_ack()
+
+    def send_weights_async(self, weights: Any, older_weights: Any = None) -> None:
+        """Put a copy of ``weights``; ``wait_ack`` waits for the acknowledgement. Of the older API."""
+        given = snapshot(weights_of(weights, older_weights))
         copy = {name: tensor.detach().clone() for name, tensor in given.tensors.items()}
         self._number += 1
         self._weights.put((self._number, {**copy, **(given.extra or {})}))
+
+    def wait_ack(self) -> None:
+        """Wait for the acknowledgement of the newest weights, unless there is no ``ack_queue``.
+
+        Raises:
+            SyncTimeout, WorkerFailed: as ``send_weights``.
+        """
         if self._acks is None:
             return
         deadline = deadline_in(self._timeout)
-        number, error = 0, ""
-        while number < self._number:  # an older one, of a send that timed out, does not count
+        error = ""
+        while self._acknowledged < self._number:  # an older one, of a send that timed out, does not count
             try:
-                number, error = self._acks.get(timeout=remaining(deadline))
+                self._acknowledged, error = self._acks.get(timeout=remaining(deadline))
             except queue.Empty:
                 raise SyncTimeout(f"the worker did not answer within {self._timeout} s") from None
         if error:
             raise WorkerFailed(f"the worker could not apply the weights:\n{error}")
+
+    def check_connection(self) -> bool:
+        """Return True: queues need no connection. Of the older API."""
+        return True
 
     def receive_weights(
         self,
@@ -87,7 +107,7 @@ class MPTransport:
     ) -> Any | None:
         """Return the next weights, applied to ``model`` (inside the gate) and ``weights``; None if none came."""
         try:
-            number, received = self._weights.get(timeout=timeout)
+            number, received = self._weights.get(timeout=remaining(deadline_in(timeout)))
         except queue.Empty:
             return None
         chosen = strategy or WeightStrategy()
@@ -182,7 +202,8 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
             return older
         role = self._role
         if weight_queue is None and isinstance(role, SenderRole):
-            return SenderTransport(role.sender, self.connect, None if worker_idx is None else [worker_idx])
+            workers = None if worker_idx is None else [worker_idx]
+            return SenderTransport(role.sender, self.connect, workers, role.model_id)
         chosen = self.timeout if timeout is None else timeout
         return MPTransport(queue.Queue() if weight_queue is None else weight_queue, ack_queue, chosen)
 

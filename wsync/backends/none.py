@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from torch import nn
+
+from wsync.errors import NotConnected
+from wsync.paths import find_or_none
 from wsync.scheme import WeightSyncScheme
+from wsync.transport import TransportBackend
+from wsync.types import CollectorContext
+from wsync.weights.strategy import Format
 
 
 class NoTransport:
     """Carries nothing (a ``TransportBackend``)."""
 
-    def send_weights(self, weights: Any = None) -> None:
+    def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
         """Send nothing."""
+
+    def send_weights_async(self, weights: Any = None, older_weights: Any = None) -> None:
+        """Send nothing."""
+
+    def wait_ack(self) -> None:
+        """Return at once."""
+
+    def check_connection(self) -> bool:
+        """Return True: nothing has to be connected."""
+        return True
 
     def receive_weights(
         self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
@@ -28,8 +46,30 @@ class NoTransport:
         """Set up nothing."""
 
 
+@dataclass(frozen=True, slots=True)
+class _End:
+    """What either end was initialised with.
+
+    Attributes:
+        name: ``"sender"`` or ``"receiver"``; empty before init.
+    """
+
+    name: str = ""
+    model_id: str | None = None
+    context: Any = None
+    model: Any = None
+    weights: Any = None
+    worker_idx: int | None = None
+    num_workers: int = 0
+
+
 class NoWeightSyncScheme(WeightSyncScheme):
-    """Carries nothing: every call does nothing, and workers keep the weights that they have."""
+    """Carries nothing: no call has an effect on another process, and workers keep the weights that they have.
+
+    Args:
+        strategy: the format in which weights are returned.
+        sync, timeout, bind: accepted, as by every scheme; without effect.
+    """
 
     name = "none"
     sends_weights = False
@@ -45,18 +85,78 @@ class NoWeightSyncScheme(WeightSyncScheme):
         "ray_async",
     )
 
+    def __init__(
+        self, strategy: Format = "tensordict", sync: bool = True, *, timeout: float | None = 60.0, bind: bool = True
+    ) -> None:
+        super().__init__(strategy, sync, timeout=timeout, bind=bind)
+        self._end = _End()
+
     def create_transport(self, worker_idx: Any = None) -> NoTransport:
         """Return a transport that carries nothing."""
         return NoTransport()
 
-    def init_on_sender(self, model_id: str = "policy", context: Any = None, **given: Any) -> None:
-        """Set up nothing."""
+    def init_on_sender(
+        self,
+        model_id: str = "policy",
+        context: Any = None,
+        *,
+        model: nn.Module | None = None,
+        weights: Any = None,
+        num_workers: int | None = None,
+        **given: Any,
+    ) -> None:
+        """Keep the model, for the properties and ``apply_weights``; nothing else is set up.
 
-    def init_on_receiver(self, model_id: str = "policy", context: Any = None, **given: Any) -> None:
-        """Set up nothing."""
+        Args:
+            model_id: the model's name, and its path in ``context``.
+            context: any object.
+            model: the model; by default the context's, if it has one.
+            weights: instead of a model.
+            num_workers: how many there are.
+            given: other arguments of ``WeightSyncScheme.init_on_sender``, without effect.
+        """
+        if model is None and context is not None:
+            model = find_or_none(context, model_id)
+        workers = context.remote_workers if isinstance(context, CollectorContext) else ()
+        self._end = _End("sender", model_id, context, model, weights, num_workers=num_workers or len(workers) or 1)
 
-    def init_on_worker(self, model_id: str = "policy", context: Any = None, **given: Any) -> None:
-        """Set up nothing."""
+    def init_on_receiver(
+        self,
+        model_id: str = "policy",
+        context: Any = None,
+        *,
+        model: nn.Module | None = None,
+        worker_idx: int | None = None,
+        **given: Any,
+    ) -> None:
+        """Keep the model, for the properties and ``apply_weights``; nothing else is set up.
+
+        Args:
+            model_id: the model's name, and its path in ``context``.
+            context: any object.
+            model: the model; by default the context's, if it has one.
+            worker_idx: this worker's index.
+            given: other arguments of ``WeightSyncScheme.init_on_receiver``, without effect.
+        """
+        if model is None and context is not None:
+            model = find_or_none(context, model_id)
+        self._end = _End("receiver", model_id, context, model, worker_idx=worker_idx)
+
+    def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
+        """Keep the model, for the properties and ``apply_weights``; ``source`` has no effect."""
+        self._end = _End("sender", model_id, None, model, num_workers=1)
+
+    def init_on_worker(
+        self,
+        model_id: str = "policy",
+        context: Any = None,
+        *,
+        pipe: Any = None,
+        model: nn.Module | None = None,
+        worker_idx: int | None = None,
+    ) -> None:
+        """``init_on_receiver``; nothing is read from ``pipe``."""
+        self.init_on_receiver(model_id, context, model=model, worker_idx=worker_idx)
 
     def get_sender(self) -> Any:
         """Return a sender that sends nothing."""
@@ -68,6 +168,8 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
         """Return at once: there is nothing to connect."""
+        if worker_idx is not None and self._end.name == "receiver":
+            self._end = replace(self._end, worker_idx=worker_idx)
 
     def disconnect(self, worker_idx: int) -> None:
         """Return at once."""
@@ -89,3 +191,67 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def receive(self, timeout: float | None = None) -> bool:
         """Return False at once: nothing ever arrives."""
         return False
+
+    def prepare_weights(self, weights: Any, model_id: str, strategy: Any = None, context: Any = None) -> Any:
+        """See ``WeightSyncScheme.prepare_weights``."""
+        if weights is None and context is None:
+            weights = self._end.model if self._end.weights is None else self._end.weights
+            if weights is None:
+                raise NotConnected(f"there are no weights of '{model_id}' to prepare: give weights or a context")
+        return super().prepare_weights(weights, model_id, strategy, context)
+
+    def shutdown(self) -> None:
+        """Forget the model. Idempotent."""
+        self._end = _End()
+
+    # --- what can be asked of a scheme ---
+
+    @property
+    def context(self) -> Any:
+        """See ``WeightSyncScheme``."""
+        return self._end.context
+
+    @property
+    def model(self) -> Any:
+        """See ``WeightSyncScheme``."""
+        return self._end.model
+
+    @property
+    def model_id(self) -> str | None:
+        """See ``WeightSyncScheme``."""
+        return self._end.model_id
+
+    @property
+    def worker_idx(self) -> int | None:
+        """See ``WeightSyncScheme``."""
+        return self._end.worker_idx
+
+    @property
+    def num_workers(self) -> int:
+        """See ``WeightSyncScheme``."""
+        return self._end.num_workers
+
+    @property
+    def weights(self) -> Any:
+        """See ``WeightSyncScheme``."""
+        source = self._end.model if self._end.weights is None else self._end.weights
+        return None if source is None else self.strategy.extract_weights(source)
+
+    @property
+    def sender_transports(self) -> dict[int, TransportBackend]:
+        """See ``WeightSyncScheme``: transports that carry nothing."""
+        return {worker: NoTransport() for worker in range(self.num_workers)}
+
+    @property
+    def shared_transport(self) -> TransportBackend | None:
+        """See ``WeightSyncScheme``: one that carries nothing."""
+        return NoTransport() if self._end.name == "sender" else None
+
+    @property
+    def receiver_transport(self) -> TransportBackend | None:
+        """See ``WeightSyncScheme``: one that carries nothing."""
+        return NoTransport() if self._end.name == "receiver" else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the options; models stay in this process."""
+        return {**super().__getstate__(), "_end": _End()}

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 import torch
 
 from wsync.errors import NotConnected, WeightSyncError
-from wsync.process_group import GroupTransport, check_backend, device_of
+from wsync.legacy.names import OlderGroupTransport
+from wsync.process_group import check_backend, device_of
 from wsync.rendezvous import SocketRendezvous
-from wsync.roles import SenderRole, single_count
+from wsync.roles import SenderRole, require_own, single_count
 from wsync.scheme import WeightSyncScheme
 from wsync.transforms.chain import Transform
 from wsync.weights.strategy import Format
@@ -40,7 +41,7 @@ class ActorContext(Protocol):
         ...
 
 
-class RayTransport(GroupTransport):
+class RayTransport(OlderGroupTransport):
     """Weights through ``torch.distributed``, to one actor.
 
     Args:
@@ -179,6 +180,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
             Exception: else as there.
         """
         role = self._role
+        require_own(role)
         if self._actors is None or not isinstance(role, SenderRole):
             super().connect(worker_idx=worker_idx, weights=weights)
             return
@@ -199,6 +201,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         if self._actors is None:
             super().readmit(worker_idx, sentinel, timeout)
             return
+        self._sender_role("readmit")
         with self._joining(self._actors, [worker_idx], rejoin=True) as sentinels:
             super().readmit(worker_idx, sentinels[worker_idx], timeout)
 
@@ -225,6 +228,8 @@ class RayWeightSyncScheme(WeightSyncScheme):
         import ray
 
         actors, self._actors = self._actors, None
+        if self._role is not None and self._role.inherited:  # the actors are the parent's
+            actors = None
         key = _key(self) if actors is not None and self._address is not None else ""
         super().shutdown()
         if actors is not None and actors.reachable:

@@ -19,7 +19,8 @@ from wsync.backends.rpc_worker import RpcSenderConnection
 from wsync.control import Connection, listen_on
 from wsync.control.interfaces import ConnectionSource
 from wsync.errors import NotConnected
-from wsync.process_group import GroupTransport, check_backend, device_of
+from wsync.legacy.names import OlderGroupTransport
+from wsync.process_group import check_backend, device_of
 from wsync.scheme import WeightSyncScheme
 from wsync.transforms.chain import Transform
 from wsync.weights.strategy import Format
@@ -73,7 +74,7 @@ class RpcRendezvous:
         """See ``Rendezvous``."""
 
 
-class RPCTransport(GroupTransport):
+class RPCTransport(OlderGroupTransport):
     """Weights through ``torch.distributed``, to a worker that is reached by RPC.
 
     Args:

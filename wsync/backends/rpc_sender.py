@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ class RpcWorkerConnection:
         self._name = name
         self._peer = PeerProcess(identity)
         self._inbox = Inbox()
+        self._opener = os.getpid()
         self._sent = 0
 
     @property
@@ -52,6 +54,8 @@ class RpcWorkerConnection:
 
     def send(self, message: Message) -> None:
         """See ``Connection``: call the worker; its answers go into the inbox."""
+        if os.getpid() != self._opener:
+            raise ConnectionError("this connection belongs to the parent of this forked process")
         self._sent += 1
         try:
             arguments = (self._end, self._sent, message.pack())

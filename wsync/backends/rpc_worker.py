@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import threading
@@ -49,6 +50,7 @@ class RpcSenderConnection:
         self._trainer = trainer
         self._host = host
         self._inbox = Inbox()
+        self._opener = os.getpid()
         self._serving = threading.RLock()  # one call is processed at a time
         self._received = 0
         self._early: dict[int, Message] = {}  # calls may arrive out of order
@@ -145,6 +147,8 @@ class RpcSenderConnection:
 
         Otherwise the sender might take a failure for a departure, or accept a worker that has left.
         """
+        if os.getpid() != self._opener:
+            raise ConnectionError("this connection belongs to the parent of this forked process")
         try:
             if last and self._last_call is not None:
                 self._last_call.wait()

@@ -12,6 +12,7 @@ from torch import nn
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected
 from wsync.gate import process_gate
+from wsync.legacy.names import weights_of
 from wsync.legacy.pipes import older_transport
 from wsync.roles import SenderRole
 from wsync.scheme import WeightSyncScheme
@@ -21,7 +22,7 @@ from wsync.sending.channel import WorkerChannel
 from wsync.sending.source import DeviceMap, Source
 from wsync.transforms.chain import Transform, compose
 from wsync.transport import TransportBackend
-from wsync.weights.snapshot import Snapshot
+from wsync.weights.snapshot import Snapshot, snapshot
 from wsync.weights.strategy import Format, WeightStrategy
 
 
@@ -56,17 +57,23 @@ class SharedMemTransport:
         """The shared buffers, each once."""
         return [] if self._weights is None else [self._weights]
 
-    def send_weights(self, weights: Any) -> None:
-        """Publish one version.
+    def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
+        """Publish one version. The older API's ``send_weights(model_id, weights)`` does the same.
+
+        The older API's ``send_weights(model_id, weights)`` does the same.
 
         Raises:
             NotConnected: before ``register_weights``.
             LayoutMismatch: the weights do not fit.
         """
         with self._changed:
-            WeightStrategy().apply_weights(self._buffers(), weights)
+            WeightStrategy().apply_weights(self._buffers(), weights_of(weights, older_weights))
             self._counter.value += 1
             self._changed.notify_all()
+
+    def check_connection(self) -> bool:
+        """Return whether there are buffers. Of the older API."""
+        return self._weights is not None
 
     def receive_weights(
         self,
@@ -116,10 +123,11 @@ class SharedMemSenderTransport(SenderTransport, SharedMemTransport):
         sender: of the scheme.
         channel: to its workers.
         connect: the scheme's.
+        model_id: the scheme's.
     """
 
-    def __init__(self, sender: Sender, channel: WorkerChannel, connect: Callable[[], None]) -> None:
-        SenderTransport.__init__(self, sender, connect, None)
+    def __init__(self, sender: Sender, channel: WorkerChannel, connect: Callable[[], None], model_id: str) -> None:
+        SenderTransport.__init__(self, sender, connect, None, model_id)
         self._channel = channel
 
     @property
@@ -149,6 +157,10 @@ class CachingContext(Protocol):
 class _UnregisteredSource(Source):
     """Refuses to define the buffers: ``auto_register`` is off, and none were registered."""
 
+    def __init__(self, model_id: str, weights: object) -> None:
+        super().__init__(weights)
+        self._model_id = model_id
+
     def first(self, weights: object) -> Snapshot:
         """Refuse.
 
@@ -156,8 +168,8 @@ class _UnregisteredSource(Source):
             NotConnected: always; names the call that is missing.
         """
         raise NotConnected(
-            "the model has no shared buffers, and auto_register is off: call "
-            "register_shared_weights(model_id, weights) before init_on_sender()"
+            f"'{self._model_id}' has no shared buffers, and auto_register is off: call "
+            f"register_shared_weights('{self._model_id}', weights) before init_on_sender()"
         )
 
 
@@ -168,7 +180,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         policy_weights: ``{model_id: TensorDict}`` of buffers that are registered from the start.
         strategy: the format in which weights are returned.
         auto_register: whether the first weights that are sent define the shared buffers. Otherwise
-            ``register_shared_weights`` has to be called first.
+            ``register_shared_weights`` has to be called before ``init_on_sender``: without it, ``connect`` (if the
+            sender was given a model or weights) and ``send`` raise ``NotConnected``.
         sync: whether ``send`` waits until its promise holds.
         per_worker_weights: whether each worker has slots of its own; for workers that are given different weights.
         timeout: seconds for ``connect`` and ``send``; None for no limit.
@@ -227,6 +240,11 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         What is sent is written into them as well. A ``send()`` without arguments sends what is in them, if the sender
         has no model of its own.
 
+        Where all of them lie in shared memory already (``share_memory_()``, ``memmap_()``), the parameters of workers
+        that bind are bound to them: training them in place is seen by the next forward, without a ``send``, at the
+        user's own risk (a forward may see part of a step). Buffers of the model (``BatchNorm``) are copied with each
+        ``send``, as always. With ``bind=False`` or ``per_worker_weights`` workers see what is sent.
+
         Raises:
             RuntimeError: the model has buffers already.
             TypeError: ``weights`` are not a TensorDict.
@@ -258,6 +276,11 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         if cached_weights is not None and self._registered.get(model_id) is not cached_weights:
             self.register_shared_weights(model_id, cached_weights)
         super().init_on_sender(model_id, context, **given)
+        role, mirror = self._role, self._registered.get(model_id)
+        if mirror is None or self.per_worker_weights or not self.bind:
+            return
+        if isinstance(role, SenderRole) and isinstance(role.channel, WorkerChannel):
+            role.sender.source.registered = role.channel.share_registered(snapshot(mirror).tensors)
 
     def create_transport(self, worker_idx: Any = None) -> TransportBackend:
         """Return the transport to all workers; before ``init_on_sender``, one without a scheme.
@@ -277,7 +300,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         role = self._role
         if not isinstance(role, SenderRole) or not isinstance(role.channel, WorkerChannel):
             return None
-        return SharedMemSenderTransport(role.sender, role.channel, self.connect)
+        return SharedMemSenderTransport(role.sender, role.channel, self.connect, role.model_id)
 
     @property
     def weights(self) -> Any:
@@ -300,7 +323,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None) -> Source:
         mirror = self._registered.get(model_id)
         if not self.auto_register and mirror is None:
-            return _UnregisteredSource()
+            return _UnregisteredSource(model_id, weights)
         return Source(
             weights,
             self.strategy,
@@ -309,6 +332,13 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             mirror=mirror,
             transform=compose(self.send_transform, "send_transform"),
         )
+
+    def shutdown(self) -> None:
+        """See ``WeightSyncScheme.shutdown``; registered buffers stay the user's."""
+        role = self._role
+        super().shutdown()
+        if isinstance(role, SenderRole) and role.sender.source.registered is not None:
+            role.sender.source.registered.close()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options and the sender's address: registered buffers and pipes stay with the sender."""

@@ -6,6 +6,7 @@ Public: collectors use it too, for connections of their own.
   they have the token of the ``Address`` before anything else is read.
 - ``Connection``: framed messages; it closes when the process on either side exits.
 - ``WorkerConnections``: a sender's connections to all workers: registration, acknowledgements, deaths.
+- ``seal`` and ``unseal``: an address for places that other processes can read and write, such as a store.
 - ``PeerProcess``: a descriptor that is readable once a process on this machine has exited.
 """
 
@@ -13,6 +14,7 @@ from wsync.control.connection import Connection, SocketConnection
 from wsync.control.listener import Address, Listener, connect, listen_on
 from wsync.control.liveness import PeerProcess, own_identity
 from wsync.control.messages import Kind, Message
+from wsync.control.sealing import seal, unseal
 from wsync.control.workers import WorkerConnections
 
 __all__ = [
@@ -27,4 +29,6 @@ __all__ = [
     "connect",
     "listen_on",
     "own_identity",
+    "seal",
+    "unseal",
 ]

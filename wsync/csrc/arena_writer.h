@@ -39,7 +39,7 @@ static inline int require_creator(ArenaWriter *self)
 {
     if (getpid() == self->creator)
         return 0;
-    PyErr_SetString(names.not_connected, "a forked child cannot send by its parent's scheme: make one of its own");
+    PyErr_SetString(names.not_connected, "this process is a forked child, and its parent has initialised this scheme");
     return -1;
 }
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import nn
 
 from wsync.deadlines import deadline_in, remaining
+from wsync.errors import NotConnected
+from wsync.gate import process_gate
 from wsync.legacy.pipes import read_invitation
 from wsync.paths import find_or_none
 from wsync.receiving.joining import BackgroundConnect
-from wsync.roles import ReceiverRole, SenderRole
+from wsync.roles import ReceiverRole, SenderRole, require_own
 from wsync.types import ModelHolder, NumberedContext, SyncReport
 
 if TYPE_CHECKING:
@@ -35,6 +38,40 @@ class WeightSender:
 
     def __init__(self, scheme: WeightSyncScheme) -> None:
         self._scheme = scheme
+        self._pipes: dict[int, Any] = {}
+
+    def register_worker(self, worker_idx: int, pipe_or_context: Any) -> None:
+        """Add a worker to a scheme that is not initialised; the first ``send`` initialises it, as ``"policy"``.
+
+        Args:
+            worker_idx: the worker's index.
+            pipe_or_context: the pipe to it, or an object that has it as ``pipe``.
+
+        Raises:
+            RuntimeError: the scheme is initialised already, with the workers that it was given there.
+            TypeError: neither a pipe nor such an object.
+        """
+        self._scheme._require_fresh()
+        pipe = pipe_or_context.pipe if isinstance(pipe_or_context, PipeContext) else pipe_or_context
+        if not isinstance(pipe, Connection):
+            raise TypeError(f"worker {worker_idx} needs a pipe, or an object with one, not a {type(pipe).__name__}")
+        self._pipes[worker_idx] = pipe
+
+    def update_weights(self, weights: Any = None) -> SyncReport | None:
+        """``send``, under its older name."""
+        return self.send(weights)
+
+    def _connect(self) -> None:
+        """Wait for all workers, if that has not been done; workers that were registered define the scheme.
+
+        Raises:
+            ValueError: their indices are not 0, 1, … without a gap.
+        """
+        if self._pipes and self._scheme._role is None:
+            if sorted(self._pipes) != list(range(len(self._pipes))):
+                raise ValueError(f"workers are numbered from 0 without a gap, not {sorted(self._pipes)}")
+            self._scheme.init_on_sender(pipes=[self._pipes[worker] for worker in sorted(self._pipes)])
+        connect_sender(self._scheme)
 
     def send(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> SyncReport | None:
         """Deliver an update: see ``WeightSyncScheme.send``. The first one waits for every worker.
@@ -44,12 +81,12 @@ class WeightSender:
             SyncTimeout: names the workers that have not called ``init_on_worker`` within the scheme's ``timeout``; and
                 all that ``WeightSyncScheme.send`` raises.
         """
-        connect_sender(self._scheme)
+        self._connect()
         return self._scheme.send(weights, worker_ids)
 
     def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
         """Send without waiting for the update; the first one waits for every worker, as ``send`` does."""
-        connect_sender(self._scheme)
+        self._connect()
         self._scheme.send_async(weights, worker_ids)
 
     def wait_async(self) -> SyncReport | None:
@@ -72,6 +109,57 @@ class WeightReceiver:
 
     def __init__(self, scheme: WeightSyncScheme) -> None:
         self._scheme = scheme
+        self._model: Any = None
+        self._pipe: Any = None
+
+    def register_model(self, model: nn.Module) -> None:
+        """Set the model of a scheme that is not initialised: see ``register_worker_transport``.
+
+        Raises:
+            RuntimeError: the scheme is initialised already, with its model.
+        """
+        self._scheme._require_fresh_receiver()
+        self._model = model
+
+    def register_worker_transport(self, pipe: Any) -> None:
+        """Set the pipe of a scheme that is not initialised.
+
+        With a model and a pipe, the first ``receive`` that finds the sender's message in the pipe initialises the
+        scheme, as ``"policy"``.
+
+        Raises:
+            RuntimeError: the scheme is initialised already.
+            TypeError: it is no pipe.
+        """
+        self._scheme._require_fresh_receiver()
+        if not isinstance(pipe, Connection):
+            raise TypeError(f"a worker's transport is its end of a pipe, not a {type(pipe).__name__}")
+        self._pipe = pipe
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Apply ``weights`` to the model, inside the gate: see ``WeightSyncScheme.apply_weights``.
+
+        Raises:
+            LayoutMismatch: they do not fit; nothing was applied.
+            NotConnected: there is no model yet.
+        """
+        if self._scheme._role is None and self._model is not None:
+            with process_gate().hold():
+                self._scheme.strategy.apply_weights(self._model, weights, inplace=inplace)
+        else:
+            self._scheme.apply_weights(weights, inplace)
+
+    def _begin(self, deadline: float | None) -> bool:
+        """Initialise what was registered, if the sender's message is there in time; False if it is not."""
+        if self._scheme._role is not None or self._model is None or self._pipe is None:
+            return True
+        try:
+            if not self._pipe.poll(remaining(deadline)):
+                return False
+        except OSError as error:
+            raise NotConnected(f"the sender has closed this pipe, or died ({error})") from error
+        self._scheme.init_on_worker(pipe=self._pipe, model=self._model)
+        return True
 
     def receive(self, timeout: float | None = None) -> bool:
         """Wait for weights newer than those of the last call; return whether there are any.
@@ -84,9 +172,12 @@ class WeightReceiver:
             WeightSyncError: the sender's weights do not fit this model, or it refused this worker.
         """
         deadline = deadline_in(timeout)
+        if not self._begin(deadline):
+            return False
         role = self._scheme._role
+        require_own(role)
         connecting = role.background_connect if isinstance(role, ReceiverRole) else None
-        if connecting is not None and not connecting.wait(timeout):
+        if connecting is not None and not connecting.wait(remaining(deadline)):
             return False
         received = self._scheme.receive(remaining(deadline))
         return received is not None and received is not False  # a TensorDict has no truth value

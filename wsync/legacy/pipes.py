@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from wsync.control import Address
 from wsync.deadlines import deadline_in, milliseconds
 from wsync.errors import NotConnected, SyncTimeout
-from wsync.roles import ReceiverRole
+from wsync.legacy.names import weights_of
+from wsync.roles import ReceiverRole, SenderRole
 from wsync.transport import TransportBackend
 from wsync.types import RemoteWorker
 
@@ -46,10 +47,27 @@ class PipeTransport:
         self._pipes = pipes
         self._worker_ids = worker_ids
 
-    def send_weights(self, weights: Any = None) -> None:
-        """Deliver ``weights`` (None: the model's), once all workers are connected."""
+    def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
+        """Deliver ``weights`` (None: the model's), once all workers are connected.
+
+        The older API's ``send_weights(model_id, weights)`` does the same.
+        """
         self.setup_connection_and_weights_on_sender()
-        self._scheme.send(weights, self._worker_ids)
+        self._scheme.send(weights_of(weights, older_weights, self._scheme.model_id), self._worker_ids)
+
+    def send_weights_async(self, weights: Any = None, older_weights: Any = None) -> None:
+        """Begin to deliver ``weights``, once all workers are connected; ``wait_ack`` waits."""
+        self.setup_connection_and_weights_on_sender()
+        self._scheme.send_async(weights_of(weights, older_weights, self._scheme.model_id), self._worker_ids)
+
+    def wait_ack(self) -> None:
+        """Wait until what ``send_weights_async`` has sent is installed; raises as ``wait_async``."""
+        self._scheme.wait_async()
+
+    def check_connection(self) -> bool:
+        """Return whether all workers of the scheme are connected."""
+        role = self._scheme._role
+        return isinstance(role, SenderRole) and role.sender.connected
 
     def setup_connection_and_weights_on_sender(self) -> None:
         """Wait for every worker of the scheme, unless that has been done."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from wsync.errors import NotConnected, SyncTimeout
+from wsync.errors import SyncTimeout, in_forked_child
 from wsync.loops.messages import ACK, UPDATE, Message, send_message, take_message
 from wsync.loops.pack_plan import PackPlan
 from wsync.loops.peer_watch import PeerWatch
@@ -83,7 +83,7 @@ class ArenaWriter:
 
     def _require_creator(self) -> None:
         if os.getpid() != self._creator:
-            raise NotConnected("a forked child cannot send by its parent's scheme: make one of its own")
+            raise in_forked_child()
 
     def _block(self, worker: int) -> Block:
         if not 0 <= worker < len(self._blocks):

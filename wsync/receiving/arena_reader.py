@@ -11,6 +11,7 @@ from wsync.loops import Installer, WorkerSlot
 from wsync.receiving.prepared import prepared
 from wsync.receiving.protocols import Event, Poller, Prepare, Published, UpdateReceiver
 from wsync.shm.arena import PREPARE, Arena
+from wsync.shm.registered import RegisteredView
 from wsync.types import Update
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
@@ -126,6 +127,10 @@ class ArenaReader:
 
     def answered(self) -> None:
         """See ``UpdateReader``."""
+
+    def registered(self) -> RegisteredView | None:
+        """See ``ReceiveChannel``."""
+        return RegisteredView.of(self._arena) if self.binds else None
 
     def close(self) -> None:
         """See ``UpdateReader``."""

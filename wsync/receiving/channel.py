@@ -23,6 +23,7 @@ from wsync.receiving.protocols import (
 )
 from wsync.receiving.readers import ReaderFactory
 from wsync.receiving.transport_reader import TransportReader
+from wsync.shm.registered import RegisteredView
 from wsync.types import ANY_VERSION, Ack, Update
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
@@ -235,6 +236,10 @@ class SenderChannel:
         self._wakeups = wanted
         if self._reader is not None:
             self._reader.set_wakeups(wanted)
+
+    def registered(self) -> RegisteredView | None:
+        """See ``ReceiveChannel``."""
+        return self._reader.registered() if isinstance(self._reader, ArenaReader) else None
 
     def hold_previous(self) -> None:
         """See ``ReceiveChannel``."""

@@ -9,6 +9,7 @@ from typing import Protocol
 from wsync.control.receiver_thread import MessageHandler
 from wsync.loops.gate_lock import Feed
 from wsync.loops.worker_slot import SlotReceiver
+from wsync.shm.registered import RegisteredView
 from wsync.types import Ack, Update
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
@@ -115,6 +116,10 @@ class ReceiveChannel(Protocol):
     @property
     def binds(self) -> bool:
         """Whether parameters may be bound to the memory of an update. Known once connected."""
+        ...
+
+    def registered(self) -> RegisteredView | None:
+        """Return the user's registered buffers, to which the model stays bound, if any. Called by ``connect``."""
         ...
 
     def begin_connect(self, worker_idx: int, deadline: float | None) -> Sequence[int]:

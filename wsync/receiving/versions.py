@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from wsync.deadlines import deadline_in, remaining
-from wsync.errors import NotConnected
+from wsync.errors import NotConnected, in_forked_child
 from wsync.gate import process_gate
 from wsync.receiving.protocols import ReceiveChannel
 
@@ -32,7 +33,17 @@ class VersionState:
         self._seen = 0
         self._wake_only_for_receive = False
         self._closed = False
+        self._creator = os.getpid()
         self._reset_lock()
+
+    def require_creator(self) -> None:
+        """Check that this process has made this object.
+
+        Raises:
+            NotConnected: it is a forked child of the one that has.
+        """
+        if os.getpid() != self._creator:
+            raise in_forked_child()
 
     def _reset_lock(self) -> None:
         self._guard = threading.RLock()  # entered directly: a Condition may stay locked if a signal handler raises
@@ -58,9 +69,10 @@ class VersionState:
             take: called inside the gate.
 
         Raises:
-            NotConnected: the sender is gone: there will be no more versions.
+            NotConnected: the sender is gone: there will be no more versions; or this is a forked child.
             RuntimeError: called inside the gate, where nothing is installed.
         """
+        self.require_creator()
         if process_gate().held_here:
             raise RuntimeError("call receive() outside any forward and any wsync.gate() block")
         deadline = deadline_in(timeout)

@@ -23,6 +23,7 @@ from wsync.sending.send_loop import SendLoop
 from wsync.sending.slots import Slots
 from wsync.sending.transfers import Transfers, join_all
 from wsync.shm.arena import PREPARE
+from wsync.shm.registered import RegisteredBuffers
 from wsync.transport import TransportFactory
 from wsync.types import Ack
 from wsync.weights.layout import Layout
@@ -201,6 +202,10 @@ class WorkerChannel:
                 return self._newest and self._newest.views
             published = self._slots.arena.published_slots()
             return self._slots.arena.buffer(published[0]).views if len(published) == 1 else None
+
+    def share_registered(self, tensors: Mapping[str, Tensor]) -> RegisteredBuffers | None:
+        """Tell the workers of the arena where registered buffers lie; None if they do not lie in shared memory."""
+        return None if self._slots is None else RegisteredBuffers.share(self._slots.arena, tensors)
 
     def published_views(self) -> list[Sequence[Tensor]]:
         """Return each slot that workers are pointed to, as new tensors."""

@@ -16,6 +16,7 @@ class InFlight:
         workers: the workers that have to acknowledge it.
         extra: the extra state of each group of workers, absent ones included.
         acknowledge: whether the sender waits for acknowledgements.
+        live: whether the weights are those in registered buffers, which need not be written.
     """
 
     version: int
@@ -28,6 +29,7 @@ class InFlight:
     wait: float
     pack: float
     transfer: float = 0.0
+    live: bool = True
 
     @property
     def packed(self) -> float:

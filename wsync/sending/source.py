@@ -13,6 +13,7 @@ from wsync.errors import LayoutMismatch, NotConnected
 from wsync.loops import TensorTree
 from wsync.sending.locators import Locator, ModuleLocator
 from wsync.sending.membership import as_plain_integer
+from wsync.shm.registered import RegisteredBuffers
 from wsync.transforms.chain import Chain
 from wsync.weights.layout import Layout
 from wsync.weights.listing import Listing
@@ -146,6 +147,7 @@ class Source:
             raise ValueError("these are each worker's own weights already: leave device_map_fn out")
         self.weights = mirror if weights is None else weights
         self.mirror = mirror
+        self.registered: RegisteredBuffers | None = None  # where the mirror lies in shared memory: the sender writes it
         self._strategy = strategy or WeightStrategy()
         self._device_map_fn = device_map_fn
         self._apart = apart
@@ -221,7 +223,7 @@ class Source:
             return [self._completed(everyone, given, layout, rest)]
         if self._device_map_fn is None:
             part = self._part(everyone, given, layout)
-            if self.mirror is not None and given is not self.mirror:
+            if self.mirror is not None and given is not self.mirror and self.registered is None:
                 self._strategy.apply_weights(self.mirror, given)
             return [Part([worker], part.tensors, part.extra) for worker in everyone] if self._apart else [part]
         expressed = self._strategy.express(self._reader.read(given))

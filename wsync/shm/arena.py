@@ -61,6 +61,8 @@ from wsync.weights.packing import Buffer
 PREPARE = struct.Struct("<QI")  # payload of a PREPARE message to a worker that uses the arena: transaction, slot
 _MAX_SLOTS = 1024
 _EXTRA_SPAN = 1 << 36  # bytes of (sparse) file between the extra states of two slots
+EXTRA_END = _MAX_SLOTS * _EXTRA_SPAN
+"""Where the extra states in file 2 end; registered buffers are described behind: see ``registered.py``."""
 
 
 class Arena:

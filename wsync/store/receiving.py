@@ -18,6 +18,7 @@ from wsync.deadlines import remaining
 from wsync.errors import LayoutMismatch, SyncTimeout, WeightSyncError
 from wsync.loops.tensors import copy_all
 from wsync.receiving.protocols import Event, Poller, Published, UpdateReceiver
+from wsync.shm.registered import RegisteredView
 from wsync.store.versions import Manifest, VersionStore
 from wsync.store.watch import Watch
 from wsync.types import Ack, Update
@@ -131,6 +132,10 @@ class StoreReceiveChannel:
         if odd or len(own) != len(tensors):
             raise WeightSyncError(f"{manifest.file} in the store {self._store.url} is not as its manifest says: {odd}")
         copy_all(list(own.values()), [tensors[name] for name in own])
+
+    def registered(self) -> RegisteredView | None:
+        """See ``ReceiveChannel``: there are no registered buffers."""
+        return None
 
     def poller(self, receiver: UpdateReceiver) -> Poller:
         """See ``ReceiveChannel``."""

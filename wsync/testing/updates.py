@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import wsync
 from wsync.testing import commands
@@ -65,6 +66,57 @@ def _hold_gate(state: WorkerState) -> None:
 def _leave_gate(state: WorkerState) -> None:
     state.kept["end"].set()
     state.kept["forward"].join()
+
+
+class TwoProducts(nn.Module):
+    """Multiplies two parameters, which ``torch.autocast`` casts to bfloat16 and keeps cast until its context ends.
+
+    The output is the smallest and the largest value of both products.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.zeros(32, 32)) for _ in range(2))
+
+    def forward(self) -> torch.Tensor:
+        one = torch.eye(32)
+        first = torch.mm(one, self.first)
+        torch.mm(torch.ones(64, 64), torch.ones(64, 64))
+        both = torch.cat([first, torch.mm(one, self.second)])
+        return torch.stack([both.min(), both.max()])
+
+
+def _enter_autocast(state: WorkerState, threads: int) -> None:
+    """Enter ``torch.autocast`` in this thread, and in others that run forwards until ``_leave_autocast``."""
+    stop, torn, model = threading.Event(), list[Any](), state.models["policy"]
+
+    def act() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            while not stop.is_set():
+                low, high = model().tolist()
+                if low != high:
+                    torn.append((low, high))
+
+    state.kept["acting"] = [threading.Thread(target=act, daemon=True) for _ in range(threads)]
+    for thread in state.kept["acting"]:
+        thread.start()
+    state.kept["context"] = torch.autocast("cpu", torch.bfloat16)
+    state.kept["context"].__enter__()
+    state.kept |= {"stop": stop, "torn": torn}
+
+
+def _output_in_autocast(state: WorkerState) -> tuple[str, list[float]]:
+    output = state.models["policy"]()
+    return str(output.dtype), output.tolist()
+
+
+def _leave_autocast(state: WorkerState) -> list[Any]:
+    """Leave all contexts; returns the torn forwards of the other threads."""
+    state.kept["context"].__exit__(None, None, None)
+    state.kept["stop"].set()
+    for thread in state.kept["acting"]:
+        thread.join()
+    return state.kept["torn"]
 
 
 class Updates(BackendHooks):
@@ -153,6 +205,19 @@ class Updates(BackendHooks):
                 trainer.join()
             for torn, in_order, versions in results:
                 assert torn == 0 and in_order and versions > 1
+
+    @pytest.mark.parametrize("threads", [0, 3])
+    def test_forwards_in_one_autocast_context_use_the_new_version(self, threads: int) -> None:
+        with self.connected(make=TwoProducts) as session:
+            session.workers.call(_enter_autocast, threads)
+            try:
+                for value in range(2, 40):
+                    session.send(value)
+                    expected = ("torch.bfloat16", [float(value)] * 2)
+                    assert session.workers.call(_output_in_autocast) == [expected, expected]
+            finally:
+                torn: list[Any] = session.workers.call(_leave_autocast)
+            assert torn == [[], []]
 
     def test_an_acknowledged_update_is_seen_by_a_read_outside_the_gate(self) -> None:
         with self.connected(1) as session:

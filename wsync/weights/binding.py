@@ -14,12 +14,31 @@ from wsync import loops
 from wsync.errors import LayoutMismatch
 from wsync.weights.clean_thread import in_clean_thread
 from wsync.weights.layout import Layout, same_bits
+from wsync.weights.overlaps import require_apart
 from wsync.weights.snapshot import ModuleIndex, describe
 
 
 def dump_extra(extra: Mapping[str, Any] | None) -> bytes:
-    """Extra state as bytes; empty for none. A pickle: it goes only from a trainer to its own workers."""
-    return pickle.dumps(dict(extra), protocol=pickle.HIGHEST_PROTOCOL) if extra else b""
+    """Extra state as bytes; empty for none. A pickle: it goes only from a trainer to its own workers.
+
+    Raises:
+        LayoutMismatch: some of it cannot be pickled; names each module's.
+    """
+    if not extra:
+        return b""
+    try:
+        return pickle.dumps(dict(extra), protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        problems = [problem for name, value in extra.items() if (problem := _unpicklable(name, value))]
+        raise LayoutMismatch(f"extra state cannot be pickled: {describe(problems)}") from error
+
+
+def _unpicklable(name: str, value: object) -> str:
+    try:
+        pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # noqa: BLE001  pickle raises what the object's own methods raise, too
+        return f"'{name}' ({type(error).__name__}: {error})"
+    return ""
 
 
 def load_extra(blob: bytes) -> dict[str, Any]:
@@ -77,7 +96,8 @@ class Binding:
         installer: switches the model while it does not change; replaced when it has changed.
 
     Raises:
-        LayoutMismatch: the model has other names, shapes or dtypes.
+        LayoutMismatch: the model has other names, shapes or dtypes; a tensor in it is sparse, quantised or without
+            memory; or two of them overlap partly in one memory.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, *, bind: bool = True) -> None:
@@ -97,9 +117,11 @@ class Binding:
                     "around functional_call()"
                 )
         self._check(own, index)
+        self._own = [own[name] for name in layout.names]
         # A tensor under several names is installed once, from its first name; `_agree` lists the other names, which
         # must carry the same values where the sender did not tie them.
         seen: dict[int, int] = {}
+        places: dict[tuple[int, int], int] = {}  # of tensors that are copied into: two may have one memory
         before = self._bound
         self._bound = []
         self._copied: list[tuple[Tensor, int]] = []
@@ -116,6 +138,9 @@ class Binding:
                 if any(not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
                     tensor.data = tensor.data.contiguous()  # expanded: several elements in one place take one value
                 self._copied.append((tensor, i))
+                first = places.setdefault((tensor.data_ptr(), tensor.numel()), i) if tensor.numel() else i
+                if first != i and layout.offsets[first] != layout.offsets[i]:
+                    self._agree.append((first, i))
         for parameter, _ in before:
             if id(parameter) not in seen:  # taken out of the model: what it is bound to will be written
                 parameter.data = parameter.data.clone()
@@ -149,6 +174,7 @@ class Binding:
         if problems:
             raise LayoutMismatch(f"the weights do not fit the worker's model: {describe(problems)}")
         self._layout.check([own[name] for name in self._layout.names], ties=False)
+        require_apart({name: own[name] for name in self._layout.names}, "the worker's model")
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """Switch the model to ``views`` (ordered like the layout) and ``extra``.
@@ -178,9 +204,14 @@ class Binding:
         if not (self._is_current() or self._is_lent()) or not self._is_alike(views):
             self._resolve()
         for first, other in self._agree:
-            if not same_bits(views[first], views[other]):
+            if not same_bits(self._in_memory_order(first, views), self._in_memory_order(other, views)):
                 names = self._layout.names
                 raise LayoutMismatch(f"'{names[first]}' and '{names[other]}' are tied here, but got different values")
+
+    def _in_memory_order(self, index: int, views: Sequence[Tensor]) -> Tensor:
+        """A tensor's new values in the order in which the model's tensor has them in its memory, of shape ``[n]``."""
+        strides = self._own[index].stride()
+        return views[index].permute(sorted(range(len(strides)), key=lambda dim: -strides[dim])).reshape(-1)
 
     def _is_current(self) -> bool:
         now = [where.get(key) for where, key in self._places]
@@ -211,6 +242,15 @@ class Binding:
             for name, value in before.items():
                 self._index.extra[name].set_extra_state(value)
             raise
+
+    def rebind(self, tensors: Mapping[str, Tensor]) -> None:
+        """Bind parameters that are bound, and fit, to other memory of the same values. Call it inside the gate."""
+        for parameter, index in self._bound:
+            other = tensors.get(self._layout.names[index])
+            if other is None or other.data_ptr() == parameter.data_ptr():
+                continue
+            if other.shape == parameter.shape and other.dtype is parameter.dtype:
+                parameter.data = other
 
     def detach(self) -> None:
         """Give bound parameters memory of their own again, with the values that they have."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from wsync.errors import LayoutMismatch
+from wsync.weights.overlaps import require_apart
 from wsync.weights.snapshot import Snapshot, describe
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
@@ -47,21 +48,24 @@ class Layout:
         """The plan of ``weights``.
 
         Raises:
-            LayoutMismatch: there is nothing in them, or a tensor is sparse, quantised or without values.
+            LayoutMismatch: there is nothing in them; a tensor is sparse, quantised or without values; or two of them
+                overlap partly in one memory.
         """
         names = sorted(weights.tensors, key=lambda name: str(weights.tensors[name].dtype))
         if not names:
             raise LayoutMismatch("these weights are empty: no parameter and no buffer")
         tensors = [weights.tensors[name] for name in names]
+        odd = [
+            f"'{name}' {defect_of(tensor)}" for name, tensor in zip(names, tensors, strict=True) if defect_of(tensor)
+        ]
+        if odd:
+            raise LayoutMismatch(describe(odd))
+        require_apart(weights.tensors, "these weights")
         leaders: dict[tuple[object, ...], int] = {}
         offsets: list[int] = []
         ties: list[tuple[int, int]] = []
         end = 0
         for index, tensor in enumerate(tensors):
-            if tensor.layout is not torch.strided or tensor.is_quantized:
-                raise LayoutMismatch(f"'{names[index]}' is not a plain strided tensor ({tensor.layout})")
-            if tensor.is_meta:
-                raise LayoutMismatch(f"'{names[index]}' has no values: it is on the meta device")
             leader = leaders.setdefault(_identity(tensor, index), index)
             if leader != index:
                 ties.append((index, leader))
@@ -129,7 +133,7 @@ class Layout:
         return tensors
 
     def check(self, tensors: Sequence[Tensor], *, ties: bool = True) -> None:
-        """See that ``tensors`` (ordered like ``names``) have the planned shapes and dtypes, and (``ties``) ties.
+        """Check that ``tensors``, in the order of ``names``, are plain and have the layout's shapes, dtypes and ties.
 
         Raises:
             LayoutMismatch: naming each that has not.
@@ -138,12 +142,14 @@ class Layout:
         fit = [tensor.shape for tensor in tensors] == self._shapes and [
             tensor.dtype for tensor in tensors
         ] == self._dtypes
-        if fit and not (ties and self.ties):
+        odd = [i for i, tensor in enumerate(tensors) if defect_of(tensor)]
+        if fit and not odd and not (ties and self.ties):
             return
-        problems = [
+        problems = [f"'{self.names[i]}' {defect_of(tensors[i])}" for i in odd]
+        problems += [
             f"'{self.names[i]}' is {_kind(tensor.shape, tensor.dtype)}, not {_kind(shapes[i], dtypes[i])}"
             for i, tensor in enumerate(tensors)
-            if tensor.shape != shapes[i] or tensor.dtype is not dtypes[i]
+            if i not in odd and (tensor.shape != shapes[i] or tensor.dtype is not dtypes[i])
         ]
         problems += [
             f"'{self.names[follower]}' and '{self.names[leader]}' were one tied tensor, and now differ"
@@ -170,6 +176,15 @@ class Layout:
         unknown = [f"unknown '{name}'" for name in given if name not in names]
         if missing or unknown:
             raise _mismatch(missing + unknown)
+
+
+def defect_of(tensor: Tensor) -> str:
+    """Why a tensor cannot be carried, for an error message; empty if it can be."""
+    if tensor.layout is not torch.strided:
+        return f"is sparse ({str(tensor.layout).removeprefix('torch.')}); only dense tensors are carried"
+    if tensor.is_quantized:
+        return f"is quantised ({str(tensor.dtype).removeprefix('torch.')}); only plain tensors are carried"
+    return "has no values: it is on the meta device" if tensor.is_meta else ""
 
 
 def _mismatch(problems: Sequence[str]) -> LayoutMismatch:

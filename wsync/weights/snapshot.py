@@ -127,8 +127,9 @@ class ModuleIndex:
 
     @property
     def complete(self) -> bool:
-        """Whether the places that had no tensor (a layer without bias) have none now."""
-        return not any(where[key] is not None for where, key in self._vacant)
+        """Whether the places that had no tensor (a layer without bias) have none now, and the others have one."""
+        vacated = any(where.get(key) is None for where, key in chain(self.parameters.values(), self.buffers.values()))
+        return not vacated and not any(where[key] is not None for where, key in self._vacant)
 
     @property
     def places(self) -> dict[str, tuple[dict[str, Any], str]]:

@@ -20,7 +20,7 @@ class WeightStrategy:
     """Takes weights out of a source and puts them into a destination, in one of two formats.
 
     Parameters, buffers, tied parameters and ``extra_state`` all travel, in both formats; either format can be applied
-    to any model.
+    to any model. A strategy is equal to the name of its format: ``scheme.strategy == "tensordict"``.
 
     Args:
         extract_as: ``"tensordict"`` (nested by module) or ``"state_dict"`` (flat, dotted names).
@@ -33,6 +33,16 @@ class WeightStrategy:
 
     def __repr__(self) -> str:
         return f"WeightStrategy({self.extract_as!r})"
+
+    def __eq__(self, other: object) -> bool:
+        """Whether ``other`` is the name of this format, or a strategy of the same class and format."""
+        if isinstance(other, WeightStrategy):
+            return type(other) is type(self) and other.extract_as == self.extract_as
+        return other == self.extract_as if isinstance(other, str) else NotImplemented
+
+    def __hash__(self) -> int:
+        """As the format's name, to which it is equal."""
+        return hash(self.extract_as)
 
     def extract_weights(self, source: object) -> TensorDict | dict[str, Any]:
         """The weights of ``source`` (module, TensorDict or state dict) in this strategy's format.

@@ -1,0 +1,110 @@
+"""Addresses in places that other processes can read and write, such as a ``torch.distributed`` store.
+
+The token of a sealed address is encrypted, and the whole is signed, with a secret that the processes of one run share:
+``WSYNC_AUTHKEY``, or a random key in a file that only their user can read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from wsync.control.listener import Address
+from wsync.errors import NotConnected
+
+AUTHKEY = "WSYNC_AUTHKEY"
+_KEY_SIZE = 32  # bytes
+_NONCE_SIZE = 16
+
+
+def key_file() -> Path:
+    """Return where the key is: ``wsync/key`` in ``XDG_STATE_HOME``, by default ``~/.local/state``."""
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "wsync" / "key"
+
+
+def run_secret() -> bytes:
+    """Return the secret that this user's processes share; the first call makes the key file.
+
+    Raises:
+        NotConnected: there is no ``WSYNC_AUTHKEY``, and the key file cannot be made or read, or others can read it.
+    """
+    given = os.environ.get(AUTHKEY)
+    if given:
+        return given.encode()
+    path = key_file()
+    try:
+        if not path.exists():
+            _make(path)
+        with path.open("rb") as file:
+            state, key = os.fstat(file.fileno()), file.read()
+    except OSError as error:
+        raise NotConnected(f"set {AUTHKEY} to one secret for all processes: the key file {path}: {error}") from error
+    if state.st_uid != os.getuid() or stat.S_IMODE(state.st_mode) & 0o077 or len(key) != _KEY_SIZE:
+        raise NotConnected(
+            f"set {AUTHKEY} to one secret for all processes, or delete {path}: it is damaged, or others can read it"
+        )
+    return key
+
+
+def _make(path: Path) -> None:
+    """Make the key file, whole from the moment when it is there; several processes may do so at once."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    own = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(_KEY_SIZE))
+        with suppress(FileExistsError):
+            os.link(own, path)
+    finally:
+        own.unlink()
+
+
+def seal(address: Address) -> str:
+    """Return the address as JSON that shows its token only to processes with the same secret.
+
+    Raises:
+        NotConnected: see ``run_secret``.
+    """
+    secret, nonce = run_secret(), secrets.token_bytes(_NONCE_SIZE)
+    sealed = _masked(address.token, secret, nonce)
+    parts = [address.host, address.port, nonce.hex(), sealed.hex()]
+    return json.dumps([*parts, _signature(secret, parts)])
+
+
+def unseal(text: str | bytes) -> Address:
+    """Return the address that ``seal`` returned as ``text``.
+
+    Raises:
+        ValueError: it is not one, or was made with another secret.
+        NotConnected: see ``run_secret``.
+    """
+    secret = run_secret()
+    try:
+        *parts, signature = json.loads(text)
+        host, port, nonce, sealed = parts
+        genuine = isinstance(signature, str) and hmac.compare_digest(
+            signature.encode(), _signature(secret, parts).encode()
+        )
+        if genuine:
+            token = _masked(bytes.fromhex(sealed), secret, bytes.fromhex(nonce))
+            return Address.load(json.dumps([host, port, token.hex()]))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError("this is not the sealed address of a sender") from error
+    raise ValueError(f"this address was sealed with another secret: {AUTHKEY}, or the user's key file, differs")
+
+
+def _masked(token: bytes, secret: bytes, nonce: bytes) -> bytes:
+    """Encrypt or decrypt a token with a pad that is used once."""
+    pad = hashlib.shake_256(hmac.digest(secret, b"wsync token" + nonce, "sha256")).digest(len(token))
+    return bytes(a ^ b for a, b in zip(token, pad, strict=True))
+
+
+def _signature(secret: bytes, parts: list[object]) -> str:
+    return hmac.digest(secret, b"wsync address" + json.dumps(parts).encode(), "sha256").hex()

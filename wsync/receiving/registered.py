@@ -1,0 +1,55 @@
+"""Keeping a worker's model bound to buffers that the user has registered in shared memory."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from wsync.shm.registered import RegisteredView
+from wsync.weights.binding import Binding
+
+
+class BoundReceiver(Protocol):
+    """A receiver, as the follower needs it."""
+
+    @property
+    def version(self) -> int:
+        """The version that the model has."""
+        ...
+
+    @property
+    def binding(self) -> Binding | None:
+        """How the model takes updates; None before the first."""
+        ...
+
+
+class RegisteredFollower:
+    """Binds a model to the registered buffers while these have the model's version.
+
+    Implements ``wsync.loops.gate_lock.Feed``; polled after the feed that installs updates.
+
+    Args:
+        memory: the buffers.
+        receiver: of the model.
+    """
+
+    def __init__(self, memory: RegisteredView, receiver: BoundReceiver) -> None:
+        self._memory = memory
+        self._receiver = receiver
+        self._left = 0
+
+    def poll_update(self) -> bool:
+        """See ``Feed``: the buffers may have been changed in place, so casts of them are dropped each time."""
+        version, binding = self._memory.version, self._receiver.binding
+        if version and version == self._receiver.version != self._left and binding is not None:
+            binding.rebind(self._memory.tensors)
+            torch.clear_autocast_cache()
+        return False
+
+    def forward_ended(self) -> None:
+        """See ``Feed``."""
+
+    def leave_until_next_version(self) -> None:
+        """The worker has applied weights of its own. Called inside the gate."""
+        self._left = self._receiver.version

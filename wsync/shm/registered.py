@@ -1,0 +1,199 @@
+"""Buffers of the user's own in shared memory: models of workers stay bound to them, and see them change in place.
+
+Registered tensors lie in memory files already (``share_memory_()``, ``memmap_()``). Where they are stands behind the
+extra states of the arena's second file::
+
+    page   one word: the version whose weights the buffers have
+    JSON   the files' descriptors in the sender's process, and the place, dtype, shape and strides of each tensor
+
+An update of other weights goes through a slot, as always. Only when every worker has acknowledged it, so that no
+forward uses the buffers, are they written, and then the word. A worker binds its model to the buffers again on the way
+into a forward, if the word names the version that the model has. So no ``send`` tears a forward; what the user writes
+into the buffers is visible at once, at the user's own risk.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wsync.loops.tensors import copy_all
+from wsync.shm.arena import EXTRA_END, Arena
+from wsync.shm.memory import allocate
+from wsync.weights.clean_thread import in_clean_thread
+from wsync.weights.layout import Layout
+
+_JSON = EXTRA_END + mmap.PAGESIZE
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapping:
+    """A stretch of this process's memory that belongs to a file; ``file`` is the file's device and inode."""
+
+    begin: int
+    end: int
+    offset: int
+    file: tuple[int, int]
+    path: str
+
+
+def _shared_mappings() -> list[_Mapping]:
+    found: list[_Mapping] = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, permissions, offset, device, inode, *path = line.split(maxsplit=5)
+        if permissions.endswith("s") and inode != "0":
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            major, minor = (int(part, 16) for part in device.split(":"))
+            file = os.makedev(major, minor), int(inode)
+            found.append(_Mapping(begin, end, int(offset, 16), file, "".join(path)))
+    return found
+
+
+def _open(mapping: _Mapping) -> int | None:
+    """Return a new descriptor of a mapped file; None if this process has none, and the file has no name."""
+    paths = [mapping.path, *(f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))]
+    for path in paths:
+        try:
+            state = os.stat(path)
+            if (state.st_dev, state.st_ino) == mapping.file:
+                return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:  # closed meanwhile, or without a name
+            continue
+    return None
+
+
+class RegisteredBuffers:
+    """The sender's end. Called under the sender's lock.
+
+    Args:
+        arena: of the sender.
+        tensors: by name.
+        fds: of the memory files; owned by this object.
+    """
+
+    def __init__(self, arena: Arena, tensors: Mapping[str, Tensor], fds: Sequence[int]) -> None:
+        self._arena = arena
+        self._tensors = dict(tensors)
+        self._fds = list(fds)
+        allocate(arena.fds[1], EXTRA_END, mmap.PAGESIZE)
+        self._word = memoryview(mmap.mmap(arena.fds[1], mmap.PAGESIZE, offset=EXTRA_END)).cast("q")
+
+    @classmethod
+    def share(cls, arena: Arena, tensors: Mapping[str, Tensor]) -> RegisteredBuffers | None:
+        """Tell the workers of ``arena`` where ``tensors`` lie; None if not all lie in shared memory files."""
+        mappings = _shared_mappings() if all(tensor.is_cpu for tensor in tensors.values()) else []
+        files: dict[tuple[int, int], int] = {}  # descriptors
+        places: dict[str, Any] = {}
+        for name, tensor in tensors.items():
+            if not tensor.numel():
+                continue
+            address = tensor.data_ptr()
+            mapping = next((one for one in mappings if one.begin <= address < one.end), None)
+            fd = None if mapping is None else files.get(mapping.file) or _open(mapping)
+            if mapping is None or fd is None:
+                for opened in files.values():
+                    os.close(opened)
+                return None
+            files[mapping.file] = fd
+            offset = mapping.offset + address - mapping.begin
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            places[name] = [list(mapping.file), offset, dtype, list(tensor.shape), list(tensor.stride())]
+        buffers = cls(arena, tensors, list(files.values()))
+        known = [[list(file), fd] for file, fd in files.items()]
+        text = json.dumps({"pid": os.getpid(), "files": known, "tensors": places}).encode()
+        os.pwrite(arena.fds[1], text, _JSON)
+        return buffers
+
+    def holds(self, layout: Layout, tensors: Sequence[Tensor]) -> bool:
+        """Whether ``tensors``, in the order of ``layout``, are the buffers themselves."""
+        own = [self._tensors.get(name) for name in layout.names]
+        return all(
+            not tensor.numel() or (one is not None and one.data_ptr() == tensor.data_ptr())
+            for one, tensor in zip(own, tensors, strict=True)
+        )
+
+    def announce(self, version: int) -> None:
+        """Say that the buffers have the weights of ``version``."""
+        self._word[0] = version
+
+    def take(self, version: int) -> None:
+        """Copy the published weights into the buffers, unless workers have different ones. No forward uses the buffers.
+
+        Called when every worker has acknowledged ``version``.
+        """
+        slots, names = self._arena.published_slots(), self._arena.layout.names
+        if len(slots) == 1:
+            pairs = [
+                (self._tensors[name], view)
+                for name, view in zip(names, self._arena.views(slots[0]), strict=True)
+                if name in self._tensors
+            ]
+            copy_all([own for own, _ in pairs], [view for _, view in pairs])
+            self.announce(version)
+
+    def close(self) -> None:
+        """Close this end's descriptors. Idempotent."""
+        fds, self._fds = self._fds, []
+        for fd in fds:
+            os.close(fd)
+
+
+class RegisteredView:
+    """A worker's end.
+
+    Args:
+        word: the mapped page.
+        tensors: the buffers, mapped here, by name.
+    """
+
+    def __init__(self, word: memoryview, tensors: Mapping[str, Tensor]) -> None:
+        self._word = word
+        self.tensors = tensors
+
+    @property
+    def version(self) -> int:
+        """The version whose weights the buffers have; 0 before the first."""
+        return self._word[0]
+
+    @classmethod
+    def of(cls, arena: Arena) -> RegisteredView | None:
+        """Return the buffers that the sender has registered; None if there are none, or they cannot be opened here."""
+        size = os.fstat(arena.fds[1]).st_size
+        if size <= _JSON:
+            return None
+        handle = json.loads(os.pread(arena.fds[1], size - _JSON, _JSON))
+        try:
+            files = {tuple(file): _map(handle["pid"], fd, file) for file, fd in handle["files"]}
+        except OSError:  # of a process that is not visible here
+            return None
+        word = memoryview(mmap.mmap(arena.fds[1], mmap.PAGESIZE, offset=EXTRA_END)).cast("q")
+        return cls(word, in_clean_thread(_views, files, handle["tensors"]))
+
+
+def _map(pid: int, fd: int, file: Sequence[int]) -> mmap.mmap:
+    descriptor = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        state = os.fstat(descriptor)
+        if [state.st_dev, state.st_ino] != list(file):
+            raise FileNotFoundError("another file has this descriptor by now")
+        return mmap.mmap(descriptor, state.st_size)
+    finally:
+        os.close(descriptor)
+
+
+def _views(files: Mapping[tuple[int, ...], mmap.mmap], places: Mapping[str, Any]) -> dict[str, Tensor]:
+    views: dict[str, Tensor] = {}
+    for name, (file, offset, dtype, shape, strides) in places.items():
+        kind = getattr(torch, dtype)
+        count = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        flat = torch.frombuffer(files[tuple(file)], dtype=kind, count=count, offset=offset)
+        views[name] = flat.as_strided(shape, strides)
+    return views
