@@ -20,7 +20,7 @@ LAYERS = (  # of ``wsync``, from the lowest: a module or folder imports its own 
     ("checksum", "deadlines", "errors", "fast_path", "metrics", "paths", "registry", "types"),
     ("loops", "_loops"),
     ("gate", "transforms", "weights"),
-    ("control", "forming", "process_group", "rendezvous", "shm", "transport"),
+    ("control", "forming", "pending_transfer", "process_group", "rendezvous", "shm", "transport"),
     ("receiving", "sending"),
     ("engine", "in_process", "legacy", "receiver", "roles", "scheme", "scheme_transports", "sender", "store"),
     ("backends", "config", "testing", "transaction"),

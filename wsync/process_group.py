@@ -22,9 +22,10 @@ from torch.distributed import (
 )
 from torch.distributed import Store as TorchStore  # pyright: ignore[reportPrivateImportUsage]
 
-from wsync.deadlines import as_timedelta, remaining, time_until
+from wsync.deadlines import as_timedelta, as_timeout, remaining, time_until
 from wsync.errors import NotConnected
 from wsync.gate import process_gate
+from wsync.pending_transfer import PendingTransfer
 from wsync.transport import Transfer
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, Packer
@@ -95,6 +96,7 @@ class GroupTransport:
         self._store = store
         self._rank = rank
         self._pid = os.getpid()
+        self._receiving: tuple[PackedWeights, PendingTransfer] | None = None  # begun, and not yet returned
         self._packed = None if weights_buffer is None else PackedWeights(weights_buffer, self.device)
 
     # --- under a scheme: FlatTransport ---
@@ -204,16 +206,20 @@ class GroupTransport:
         model: nn.Module | None = None,
         strategy: WeightStrategy | None = None,
     ) -> Any | None:
-        """Return the next version; None if none arrived in time (gloo cannot use the group any more then)."""
+        """Return the next version; None if none arrived in time: a later call receives it.
+
+        Raises:
+            RuntimeError: the group has broken.
+        """
         self._set_up(1)
-        packed = self._require_packed() if weights is None else PackedWeights(weights, self.device)
-        work = self._group.recv([packed.flat], self._peer, self._tag)
-        try:
-            work.wait(as_timedelta(timeout))
-        except RuntimeError:
-            if timeout is None:
-                raise
+        if self._receiving is None:
+            packed = self._require_packed() if weights is None else PackedWeights(weights, self.device)
+            transfer = self._group.recv([packed.flat], self._peer, self._tag)
+            self._receiving = packed, PendingTransfer(transfer, self.device)
+        packed, pending = self._receiving
+        if not pending.wait(as_timeout(timeout)):
             return None
+        self._receiving = None
         return packed.apply(weights, model, strategy or WeightStrategy())
 
     def _require_packed(self) -> PackedWeights:

@@ -305,6 +305,7 @@ class WorkerChannel:
             self._closed = True
             self._loop.stop()
             slots, self._slots = self._slots, None  # first: disconnecting must not write words in a forked child
+            self._newest = None  # its tensors keep the arena's mapping, and with it a descriptor
             self._connections.close()
             self._pool.clear()
             self._transfers.close()

@@ -1,0 +1,270 @@
+"""Behaviour that the reference documents name and that no other test holds: see ``docs/api.md``."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from backends import BuiltIn, SharedMemory
+from rpc_workers import Rpc
+from tensordict import TensorDict
+
+import wsync
+from wsync.testing import WorkerError, WorkerPool, commands
+from wsync.testing.commands import WorkerState
+from wsync.testing.models import Small, fill
+
+REQUIRED = inspect.Parameter.empty
+TIMEOUT = 60.0
+"""Seconds for what takes milliseconds."""
+
+
+def threads(state: WorkerState) -> int:
+    """How many threads of wsync this worker has."""
+    return len([thread for thread in threading.enumerate() if thread.name.startswith(commands.THREAD_PREFIX)])
+
+
+def properties(state: WorkerState) -> dict[str, Any]:
+    """What a receiver answers."""
+    scheme = state.schemes["policy"]
+    assert isinstance(scheme.receiver_transport, wsync.TransportBackend | None)
+    return {
+        "model": scheme.model is state.models["policy"],
+        "model_id": scheme.model_id,
+        "worker_idx": scheme.worker_idx,
+        "context": scheme.context,
+        "sender_transports": scheme.sender_transports,
+        "shared_transport": scheme.shared_transport,
+        "receiver_transport": scheme.receiver_transport is not None,
+        "weights": None if scheme.weights is None else scheme.weights["weight"].tolist(),
+    }
+
+
+def initialise_with(state: WorkerState, scheme: wsync.WeightSyncScheme, worker_idx: int) -> dict[str, Any]:
+    """``init_on_receiver`` with a context; the model keeps its weights."""
+    state.schemes["policy"], state.models["policy"] = scheme, fill(Small(), 8)
+    context = SimpleNamespace(policy=state.models["policy"])
+    before = threads(state)
+    scheme.init_on_receiver(model_id="policy", context=context, worker_idx=worker_idx)
+    assert scheme.context is context and scheme.model is context.policy
+    assert threads(state) == before and state.models["policy"]().tolist() == [8.0] * 4
+    return {"version": scheme.version, "model_id": scheme.model_id, "worker_idx": scheme.worker_idx}
+
+
+def apply(state: WorkerState, value: float, inplace: bool) -> list[float]:
+    """``apply_weights`` of the worker's scheme."""
+    state.schemes["policy"].apply_weights({"weight": torch.full((4,), value)}, inplace=inplace)
+    return state.models["policy"]().tolist()
+
+
+@pytest.mark.parametrize(
+    ("make", "documented"),
+    [
+        (
+            wsync.SharedMemWeightSyncScheme,
+            {"policy_weights": None, "strategy": "tensordict", "auto_register": True},
+        ),
+        (wsync.MultiProcessWeightSyncScheme, {"strategy": "tensordict", "sync": True}),
+        (wsync.WeightSyncScheme.send, {"weights": None, "worker_ids": None}),
+        (wsync.WeightSyncScheme.send_async, {"weights": None, "worker_ids": None}),
+        (wsync.WeightSyncScheme.receive, {"timeout": None}),
+        (wsync.WeightSyncScheme.connect, {"worker_idx": None, "weights": None}),
+        (wsync.WeightSyncScheme.apply_weights, {"weights": REQUIRED, "inplace": True}),
+        (wsync.SharedMemWeightSyncScheme.register_shared_weights, {"model_id": REQUIRED, "weights": REQUIRED}),
+    ],
+)
+def test_arguments_have_the_documented_order_and_defaults(make: Callable[..., Any], documented: dict[str, Any]) -> None:
+    found = {name: given.default for name, given in inspect.signature(make).parameters.items() if name != "self"}
+    assert list(found.items())[: len(documented)] == list(documented.items())
+
+
+def test_init_communicates_nothing_and_the_scheme_can_be_pickled_after_it(backend: BuiltIn) -> None:
+    model = fill(Small(), 5)
+    with backend.workers(2) as workers, backend.make_scheme(timeout=TIMEOUT) as scheme:
+        scheme.init_on_sender(model_id="policy", context=SimpleNamespace(policy=model), num_workers=2)
+        assert scheme.version == 0 and scheme.model is model and model().tolist() == [5.0] * 4
+        copies = [pickle.loads(pickle.dumps(scheme)) for _ in workers]
+        for worker, worker_idx, copy in zip(workers, range(2), copies, strict=True):
+            expected = {"version": 0, "model_id": "policy", "worker_idx": worker_idx}
+            assert worker.call(initialise_with, copy, worker_idx) == expected
+        workers.start(commands.connect)
+        scheme.connect()
+        assert workers.results() == [1, 1]
+        assert [output[0] for output in workers.call(commands.output)] == [5, 5]
+
+
+def test_properties_of_both_ends(backend: BuiltIn) -> None:
+    scheme = backend.make_scheme()
+    assert (scheme.context, scheme.model, scheme.model_id, scheme.worker_idx) == (None, None, None, None)
+    assert (scheme.weights, scheme.receiver_transport, scheme.shared_transport) == (None, None, None)
+    assert scheme.sender_transports == {}
+    with backend.connected() as session:
+        scheme = session.scheme
+        assert scheme.model is session.model and scheme.model_id == "policy" and scheme.worker_idx is None
+        assert scheme.weights["weight"].tolist() == [1.0] * 4 and scheme.receiver_transport is None
+        assert sorted(scheme.sender_transports) == [0, 1]
+        transports = [*scheme.sender_transports.values(), scheme.shared_transport]
+        assert all(isinstance(transport, wsync.TransportBackend) for transport in transports)
+        for worker_idx, found in enumerate(session.workers.call(properties)):
+            assert found == {
+                "model": True,
+                "model_id": "policy",
+                "worker_idx": worker_idx,
+                "context": None,
+                "sender_transports": {},
+                "shared_transport": None,
+                "receiver_transport": True,
+                "weights": [1.0] * 4,
+            }
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_weights_are_applied_at_either_end_without_a_send(backend: BuiltIn, inplace: bool) -> None:
+    with backend.connected() as session:
+        assert session.workers[0].call(apply, 7.0, inplace) == [7.0] * 4
+        assert session.outputs() == [7, 1]
+        memory = session.model.weight.data_ptr()
+        session.scheme.apply_weights(fill(Small(), 3), inplace=inplace)
+        assert session.model().tolist() == [3.0] * 4 and session.outputs() == [7, 1]
+        assert (session.model.weight.data_ptr() == memory) is inplace
+        session.send(4)
+        assert session.outputs() == [4, 4]
+
+
+def test_a_background_thread_receives_from_connect_to_shutdown(backend: BuiltIn) -> None:
+    with backend.connected(1) as session:
+        assert session.workers[0].call(threads) > 0
+        session.update(2)  # the worker makes no call for it
+        assert session.outputs() == [2]
+        assert session.workers[0].call(commands.shutdown) == []
+        assert session.outputs() == [2]  # the model keeps its weights
+
+
+def test_bound_workers_read_one_memory(pool: WorkerPool) -> None:
+    SharedMemory.pool = pool
+    with SharedMemory().connected() as session:
+        transport = session.scheme.shared_transport
+        assert isinstance(transport, wsync.SharedMemTransport)
+        (buffers,) = transport.unique_weights
+        buffers["weight"].fill_(9.0)
+        assert session.outputs() == [9, 9]
+        assert session.model().tolist() == [1.0] * 4  # the trainer's own is apart
+
+
+class Mapped:
+    """A ``device_map_fn``: maps weights to new ones, and counts those of other workers that still exist."""
+
+    def __init__(self) -> None:
+        self.made: list[weakref.ref[torch.Tensor]] = []
+        self.alive: list[int] = []
+
+    def __call__(self, worker_idx: int, weights: Any) -> Any:
+        self.alive.append(sum(made() is not None for made in self.made))
+        mapped = {name: value + worker_idx for name, value in weights.items()}
+        self.made += [weakref.ref(value) for value in mapped.values()]
+        return mapped
+
+
+def test_weights_mapped_for_a_worker_are_made_when_they_are_sent(pool: WorkerPool) -> None:
+    mapped = Mapped()
+    with pool.group(3) as workers, wsync.MultiProcessWeightSyncScheme("state_dict", timeout=TIMEOUT) as scheme:
+        scheme.init_on_sender("policy", model=fill(Small(), 1), device_map_fn=mapped, num_workers=3)
+        assert mapped.made == []
+        for worker_idx, worker in enumerate(workers):
+            worker.start(commands.join, scheme, Small, worker_idx, "policy")
+        scheme.connect()
+        workers.results()
+        assert [output[0] for output in workers.call(commands.output)] == [1, 2, 3]
+        scheme.send()
+        assert all(made() is None for made in mapped.made) and max(mapped.alive) <= 2
+
+
+def test_nothing_travels_at_the_connect_of_rpc_and_its_workers_have_no_thread() -> None:
+    Rpc.pool = Rpc.pool_type()
+    try:
+        with Rpc().workers(1) as workers, Rpc().make_scheme(timeout=TIMEOUT) as scheme:
+            scheme.init_on_sender("policy", model=fill(Small(), 6), num_workers=1)
+            workers[0].start(commands.join, scheme, Small, 0, "policy")
+            scheme.connect()
+            assert workers[0].result() == 0
+            assert workers[0].call(commands.output)[0] == 0.0
+            scheme.send()
+            assert workers[0].call(commands.output)[0] == 6.0 and workers[0].call(threads) == 0
+    finally:
+        Rpc.pool.close()
+
+
+def test_buffers_may_be_given_to_the_constructor(pool: WorkerPool) -> None:
+    buffers = TensorDict({"weight": torch.ones(4)})
+    scheme = wsync.SharedMemWeightSyncScheme({"policy": buffers}, auto_register=False, timeout=TIMEOUT)
+    with pool.group(1) as workers, scheme:
+        scheme.init_on_sender("policy", num_workers=1)
+        workers[0].start(commands.join, scheme, Small, 0, "policy")
+        scheme.connect()
+        workers[0].result()
+        scheme.send(fill(Small(), 3))
+        assert workers[0].call(commands.output)[0] == buffers["weight"][0] == 3
+
+
+def test_without_auto_register_a_model_needs_its_buffers(pool: WorkerPool) -> None:
+    scheme = wsync.SharedMemWeightSyncScheme(auto_register=False, timeout=TIMEOUT)
+    with pool.group(1) as workers:
+        with scheme, pytest.raises(wsync.NotConnected, match="register_shared_weights"):
+            scheme.init_on_sender("policy", num_workers=1)
+            workers[0].start(commands.join, scheme, Small, 0, "policy")
+            scheme.connect()
+            scheme.send(fill(Small(), 2))
+        with suppress(WorkerError):
+            workers[0].result()
+
+
+def test_devices_say_how_many_workers_there_are() -> None:
+    with wsync.SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", model=Small(), devices=[torch.device("cpu")] * 3)
+        assert scheme.num_workers == 3
+    with wsync.SharedMemWeightSyncScheme() as scheme, pytest.raises(ValueError, match="devices"):
+        scheme.init_on_sender("policy", model=Small(), devices=["cpu"] * 3, num_workers=2)
+
+
+def join_by_the_older_name(state: WorkerState, scheme: wsync.WeightSyncScheme) -> float:
+    """``synchronize_weights`` in place of ``connect``."""
+    commands.init(state, scheme, Small, 0, "policy")
+    scheme.synchronize_weights(worker_idx=0)
+    return commands.output(state)[0]
+
+
+def test_synchronize_weights_connects(backend: BuiltIn) -> None:
+    with backend.workers(1) as workers, backend.make_scheme(timeout=TIMEOUT) as scheme:
+        scheme.init_on_sender("policy", num_workers=1)
+        workers[0].start(join_by_the_older_name, scheme)
+        scheme.synchronize_weights(weights=fill(Small(), 4))
+        assert workers[0].result() == 4
+
+
+def memory_files() -> set[str]:
+    """The memory files of wsync that this process has open."""
+    links = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    return {link for link in links if link.startswith("/memfd:wsync")}
+
+
+def test_shutdown_closes_memory_without_the_garbage_collector(backend: BuiltIn) -> None:
+    gc.collect()
+    before = memory_files()
+    gc.disable()
+    try:
+        with backend.connected() as session:
+            session.update(2)
+        assert memory_files() == before
+    finally:
+        gc.enable()
