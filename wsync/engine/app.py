@@ -260,7 +260,7 @@ def engine_app(
     not loaded at all.
 
     Args:
-        model: a module, whose forwards are gated, or a mapping of tensors, into which weights are copied.
+        model: a module (its forwards are gated), or a mapping of tensors, into which weights are copied.
         load: for an inference engine: see ``WeightSyncScheme.init_on_receiver``. Called in a thread of its own.
         token: requests without this bearer token are refused before their bodies are read. None: any process that
             reaches the port can change the weights.

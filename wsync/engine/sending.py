@@ -74,7 +74,7 @@ class EngineThread:
 
     @property
     def jobs(self) -> Sequence[Job]:
-        """Those whose tensors are, or will be, read."""
+        """The jobs that are being sent, or wait: their tensors are read."""
         with self._changed:
             return [job for job in (self._running, self._waiting) if job is not None]
 

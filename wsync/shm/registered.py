@@ -3,7 +3,7 @@
 Registered tensors lie in memory files already (``share_memory_()``, ``memmap_()``). Where they are stands behind the
 extra states of the arena's second file::
 
-    page   one word: the version whose weights the buffers have
+    page   one word: the version of the weights in the buffers
     JSON   the files' descriptors in the sender's process, and the place, dtype, shape and strides of each tensor
 
 An update of other weights goes through a slot, as always. Only when every worker has acknowledged it, so that no
@@ -160,7 +160,7 @@ class RegisteredView:
 
     @property
     def version(self) -> int:
-        """The version whose weights the buffers have; 0 before the first."""
+        """The version of the weights in the buffers; 0 before the first."""
         return self._word[0]
 
     @classmethod

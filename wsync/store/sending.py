@@ -34,7 +34,7 @@ def publish(store: VersionStore, version: int, layout: Layout, buffer: Buffer) -
 
 
 class StoreSendChannel:
-    """A ``SendChannel`` whose workers it does not know: they read the store.
+    """A ``SendChannel`` without connections: workers read the store.
 
     Args:
         store: open for writing.

@@ -23,7 +23,7 @@ WIDTH = 16
 
 
 class Trained(nn.Module):
-    """The trainer's model: three projections, and a head whose weight is tied to the embedding's."""
+    """The trainer's model: three projections, and a head with its weight tied to that of the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def join_with_load(state: WorkerState, scheme: wsync.WeightSyncScheme, chunk_byt
 
 
 def join_with_tensors(state: WorkerState, scheme: wsync.WeightSyncScheme, tensors: Any) -> None:
-    """Connect a receiver whose model is a mapping of tensors."""
+    """Connect a receiver with a mapping of tensors as its model."""
     state.schemes["policy"], state.kept["loaded"] = scheme, tensors
     scheme.init_on_receiver("policy", model=tensors, worker_idx=0)
     scheme.connect()

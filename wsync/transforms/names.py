@@ -41,7 +41,7 @@ class Rename:
 
 
 class Select:
-    """Keeps the weights whose names match; the receiving model keeps its own values of all others.
+    """Keeps the weights with matching names; the receiving model keeps its own values of all others.
 
     Args:
         patterns: of names: see ``wsync.transforms``.
@@ -68,7 +68,7 @@ class Select:
 
 
 class Exclude:
-    """Drops the weights whose names match; the receiving model keeps its own values of them.
+    """Drops the weights with matching names; the receiving model keeps its own values of them.
 
     Args:
         patterns: of names: see ``wsync.transforms``.

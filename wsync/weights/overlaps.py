@@ -10,14 +10,14 @@ from torch import Tensor
 from wsync.errors import LayoutMismatch
 
 
-def require_apart(tensors: Mapping[str, Tensor], whose: str) -> None:
+def require_apart(tensors: Mapping[str, Tensor], owner: str) -> None:
     """Check that no two tensors share a part of their memory.
 
     Tied tensors (one tensor under several names) are allowed, and so are two dense views of exactly the same bytes.
 
     Args:
         tensors: plain strided tensors, by name.
-        whose: whose they are, for the message.
+        owner: of the tensors, for the message.
 
     Raises:
         LayoutMismatch: two of them overlap partly; names both.
@@ -36,7 +36,7 @@ def require_apart(tensors: Mapping[str, Tensor], whose: str) -> None:
             same = (begin, end) == (other_begin, other_end) and _fills(tensors[name]) and _fills(tensors[other])
             if not same and _share_bytes(tensors[name], tensors[other]):
                 raise LayoutMismatch(
-                    f"'{other}' and '{name}' of {whose} overlap partly in one memory, so they cannot be carried: "
+                    f"'{other}' and '{name}' of {owner} overlap partly in one memory, so they cannot be carried: "
                     "clone one of them, or make them one tensor"
                 )
         reaching.append(span)
