@@ -8,16 +8,20 @@
 #   scripts/launch_ray.sh stop                           # … and on each, when all is done: ends all Ray processes of
 #                                                        # yours there
 #
-# Every node needs this project where its Python finds it.
+# Every node needs this project where its Python finds it, and the cluster's token: copy ~/.ray/auth_token from the first
+# node, or set RAY_AUTH_TOKEN. RAY_AUTH_MODE=disabled does without: then a node accepts every process that reaches its ports.
 set -eu
 
 what=${1:?"usage: $0 head | worker | run [train.py's overrides] | stop"}
 shift
 cd "$(dirname "$0")/.."
+export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}"
 
 case $what in
 head)
-    # Without RAY_AUTH_MODE=token a node accepts every process that reaches the port: use a private network.
+    if [ "$RAY_AUTH_MODE" = token ]; then
+        ray get-auth-token --generate >/dev/null # unless there is one
+    fi
     exec ray start --head --port "${PORT:-6379}" --disable-usage-stats "$@"
     ;;
 worker)
