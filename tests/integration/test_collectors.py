@@ -221,9 +221,8 @@ def test_buffers_of_the_user_are_the_policy_s(cls):
 def test_buffers_that_have_to_be_registered_are(cls):
     scheme = wsync.SharedMemWeightSyncScheme(auto_register=False)
     makers = cartpole() if cls is Collector else [cartpole()]
-    collector = cls(makers, policy(), frames_per_batch=8, weight_sync_schemes={"policy": scheme})
-    with collector, pytest.raises(wsync.NotConnected, match="register_shared_weights"):
-        collector.update_policy_weights_()
+    with pytest.raises(wsync.NotConnected, match="register_shared_weights"):
+        cls(makers, policy(), frames_per_batch=8, weight_sync_schemes={"policy": scheme})
 
 
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])

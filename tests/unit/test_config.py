@@ -94,7 +94,9 @@ def test_every_registered_backend_is_an_option_with_the_arguments_of_its_scheme(
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_scheme_has_the_same_options_from_its_config_as_from_its_class(name: str) -> None:
-    built, made = instantiate(config_of(import_string(name).replace(":", "."))()), SCHEMES[name]()
+    given = required(name)
+    built = instantiate(config_of(import_string(name).replace(":", "."))(**given))
+    made = SCHEMES[name](**given)
     for option in inspect.signature(SCHEMES[name]).parameters:
         of_both = [getattr(scheme, option, None) for scheme in (built, made)]
         assert str(of_both[0]) == str(of_both[1]), option  # strategies are objects

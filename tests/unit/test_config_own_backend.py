@@ -86,7 +86,7 @@ def test_a_registered_backend_needs_no_yaml_file(folder: Path, monkeypatch: pyte
         ("weight_sync=mine weight_sync.timeout=soon", "weight_sync.timeout=soon: Value 'soon'"),
         ("weight_sync=mine collector=ray", "collector=ray cannot carry FileScheme: choose collector=multi_async, "),
         ("weight_sync=slip", "weight_sync/slip.yaml: no setting is called 'weight_sync.timout'; did you mean "),
-        ("weight_sync=incomplete", "missing mandatory value: folder"),
+        ("weight_sync=incomplete", "needs a value for 'folder'"),
         ("weight_sync=absent", "No module named 'no_such_module'"),
         ("weight_sync=empty", "weight_sync is no scheme: name a subclass of WeightSyncScheme"),
         ("weight_sync=unreadable", "unreadable.yaml"),

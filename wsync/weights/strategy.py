@@ -27,7 +27,7 @@ class WeightStrategy:
     """
 
     def __init__(self, extract_as: Format = "tensordict") -> None:
-        if extract_as not in ("tensordict", "state_dict"):
+        if not isinstance(extract_as, str) or extract_as not in ("tensordict", "state_dict"):
             raise ValueError(f"strategy is 'tensordict' or 'state_dict', not {extract_as!r}")
         self.extract_as: Format = extract_as
 
