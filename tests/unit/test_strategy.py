@@ -150,3 +150,10 @@ def test_a_model_that_is_unshared_in_inference_mode_can_be_trained_afterwards() 
     assert not any(tensor.is_shared() for tensor in model.state_dict().values())
     model(torch.arange(6.0).view(3, 2)).sum().backward()
     assert model[0].weight.grad is not None
+
+
+def test_a_name_that_is_a_prefix_of_another_is_refused_in_a_tensordict() -> None:
+    weights = {"weight": torch.zeros(2), "weight.scale": torch.zeros(1)}
+    with pytest.raises(LayoutMismatch, match=r"'weight\.scale'.*state_dict"):
+        WeightStrategy("tensordict").extract_weights(weights)
+    assert WeightStrategy("state_dict").extract_weights(weights).keys() == weights.keys()

@@ -89,7 +89,7 @@ class WorkerConnections:
         missing = set(workers) - self._connections.keys()
         watched = {sentinels[worker]: worker for worker in missing if worker in sentinels}
         while missing:
-            ready = wait_readable([self._source.fileno(), *watched], deadline)
+            ready = wait_readable([self._source.fileno(), *watched, *self._watched], deadline)
             if not ready:
                 _log.debug("workers that did not connect in time: %s", join_indices(missing))
                 raise SyncTimeout(
@@ -97,12 +97,15 @@ class WorkerConnections:
                     "each worker must call connect(worker_idx=…), or init_on_worker(…), while the sender waits",
                     {worker: "never connected" for worker in missing},
                 )
+            for fd in self._watched.keys() & set(ready):  # a worker that has connected gets its weights meanwhile
+                self._watched[fd]()
             if self._source.fileno() in ready:
                 missing.discard(self._accept(deadline))
                 watched = {fd: worker for fd, worker in watched.items() if worker in missing}
                 continue
-            dead = {watched[fd]: "died before it had connected" for fd in ready}
-            raise WorkerDied(f"worker(s) {join_indices(dead)} died before they had connected", dead)
+            dead = {watched[fd]: "died before it had connected" for fd in ready if fd in watched}
+            if dead:
+                raise WorkerDied(f"worker(s) {join_indices(dead)} died before they had connected", dead)
 
     def _accept(self, deadline: float | None) -> int:
         """Register the worker of one new connection; return its index, or -1 if it was refused or has disconnected."""

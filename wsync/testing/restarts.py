@@ -93,6 +93,17 @@ class Restarts(BackendHooks):
             workers[0].result()
             assert workers[0].call(commands.output)[0] == 1
 
+    def test_a_worker_that_has_connected_does_not_wait_for_the_others(self) -> None:
+        with self.workers(2) as workers, self.make_scheme(timeout=TIMEOUT) as scheme:
+            scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=2)
+            connecting = threading.Thread(target=scheme.connect)
+            connecting.start()
+            workers[0].call(commands.join, scheme, Small, 0, "policy")
+            assert connecting.is_alive()  # worker 1 has not begun
+            workers[1].call(commands.join, scheme, Small, 1, "policy")
+            connecting.join(TIMEOUT)
+            assert not connecting.is_alive()
+
     def test_a_worker_index_that_does_not_exist_or_is_taken_is_refused(self) -> None:
         with self.workers(3) as workers, self.make_scheme(timeout=TIMEOUT) as scheme:
             scheme.init_on_sender("policy", model=Small(), num_workers=2)

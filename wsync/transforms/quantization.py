@@ -16,7 +16,7 @@ from wsync.transforms.patterns import listing, matches
 class Quantize(Buffered):
     """Converts weights to a narrow dtype and a scale, for ``Dequantize`` (or an engine) at the other end.
 
-    ``name`` becomes the quantised tensor, ``name + ".scale"`` its float32 scale: ``weight ≈ quantised × scale``, with
+    ``name`` becomes the quantised tensor, ``name + "_scale"`` its float32 scale: ``weight ≈ quantised × scale``, with
     ``scale = max|weight| / largest``. For int8 the error of each value is at most half its scale.
 
     Args:
@@ -46,7 +46,7 @@ class Quantize(Buffered):
             if tensor.is_floating_point() and tensor.dim() >= 2 and matches(name, self.only):
                 channels = (tensor.shape[0], *(1,) * (tensor.dim() - 1)) if self.per_channel else ()
                 found[name] = torch.empty(tensor.shape, dtype=self.dtype, device=tensor.device)
-                found[name + ".scale"] = torch.empty(channels, device=tensor.device)
+                found[name + "_scale"] = torch.empty(channels, device=tensor.device)
         return found
 
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -60,7 +60,7 @@ class Quantize(Buffered):
             quantised = buffers.get(name)
             if quantised is None:
                 continue
-            scale = buffers[name + ".scale"]
+            scale = buffers[name + "_scale"]
             magnitude = tensor.detach().abs()
             largest = (
                 magnitude.amax(tuple(range(1, tensor.dim())), keepdim=True) if self.per_channel else magnitude.max()
@@ -101,7 +101,7 @@ class Dequantize(Buffered):
 
     def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See ``Buffered``."""
-        names = [name for name in weights if name + ".scale" in weights]
+        names = [name for name in weights if name + "_scale" in weights]
         return {name: torch.empty(weights[name].shape, dtype=self.dtype, device=weights[name].device) for name in names}
 
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -112,8 +112,8 @@ class Dequantize(Buffered):
         """
         buffers = self.buffers(weights)
         if not buffers:
-            raise LayoutMismatch(f"no weight has a scale ('….scale'); there are {listing(weights)}")
+            raise LayoutMismatch(f"no weight has a scale ('…_scale'); there are {listing(weights)}")
         for name, result in buffers.items():
-            result.copy_(weights[name].to(torch.float32).mul_(weights[name + ".scale"]))
-        scales = {name + ".scale" for name in buffers}
+            result.copy_(weights[name].to(torch.float32).mul_(weights[name + "_scale"]))
+        scales = {name + "_scale" for name in buffers}
         return {**{name: tensor for name, tensor in weights.items() if name not in scales}, **buffers}

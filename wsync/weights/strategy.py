@@ -8,6 +8,7 @@ from typing import Any, Literal
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor, nn
 
+from wsync.errors import LayoutMismatch
 from wsync.loops.tensors import copy_all
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
@@ -56,7 +57,11 @@ class WeightStrategy:
         return self.express(snapshot(source))
 
     def express(self, weights: Snapshot) -> TensorDict | dict[str, Any]:
-        """Weights in canonical form, in this strategy's format."""
+        """Return weights in canonical form in this strategy's format.
+
+        Raises:
+            LayoutMismatch: one name is another one, a dot and more: a TensorDict cannot have both.
+        """
         flat: dict[str, Any] = {name: tensor.detach() for name, tensor in weights.tensors.items()}
         flat.update(weights.extra or {})
         if self.extract_as == "state_dict":
@@ -64,6 +69,8 @@ class WeightStrategy:
         result = TensorDict({})
         for name, value in flat.items():
             path = tuple(name.split("."))
+            if any(".".join(path[:depth]) in flat for depth in range(1, len(path))):
+                raise LayoutMismatch(f"no TensorDict has '{name}' beside its prefix: use strategy='state_dict'")
             if isinstance(value, Tensor):
                 result.set(path, value)
             else:
