@@ -36,7 +36,8 @@ def milliseconds(deadline: float | None) -> float | None:
 
 
 def as_timedelta(timeout: float | None) -> timedelta:
-    """Return a timeout in seconds as ``torch.distributed`` takes it; a year for None."""
+    """Return a timeout in seconds as ``torch.distributed`` takes it; a year for None, and for more than thirty."""
+    timeout = as_timeout(timeout)
     return timedelta(days=365) if timeout is None else timedelta(seconds=timeout)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from wsync.deadlines import deadline_in, remaining
+from wsync.deadlines import deadline_in, remaining, wait_readable
 from wsync.errors import NotConnected
 from wsync.gate import process_gate
 from wsync.legacy.pipes import read_invitation
@@ -154,7 +154,7 @@ class WeightReceiver:
         if self._scheme._role is not None or self._model is None or self._pipe is None:
             return True
         try:
-            if not self._pipe.poll(remaining(deadline)):
+            if not wait_readable([self._pipe.fileno()], deadline):
                 return False
         except OSError as error:
             raise NotConnected(f"the sender has closed this pipe, or died ({error})") from error

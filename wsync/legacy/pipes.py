@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from wsync.control import Address
-from wsync.deadlines import deadline_in, milliseconds
+from wsync.deadlines import deadline_in, milliseconds, wait_readable
 from wsync.errors import NotConnected, SyncTimeout
 from wsync.legacy.names import weights_of
 from wsync.roles import ReceiverRole, SenderRole
@@ -164,7 +164,7 @@ def read_invitation(pipe: Connection, model_id: str, timeout: float | None) -> t
         ValueError: another message came, or one about another model.
     """
     try:
-        ready = pipe.poll(timeout)
+        ready = bool(wait_readable([pipe.fileno()], deadline_in(timeout)))
         message = pipe.recv_bytes() if ready else b""
     except (EOFError, OSError) as error:
         raise NotConnected(f"'{model_id}': the sender has closed this pipe, or died ({error})") from error

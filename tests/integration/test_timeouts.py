@@ -1,0 +1,98 @@
+"""Timeouts of any size."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import pickle
+import queue
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+import wsync
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(params=[1e308, math.inf, 1e8])
+def endless(request: pytest.FixtureRequest) -> float:
+    """A timeout that means none."""
+    return request.param
+
+
+def model_of(value: float) -> nn.Linear:
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+@pytest.mark.parametrize("name", ["shared_mem", "multiprocess", "distributed", "rpc", "ray", "none"])
+def test_every_scheme_takes_an_endless_timeout(name: str, endless: float) -> None:
+    with wsync.WeightSyncScheme.from_backend(name, timeout=endless) as scheme:
+        assert scheme.timeout == (1e8 if endless == 1e8 else None)
+        scheme.timeout = endless
+    for wrong in (0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="above 0"):
+            wsync.WeightSyncScheme.from_backend(name, timeout=wrong)
+
+
+@pytest.mark.parametrize("options", [{}, {"shared_memory": False}])
+def test_every_call_takes_an_endless_timeout(endless: float, options: dict[str, Any]) -> None:
+    kind = wsync.DistributedWeightSyncScheme
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    of_worker = TCPStore("127.0.0.1", store.port, is_master=False)  # one client serves one call at a time
+    with (
+        kind(timeout=endless, store=store, **options) as sender,
+        kind(timeout=endless, store=of_worker, **options) as worker,
+    ):
+        model = nn.Linear(2, 2)
+        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
+        worker.init_on_receiver("policy", model=model, worker_idx=0)
+        connecting = threading.Thread(target=sender.connect)
+        connecting.start()
+        worker.connect()
+        connecting.join()
+        sender.send(model_of(2))
+        assert worker.receive(endless) is not None and model.weight[0, 0] == 2
+        sender.send_async(model_of(3))
+        assert sender.wait_async() is not None
+        worker.shutdown()
+        again = pickle.loads(pickle.dumps(sender))
+        again.init_on_receiver("policy", model=model, worker_idx=0)
+        joining = threading.Thread(target=again.connect)
+        joining.start()
+        sender.readmit(0, timeout=endless)
+        joining.join()
+        assert model.weight[0, 0] == 3
+        again.shutdown()
+
+
+def test_transports_and_pipes_take_an_endless_timeout(endless: float) -> None:
+    model, weights = nn.Linear(2, 2), queue.Queue()
+    wsync.MPTransport(weights, None, endless).send_weights(model_of(4))
+    assert wsync.MPTransport(weights).receive_weights(endless, model=model) is not None
+    shared = wsync.SharedMemTransport()
+    shared.register_weights(model)
+    shared.send_weights(model_of(5))
+    assert shared.receive_weights(endless, model=model) is not None and model.weight[0, 0] == 5
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    other = wsync.DistributedTransport(weights_buffer=model, store=TCPStore("127.0.0.1", store.port, is_master=False))
+    sending = threading.Thread(target=other.send_weights, args=(model_of(6),))
+    sending.start()
+    end = wsync.DistributedTransport(weights_buffer=model, store=store)
+    assert end.receive_weights(endless, model=model) is not None and model.weight[0, 0] == 6
+    sending.join()
+    ours, theirs = multiprocessing.Pipe()
+    with wsync.SharedMemWeightSyncScheme(timeout=endless) as sender, wsync.SharedMemWeightSyncScheme() as worker:
+        worker.timeout = endless
+        sender.init_on_sender("policy", pipes=[ours])
+        worker.init_on_worker("policy", pipe=theirs, model=model)
+        sending = threading.Thread(target=sender.get_sender().send, args=(model_of(7),))
+        sending.start()
+        assert worker.get_receiver().receive(endless) and torch.all(model.weight == 7)
+        sending.join()
