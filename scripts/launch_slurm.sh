@@ -14,6 +14,10 @@ launcher=${LAUNCHER:-submitit_slurm}
 cpus=${CPUS:-4} # of each job: the trainer's, and one for each worker
 minutes=${MINUTES:-60}
 
+if ! "${PYTHON:-python}" -c 'import hydra_plugins.hydra_submitit_launcher' 2>/dev/null; then
+    echo "$0: Hydra's submitit launcher is not installed: pip install -e '.[slurm]'" >&2
+    exit 1
+fi
 settings=("hydra/launcher=$launcher" "hydra.launcher.cpus_per_task=$cpus" "hydra.launcher.timeout_min=$minutes")
 if [ "$launcher" = submitit_slurm ]; then
     settings+=("hydra.launcher.partition=${PARTITION:?"the Slurm partition to submit to"}")
