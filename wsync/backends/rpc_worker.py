@@ -58,6 +58,7 @@ class RpcSenderConnection:
         self._sending = threading.Lock()
         self._answers: list[bytes] | None = None  # to the call that is being processed
         self._last_call: Any = None  # the newest call to the sender; it ends within the call timeout
+        self._calling = threading.Lock()  # of it
         self._peer = PeerProcess()
         workers[self._end] = self
         left = remaining(deadline)
@@ -143,19 +144,20 @@ class RpcSenderConnection:
         self._call(data, last=message.kind is Kind.LEAVE)
 
     def _call(self, data: bytes, last: bool = False) -> None:
-        """Call the sender. The ``last`` call follows all others, and has been processed on return.
+        """Call the sender, after the call before this one has been processed: RPC itself keeps no order.
 
-        Otherwise the sender might take a failure for a departure, or accept a worker that has left.
+        The ``last`` call has been processed on return.
         """
         if os.getpid() != self._opener:
             raise ConnectionError("this connection belongs to the parent of this forked process")
         try:
-            if last and self._last_call is not None:
-                self._last_call.wait()
-            timeout = _LEAVE_TIMEOUT if last else _CALL_TIMEOUT
-            self._last_call = rpc.rpc_async(self._trainer, deliver, args=(self._end, data), timeout=timeout)
-            if last:
-                self._last_call.wait()
+            with self._calling:
+                if self._last_call is not None:
+                    self._last_call.wait()
+                timeout = _LEAVE_TIMEOUT if last else _CALL_TIMEOUT
+                self._last_call = rpc.rpc_async(self._trainer, deliver, args=(self._end, data), timeout=timeout)
+                if last:
+                    self._last_call.wait()
         except RuntimeError as error:
             raise ConnectionError(f"{self.peer} cannot be called: {error}") from error
 
