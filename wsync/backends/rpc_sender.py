@@ -15,6 +15,7 @@ from wsync.control.connection import Connection
 from wsync.control.liveness import PeerProcess
 from wsync.control.messages import Kind, Message
 from wsync.control.receiver_thread import MessageHandler
+from wsync.deadlines import NOW, wait_readable
 from wsync.errors import NotConnected
 
 _NO_TIMEOUT = 0.0  # in RPC's terms: the sender has a deadline of its own
@@ -34,7 +35,6 @@ class RpcWorkerConnection:
     busy = False
 
     def __init__(self, end: End, name: str, identity: bytes, host: str) -> None:
-        self.peer = f"RPC worker '{name}'"
         self.local_host = host
         self._end = end
         self._name = name
@@ -42,6 +42,14 @@ class RpcWorkerConnection:
         self._inbox = Inbox()
         self._opener = os.getpid()
         self._sent = 0
+
+    @property
+    def peer(self) -> str:
+        """See ``Connection``. TensorPipe aborts a process that gets garbage on its port: the only trace is a death."""
+        name = f"RPC worker '{self._name}'"
+        if not wait_readable(self._peer.descriptors, NOW):
+            return name
+        return f"{name} (see its output: garbage that another program sends to its RPC port makes torch abort it)"
 
     @property
     def descriptors(self) -> Sequence[int]:

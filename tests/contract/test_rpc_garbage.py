@@ -1,0 +1,81 @@
+"""Garbage that a third process sends to an RPC port: what docs/security.md says that it does."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rpc_workers import Rpc, RpcWorkerPool
+
+import wsync
+from wsync.testing import commands
+from wsync.testing.commands import WorkerState
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def rpc() -> Iterator[Rpc]:
+    Rpc.pool = RpcWorkerPool()
+    yield Rpc()
+    Rpc.pool.close()
+
+
+def ports(state: WorkerState | None = None) -> list[int]:
+    """The TCP ports on which this process listens."""
+    found: list[int] = []
+    mine = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    for table in ("tcp", "tcp6"):
+        for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            columns = row.split()
+            if columns[3] == "0A" and f"socket:[{columns[9]}]" in mine:
+                found.append(int(columns[1].split(":")[1], 16))
+    return found
+
+
+def send_to(port: int, data: bytes) -> None:
+    """Send ``data`` from a process of its own, and wait until the other end has closed, or half a second."""
+    code = (
+        "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1])), 5); s.settimeout(0.5)\n"
+        "s.send(bytes.fromhex(sys.argv[2]))\n"
+        "try: s.recv(1)\nexcept OSError: pass"
+    )
+    status = os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code, str(port), data.hex()])
+    assert status == 0
+
+
+GARBAGE = {
+    "a request": b"GET / HTTP/1.1\r\n\r\n",
+    "noise": random.Random(1).randbytes(500),
+    "a frame": (10).to_bytes(8, "little") + bytes(10),
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_garbage_on_a_workers_port_is_a_death_that_names_worker_and_cause(rpc: Rpc, garbage: str) -> None:
+    with rpc.connected() as session:
+        (port,) = session.workers[0].call(ports)
+        send_to(port, GARBAGE[garbage])
+        with pytest.raises(wsync.WorkerDied, match=r"(?s)worker 0: .*garbage .* to its RPC port") as died:
+            session.send(2)
+        assert set(died.value.workers) == {0}
+        assert session.workers[1].call(commands.output)[0] == 2
+        session.workers[0].alive = False  # the pool does not ask it again
+
+
+@pytest.mark.parametrize("garbage", [b"\x01", b"GET /"])
+def test_less_than_a_length_has_no_effect(rpc: Rpc, garbage: bytes) -> None:
+    with rpc.connected() as session:
+        for worker in session.workers:
+            for port in worker.call(ports):
+                send_to(port, garbage)
+        for port in ports():
+            with socket.create_connection(("127.0.0.1", port), 5):
+                pass
+        session.send(2)
+        assert session.outputs() == [2, 2]
