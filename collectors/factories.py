@@ -43,7 +43,7 @@ def pickled(value: Any, name: str) -> bytes:
     """
     try:
         return cloudpickle.dumps(value)
-    except Exception as error:
+    except Exception as error:  # __reduce__ of any object may raise anything
         raise TypeError(
             f"the {name} cannot be sent to a worker, because it cannot be pickled ({error}); "
             "give a factory (create_env_fn, policy_factory) that makes it there"

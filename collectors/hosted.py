@@ -10,7 +10,7 @@ import wsync
 
 @runtime_checkable
 class ModelHost(Protocol):
-    """An object in an environment whose model is in actors: a ``RayModuleTransform``."""
+    """An object in an environment, with a model in actors: a ``RayModuleTransform``."""
 
     @property
     def actors(self) -> Sequence[Any]:
@@ -34,7 +34,7 @@ class Hosts:
         for host in hosts:
             if not isinstance(host, ModelHost):
                 raise TypeError(
-                    f"'{path}' is a {type(host).__name__}, whose model is in the environment's process: this scheme is "
+                    f"'{path}' is a {type(host).__name__}, with its model in the same process: this scheme is "
                     "for a RayModuleTransform; SharedMemWeightSyncScheme and the like are for models in workers"
                 )
             self.actors.extend(actor for actor in host.actors if actor not in self.actors)

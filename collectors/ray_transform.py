@@ -86,7 +86,7 @@ class RayModuleTransform(Transform):
         self._connection = connection()  # the one in which the handle is valid
         try:
             self._answer(actor.ready.remote(), "start")
-        except BaseException:
+        except BaseException:  # also Ctrl-C: the actor would outlive the call
             ray.kill(actor)
             raise
 

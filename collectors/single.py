@@ -96,7 +96,7 @@ class Collector(BaseCollector):
                 if not isinstance(scheme, wsync.NoWeightSyncScheme):
                     scheme.init_in_process(model_id, self._actor.get_model(model_id), self._source(model_id))
             connect_hosted(self._hosted_schemes, lambda path: [self._actor.find(path)])
-        except BaseException:
+        except BaseException:  # also Ctrl-C: the environments are closed
             self.shutdown()
             raise
         followed = policy_scheme(self._worker_schemes)

@@ -168,7 +168,7 @@ class WorkerCollector(BaseCollector):
                 self._settle_tentative_scheme()
             connect_hosted(self._hosted_schemes, self._find_in_workers)
             self._group.connect()
-        except BaseException:
+        except BaseException:  # also Ctrl-C: the workers that have been started are ended
             self.shutdown()
             raise
 

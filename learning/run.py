@@ -41,7 +41,7 @@ def run_command(
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         command()
-    except BaseException as error:
+    except BaseException as error:  # also Ctrl-C and SystemExit: each ends the run by its own rule
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a further Ctrl-C does not wait for `on_error`
         on_error()
@@ -65,7 +65,7 @@ def reported_errors(folder: Path, describe: Describe, *, sweep: bool) -> Iterato
     """
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # of any class; raised again, as a one-line message where there is one
         _job_errors.append(error)
         message = describe(error)
         if sweep:

@@ -14,7 +14,7 @@ import struct
 import sys
 from pathlib import Path
 
-NOBODY = 65534
+UNPRIVILEGED_UID = 65534
 _PREAMBLE = struct.Struct("<6q")  # of gloo: size, operation, slot, offset, length, offset there
 _SEND_READY, _RECEIVE_READY = 2, 3
 _LISTENING = "0A"
@@ -92,6 +92,6 @@ def attack(secret: bytes) -> dict[str, int | bool]:
 if __name__ == "__main__":
     if os.getuid() == 0:
         os.setgroups([])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
+        os.setgid(UNPRIVILEGED_UID)
+        os.setuid(UNPRIVILEGED_UID)
     print(json.dumps(attack(bytes.fromhex(sys.argv[1]))), flush=True)

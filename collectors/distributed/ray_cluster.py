@@ -75,7 +75,7 @@ class Cluster:
             try:
                 with _signals_kept():
                     ray.init(address, **options)
-            except Exception as error:
+            except Exception as error:  # Ray raises errors of many classes; this one class is documented
                 raise ConnectionError(f"no Ray cluster can be reached at {address} ({error})") from error
             failing.pop_all()
         self._connection = connection()

@@ -194,7 +194,7 @@ class RayPool(CallPool[RayWorker]):
             for i in range(count):
                 self.start_worker(i)
             self._wait_for_actors(resources, timeout)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: the actors that have been started are ended
             self.close()
             raise
 

@@ -195,7 +195,7 @@ class RpcPool(CallPool[RpcWorker]):
                 self._start_group(count, host, timeout)
             else:
                 self._enlist(count, names, timeout)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: a group that has begun to form is left
             self.close()
             raise
 

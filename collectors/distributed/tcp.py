@@ -129,7 +129,7 @@ class TcpPool(ConnectionPool):
             self._wait_for_workers(timeout)
             self.listener.close()
             self.listener = Listener()
-        except BaseException:
+        except BaseException:  # also Ctrl-C: the workers that have been started are ended
             self.close()
             raise
         finally:

@@ -214,7 +214,7 @@ class ProcessPool(ConnectionPool):
         try:
             for i in range(count):
                 self.start_worker(i)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: the workers that have been started are ended
             self.close()
             raise
 

@@ -75,7 +75,7 @@ class WorkerConnection:
         memory = layout.create_memory(count)
         try:
             self.send("ready", (layout, count, num_envs), (memory,))
-        except BaseException:
+        except BaseException:  # also Ctrl-C: the descriptor has no other owner yet
             os.close(memory)
             raise
         return layout.map_memory(memory, count)

@@ -179,7 +179,7 @@ def rpc_workers(case: Case) -> Iterator[Workers]:
             raise BenchError("a worker ended before it had joined the RPC group")
         try:
             yield Workers(pipes)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: leaving together would wait for the workers
             leave_group()  # without waiting for the workers
             raise
         rpc.shutdown(timeout=_GRACE)  # together with the workers

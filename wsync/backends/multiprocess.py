@@ -118,7 +118,7 @@ class MPTransport:
                     if destination is not None:
                         chosen.apply_weights(destination, received)
             return chosen.extract_weights(received)
-        except Exception:
+        except Exception:  # of any model; raised again here, and sent to the sender
             error = traceback.format_exc()
             raise
         finally:
