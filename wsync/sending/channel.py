@@ -18,6 +18,7 @@ from wsync.control.interfaces import ConnectionSource
 from wsync.control.messages import Kind, Message
 from wsync.control.workers import WorkerConnections
 from wsync.fast_path import FastCalls
+from wsync.sending.general_update import GeneralUpdate
 from wsync.sending.queues import QueuedUpdate
 from wsync.sending.send_loop import SendLoop
 from wsync.sending.slots import Slots
@@ -232,7 +233,13 @@ class WorkerChannel:
 
     def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
         """See ``SendChannel``."""
-        return None if self._slots is None or self._reserved else self._slots.fast_calls(acknowledge=acknowledge)
+        if self._reserved or self._layout is None:
+            return None
+        if self._slots is not None and len(self._slots.workers) == self._num_workers:
+            return self._slots.fast_calls(acknowledge=acknowledge)
+        if not acknowledge:
+            return None
+        return GeneralUpdate(self, self._num_workers, self._layout.nbytes, self._connections.record).calls()
 
     # --- transactions ---
 

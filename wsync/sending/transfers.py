@@ -173,7 +173,8 @@ class Transfers:
         queue = self.queues[worker]
         if queue.current is not None and version >= queue.current.update.version:
             queue.current = None
-            self.advance(worker)
+            if queue.waiting:
+                self.advance(worker)
 
     def advance(self, worker: int) -> None:
         """Send the next update; or continue the current one, if a signal handler has raised meanwhile."""

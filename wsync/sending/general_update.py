@@ -1,0 +1,84 @@
+"""The fast path where some workers are sent weights by a transport: the steps of a full send that can have changed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from wsync.deadlines import deadline_in
+from wsync.fast_path import FastCalls, PartialDelivery
+from wsync.loops import TensorTree
+from wsync.sending.protocols import SendChannel
+from wsync.types import Ack, SyncReport, split_phases
+
+
+class GeneralUpdate:
+    """Packs and publishes an update to all workers, and waits for their acknowledgements.
+
+    What a full send does besides was done by the send that enabled the fast path: reading the form in which weights are
+    given, checking their layout, choosing workers, extra state. Called under the sender's lock, by the sending thread.
+
+    Args:
+        channel: to the workers, all of which are connected.
+        num_workers: the number of workers.
+        nbytes: of one copy of the weights.
+        record: stores an acknowledgement again, for the next ``wait_acks``.
+    """
+
+    def __init__(self, channel: SendChannel, num_workers: int, nbytes: int, record: Callable[[Ack], None]) -> None:
+        self._channel = channel
+        self._everyone = range(num_workers)
+        self._nbytes = nbytes
+        self._record = record
+
+    def calls(self) -> FastCalls:
+        """Return the calls of the fast path."""
+        return FastCalls(self._update, self._complete)
+
+    def _update(
+        self, tensors: TensorTree | list[Tensor], version: int, timeout: float | None, began: float
+    ) -> SyncReport | tuple[Any, ...] | None:
+        """Do one update; see ``FastUpdate``."""
+        channel, everyone = self._channel, self._everyone
+        if len(channel.workers) < len(everyone):
+            return None
+        found = tensors if isinstance(tensors, list) else tensors.tensors()
+        extracted = time.perf_counter()
+        deadline = deadline_in(timeout)
+        buffer = channel.reserve(everyone, deadline)
+        reserved = time.perf_counter()
+        try:
+            if not buffer.plan.fill(found):
+                channel.release([buffer])
+                return None
+            packed = time.perf_counter()
+            channel.publish(buffer, version, b"", everyone, acknowledge=True)
+        except BaseException:  # a signal handler raised, or a transport
+            channel.release([buffer])
+            raise
+        published = time.perf_counter()
+        acks = channel.wait_acks(everyone, version, deadline)
+        finished = time.perf_counter()
+        slowest = max(acks, key=lambda ack: ack.wait + ack.apply, default=Ack(-1, version))
+        phases = split_phases(
+            extract=extracted - began,
+            wait=reserved - extracted,
+            pack=packed - reserved,
+            transfer=published - packed,
+            left=finished - packed,
+            worker_wait=slowest.wait,
+            worker_apply=slowest.apply,
+        )
+        workers = dict.fromkeys(everyone, version)
+        report = SyncReport(version, self._nbytes, finished - began, phases, workers)
+        if len(acks) == len(everyone) and not any([ack.error or ack.died for ack in acks]):
+            return report
+        for ack in acks:
+            self._record(ack)
+        return report, buffer.slot, (), b""
+
+    def _complete(self, delivery: PartialDelivery, version: int) -> None:
+        """Nothing is left to publish; ``wait_acks`` finds what was recorded again."""
