@@ -25,10 +25,10 @@ import collectors.config
 import wsync.config
 from collectors.config import ConfigError
 from learning import validation
+from learning.actor_critic import Diverged
 from learning.checkpoint import CheckpointError
 from learning.config_errors import one_line
 from learning.options import NoLoggerConfig, PolicyConfig, PPOConfig, WandbConfig
-from learning.ppo import Diverged
 from learning.reporting.files import FolderError, writing
 from learning.reporting.sweep import report
 from learning.run import run_command

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from learning import checkpoint
-from learning.ppo import PPO, Diverged
+from learning.actor_critic import ActorCritic, Diverged
 from learning.progress import Failures, Progress, summarise
 from learning.reporting import Reporter
 from learning.run import StopRequest
@@ -76,7 +76,7 @@ class Training:
         facts: more entries for the summary (seed, number of workers, ...); ``env`` names the environment.
     """
 
-    learner: PPO
+    learner: ActorCritic
     scheme: WeightSyncScheme
     goal: Goal
     folder: Path

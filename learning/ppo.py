@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from learning.actor_critic import ActorCritic
 from learning.gae import gae
 from learning.networks import Policy
 
 STATS = ("loss_policy", "loss_value", "entropy", "kl", "clip_fraction", "grad_norm")
 KL = STATS.index("kl")
-
-
-class Diverged(FloatingPointError):
-    """The statistics of an update are not finite; the networks are unusable."""
 
 
 class Frames(NamedTuple):
@@ -31,7 +27,7 @@ class Frames(NamedTuple):
     value: Tensor
 
 
-class PPO:
+class PPO(ActorCritic):
     """Improves a policy and its critic on batches of their own experience (Schulman et al., https://arxiv.org/abs/1707.06347).
 
     Args:
@@ -85,21 +81,15 @@ class PPO:
         normalize_advantage: bool = True,
         adam_eps: float = 1e-5,
     ) -> None:
-        if min(epochs, epochs if epochs_final is None else epochs_final, minibatch_size, anneal_frames) < 1:
-            raise ValueError("epochs, epochs_final, minibatch_size and anneal_frames must be at least 1")
-        self.policy, self.critic = policy, critic
+        super().__init__(
+            policy, critic,
+            epochs=epochs, epochs_final=epochs_final, minibatch_size=minibatch_size, lr=lr, lr_final=lr_final,
+            anneal_frames=anneal_frames, max_grad_norm=max_grad_norm, adam_eps=adam_eps,
+        )  # fmt: skip
         self.gamma, self.gae_lambda, self.reward_scale = gamma, gae_lambda, reward_scale
-        self.epochs, self.epochs_final = epochs, epochs if epochs_final is None else epochs_final
-        self.minibatch_size = minibatch_size
-        self.lr, self.lr_final = lr, lr if lr_final is None else lr_final
         self.clip, self.clip_final = clip, clip if clip_final is None else clip_final
-        self.anneal_frames = anneal_frames
         self.value_coef, self.value_clip, self.entropy_coef = value_coef, value_clip, entropy_coef
-        self.max_grad_norm, self.target_kl, self.normalize_advantage = max_grad_norm, target_kl, normalize_advantage
-        self.frames = 0
-        unique = dict.fromkeys((*policy.parameters(), *critic.parameters()))  # a shared trunk is listed once
-        self.parameters = [p for p in unique if p.requires_grad]
-        self.optimizer = torch.optim.Adam(self.parameters, lr=lr, eps=adam_eps, fused=True)
+        self.target_kl, self.normalize_advantage = target_kl, normalize_advantage
 
     def update(self, batch: TensorDictBase) -> dict[str, float]:
         """Learn from one batch ``[*B, T]`` of a collector (time last); return means over the gradient steps.
@@ -113,9 +103,8 @@ class PPO:
             Diverged: the statistics are not finite; the networks are unusable.
 
         """
-        lr, clip = self._scheduled(self.lr, self.lr_final), self._scheduled(self.clip, self.clip_final)
-        epochs = round(self._scheduled(self.epochs, self.epochs_final))
-        self.optimizer.param_groups[0]["lr"] = lr
+        lr, epochs = self._begin_update()
+        clip = self._scheduled(self.clip, self.clip_final)
         frames, summary = self._prepare(batch)
         steps: list[Tensor] = []
         passes = 0
@@ -128,9 +117,6 @@ class PPO:
         stats = dict(zip(STATS, torch.stack(steps).mean(0).tolist(), strict=True)) | summary
         self._check_finite(stats, batch, lr)
         return stats | {"epochs": float(passes), "lr": lr, "clip": clip}
-
-    def _scheduled(self, first: float, final: float) -> float:
-        return final + max(0.0, 1.0 - self.frames / self.anneal_frames) * (first - final)
 
     @torch.no_grad()
     def _prepare(self, batch: TensorDictBase) -> tuple[Frames, dict[str, float]]:
@@ -181,49 +167,9 @@ class PPO:
 
         entropy = distribution.entropy().mean()
         loss = loss_policy + self.value_coef * loss_value - self.entropy_coef * entropy
-        self.optimizer.zero_grad()
-        loss.backward()
-        grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
-        self.optimizer.step()
+        grad_norm = self._descend(loss)
 
         with torch.no_grad():
             kl = (ratio - 1.0 - log_ratio).mean()  # low variance, never negative: http://joschu.net/blog/kl-approx.html
             clip_fraction = ((ratio - 1.0).abs() > clip).float().mean()
             return torch.stack([loss_policy, loss_value, entropy, kl, clip_fraction, grad_norm])
-
-    def _check_finite(self, stats: dict[str, float], batch: TensorDictBase, lr: float) -> None:
-        """Raise Diverged if a statistic is not finite; the message names the cause."""
-        wrong = [f"{name} is {value}" for name, value in stats.items() if not math.isfinite(value)]
-        if not wrong:
-            return
-        if inputs := _not_finite(batch):
-            advice = f"the batch has {' and '.join(inputs)} that are not finite: check the environment"
-        else:
-            advice = (
-                f"resume from an earlier checkpoint, or start again, with a learning rate (algorithm.lr) below {lr:g}"
-            )
-        raise Diverged(f"PPO diverged after {self.frames} frames: {', '.join(wrong)}; {advice}")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed learner needs: both networks, the optimizer, the position in the schedules."""
-        return {
-            "policy": self.policy.state_dict(),
-            "critic": self.critic.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "frames": self.frames,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from where `state_dict` was taken; networks and hyperparameters must be the same."""
-        self.policy.load_state_dict(state["policy"])
-        self.critic.load_state_dict(state["critic"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.frames = state["frames"]
-
-
-def _not_finite(batch: TensorDictBase) -> list[str]:
-    """Return which inputs of `batch` are not finite; an observation after a terminated episode does not count."""
-    step = batch.get("next")
-    successors = step.get("observation")[~step.get("terminated").squeeze(-1)]
-    parts = {"observations": (batch.get("observation"), successors), "rewards": (step.get("reward"),)}
-    return [name for name, tensors in parts.items() if not all(x.isfinite().all() for x in tensors)]

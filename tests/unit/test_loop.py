@@ -14,8 +14,8 @@ from torch import nn
 import collectors.workers.records
 from collectors.environments.specs import Spec
 from learning import PPO, checkpoint, make_critic, make_policy
+from learning.actor_critic import Diverged
 from learning.loop import Goal, Training
-from learning.ppo import Diverged
 from learning.progress import Failures
 from learning.reporting import Reporter
 from learning.reporting.files import RunFiles

@@ -12,7 +12,8 @@ from torch import nn
 
 from collectors.environments.specs import Spec
 from learning import PPO, CategoricalPolicy, make_critic, make_policy
-from learning.ppo import Diverged, Frames
+from learning.actor_critic import Diverged
+from learning.ppo import Frames
 
 CHOICE = Spec(torch.Size([3]), torch.int64, n=3)
 TORQUES = Spec(torch.Size([2]), torch.float32, torch.tensor([-2.0, 0.0]), torch.tensor([2.0, 10.0]))

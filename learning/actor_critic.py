@@ -1,0 +1,118 @@
+"""What learners of a policy and its critic have in common: optimizer, schedules, state, a check for divergence."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from learning.networks import Policy
+
+
+class Diverged(FloatingPointError):
+    """The statistics of an update are not finite; the networks are unusable."""
+
+
+class ActorCritic(ABC):
+    """Trains a policy and its critic with one Adam optimizer.
+
+    Attributes:
+        policy: trained in place.
+        critic: observations ``[*B, obs]`` to values ``[*B]``; trained in place.
+        frames: learnt from so far; the position in the schedules.
+        parameters: those of both networks that are trained, each once.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        critic: nn.Module,
+        *,
+        epochs: int,
+        epochs_final: int | None,
+        minibatch_size: int,
+        lr: float,
+        lr_final: float | None,
+        anneal_frames: int,
+        max_grad_norm: float,
+        adam_eps: float,
+    ) -> None:
+        if min(epochs, epochs if epochs_final is None else epochs_final, minibatch_size, anneal_frames) < 1:
+            raise ValueError("epochs, epochs_final, minibatch_size and anneal_frames must be at least 1")
+        self.policy, self.critic = policy, critic
+        self.epochs, self.epochs_final = epochs, epochs if epochs_final is None else epochs_final
+        self.minibatch_size = minibatch_size
+        self.lr, self.lr_final = lr, lr if lr_final is None else lr_final
+        self.anneal_frames, self.max_grad_norm = anneal_frames, max_grad_norm
+        self.frames = 0
+        unique = dict.fromkeys((*policy.parameters(), *critic.parameters()))  # a shared trunk is listed once
+        self.parameters = [p for p in unique if p.requires_grad]
+        self.optimizer = torch.optim.Adam(self.parameters, lr=lr, eps=adam_eps, fused=True)
+
+    @abstractmethod
+    def update(self, batch: TensorDictBase) -> dict[str, float]:
+        """Learn from one batch ``[*B, T]`` of a collector (time last); return statistics.
+
+        Raises:
+            Diverged: the statistics are not finite; the networks are unusable.
+        """
+
+    def _scheduled(self, first: float, final: float) -> float:
+        """Return the value, after ``frames``, that falls linearly from `first` to `final` over ``anneal_frames``."""
+        return final + max(0.0, 1.0 - self.frames / self.anneal_frames) * (first - final)
+
+    def _begin_update(self) -> tuple[float, int]:
+        """Set the scheduled learning rate; return it, and the scheduled number of passes."""
+        lr = self._scheduled(self.lr, self.lr_final)
+        self.optimizer.param_groups[0]["lr"] = lr
+        return lr, round(self._scheduled(self.epochs, self.epochs_final))
+
+    def _descend(self, loss: Tensor) -> Tensor:
+        """Do one gradient step on `loss`; return the norm of the gradient before it is scaled down."""
+        self.optimizer.zero_grad()
+        loss.backward()
+        grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
+        self.optimizer.step()
+        return grad_norm
+
+    def _check_finite(self, stats: dict[str, float], batch: TensorDictBase, lr: float) -> None:
+        """Raise Diverged if a statistic is not finite; the message names the cause."""
+        wrong = [f"{name} is {value}" for name, value in stats.items() if not math.isfinite(value)]
+        if not wrong:
+            return
+        if inputs := _not_finite(batch):
+            advice = f"the batch has {' and '.join(inputs)} that are not finite: check the environment"
+        else:
+            advice = (
+                f"resume from an earlier checkpoint, or start again, with a learning rate (algorithm.lr) below {lr:g}"
+            )
+        name = type(self).__name__
+        raise Diverged(f"{name} diverged after {self.frames} frames: {', '.join(wrong)}; {advice}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed learner needs: both networks, the optimizer, the position in the schedules."""
+        return {
+            "policy": self.policy.state_dict(),
+            "critic": self.critic.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "frames": self.frames,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from where `state_dict` was taken; networks and hyperparameters must be the same."""
+        self.policy.load_state_dict(state["policy"])
+        self.critic.load_state_dict(state["critic"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.frames = state["frames"]
+
+
+def _not_finite(batch: TensorDictBase) -> list[str]:
+    """Return which inputs of `batch` are not finite; an observation after a terminated episode does not count."""
+    step = batch.get("next")
+    successors = step.get("observation")[~step.get("terminated").squeeze(-1)]
+    parts = {"observations": (batch.get("observation"), successors), "rewards": (step.get("reward"),)}
+    return [name for name, tensors in parts.items() if not all(x.isfinite().all() for x in tensors)]
