@@ -12,9 +12,14 @@ import os
 import signal
 import sys
 import time
+from importlib.util import find_spec
 from multiprocessing import forkserver
 
 STARTED = time.perf_counter()
+NEEDED = ("gymnasium", "hydra", "matplotlib", "rich")
+
+if missing := [name for name in NEEDED if find_spec(name) is None]:
+    sys.exit(f"not installed: {', '.join(missing)}: pip install -e '.[train]' installs what train.py needs")
 
 
 def start_fork_server() -> None:

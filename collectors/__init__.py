@@ -3,6 +3,14 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from wsync import missing_extra
+
+try:
+    import cloudpickle  # noqa: F401
+    import gymnasium  # noqa: F401
+except ModuleNotFoundError as error:
+    raise missing_extra(error, "collectors") from error
+
 from collectors.base import BaseCollector
 from collectors.environments.transforms import ModuleTransform
 from collectors.envs import GymEnv

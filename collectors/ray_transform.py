@@ -6,10 +6,16 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-import ray
-from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from torch import nn
+
+from wsync import missing_extra
+
+try:
+    import ray
+    from ray.actor import ActorHandle
+    from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+except ModuleNotFoundError as error:
+    raise missing_extra(error, "ray") from error
 
 from collectors.distributed.ray_cluster import Cluster, connection
 from collectors.environments.transforms import Key, Transform, call, call_without_trace

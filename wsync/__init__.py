@@ -12,7 +12,15 @@ from wsync.backends.store import StoreTransport, StoreWeightSyncScheme
 from wsync.control.listener import listen_on
 from wsync.engine.app import engine_app
 from wsync.engine.generations import GenerationAborted
-from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, WeightSyncError, WorkerDied, WorkerFailed
+from wsync.errors import (
+    LayoutMismatch,
+    NotConnected,
+    SyncTimeout,
+    WeightSyncError,
+    WorkerDied,
+    WorkerFailed,
+    missing_extra,
+)
 from wsync.gate import gate, gated
 from wsync.legacy.api import WeightReceiver, WeightSender
 from wsync.metrics import SyncMetrics
@@ -27,6 +35,7 @@ from wsync.transport import Closing, FlatTransport, TransportBackend
 from wsync.types import CascadingContext, CollectorContext, RemoteWorker, SyncReport
 from wsync.weights.strategy import WeightStrategy
 
+__version__ = "0.1.0"
 __all__ = [
     "CascadingContext",
     "Closing",
@@ -73,6 +82,7 @@ __all__ = [
     "gate",
     "gated",
     "listen_on",
+    "missing_extra",
     "per_worker",
     "register_backend",
     "registered_backends",

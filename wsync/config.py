@@ -15,13 +15,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
+from wsync.errors import missing_extra
 from wsync.registry import registered_backends
 from wsync.scheme import WeightSyncScheme
+
+try:
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+except ModuleNotFoundError as error:
+    raise missing_extra(error, "train") from error
 
 _PLAIN = (bool, int, float, str)
 

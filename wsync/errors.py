@@ -11,6 +11,7 @@ __all__ = [
     "WeightSyncError",
     "WorkerDied",
     "WorkerFailed",
+    "missing_extra",
 ]
 
 
@@ -65,3 +66,14 @@ class WorkerFailed(WorkerError):
 
 class WorkerDied(WorkerError):
     """A worker's process ended; the survivors have the update."""
+
+
+def missing_extra(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:
+    """Return the error of an import or a call that needs a package which is not installed.
+
+    Args:
+        error: that of the import statement.
+        extra: the optional dependencies of wsync that have the package: ``"ray"``, ``"train"`` …
+    """
+    package = (error.name or "").split(".")[0]
+    return ModuleNotFoundError(f"{package} is not installed: pip install 'wsync[{extra}]'", name=error.name)

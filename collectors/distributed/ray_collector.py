@@ -13,18 +13,23 @@ from multiprocessing.connection import wait
 from typing import Any, Unpack
 
 import numpy as np
-import ray
 import torch
-from ray.actor import ActorHandle
-from ray.exceptions import RayError
 
 import wsync
+from wsync import SyncTimeout, missing_extra
+
+try:
+    import ray
+    from ray.actor import ActorHandle
+    from ray.exceptions import RayError
+except ModuleNotFoundError as error:
+    raise missing_extra(error, "ray") from error
+
 from collectors.distributed.calls import CalledWorker, CallPool, CommandExecutor, Reply, WakeEvent
 from collectors.distributed.ray_cluster import Cluster, starts_one
 from collectors.factories import EnvMaker
 from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
 from collectors.workers.pool import SHUTDOWN_GRACE
-from wsync import SyncTimeout
 
 
 class RayCollector(WorkerCollector):

@@ -14,6 +14,7 @@ from urllib.parse import urlparse
 
 from learning.progress import Row
 from learning.reporting import Reporter
+from wsync import missing_extra
 
 if TYPE_CHECKING:
     import wandb
@@ -94,8 +95,10 @@ class WandbLogger(Reporter):
             log.warning("wandb: logging stopped, the run continues: %s: %s", type(error).__name__, error)
 
     def _send_all(self) -> None:
-        import wandb  # slow to import, and only needed here
-
+        try:
+            import wandb  # slow to import, and only needed here
+        except ModuleNotFoundError as error:
+            raise missing_extra(error, "train") from error
         run = self._start(wandb)
         run.define_metric("frames")
         run.define_metric("*", step_metric="frames")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
-from wsync.errors import NotConnected, WeightSyncError
+from wsync.errors import NotConnected, WeightSyncError, missing_extra
 from wsync.legacy.names import OlderGroupTransport
 from wsync.process_group import check_backend, device_of
 from wsync.rendezvous import SocketRendezvous
@@ -154,10 +154,13 @@ class RayWeightSyncScheme(WeightSyncScheme):
             given: as there.
 
         Raises:
+            ModuleNotFoundError: Ray is not installed; names the extra.
             NotConnected: Ray is not initialised.
         """
-        import ray
-
+        try:
+            import ray
+        except ModuleNotFoundError as error:
+            raise missing_extra(error, "ray") from error
         from wsync.backends.ray_actors import Actors
 
         if not ray.is_initialized():

@@ -1,6 +1,11 @@
 """The contract suite for backends, for use with pytest: ``BackendContract``. pytest has to be installed."""
 
-import pytest
+from wsync.errors import missing_extra
+
+try:
+    import pytest
+except ModuleNotFoundError as error:
+    raise missing_extra(error, "testing") from error
 
 _PARTS = ("delivery", "faults", "restarts", "session", "shutdowns", "transactions", "unlike", "updates", "workers")
 pytest.register_assert_rewrite(*(f"wsync.testing.{part}" for part in _PARTS))  # before they are imported

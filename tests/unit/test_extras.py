@@ -1,0 +1,68 @@
+"""Without a package of an extra: `import wsync` works, and what needs the package names the extra in its error."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import wsync
+
+ROOT = Path(__file__).parents[2]
+OPTIONAL = ("cloudpickle", "gymnasium", "hydra", "matplotlib", "omegaconf", "pytest", "ray", "rich", "typer", "wandb")
+PROGRAM = f"""
+import sys
+from importlib import import_module
+
+optional = {OPTIONAL}
+import tensordict  # needs cloudpickle itself
+import wsync
+
+print("imported:", [name for name in optional if name in sys.modules and name != "cloudpickle"])
+for name in optional:
+    sys.modules[name] = None  # as if it were not installed
+for module in ("wsync.config", "wsync.testing", "collectors"):
+    try:
+        import_module(module)
+    except ModuleNotFoundError as error:
+        print(error)
+try:
+    wsync.RayWeightSyncScheme().init_on_sender("policy", num_workers=1)
+except ModuleNotFoundError as error:
+    print(error)
+"""
+
+
+def run(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"}
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False, cwd=folder, env=environment
+    )
+
+
+def test_what_is_missing_names_its_extra(tmp_path: Path) -> None:
+    done = run("-c", PROGRAM, folder=tmp_path)
+    assert done.stdout.splitlines() == [
+        "imported: []",
+        "hydra is not installed: pip install 'wsync[train]'",
+        "pytest is not installed: pip install 'wsync[testing]'",
+        "cloudpickle is not installed: pip install 'wsync[collectors]'",
+        "ray is not installed: pip install 'wsync[ray]'",
+    ], done.stderr
+
+
+def test_train_names_all_that_is_missing_at_once(tmp_path: Path) -> None:
+    # A finder before all others, in a module that Python imports at its start.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util\nfound = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name: None if name in ('hydra', 'rich') else found(name)\n"
+    )
+    done = run(ROOT / "train.py", folder=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == "not installed: hydra, rich: pip install -e '.[train]' installs what train.py needs\n"
+
+
+def test_the_command_prints_the_version(tmp_path: Path) -> None:
+    done = run("-m", "wsync", "--version", folder=tmp_path)
+    assert done.stdout == f"wsync {wsync.__version__}\n"
