@@ -7,7 +7,8 @@ from wsync.backends.multiprocess import MPTransport, MultiProcessWeightSyncSchem
 from wsync.backends.none import NoWeightSyncScheme
 from wsync.backends.ray import RayModuleTransformScheme, RayTransport, RayWeightSyncScheme
 from wsync.backends.rpc import RPCTransport, RPCWeightSyncScheme
-from wsync.backends.shared_mem import SharedMemTransport, SharedMemWeightSyncScheme
+from wsync.backends.shared_mem import SharedMemWeightSyncScheme
+from wsync.backends.shared_mem_transport import SharedMemTransport
 from wsync.backends.store import StoreTransport, StoreWeightSyncScheme
 from wsync.control.listener import listen_on
 from wsync.engine.app import engine_app
