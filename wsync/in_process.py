@@ -172,6 +172,6 @@ class InProcessChannel:
         """See ``ReceiveChannel``."""
         self._acks.append(ack)
 
-    def close(self) -> None:
+    def close(self, *, finished: bool = False) -> None:
         """See ``SendChannel`` and ``ReceiveChannel``."""
         self._buffer = self._receiver = None

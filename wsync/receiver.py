@@ -32,7 +32,7 @@ from wsync.receiving.protocols import (
     ReceiveChannel,
 )
 from wsync.receiving.registered import RegisteredFollower
-from wsync.receiving.versions import VersionState
+from wsync.receiving.versions import VersionState, no_more_weights
 from wsync.types import ANY_VERSION, Ack, Update
 from wsync.weights.binding import Binding, load_extra, unshare
 from wsync.weights.strategy import WeightStrategy
@@ -107,7 +107,7 @@ class Receiver(VersionState):
         """
         self._reset()
         self.worker_idx = worker_idx
-        self._closed = False
+        self.reopen()
         self._channel.connect(worker_idx, deadline_in(timeout))
         try:
             if self._channel.layout is not None:
@@ -213,7 +213,7 @@ class Receiver(VersionState):
         """Process events, outside the gate. Implements ``wsync.receiving.protocols.UpdateReceiver``."""
         for event in events:
             if isinstance(event, Closed):
-                self.end()
+                self.end(finished=event.finished)
                 return False
             self.announced_at = time.perf_counter()
             process_gate().call(self._process, event)
@@ -292,6 +292,8 @@ class Receiver(VersionState):
         self.process(self._channel.fetch_newest())
         process_gate().gate_lock.pass_through()
         if not self.version and self.wait_next(timeout, lambda: True) is None:
+            if self.finished:
+                raise no_more_weights(finished=True)
             raise SyncTimeout(f"worker {self.worker_idx}: there is no version yet")
         self._seen = self.version
         return self.version
@@ -331,7 +333,7 @@ class Receiver(VersionState):
 
         ``receive`` returns in other threads.
         """
-        self.end()
+        self.end(finished=True)
         self._channel.detach(self._poller)
         gate = process_gate()
         with gate.hold():

@@ -21,6 +21,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from wsync.control.processes import Processes, watched
 from wsync.deadlines import as_timeout, deadline_in
 from wsync.errors import NotConnected
 from wsync.gate import process_gate
@@ -329,18 +330,25 @@ class WeightSyncScheme(ABC):
 
     # --- connect, update, shut down ---
 
-    def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
+    def connect(
+        self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
+    ) -> None:
         """Wait for the other end, which calls this as well; delivers the first weights, if the sender has any.
 
         Args:
             worker_idx: on a receiver, this worker's index.
             weights: on the sender, first weights instead of the model's.
+            processes: on the sender, the workers' processes, so that one that ends before it has connected is an error
+                at once, with its exit code: a list in the order of the workers' indices, or ``{worker_idx: process}``.
+                Each is a ``multiprocessing.Process``, a ``subprocess.Popen``, a descriptor that becomes readable when
+                the process ends (``Process.sentinel``, a pidfd), or the id of a process on this machine.
 
         Raises:
             NotConnected: not initialised; or the sender is gone, or refused this worker.
             SyncTimeout: the other end did not come within ``timeout``; names the missing workers.
             WorkerDied, WorkerFailed: on the sender, naming the worker.
             LayoutMismatch: on the receiver, if its model is not like the sender's.
+            TypeError, ValueError: ``processes`` has no such form.
             RuntimeError: on a receiver that is connected already. A sender may connect again: workers that were late,
                 or that take the place of others, are accepted.
         """
@@ -349,8 +357,11 @@ class WeightSyncScheme(ABC):
         if isinstance(role, SenderRole):
             if not role.sender.connected and role.address is not None:
                 self.create_rendezvous().announce(role.address, role.model_id, deadline_in(self.timeout))
-            role.sender.connect(weights, role.sentinels)
+            with watched(processes, role.sender.num_workers) as sentinels:
+                role.sender.connect(weights, {**role.sentinels, **sentinels})
         elif isinstance(role, ReceiverRole):
+            if processes is not None:
+                raise ValueError("processes= are the workers' processes: the sender is given them, not a worker")
             index = role.worker_idx if worker_idx is None else worker_idx
             if index is None:
                 raise ValueError("worker_idx is missing: give it to init_on_receiver() or connect()")
@@ -442,11 +453,12 @@ class WeightSyncScheme(ABC):
             timeout: seconds; None for no limit.
 
         Returns:
-            The model's weights, of one version; None at the timeout. They are not copied, and a later update may be
-            written into the same memory.
+            The model's weights, of one version. They are not copied, and a later update may be written into the same
+            memory. None at the timeout, and when the sender (or this end) has shut down: ``finished`` is then true.
 
         Raises:
-            NotConnected: the sender is gone.
+            NotConnected: the sender died, ended without ``shutdown``, or has disconnected this worker; or a call before
+                this one has returned None because of a shutdown.
             RuntimeError: called inside a forward, or ``wsync.gate()``, where nothing is installed.
         """
         return self._receiver_role("receive").receiver.receive(timeout)
@@ -602,6 +614,12 @@ class WeightSyncScheme(ABC):
         if isinstance(role, SenderRole):
             return role.in_process_receiver.version if role.in_process_receiver else 0
         return role.receiver.version if role else 0
+
+    @property
+    def finished(self) -> bool:
+        """On a receiver: whether the sender has shut down, so that no more weights will come; False if it died."""
+        role = self._role
+        return isinstance(role, ReceiverRole) and role.receiver.finished
 
     @property
     def weights(self) -> Any:

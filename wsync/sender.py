@@ -404,10 +404,13 @@ class Sender:
             self._channel.abort(range(self.num_workers), transaction)
 
     def close(self) -> None:
-        """Close all connections. In a forked child, only its copies of them."""
+        """Tell the workers that there will be no more updates, and close all connections.
+
+        In a forked child, only its copies of the connections are closed.
+        """
         if self._in_forked_child:
             self._channel.close()
             return
         with self.exclusive():
             self.connected = False
-            self._channel.close()
+            self._channel.close(finished=True)

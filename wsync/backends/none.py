@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from wsync.control.processes import Processes
 from wsync.errors import NotConnected
 from wsync.paths import find_or_none
 from wsync.scheme import WeightSyncScheme
@@ -166,7 +167,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """Return a receiver that receives nothing."""
         return self.create_receiver()
 
-    def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
+    def connect(
+        self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
+    ) -> None:
         """Return at once: there is nothing to connect."""
         if worker_idx is not None and self._end.name == "receiver":
             self._end = replace(self._end, worker_idx=worker_idx)

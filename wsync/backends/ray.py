@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
+from wsync.control.processes import Processes
 from wsync.errors import NotConnected, WeightSyncError, missing_extra
 from wsync.legacy.names import OlderGroupTransport
 from wsync.process_group import check_backend, device_of
@@ -174,19 +175,24 @@ class RayWeightSyncScheme(WeightSyncScheme):
         super().init_on_sender(model_id, context, **given)
         self._actors = Actors(actors) if actors else None
 
-    def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
+    def connect(
+        self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
+    ) -> None:
         """Connect: see ``WeightSyncScheme.connect``. Actors that have not joined are called to join.
 
         Raises:
             NotConnected: as there; or ``ray.shutdown`` was called since.
             WorkerFailed: an actor could not join; with its own error.
+            ValueError: ``processes``, with actors: Ray tells when one of them ends.
             Exception: else as there.
         """
         role = self._role
         require_own(role)
         if self._actors is None or not isinstance(role, SenderRole):
-            super().connect(worker_idx=worker_idx, weights=weights)
+            super().connect(worker_idx=worker_idx, weights=weights, processes=processes)
             return
+        if processes is not None:
+            raise ValueError("the workers are Ray actors, whose end Ray reports: leave processes= out")
         role.channel.drain()  # an actor that has gone meanwhile has to join again
         missing = [worker for worker in range(len(self._actors)) if worker not in role.channel.workers]
         with self._joining(self._actors, missing) as sentinels:

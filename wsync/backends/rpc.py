@@ -18,6 +18,7 @@ from wsync.backends.rpc_sender import RpcListener
 from wsync.backends.rpc_worker import RpcSenderConnection
 from wsync.control import Connection, listen_on
 from wsync.control.interfaces import ConnectionSource
+from wsync.control.processes import Processes
 from wsync.errors import NotConnected
 from wsync.legacy.names import OlderGroupTransport
 from wsync.process_group import check_backend, device_of
@@ -169,7 +170,9 @@ class RPCWeightSyncScheme(WeightSyncScheme):
     def _uses_arena(self) -> bool:
         return self.shared_memory and self.backend == "gloo"
 
-    def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
+    def connect(
+        self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
+    ) -> None:
         """Connect: see ``WeightSyncScheme.connect``. Weights are delivered only if they are given here.
 
         Raises:
@@ -177,4 +180,4 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         """
         if self._role is not None:
             own_name()
-        super().connect(worker_idx=worker_idx, weights=weights)
+        super().connect(worker_idx=worker_idx, weights=weights, processes=processes)

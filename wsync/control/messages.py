@@ -39,7 +39,7 @@ class Kind(IntEnum):
     SLOT_FREED = 20  # a slot of the arena that the sender waits for is free
     JOINED = 21  # how the worker receives weights; version: 1 for the arena, 0 for a transport
     # both ways
-    LEAVE = 32  # this side closes the connection on purpose
+    LEAVE = 32  # this side closes the connection on purpose; version: 1 if it is a sender that shuts down, else 0
     STORE = 33  # a key and its value, while a process group is being formed; payload: see forming.py
     DATA = 34  # for other users of a connection, such as collectors
 

@@ -261,9 +261,15 @@ class WorkerConnections:
         worker = self._worker_of.get(fd)
         return worker is not None and self._connections[worker].fileno() != fd
 
-    def close(self) -> None:
-        """Close all connections, and accept no more. Idempotent."""
+    def close(self, *, finished: bool = False) -> None:
+        """Close all connections, and accept no more. Idempotent.
+
+        Args:
+            finished: whether to tell the workers that the sender shuts down; otherwise they take it for dead.
+        """
         for worker in list(self._connections):
+            if finished:
+                self.send(worker, Message(Kind.LEAVE, worker, 1))
             self.disconnect(worker)
         self._source.close()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -12,12 +11,12 @@ import torch
 from torch import Tensor
 
 from wsync.checksum import checksum_of
-from wsync.deadlines import deadline_in, remaining
+from wsync.deadlines import deadline_in, remaining, wait_readable
 from wsync.engine.client import EngineClient, EngineError
 from wsync.engine.protocol import PauseMode
 from wsync.engine.sending import EngineThread, Job
 from wsync.engine.transfers import MakeTransfer
-from wsync.errors import SyncTimeout, WeightSyncError, WorkerFailed
+from wsync.errors import SyncTimeout, WeightSyncError, WorkerDied, WorkerFailed
 from wsync.fast_path import FastCalls
 from wsync.types import Ack
 from wsync.weights.layout import Layout
@@ -75,6 +74,7 @@ class EngineSendChannel:
 
         Raises:
             SyncTimeout: names the engines that did not answer, and why.
+            WorkerDied: the process of one that has not answered has ended, where its sentinel is known.
             WorkerFailed: an engine has answered with an error: it refuses the token, or has no such route.
         """
         missing = dict.fromkeys(sorted(set(workers) - self._connected), "")
@@ -92,7 +92,11 @@ class EngineSendChannel:
                 causes = "\n".join(f"worker {worker}: {cause}" for worker, cause in missing.items())
                 raise SyncTimeout(f"{len(missing)} engine(s) did not answer in time:\n{causes}", missing)
             if missing:
-                time.sleep(pause if left is None else min(pause, left))
+                watching = {sentinels[worker]: worker for worker in missing if worker in sentinels}
+                ended = wait_readable(watching, deadline_in(pause if left is None else min(pause, left)))
+                if ended:
+                    dead = {watching[fd]: "its process ended before it had answered" for fd in ended}
+                    raise WorkerDied(f"engine(s) {sorted(dead)} ended before they had answered", dead)
                 pause = min(2 * pause, 1.0)
 
     def _probe(self, worker: int, deadline: float | None) -> str:
@@ -201,7 +205,7 @@ class EngineSendChannel:
     def _answered(self, worker: int, version: int) -> bool:
         return worker in self._acks and self._acks[worker].version >= version
 
-    def close(self) -> None:
+    def close(self, *, finished: bool = False) -> None:
         """See ``SendChannel``: the engines keep their weights. In a forked child nothing: its threads do not exist."""
         if os.getpid() != self._pid:
             return

@@ -180,6 +180,8 @@ class WeightReceiver:
         if connecting is not None and not connecting.wait(remaining(deadline)):
             return False
         received = self._scheme.receive(remaining(deadline))
+        if received is None and self._scheme.finished:
+            raise NotConnected("the sender has shut down: there will be no more weights")
         return received is not None and received is not False  # a TensorDict has no truth value
 
 

@@ -178,7 +178,7 @@ class SenderChannel:
     def _events(self, message: Message | None) -> Sequence[Event]:
         if message is None or message.kind is Kind.LEAVE:
             _log.debug("worker %d: the sender %s", self._worker, "has shut down" if message else "is gone")
-            return [Closed()]
+            return [Closed(finished=message is not None and message.version == 1)]
         try:
             return self._events_of(message)
         except ConnectionError as error:

@@ -55,7 +55,13 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The sender has gone."""
+    """The sender has gone.
+
+    Attributes:
+        finished: whether it has shut down; otherwise it died, or has disconnected this worker.
+    """
+
+    finished: bool = False
 
 
 Event = Published | Prepare | Decision | CheckLayout | Failed | Closed

@@ -33,6 +33,8 @@ class VersionState:
         self._seen = 0
         self._wake_only_for_receive = False
         self._closed = False
+        self._finished = False  # why it is closed: by a shutdown of either end, not by a death
+        self._end_returned = False  # whether ``wait_next`` has returned None for the end
         self._creator = os.getpid()
         self._reset_lock()
 
@@ -55,11 +57,26 @@ class VersionState:
             self.version = version
             self._changed.notify_all()
 
-    def end(self) -> None:
-        """Record that there will be no more versions, and wake the threads that wait for one."""
+    def reopen(self) -> None:
+        """Record that there may be more versions: a connection is about to be made."""
         with self._guard:
+            self._closed = self._finished = self._end_returned = False
+
+    def end(self, *, finished: bool) -> None:
+        """Record that there will be no more versions, and wake the threads that wait for one.
+
+        Args:
+            finished: whether an end has shut down; the first call decides.
+        """
+        with self._guard:
+            self._finished = finished if not self._closed else self._finished
             self._closed = True
             self._changed.notify_all()
+
+    @property
+    def finished(self) -> bool:
+        """Whether there will be no more versions because an end has shut down; False after a death."""
+        return self._closed and self._finished
 
     def wait_next(self, timeout: float | None, take: Callable[[], Any]) -> Any | None:
         """Wait until a version is installed that is newer than the last one taken; return what ``take()`` returns.
@@ -68,14 +85,18 @@ class VersionState:
             timeout: seconds, including those for a gate that another thread holds; None for no limit.
             take: called inside the gate.
 
+        Returns:
+            What ``take()`` returns; None at the timeout, and when an end has shut down.
+
         Raises:
-            NotConnected: the sender is gone: there will be no more versions; or this is a forked child.
+            NotConnected: the sender died, or has disconnected this worker; or a call before this one has returned None
+                because an end had shut down; or this is a forked child.
             RuntimeError: called inside the gate, where nothing is installed.
         """
         self.require_creator()
         if process_gate().held_here:
             raise RuntimeError("call receive() outside any forward and any wsync.gate() block")
-        deadline = deadline_in(timeout)
+        deadline, end_returned = deadline_in(timeout), self._end_returned
         self._add_waiting(1)
         try:
             process_gate().call_with_deadline(deadline, bool)  # a published version is installed on the way
@@ -85,7 +106,9 @@ class VersionState:
             self._add_waiting(-1)
         with self._guard:
             if taken is None and self._closed and self.version <= self._seen:
-                raise NotConnected("the sender (or this end) has shut down, or died: there will be no more weights")
+                if end_returned or not self._finished:
+                    raise no_more_weights(self._finished)
+                self._end_returned = True
         return taken
 
     def _take(self, take: Callable[[], Any]) -> Any | None:
@@ -124,3 +147,12 @@ class VersionState:
         """End in a forked child. Its lock may be held by a thread that does not exist there."""
         self._reset_lock()
         self._closed = True
+
+
+def no_more_weights(finished: bool) -> NotConnected:
+    """Return the error of a call that waits for weights after the end; ``finished`` as in ``VersionState``."""
+    if finished:
+        return NotConnected("the sender (or this end) has shut down: there will be no more weights")
+    return NotConnected(
+        "the sender died, ended without shutdown(), or has disconnected this worker: there will be no more weights"
+    )

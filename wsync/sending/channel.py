@@ -304,7 +304,7 @@ class WorkerChannel:
             finally:  # also if a signal handler raised: a message may be lost
                 self._transfers.mark_overdue(set(workers) - answered)
 
-    def close(self) -> None:
+    def close(self, *, finished: bool = False) -> None:
         """See ``SendChannel``."""
         with self._lock:
             if self._closed:
@@ -313,7 +313,7 @@ class WorkerChannel:
             self._loop.stop()
             slots, self._slots = self._slots, None  # first: disconnecting must not write words in a forked child
             self._newest = None  # its tensors keep the arena's mapping, and with it a descriptor
-            self._connections.close()
+            self._connections.close(finished=finished)
             self._pool.clear()
             self._transfers.close()
             if slots is not None:

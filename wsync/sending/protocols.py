@@ -112,6 +112,10 @@ class SendChannel(Protocol):
         """Return one acknowledgement, error or death of each worker that answers ``version`` before ``deadline``."""
         ...
 
-    def close(self) -> None:
-        """Close all connections and release everything. Idempotent."""
+    def close(self, *, finished: bool = False) -> None:
+        """Close all connections and release everything. Idempotent.
+
+        Args:
+            finished: whether workers are told that the sender shuts down; otherwise they take it for dead.
+        """
         ...

@@ -110,6 +110,6 @@ class StoreSendChannel:
         """See ``SendChannel``: a version that is stored counts as delivered."""
         return [Ack(worker, version) for worker in workers]
 
-    def close(self) -> None:
+    def close(self, *, finished: bool = False) -> None:
         """See ``SendChannel``: the versions stay."""
         self._buffer = None

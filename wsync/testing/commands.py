@@ -160,6 +160,11 @@ def receive(state: WorkerState, timeout: float | None = None, model_id: str = "p
     return None if weights is None else (type(weights).__name__, sorted(map(str, weights.keys())))
 
 
+def finished(state: WorkerState, model_id: str = "policy") -> bool:
+    """``scheme.finished``."""
+    return state.schemes[model_id].finished
+
+
 def shutdown(state: WorkerState) -> list[str]:
     """Shut every scheme down, twice; returns the names of wsync's threads that are left."""
     for scheme in state.schemes.values():

@@ -1,0 +1,196 @@
+"""How a worker's loop ends, and how ``connect`` ends when a worker's process has ended before it has connected."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from backends import BuiltIn
+from torch import nn
+
+import wsync
+
+ROOT = Path(__file__).resolve().parents[2]
+FORK = multiprocessing.get_context("fork")
+
+LOOP = """
+import os, signal, sys
+import torch.nn as nn
+from torch import multiprocessing as mp
+import wsync
+
+
+def worker(scheme, idx):
+    scheme.init_on_receiver("policy", model=nn.Linear(4, 2), worker_idx=idx)
+    scheme.connect()
+    while scheme.receive() is not None:
+        pass
+    print(f"worker {idx} is finished: {scheme.finished}, version {scheme.version}", flush=True)
+    scheme.shutdown()
+
+
+def train(name, end):
+    scheme = wsync.WeightSyncScheme.from_backend(name)
+    scheme.init_on_sender("policy", model=nn.Linear(4, 2), num_workers=2)
+    workers = [mp.get_context("spawn").Process(target=worker, args=(scheme, i)) for i in range(2)]
+    [w.start() for w in workers]
+    scheme.connect(processes=workers)
+    scheme.send()
+    if end == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    scheme.shutdown()
+    [w.join() for w in workers]
+    print([w.exitcode for w in workers])
+
+
+if __name__ == "__main__":
+    train(*sys.argv[1:])
+"""
+
+
+def run_loop(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "loop.py"
+    script.write_text(LOOP, encoding="utf-8")
+    return subprocess.run(
+        [sys.executable, script, *arguments], capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["shared_mem", *(pytest.param(one, marks=pytest.mark.slow) for one in ("multiprocess", "distributed"))]
+)
+def test_a_shutdown_of_the_trainer_ends_the_documented_loop_without_a_traceback(tmp_path: Path, name: str) -> None:
+    done = run_loop(tmp_path, name, "shutdown")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == [
+        "[0, 0]",
+        "worker 0 is finished: True, version 2",
+        "worker 1 is finished: True, version 2",
+    ]
+
+
+def test_the_death_of_the_trainer_is_an_error_in_the_documented_loop(tmp_path: Path) -> None:
+    done = run_loop(tmp_path, "shared_mem", "killed")
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
+    assert done.stderr.count("wsync.errors.NotConnected: the sender died") == 2
+
+
+# --- a worker that ends before it has connected ---
+
+
+def end_with(code: int) -> None:
+    os._exit(code)
+
+
+@contextmanager
+def connecting(*, num_workers: int = 1, **options: Any) -> Iterator[wsync.WeightSyncScheme]:
+    with wsync.SharedMemWeightSyncScheme(timeout=60.0, **options) as scheme:
+        scheme.init_on_sender("policy", model=nn.Linear(4, 2), num_workers=num_workers)
+        yield scheme
+
+
+@contextmanager
+def forked(target: Callable[..., None], *arguments: Any) -> Iterator[BaseProcess]:
+    process = FORK.Process(target=target, args=arguments)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+FORMS: dict[str, Callable[[BaseProcess], Any]] = {
+    "process": lambda process: process,
+    "sentinel": lambda process: process.sentinel,
+    "pid": lambda process: process.pid,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_worker_that_ends_before_it_connects_ends_the_wait(form: str) -> None:
+    with connecting() as scheme, forked(threading.Event().wait) as process:
+        ending = threading.Timer(0.05, process.kill)
+        ending.start()
+        with pytest.raises(wsync.WorkerDied, match=rf"worker 0 \(process {process.pid} was ended by SIGKILL\)") as died:
+            scheme.connect(processes=[FORMS[form](process)])
+        assert set(died.value.workers) == {0}
+
+
+def test_every_backend_tells_the_exit_code(backend: BuiltIn) -> None:
+    with backend.make_scheme(timeout=60.0) as scheme, forked(end_with, 3) as process:
+        scheme.init_on_sender("policy", model=nn.Linear(4, 2), num_workers=2)
+        with pytest.raises(wsync.WorkerDied, match=rf"worker 1 \(process {process.pid} ended with exit code 3\)"):
+            scheme.connect(processes={1: process})
+
+
+def test_a_program_that_was_started_by_subprocess() -> None:
+    with connecting() as scheme, subprocess.Popen([sys.executable, "-c", "raise SystemExit(4)"]) as program:
+        with pytest.raises(wsync.WorkerDied, match=rf"worker 0 \(process {program.pid} ended with exit code 4\)"):
+            scheme.connect(processes=[program])
+        with pytest.raises(wsync.WorkerDied, match=rf"worker 0 \(process {program.pid} has ended\)"):
+            scheme.connect(processes=[program.pid])  # it has been waited for: there is no such process any more
+
+
+def test_a_process_id_or_a_pidfd_leaves_the_exit_code_to_the_parent() -> None:
+    pid = os.posix_spawn(sys.executable, [sys.executable, "-c", "raise SystemExit(5)"], os.environ)
+    pidfd = os.pidfd_open(pid)
+    try:
+        with connecting() as scheme:
+            for one in (pid, pidfd):
+                with pytest.raises(wsync.WorkerDied, match=rf"worker 0 \(\w+ {one} ended with exit code 5\)"):
+                    scheme.connect(processes=[one])
+    finally:
+        os.close(pidfd)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+
+
+def work(scheme: wsync.WeightSyncScheme, index: int) -> None:
+    scheme.init_on_receiver("policy", model=nn.Linear(4, 2), worker_idx=index)
+    scheme.connect()
+    while scheme.receive() is not None:
+        pass
+    scheme.shutdown()
+
+
+def test_processes_that_live_are_not_in_the_way_and_leave_no_descriptor() -> None:
+    with connecting() as scheme:
+        process = multiprocessing.get_context("spawn").Process(target=work, args=(scheme, 0))
+        process.start()
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(ValueError, match=r"one for each|entries"):
+            scheme.connect(processes=[process, process])
+        assert len(os.listdir("/proc/self/fd")) == before
+        scheme.connect(processes=[process.pid or 0])
+        report = scheme.send()
+        assert report is not None and dict(report.workers) == {0: 2}
+        scheme.shutdown()
+        process.join()
+        assert process.exitcode == 0
+
+
+@pytest.mark.parametrize(
+    ("processes", "error", "said"),
+    [
+        ([], ValueError, "0 entries for 1 worker"),
+        ({3: 1}, ValueError, r"worker\(s\) \[3\], and there are 1"),
+        (["worker"], TypeError, "worker 0 is a multiprocessing.Process.*not 'worker'"),
+        ("worker", TypeError, "processes is a list"),
+        ([FORK.Process()], ValueError, "worker 0 has not been started"),
+        ([-1], ValueError, "neither an open descriptor nor the id of a process"),
+    ],
+)
+def test_what_is_no_process_is_refused(processes: Any, error: type[Exception], said: str) -> None:
+    with connecting() as scheme, pytest.raises(error, match=said):
+        scheme.connect(processes=processes)
