@@ -172,6 +172,10 @@ class InProcessChannel:
         """See ``ReceiveChannel``."""
         self._acks.append(ack)
 
+    def carried_bytes(self, version: int) -> int:
+        """See ``SendChannel``."""
+        return self._buffer.flat.numel() if self._buffer else 0
+
     def close(self, *, finished: bool = False) -> None:
         """See ``SendChannel`` and ``ReceiveChannel``."""
         self._buffer = self._receiver = None

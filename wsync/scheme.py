@@ -52,6 +52,7 @@ from wsync.sending.channel import WorkerChannel
 from wsync.sending.protocols import SendChannel
 from wsync.sending.source import DeviceMap, Source, per_worker
 from wsync.transforms.chain import Transform, compose
+from wsync.transforms.delta import delta_of
 from wsync.transport import FlatTransport, TransportBackend
 from wsync.types import CollectorContext, SyncReport
 from wsync.weights.strategy import Format, WeightStrategy
@@ -218,6 +219,7 @@ class WeightSyncScheme(ABC):
             retains=self.binds_arena,  # a bound model uses its slot until the next update
             checksum=self.checksum,
             device=self.device,
+            delta=delta_of(self.send_transform),
         )
         sender = Sender(
             channel,

@@ -299,7 +299,7 @@ class Sender:
         else:
             self._acks.raise_failures(update.workers, update.version)
         self._write_registered(update)
-        report = update.report(self.layout.nbytes if self.layout else 0, acks, time.perf_counter())
+        report = update.report(self._channel.carried_bytes(update.version), acks, time.perf_counter())
         self._record(report)
         return report
 

@@ -20,6 +20,7 @@ from wsync.store.receiving import StoreReceiveChannel
 from wsync.store.sending import StoreSendChannel, publish
 from wsync.store.versions import VersionStore
 from wsync.transforms.chain import Transform
+from wsync.transforms.delta import delta_of
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, Packer
 from wsync.weights.snapshot import snapshot
@@ -90,7 +91,7 @@ class StoreWeightSyncScheme(WeightSyncScheme):
     def _open_sender(self, model_id: str, source: Source, num_workers: int) -> tuple[Sender, SendChannel]:
         store = VersionStore(self._folder(model_id), self.keep, self.durable)
         newest = store.open_for_writing()
-        channel = StoreSendChannel(store, num_workers)
+        channel = StoreSendChannel(store, num_workers, delta_of(self.send_transform))
         sender = Sender(
             channel, source, num_workers, self.timeout, finishes_on_publish=True, record=self.metrics.record
         )

@@ -36,6 +36,7 @@ class SenderSettings:
         memory: where a process on the same machine finds the sender's arena of shared memory: process id, two
             file-descriptor numbers in that process, and the arena's random name; None if the message carries the
             descriptors, or there is no arena.
+        delta: whether versions may come as differences to those that the worker has acknowledged.
     """
 
     layout: Layout | None
@@ -43,11 +44,12 @@ class SenderSettings:
     workers: int = 1
     generation: int = 0
     memory: tuple[int, int, int, str] | None = None
+    delta: bool = False
 
     def dump(self) -> bytes:
         """Return the settings as bytes."""
         layout = None if self.layout is None else _plain(self.layout)
-        fields = [layout, self.checksum, self.workers, self.generation, self.memory]
+        fields = [layout, self.checksum, self.workers, self.generation, self.memory, self.delta]
         return json.dumps(fields, separators=(",", ":")).encode()
 
     @classmethod
@@ -57,15 +59,18 @@ class SenderSettings:
         Raises:
             ValueError: ``data`` is malformed, or the layout exceeds its buffer; says why.
         """
-        layout, checksum, workers, generation, memory = _list(_parse(data), 5, "settings")
+        layout, checksum, workers, generation, memory, delta = _list(_parse(data), 6, "settings")
         if not isinstance(checksum, bool | None):
             raise ValueError("checksum must be a bool or null")
+        if not isinstance(delta, bool):
+            raise ValueError("delta must be a bool")
         return cls(
             None if layout is None else _layout(layout),
             checksum,
             _number(workers, 1, "workers"),
             _number(generation, 0, "generation"),
             None if memory is None else _memory(memory),
+            delta,
         )
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from wsync.loops.messages import HEADER
 from wsync.types import Ack
 
-PROTOCOL = 10  # version of the messages; both sides must have the same
+PROTOCOL = 11  # version of the messages; both sides must have the same
 HEADER_SIZE = HEADER.size
 TRANSACTION = struct.Struct("<Q")  # number of a transaction, at the beginning of a payload
 
@@ -31,6 +31,7 @@ class Kind(IntEnum):
     RESEND = 8  # repeat the last answer: it did not arrive in time, or an exception interrupted the sender's reading
     CHECK_LAYOUT = 9  # answer whether weights of a layout would fit; payload: SenderSettings
     FETCH = 10  # begin to receive a version, before its UPDATE or PREPARE; payload: checksum and extra state
+    DELTA = 11  # a version that comes by no transport, before its UPDATE or PREPARE; payload: wsync.transforms.delta
     # from a worker to the sender
     HELLO = 16  # the first message; version: PROTOCOL; payload: credentials, the worker's process, the user's payload
     ACK = 17  # a version is installed

@@ -205,6 +205,10 @@ class EngineSendChannel:
     def _answered(self, worker: int, version: int) -> bool:
         return worker in self._acks and self._acks[worker].version >= version
 
+    def carried_bytes(self, version: int) -> int:
+        """See ``SendChannel``."""
+        return self._layout.nbytes if self._layout else 0
+
     def close(self, *, finished: bool = False) -> None:
         """See ``SendChannel``: the engines keep their weights. In a forked child nothing: its threads do not exist."""
         if os.getpid() != self._pid:

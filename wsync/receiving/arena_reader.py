@@ -37,7 +37,7 @@ class ArenaReader:
         self._installer: Installer | None = None  # of the fast path
         self._wakeups = True
 
-    def set_layout(self, layout: Layout, checksum: bool | None) -> None:
+    def set_layout(self, layout: Layout, checksum: bool | None, *, delta: bool) -> None:
         """See ``UpdateReader``."""
         self._arena.set_layout(layout)
         self._arena.map_all()
@@ -75,6 +75,10 @@ class ArenaReader:
     def fetch(self, version: int, payload: bytes) -> Sequence[Event]:
         """See ``UpdateReader``."""
         raise ValueError("FETCH, although this worker uses the arena")
+
+    def take_difference(self, version: int, payload: bytes) -> Sequence[Event]:
+        """See ``UpdateReader``."""
+        raise ValueError("DELTA, although this worker uses the arena")
 
     def prepare(self, version: int, payload: bytes) -> Sequence[Event]:
         """See ``UpdateReader``."""

@@ -113,7 +113,7 @@ class SenderChannel:
     def _set_layout(self, settings: SenderSettings) -> None:
         if self._reader is None or settings.layout is None:
             raise ValueError("the settings have no layout")
-        self._reader.set_layout(settings.layout, settings.checksum)
+        self._reader.set_layout(settings.layout, settings.checksum, delta=settings.delta)
         self._layout = settings.layout
 
     def _first_update(self, connection: Connection, early: Sequence[Message], deadline: float | None) -> None:
@@ -203,6 +203,8 @@ class SenderChannel:
             return reader.published(message.version, message.payload)
         if kind is Kind.FETCH:
             return reader.fetch(message.version, message.payload)
+        if kind is Kind.DELTA:
+            return reader.take_difference(message.version, message.payload)
         if kind is Kind.PREPARE:
             return reader.prepare(message.version, message.payload)
         if kind in (Kind.COMMIT, Kind.ABORT):

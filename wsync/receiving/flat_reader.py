@@ -27,9 +27,9 @@ class FlatReader(TransportReader):
         self._checksum = True
         self._incoming: tuple[Buffer, list[Transfer]] | None = None  # a transfer that has begun
 
-    def set_layout(self, layout: Layout, checksum: bool | None) -> None:
+    def set_layout(self, layout: Layout, checksum: bool | None, *, delta: bool) -> None:
         """See ``UpdateReader``."""
-        super().set_layout(layout, checksum)
+        super().set_layout(layout, checksum, delta=delta)
         self._checksum = checksum is not False
         self.answered()
 

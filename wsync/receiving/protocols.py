@@ -222,8 +222,14 @@ class UpdateReader(Protocol):
 
     binds: bool
 
-    def set_layout(self, layout: Layout, checksum: bool | None) -> None:
-        """Called once, when the layout is known."""
+    def set_layout(self, layout: Layout, checksum: bool | None, *, delta: bool) -> None:
+        """Called once, when the layout is known.
+
+        Args:
+            layout: of the weights.
+            checksum: see ``SenderSettings``.
+            delta: see ``SenderSettings``.
+        """
         ...
 
     def poller(self, receiver: UpdateReceiver) -> Poller:
@@ -244,6 +250,10 @@ class UpdateReader(Protocol):
 
     def fetch(self, version: int, payload: bytes) -> Sequence[Event]:
         """Return the events of a ``FETCH`` message."""
+        ...
+
+    def take_difference(self, version: int, payload: bytes) -> Sequence[Event]:
+        """Return the events of a ``DELTA`` message."""
         ...
 
     def prepare(self, version: int, payload: bytes) -> Sequence[Event]:

@@ -14,6 +14,7 @@ from wsync.receiving.backend_reader import BackendReader
 from wsync.receiving.flat_reader import FlatReader
 from wsync.receiving.protocols import UpdateReader
 from wsync.shm.arena import Arena, open_handle
+from wsync.transforms.delta import require_zstandard
 from wsync.transport import FlatTransport, TransportBackend, TransportFactory
 from wsync.weights.strategy import WeightStrategy
 
@@ -59,7 +60,8 @@ class ReaderFactory:
             The reader, and messages that arrived meanwhile.
 
         Raises:
-            NotConnected: the arena cannot be mapped and there is no transport, or its set-up failed.
+            NotConnected: the arena cannot be mapped and there is no transport, or its set-up failed; or the sender
+                sends differences, which cannot be read here.
             SyncTimeout: the transport was not set up in time.
             ValueError: the settings are not for this worker.
         """
@@ -75,6 +77,11 @@ class ReaderFactory:
             raise NotConnected(
                 f"worker {worker} cannot use the sender's shared memory, and its scheme has no other transport"
             )
+        if settings.delta:
+            try:
+                require_zstandard()
+            except ImportError as error:
+                raise NotConnected(f"worker {worker}: {error}") from error
         transport = self.create_transport(worker)
 
         def set_up() -> None:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from wsync.checksum import CHECKSUM
+from wsync.checksum import CHECKSUM, find_damage
 from wsync.control.messages import TRANSACTION, unpack_exactly
 from wsync.errors import NotConnected
 from wsync.receiving.protocols import Event, Failed, Poller, Prepare, Published, UpdateReceiver
+from wsync.transforms.delta import apply_difference, base_of
 from wsync.types import Update
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
@@ -19,6 +20,8 @@ from wsync.weights.packing import Buffer, BufferPool
 
 class TransportReader:
     """The updates of one worker from a transport. Implements ``wsync.receiving.protocols.UpdateReader``.
+
+    A version may also come as a difference to the one that is installed.
 
     The receiver thread receives into a buffer that is not in use; the thread that installs the update frees the buffer.
 
@@ -35,14 +38,18 @@ class TransportReader:
         self._pool = BufferPool(device)
         self._used: set[int] = set()  # slots
         self._lock = threading.Lock()  # the receiver thread takes buffers, the acting thread may free them
-        self._bound = -1  # the buffer that the model is bound to
+        self._bound = -1  # the buffer that the model is bound to, or that is kept
         self._pending: Update | None = None  # received, and not installed
         self._received = 0  # the newest version that has arrived: it may be announced again
         self._prepared: dict[int, Update] = {}  # by transaction
+        self._keeps_base = False  # whether the newest installed version is kept, for the next difference
+        self._base_version = 0  # of the bound buffer
+        self._made: tuple[int, Buffer] | None = None  # a version that a difference has made, before its UPDATE
 
-    def set_layout(self, layout: Layout, checksum: bool | None) -> None:
+    def set_layout(self, layout: Layout, checksum: bool | None, *, delta: bool) -> None:
         """See ``UpdateReader``."""
         self._layout = layout
+        self._keeps_base = delta
 
     def _known_layout(self) -> Layout:
         if self._layout is None:
@@ -81,9 +88,39 @@ class TransportReader:
         """
         raise NotImplementedError
 
+    def take_difference(self, version: int, payload: bytes) -> Sequence[Event]:
+        """See ``UpdateReader``: the version is complete once its ``UPDATE`` or ``PREPARE`` has come."""
+        if version <= self._received:
+            return []
+        self._drop_made()
+        with self._lock:
+            base_version, base = self._base_version, self._pool.at(self._bound) if self._bound >= 0 else None
+        if base is None or base_of(payload) != base_version:
+            raise ValueError(f"a difference to version {base_of(payload)}, but the version here is {base_version}")
+        buffer = self._take()
+        self._made = version, buffer
+        apply_difference(payload, base.flat, buffer.flat)
+        return []
+
+    def _drop_made(self) -> None:
+        if self._made is not None:
+            self._free(self._made[1].slot)
+        self._made = None
+
+    def _arrived(self, version: int, payload: bytes) -> Update | Failed | None:
+        """Return an announced version: made by the difference before it, or else by ``_receive``."""
+        if self._made is None or self._made[0] != version:
+            self._drop_made()
+            return self._receive(version, payload)
+        buffer, self._made = self._made[1], None
+        checksum, extra = self._split(payload)
+        self._received = version
+        damage = find_damage(version, buffer.flat, extra, checksum)
+        return Update(version, buffer.views, extra, buffer.slot, damage=damage)
+
     def published(self, version: int, payload: bytes) -> Sequence[Event]:
         """See ``UpdateReader``."""
-        update = self._receive(version, payload)
+        update = self._arrived(version, payload)
         if not isinstance(update, Update):
             return [] if update is None else [update]
         older, self._pending = self._pending, update
@@ -94,7 +131,7 @@ class TransportReader:
     def prepare(self, version: int, payload: bytes) -> Sequence[Event]:
         """See ``UpdateReader``."""
         (transaction,) = unpack_exactly(TRANSACTION, payload[: TRANSACTION.size])
-        update = self._receive(version, payload[TRANSACTION.size :])
+        update = self._arrived(version, payload[TRANSACTION.size :])
         if not isinstance(update, Update):
             return [] if update is None else [update]
         self._prepared[transaction] = update
@@ -137,11 +174,12 @@ class TransportReader:
 
     def on_installed(self, update: Update, error: str) -> None:
         """See ``ReceiveChannel``: free the buffer that is no longer needed."""
-        if error or not self.binds:
+        if error or not (self.binds or self._keeps_base):
             self._free(update.slot)
         elif update.slot != self._bound:
             self._free(self._bound)
-            self._bound = update.slot
+            with self._lock:
+                self._bound, self._base_version = update.slot, update.version
         if self._pending is update:
             self._pending = None
 

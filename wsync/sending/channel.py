@@ -25,6 +25,7 @@ from wsync.sending.slots import Slots
 from wsync.sending.transfers import Transfers, join_all
 from wsync.shm.arena import PREPARE
 from wsync.shm.registered import RegisteredBuffers
+from wsync.transforms.delta import Delta
 from wsync.transport import TransportFactory
 from wsync.types import Ack
 from wsync.weights.layout import Layout
@@ -48,6 +49,7 @@ class WorkerChannel:
         retains: whether a worker's model stays bound to the slot that it was given.
         checksum: whether updates have a checksum; None: only those that a transport carries.
         device: where weights are packed if there is no arena.
+        delta: makes the differences that transports' workers are sent; None: they are sent the full weights.
     """
 
     def __init__(
@@ -61,17 +63,23 @@ class WorkerChannel:
         retains: bool,
         checksum: bool | None,
         device: torch.device,
+        delta: Delta | None = None,
     ) -> None:
+        checksum = None if delta is not None and checksum is False else checksum  # it proves that the result is exact
         self._num_workers = num_workers
         self._strategy = strategy
         self._checksum = checksum
+        self._delta = delta
         self._passes_descriptors = source.passes_descriptors
         self._lock = threading.RLock()
         self._connections = WorkerConnections(source, num_workers, self)
         self._layout: Layout | None = None
         self._pool = BufferPool(device)
         self._slots = Slots(self._connections, num_workers, retains=retains, checksum=checksum) if arena else None
-        self._transfers = Transfers(self._connections, num_workers, create_transport, self._express, checksum)
+        difference = None if delta is None else self._difference
+        self._transfers = Transfers(
+            self._connections, num_workers, create_transport, self._express, checksum, difference
+        )
         self._reserved: set[int] = set()
         self._newest: Buffer | None = None  # that all workers were sent, if there is one; fast updates come after it
         self._prepared: dict[int, dict[int, QueuedUpdate]] = {}  # by transaction, then worker
@@ -87,6 +95,10 @@ class WorkerChannel:
         assert self._layout is not None, "set_layout() comes first"
         views = dict(zip(self._layout.names, update.buffer.views, strict=True))
         return self._strategy.extract_weights(views)
+
+    def _difference(self, base: QueuedUpdate, update: QueuedUpdate) -> bytes | None:
+        assert self._delta is not None and self._layout is not None, "set_layout() comes first"
+        return self._delta.difference(base.buffer.flat, base.version, update.buffer.flat, self._layout.width)
 
     def _split(self, workers: Collection[int]) -> tuple[list[int], list[int]]:
         """Return those of ``workers`` that get the version by a published word, and those that get it by a transport.
@@ -117,7 +129,9 @@ class WorkerChannel:
     def _settings(self, worker: int) -> SenderSettings:
         generation = self._transfers.queues[worker].generation
         handle = None if self._slots is None or self._passes_descriptors else self._slots.arena.handle
-        return SenderSettings(self._layout, self._checksum, self._num_workers, generation, handle)
+        return SenderSettings(
+            self._layout, self._checksum, self._num_workers, generation, handle, self._delta is not None
+        )
 
     def wait_for_workers(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
         """See ``SendChannel``."""
@@ -173,7 +187,7 @@ class WorkerChannel:
     def on_answer(self, worker: int, message: Message) -> None:
         """See ``ConnectionCallbacks``."""
         if self._slots is None or worker not in self._slots.workers:
-            self._transfers.answered(worker, message.version)
+            self._transfers.answered(worker, message.version, installed=message.kind is Kind.ACK)
 
     # --- buffers ---
 
@@ -203,6 +217,13 @@ class WorkerChannel:
                 return self._newest and self._newest.views
             published = self._slots.arena.published_slots()
             return self._slots.arena.buffer(published[0]).views if len(published) == 1 else None
+
+    def carried_bytes(self, version: int) -> int:
+        """See ``SendChannel``."""
+        with self._lock:
+            whole = self._layout.nbytes if self._layout else 0
+            sent = 0 if self._slots is not None and self._slots.workers else self._transfers.carried_bytes(version)
+            return sent or whole
 
     def share_registered(self, tensors: Mapping[str, Tensor]) -> RegisteredBuffers | None:
         """Tell the workers of the arena where registered buffers lie; None if they do not lie in shared memory."""

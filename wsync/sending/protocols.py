@@ -112,6 +112,13 @@ class SendChannel(Protocol):
         """Return one acknowledgement, error or death of each worker that answers ``version`` before ``deadline``."""
         ...
 
+    def carried_bytes(self, version: int) -> int:
+        """Return the bytes of weights that a worker is sent for the newest ``version``; of several numbers the largest.
+
+        The size of the packed weights, unless a worker is sent only what has changed.
+        """
+        ...
+
     def close(self, *, finished: bool = False) -> None:
         """Close all connections and release everything. Idempotent.
 

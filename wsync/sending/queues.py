@@ -23,6 +23,8 @@ class QueuedUpdate:
         extra: the modules' extra state.
         transaction: its number, for ``PREPARE``.
         checksum: empty until it is computed.
+        carried: the most bytes of weights that a worker was sent for it, with a transport; 0 if there was none.
+        differences: to older versions, by version, as far as they were needed; None where one would not be smaller.
     """
 
     kind: Kind
@@ -31,6 +33,8 @@ class QueuedUpdate:
     extra: bytes = b""
     transaction: int = 0
     checksum: bytes = b""
+    carried: int = 0
+    differences: dict[int, bytes | None] = field(default_factory=dict)
 
     @property
     def mark(self) -> bytes:
@@ -53,6 +57,7 @@ class Delivery:
         announced: whether the message about it was sent; it may have been sent twice.
         handed_over: whether the transfer thread has it.
         sent: whether ``send_weights`` has returned.
+        difference: what travels in the place of the weights; None: the weights, by the transport.
     """
 
     update: QueuedUpdate
@@ -60,6 +65,7 @@ class Delivery:
     announced: bool = False
     handed_over: bool = False
     sent: bool = False
+    difference: bytes | None = None
 
 
 @dataclass(slots=True)
@@ -76,6 +82,7 @@ class WorkerQueue:
         thread: runs ``send_weights``, for a transport without asynchronous transfers.
         generation: how many workers have connected with this index.
         checked: whether updates have a checksum.
+        base: the version that the worker has installed last, if differences are sent.
         overdue: whether the answer to the current update did not arrive in time, or may have been lost.
     """
 
@@ -87,6 +94,7 @@ class WorkerQueue:
     waiting: deque[QueuedUpdate] = field(default_factory=deque)
     generation: int = 0
     checked: bool = False
+    base: QueuedUpdate | None = None
     overdue: bool = False
 
     def append(self, update: QueuedUpdate) -> None:
@@ -104,12 +112,19 @@ class WorkerQueue:
         if update is not None:
             self.append(update)
 
+    def answered(self, version: int, *, installed: bool) -> None:
+        """Record which version the worker has, to which a difference can be sent."""
+        self.base = None
+        for update in self.updates:
+            if installed and update.version == version:
+                self.base = update
+
     def abort(self, transaction: int) -> None:
         """Drop what waits to be prepared in a transaction."""
         self.waiting = deque(update for update in self.waiting if update.transaction != transaction)
 
     @property
     def updates(self) -> Iterable[QueuedUpdate]:
-        """The latest, the current one, and those that wait: their buffers are in use."""
+        """The base, the latest, the current one, and those that wait: their buffers are in use."""
         current = self.current.update if self.current else None
-        return (*(update for update in (self.latest, current) if update), *self.waiting)
+        return (*(update for update in (self.base, self.latest, current) if update), *self.waiting)

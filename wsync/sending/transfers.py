@@ -3,6 +3,8 @@
 - to a ``FlatTransport``: ``UPDATE`` (or ``PREPARE``), then ``begin_send``
 - to a ``TransportBackend``: ``FETCH``, then ``send_weights`` in the worker's transfer thread, then ``UPDATE`` (or
   ``PREPARE``)
+- as a difference to the version that the worker has, over the control connection: ``DELTA``, then ``UPDATE`` (or
+  ``PREPARE``)
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from wsync.transport import FlatTransport, TransportBackend, TransportFactory
 from wsync.types import Ack
 
 _log = logging.getLogger(__name__)
-_MAX_EXTRA = 1000 << 20  # bytes of extra state in one message
+_MAX_EXTRA = 1000 << 20  # bytes of extra state, or of a difference, in one message
 
 
 class Transfers:
@@ -36,6 +38,7 @@ class Transfers:
         create_transport: the scheme's; None if every worker must use the arena: no update is then sent here.
         express: ``(update) -> weights`` in the strategy's format, views of the update's buffer.
         checksum: whether updates have a checksum; None: they have.
+        difference: ``(base, update) -> difference``, see ``Delta.difference``; None: the full weights are sent.
 
     Attributes:
         ending: threads that end soon: of closed transports, and of set-ups that have failed.
@@ -48,6 +51,7 @@ class Transfers:
         create_transport: TransportFactory | None,
         express: Callable[[QueuedUpdate], Any],
         checksum: bool | None,
+        difference: Callable[[QueuedUpdate, QueuedUpdate], bytes | None] | None = None,
     ) -> None:
         self.queues = [WorkerQueue() for _ in range(num_workers)]
         self.ending: list[threading.Thread] = []
@@ -55,6 +59,7 @@ class Transfers:
         self._create_transport = create_transport
         self._express = express
         self._checksum = checksum
+        self._difference = difference
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._abandoned: set[int] = set()  # slots that a transfer to a former worker may still read: never reused
         connections.watch(self._wake, self._calls_ended)
@@ -118,6 +123,7 @@ class Transfers:
         flat, thread, current = queue.flat, queue.thread, queue.current
         queue.transport = queue.flat = queue.thread = None
         queue.restart(None)
+        queue.base = None
         if thread is not None:
             if thread.busy and current is not None:
                 self._abandoned.add(current.update.buffer.slot)  # send_weights may still read it
@@ -168,9 +174,16 @@ class Transfers:
         self.queues[worker].abort(transaction)
         self._connections.send(worker, Message(Kind.ABORT, worker, transaction))
 
-    def answered(self, worker: int, version: int) -> None:
-        """Record that the worker has answered ``version``; send its next update."""
+    def carried_bytes(self, version: int) -> int:
+        """Return the most bytes of weights that a worker was sent for the newest ``version``; 0 if none was."""
+        latest = [queue.latest for queue in self.queues if queue.latest is not None]
+        return max((update.carried for update in latest if update.version == version), default=0)
+
+    def answered(self, worker: int, version: int, *, installed: bool) -> None:
+        """Record that the worker has answered ``version``, which is ``installed`` or not; send its next update."""
         queue = self.queues[worker]
+        if self._difference is not None:
+            queue.answered(version, installed=installed)
         if queue.current is not None and version >= queue.current.update.version:
             queue.current = None
             if queue.waiting:
@@ -186,9 +199,14 @@ class Transfers:
         if not delivery.announced:
             update = delivery.update
             kind, mark = (update.kind, update.mark) if queue.thread is None else (Kind.FETCH, b"")
+            if delivery.difference is not None:
+                self._connections.send(worker, Message(Kind.DELTA, worker, update.version, delivery.difference))
+                kind, mark = update.kind, update.mark
             payload = mark + update.payload(checked=queue.checked)
             self._connections.send(worker, Message(kind, worker, update.version, payload))
             delivery.announced = True
+        if delivery.difference is not None:
+            return
         if queue.thread is None:
             self._begin_transfer(worker, queue, delivery)
         elif not delivery.handed_over:
@@ -200,12 +218,25 @@ class Transfers:
         if queue.transport is None:
             return
         if queue.current is None and queue.waiting:
-            queue.current = Delivery(queue.waiting.popleft())
+            update = queue.waiting[0]
+            difference = self._find_difference(queue.base, update)
+            update.carried = max(update.carried, update.buffer.flat.numel() if difference is None else len(difference))
+            queue.current = Delivery(queue.waiting.popleft(), difference=difference)
         if queue.current is not None and queue.flat is not None and queue.flat.receives_ahead:
             self._begin_transfer(worker, queue, queue.current)
 
+    def _find_difference(self, base: QueuedUpdate | None, update: QueuedUpdate) -> bytes | None:
+        """Return what is sent in the place of ``update`` to a worker that has ``base``; None: the full weights."""
+        if self._difference is None or base is None:
+            return None
+        known = update.differences
+        if base.version not in known:
+            found = self._difference(base, update)
+            known[base.version] = found if found is not None and len(found) <= _MAX_EXTRA else None
+        return known[base.version]
+
     def _begin_transfer(self, worker: int, queue: WorkerQueue, delivery: Delivery) -> None:
-        if delivery.transfers or queue.flat is None:
+        if delivery.transfers or queue.flat is None or delivery.difference is not None:
             return
         try:
             queue.flat.begin_send(delivery.update.buffer.flat, delivery.transfers)

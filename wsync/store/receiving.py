@@ -21,6 +21,7 @@ from wsync.receiving.protocols import Event, Poller, Published, UpdateReceiver
 from wsync.shm.registered import RegisteredView
 from wsync.store.versions import Manifest, VersionStore
 from wsync.store.watch import Watch
+from wsync.transforms.delta import apply_difference
 from wsync.types import Ack, Update
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
@@ -52,6 +53,7 @@ class StoreReceiveChannel:
         self._bound = -1  # the buffer that the model uses
         self._taken = -1  # the buffer that is being installed
         self._version = 0  # that was read last
+        self._base: tuple[int, Buffer] | None = None  # the version that was read last, for a difference
         self._staged: Update | None = None  # the next to be installed
         self._watch: Watch | None = None
 
@@ -88,7 +90,7 @@ class StoreReceiveChannel:
 
     def _read_newer(self) -> None:
         newest = self._store.newest()
-        if newest is None or newest.version == self._version:
+        if newest is None or newest.version == self._version or self._read_difference(newest):
             return
         found = self._store.read()
         if found is None:
@@ -97,15 +99,40 @@ class StoreReceiveChannel:
         self._set_layout(manifest)
         buffer = self._free_buffer()
         self._fill(buffer, tensors, manifest)
+        self._stage(manifest, buffer, find_damage(manifest.version, buffer.flat, b"", manifest.checksum))
+
+    def _read_difference(self, manifest: Manifest) -> bool:
+        """Stage a version that is stored as a difference to the one here; False: the full version has to be read."""
+        if self._base is None or not manifest.base or manifest.base != self._base[0]:
+            return False
+        content = self._store.read_difference(manifest)
+        if content is None:
+            return False
+        buffer = self._free_buffer()
+        try:
+            apply_difference(content, self._base[1].flat, buffer.flat)
+        except (ValueError, ImportError) as error:
+            _log.warning("%s in the store %s: %s; the full version is read", manifest.delta, self._store.url, error)
+            return False
         damage = find_damage(manifest.version, buffer.flat, b"", manifest.checksum)
+        if damage:
+            _log.warning("%s in the store %s: %s; the full version is read", manifest.delta, self._store.url, damage)
+            return False
+        self._stage(manifest, buffer)
+        return True
+
+    def _stage(self, manifest: Manifest, buffer: Buffer, damage: str = "") -> None:
         self._version = manifest.version
+        keeps = not damage and (self.binds or manifest.base > 0)  # a bound buffer is kept in any case
         with self._lock:
+            self._base = (manifest.version, buffer) if keeps else None
             self._staged = Update(manifest.version, buffer.views, slot=buffer.slot, acknowledge=False, damage=damage)
 
     def _free_buffer(self) -> Buffer:
         assert self.layout is not None, "_set_layout() comes first"
         with self._lock:
-            busy = {self._bound, self._taken, self._staged.slot if self._staged else -1}
+            kept = self._base[1].slot if self._base else -1
+            busy = {self._bound, self._taken, self._staged.slot if self._staged else -1, kept}
         return self._pool.buffer(self.layout, busy)
 
     def _set_layout(self, manifest: Manifest) -> None:

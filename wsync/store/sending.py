@@ -11,14 +11,17 @@ from wsync.checksum import checksum_of
 from wsync.control.handshake import SenderSettings
 from wsync.errors import LayoutMismatch, WeightSyncError
 from wsync.fast_path import FastCalls
-from wsync.store.versions import VersionStore
+from wsync.store.versions import Difference, VersionStore
+from wsync.transforms.delta import Delta
 from wsync.types import Ack
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
 
 
-def publish(store: VersionStore, version: int, layout: Layout, buffer: Buffer) -> None:
-    """Store packed weights as a version.
+def publish(
+    store: VersionStore, version: int, layout: Layout, buffer: Buffer, difference: Difference | None = None
+) -> None:
+    """Store packed weights as a version; and its difference to an older version, if that is given.
 
     Raises:
         LayoutMismatch: a module has extra state, which would be a pickle in a file.
@@ -30,7 +33,7 @@ def publish(store: VersionStore, version: int, layout: Layout, buffer: Buffer) -
     pairs = enumerate(zip(layout.names, buffer.views, strict=True))
     tensors = {name: view.contiguous() for index, (name, view) in pairs if index not in followers}
     settings = SenderSettings(layout, checksum=True).dump().decode()
-    store.publish(version, tensors, settings, checksum_of(buffer.flat, b""), layout.nbytes)
+    store.publish(version, tensors, settings, checksum_of(buffer.flat, b""), layout.nbytes, difference)
 
 
 class StoreSendChannel:
@@ -39,11 +42,15 @@ class StoreSendChannel:
     Args:
         store: open for writing.
         num_workers: how many indices reports name.
+        delta: makes a difference to the version before; None: only full versions are stored.
     """
 
-    def __init__(self, store: VersionStore, num_workers: int) -> None:
+    def __init__(self, store: VersionStore, num_workers: int, delta: Delta | None = None) -> None:
         self.workers: Collection[int] = range(num_workers)
         self._store = store
+        self._delta = delta
+        self._base: tuple[int, Tensor] | None = None  # a copy of the newest version, and its number
+        self._carried = 0
         self._layout: Layout | None = None
         self._buffer: Buffer | None = None
         self._published = False
@@ -87,8 +94,24 @@ class StoreSendChannel:
             LayoutMismatch, WeightSyncError: it could not be stored.
         """
         assert self._layout is not None, "set_layout() comes first"
-        publish(self._store, version, self._layout, buffer)
+        difference = self._difference(buffer, self._layout)
+        publish(self._store, version, self._layout, buffer, difference)
+        self._carried = len(difference.content) if difference else self._layout.nbytes
+        if self._delta is not None:
+            copy = self._base[1].copy_(buffer.flat) if self._base else buffer.flat.clone()
+            self._base = version, copy
         self._published = True
+
+    def _difference(self, buffer: Buffer, layout: Layout) -> Difference | None:
+        if self._delta is None or self._base is None:
+            return None
+        version, base = self._base
+        content = self._delta.difference(base, version, buffer.flat, layout.width)
+        return None if content is None else Difference(version, content)
+
+    def carried_bytes(self, version: int) -> int:
+        """See ``SendChannel``: what a reader of the version before reads."""
+        return self._carried
 
     def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
         """See ``SendChannel``: there is none."""

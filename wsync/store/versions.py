@@ -2,6 +2,7 @@
 
     <url>/manifest.json                    replaced as a whole: what a reader looks at first
     <url>/v00000012-<writer>.safetensors   one version; never changed, deleted when it is no longer among the newest
+    <url>/v00000012-<writer>.delta         if there is a ``Delta``: its difference to the version before
 
 A version's file is complete before the manifest names it. On a local file system both are written under another name,
 flushed to the disk and renamed; other file systems (S3, memory) make an object visible when all of it is there.
@@ -10,11 +11,12 @@ flushed to the disk and renamed; other file systems (S3, memory) make an object 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from torch import Tensor
 
 from wsync.errors import NotConnected, WeightSyncError
 
+_log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 _READ_ATTEMPTS = 5
 
@@ -41,6 +44,8 @@ class Manifest:
         layout: names, shapes, dtypes, ties, as JSON (``SenderSettings``).
         checksum: of the packed weights.
         nbytes: of the packed weights.
+        base: the version to which there is a difference; 0 for none.
+        delta: the name of the difference's file; empty for none.
     """
 
     version: int
@@ -49,6 +54,21 @@ class Manifest:
     layout: str
     checksum: int
     nbytes: int
+    base: int = 0
+    delta: str = ""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What a version differs by from an older one.
+
+    Attributes:
+        base: the older version.
+        content: see ``wsync.transforms.delta``.
+    """
+
+    base: int
+    content: bytes
 
 
 class VersionStore:
@@ -134,7 +154,25 @@ class VersionStore:
         manifest = self.newest()
         return manifest.version if manifest else 0
 
-    def publish(self, version: int, tensors: Mapping[str, Tensor], layout: str, checksum: int, nbytes: int) -> None:
+    def read_difference(self, manifest: Manifest) -> bytes | None:
+        """Return the difference that a manifest names; None if it cannot be read, or there is none."""
+        if not manifest.delta:
+            return None
+        try:
+            return self._fs.cat_file(f"{self._root}/{manifest.delta}")
+        except OSError as error:  # newer versions have been published, or: the caller reads the full version
+            _log.debug("the difference %s of the store %s cannot be read: %s", manifest.delta, self.url, error)
+            return None
+
+    def publish(
+        self,
+        version: int,
+        tensors: Mapping[str, Tensor],
+        layout: str,
+        checksum: int,
+        nbytes: int,
+        difference: Difference | None = None,
+    ) -> None:
         """Write a version, then name it in the manifest; the oldest versions are deleted.
 
         Args:
@@ -143,6 +181,7 @@ class VersionStore:
             layout: see ``Manifest``.
             checksum: see ``Manifest``.
             nbytes: see ``Manifest``.
+            difference: to an older version, for readers that have that one.
 
         Raises:
             WeightSyncError: it cannot be written (the disk is full), or another trainer writes to this store. Readers
@@ -153,10 +192,15 @@ class VersionStore:
             raise WeightSyncError(
                 f"another trainer has published version {newest.version} in the store {self.url}: give each its own url"
             )
-        manifest = Manifest(version, f"v{version:08d}-{self.writer}.safetensors", self.writer, layout, checksum, nbytes)
+        name = f"v{version:08d}-{self.writer}"
+        manifest = Manifest(version, f"{name}.safetensors", self.writer, layout, checksum, nbytes)
+        if difference is not None:
+            manifest = replace(manifest, base=difference.base, delta=f"{name}.delta")
         try:
             self._write_version(manifest.file, tensors)
-            self._write_manifest(json.dumps(asdict(manifest)).encode())
+            if difference is not None:
+                self._write(manifest.delta, difference.content)
+            self._write(MANIFEST, json.dumps(asdict(manifest)).encode())
             self._wrote = True
             self._delete_old()
         except (OSError, SafetensorError) as error:
@@ -168,11 +212,11 @@ class VersionStore:
             return
         self._finish(file, lambda path: save_file(dict(tensors), path))
 
-    def _write_manifest(self, content: bytes) -> None:
+    def _write(self, file: str, content: bytes) -> None:
         if self.folder is None:
-            self._fs.pipe_file(f"{self._root}/{MANIFEST}", content)
+            self._fs.pipe_file(f"{self._root}/{file}", content)
             return
-        self._finish(MANIFEST, lambda path: path.write_bytes(content))
+        self._finish(file, lambda path: path.write_bytes(content))
 
     def _finish(self, file: str, write: Any) -> None:
         """Write a local file under another name, flush it, and rename it."""
@@ -191,10 +235,10 @@ class VersionStore:
             _flush(folder)
 
     def _delete_old(self) -> None:
-        files = sorted(self._fs.glob(f"{self._root}/v*.safetensors"))
-        for path in files[: -self._keep]:
-            with suppress(FileNotFoundError):
-                self._fs.rm_file(path)
+        for kind in ("safetensors", "delta"):
+            for path in sorted(self._fs.glob(f"{self._root}/v*.{kind}"))[: -self._keep]:
+                with suppress(FileNotFoundError):
+                    self._fs.rm_file(path)
 
 
 def _flush(path: Path) -> None:

@@ -16,8 +16,9 @@ from wsync.testing import commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.hooks import TIMEOUT, BackendHooks
 from wsync.testing.models import digest
+from wsync.testing.session import Session, connect_all
 from wsync.testing.workers import Worker, WorkerError
-from wsync.transforms import Cast, Dequantize, Fuse, QuantizeInt8, Rename, Select
+from wsync.transforms import Cast, Delta, Dequantize, Fuse, QuantizeInt8, Rename, Select
 
 WIDTH = 16
 
@@ -56,6 +57,20 @@ def in_engine(model: Trained) -> dict[str, Tensor]:
     bias = torch.cat([model.q.bias, model.k.bias, model.v.bias]).detach()
     found = {"tokens.weight": model.embed.weight.detach(), "qkv.weight": weight, "qkv.bias": bias}
     return {name: tensor.bfloat16() for name, tensor in found.items()}
+
+
+class Wide(nn.Linear):
+    """A model that is large enough for a difference to be smaller."""
+
+    def __init__(self) -> None:
+        super().__init__(256, 64)
+
+
+def nudge(model: nn.Module) -> None:
+    """Change a few weights."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.view(-1)[:10] += 1
 
 
 def perturb(model: nn.Module) -> None:
@@ -206,6 +221,50 @@ class UnlikeEnds(BackendHooks):
             with pytest.raises(ValueError, match="all workers"):
                 scheme.send({"k.bias": torch.zeros(WIDTH)}, worker_ids=0, partial=True)
             assert session.digests() == [digest(model)] * 2
+
+    def test_differences_are_exact_and_a_missed_base_gets_the_full_weights(self) -> None:
+        pytest.importorskip("zstandard", reason="the extra [delta] is not installed")
+        with self.differing() as session:
+            scheme, model = session.scheme, session.model
+            for _ in range(3):
+                nudge(model)
+                scheme.send()
+                assert session.digests() == [digest(model)] * 2
+            perturb(model)  # a difference would not be smaller
+            scheme.send()
+            assert session.digests() == [digest(model)] * 2
+            nudge(model)
+            scheme.send(worker_ids=0)
+            nudge(model)
+            scheme.send()  # worker 1 has another base
+            assert session.digests() == [digest(model)] * 2
+            nudge(model)
+            wsync.synchronize({scheme: model})
+            assert session.digests() == [digest(model)] * 2
+
+    def test_the_replacement_of_a_worker_gets_the_full_weights_and_then_differences(self) -> None:
+        pytest.importorskip("zstandard", reason="the extra [delta] is not installed")
+        with self.differing() as session:
+            nudge(session.model)
+            session.scheme.send()
+            session.workers[1].kill()
+            session.restart(1)
+            for _ in range(2):
+                assert session.digests() == [digest(session.model)] * 2
+                nudge(session.model)
+                session.scheme.send()
+            assert session.digests() == [digest(session.model)] * 2
+
+    @contextmanager
+    def differing(self) -> Iterator[Session]:
+        """A session whose sender sends differences."""
+        with self.workers(2) as workers, self.make_scheme(timeout=TIMEOUT) as scheme:
+            scheme.send_transform = Delta()
+            model = Wide()
+            scheme.init_on_sender("policy", model=model, num_workers=2)
+            session = Session(scheme, workers, model, Wide, "policy")
+            connect_all(session, first_weights_at_connect=self.first_weights_at_connect)
+            yield session
 
     def test_a_transform_that_does_not_fit_is_an_error_at_connect(self) -> None:
         with self.workers(1) as workers, self.make_scheme(timeout=TIMEOUT) as scheme:

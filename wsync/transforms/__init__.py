@@ -16,6 +16,7 @@ is a ``receive_transform``, and must not write into the tensors that it is given
 """
 
 from wsync.transforms.chain import Chain, Transform, compose
+from wsync.transforms.delta import Delta
 from wsync.transforms.dtypes import Cast
 from wsync.transforms.names import Exclude, Rename, Select
 from wsync.transforms.quantization import Dequantize, Quantize, QuantizeInt8
@@ -24,6 +25,7 @@ from wsync.transforms.shapes import Fuse, Split
 __all__ = [
     "Cast",
     "Chain",
+    "Delta",
     "Dequantize",
     "Exclude",
     "Fuse",

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from wsync.errors import LayoutMismatch
+from wsync.transforms.delta import Delta
 
 Transform = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """Weights by name → weights by name."""
 
 
 def compose(transforms: Transform | Sequence[Transform] | None, side: str) -> Chain | None:
-    """Return one or several transforms as a chain, copied; None for none.
+    """Return one or several transforms as a chain, copied; None for none. ``Delta`` is left out: it changes no weights.
 
     Args:
         transforms: applied in order.
@@ -23,6 +24,7 @@ def compose(transforms: Transform | Sequence[Transform] | None, side: str) -> Ch
 
     Raises:
         TypeError: one of them is not callable.
+        ValueError: a ``Delta`` on the receiving side.
     """
     if transforms is None:
         return None
@@ -30,6 +32,9 @@ def compose(transforms: Transform | Sequence[Transform] | None, side: str) -> Ch
     for one in given:
         if not callable(one):
             raise TypeError(f"{side} is a function of weights by name, or a list of them, not {one!r}")
+    if side != "send_transform" and any(isinstance(one, Delta) for one in given):
+        raise ValueError(f"Delta() belongs in send_transform, not in {side}: workers read differences without it")
+    given = [one for one in given if not isinstance(one, Delta)]
     return Chain(tuple(copy.deepcopy(given)), side) if given else None
 
 

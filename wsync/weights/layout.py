@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -99,6 +100,14 @@ class Layout:
                 typed = flat[offset : offset + nbytes].view(dtype) if nbytes else torch.empty(0, dtype=dtype)
                 views.append(typed.as_strided(shape, strides) if nbytes else typed.reshape(shape))
         return tuple(views)
+
+    @property
+    def width(self) -> int:
+        """Bytes in a number of the dtype that takes most of the buffer; 8 for wider ones."""
+        sizes = Counter[int]()
+        for (_, nbytes), dtype in zip(self.places, self.dtypes, strict=True):
+            sizes[min(dtype.itemsize, 8)] += nbytes
+        return sizes.most_common(1)[0][0]
 
     @property
     def places(self) -> list[tuple[int, int]]:

@@ -64,6 +64,10 @@ class BufferPool:
         self._buffers.append(Buffer.over(layout, flat, len(self._buffers)))
         return self._buffers[-1]
 
+    def at(self, slot: int) -> Buffer:
+        """Return the buffer with that ``slot``."""
+        return self._buffers[slot]
+
     def clear(self) -> None:
         """Release the memory."""
         self._buffers.clear()

@@ -1,0 +1,142 @@
+"""Exact differences between two versions: only bytes that have changed travel.
+
+A difference is ``new XOR base`` of two packed versions. Bytes that have not changed become zeros; of those that have,
+mostly the low ones of each number differ. So the bytes are grouped by their place within a number (first all lowest
+bytes, …) and compressed by zstd. The result of ``apply_difference`` is ``new``, bit for bit.
+
+    8 bytes   the version of the base
+    1 byte    bytes in a number
+    rest      a zstd frame of as many bytes as the packed weights have
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_HEADER = struct.Struct("<QB")
+_WORTH = 0.9  # a difference that is larger than this share of the weights is not used
+
+
+class Delta:
+    """Send only what has changed since the version that a worker has; at the end of ``send_transform``.
+
+        DistributedWeightSyncScheme(send_transform=[Cast("bfloat16"), Delta()])
+
+    Unlike other transforms it does not change weights: it is about how packed weights are encoded on their way. A
+    worker that has not acknowledged a base gets the full weights: one that has just connected, or has refused an
+    update. So does every worker where the difference would not be smaller. Where nothing travels (shared memory), it
+    has no effect.
+
+    Args:
+        level: of zstd: larger is smaller and slower; negative is faster.
+        threads: of zstd; 0: the calling thread compresses.
+
+    Raises:
+        ImportError: the package ``zstandard`` is missing.
+        ValueError: zstd does not have that level.
+    """
+
+    def __init__(self, level: int = 1, threads: int = 0) -> None:
+        limit = _zstandard().MAX_COMPRESSION_LEVEL
+        if not -limit <= level <= limit:
+            raise ValueError(f"zstd has levels from -{limit} to {limit}, not {level}")
+        self.level = level
+        self.threads = threads
+
+    def __repr__(self) -> str:
+        return f"Delta(level={self.level}, threads={self.threads})"
+
+    def __call__(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return ``weights``: see the class."""
+        return weights
+
+    def difference(self, base: Tensor, base_version: int, new: Tensor, width: int) -> bytes | None:
+        """Return the difference between two packed versions; None if the full weights are hardly larger.
+
+        Args:
+            base: ``uint8[nbytes]``.
+            base_version: its number.
+            new: ``uint8[nbytes]``, on the same device.
+            width: bytes in a number of most of the weights: 1, 2, 4 or 8 (``Layout.width``).
+        """
+        changed = (base.view(torch.int64) ^ new.view(torch.int64)).view(torch.uint8)
+        planes: Any = changed.view(-1, width).T.contiguous().view(-1).cpu().numpy()
+        compressor = _zstandard().ZstdCompressor(level=self.level, threads=self.threads)
+        content = compressor.compress(planes.data)
+        if len(content) > _WORTH * new.numel():
+            return None
+        return _HEADER.pack(base_version, width) + content
+
+
+def base_of(difference: bytes) -> int:
+    """Return the version of the base.
+
+    Raises:
+        ValueError: ``difference`` is malformed.
+    """
+    if len(difference) < _HEADER.size:
+        raise ValueError(f"a difference has at least {_HEADER.size} bytes, not {len(difference)}")
+    return _HEADER.unpack_from(difference)[0]
+
+
+def apply_difference(difference: bytes, base: Tensor, new: Tensor) -> None:
+    """Write the version that is ``difference`` away from ``base`` into ``new``. The caller compares the checksum.
+
+    Args:
+        difference: as ``Delta.difference`` returned it.
+        base: ``uint8[nbytes]``, the packed version that ``base_of`` names.
+        new: ``uint8[nbytes]``, other memory on the same device.
+
+    Raises:
+        ValueError: ``difference`` is malformed, or of weights of another size.
+        ImportError: the package ``zstandard`` is missing.
+    """
+    base_of(difference)
+    width, nbytes, zstandard = _HEADER.unpack_from(difference)[1], base.numel(), _zstandard()
+    if width not in (1, 2, 4, 8):
+        raise ValueError(f"a number has 1, 2, 4 or 8 bytes, not {width}")
+    try:
+        frame = memoryview(difference)[_HEADER.size :]
+        if zstandard.frame_content_size(frame) != nbytes:  # before memory is allocated for it
+            raise ValueError(f"the difference is not one of {nbytes} bytes")
+        content = zstandard.ZstdDecompressor().decompress(frame)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"the difference is malformed: {error}") from error
+    planes = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(width, -1)
+    changed = planes.T.contiguous().view(-1).to(base.device)
+    torch.bitwise_xor(base.view(torch.int64), changed.view(torch.int64), out=new.view(torch.int64))
+
+
+def delta_of(transforms: Any) -> Delta | None:
+    """Return the ``Delta`` in a ``send_transform``; None if there is none.
+
+    Raises:
+        ValueError: something comes after it.
+    """
+    given = list(transforms) if isinstance(transforms, Sequence) else [transforms]
+    found = [one for one in given if isinstance(one, Delta)]
+    if found and given[-1] is not found[0]:
+        raise ValueError("Delta() is the last of send_transform, once: it encodes what the others return")
+    return found[0] if found else None
+
+
+def require_zstandard() -> None:
+    """Check that differences can be read here.
+
+    Raises:
+        ImportError: the package ``zstandard`` is missing; says how to install it.
+    """
+    _zstandard()
+
+
+def _zstandard() -> Any:
+    try:
+        return import_module("zstandard")
+    except ImportError as error:
+        raise ImportError("Delta() needs the package zstandard at both ends: pip install 'wsync[delta]'") from error
