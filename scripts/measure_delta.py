@@ -201,8 +201,6 @@ def main(versions: int = 30, warm_up: int = 20, level: int = 1, threads: int = 0
     torch.set_num_threads(1)
     columns = ("training", "lr", "steps", "version", "values changed", "difference", "encode", "decode", "break-even")
     table = Table(*columns)
-        "training", "lr", "steps", "version", "values changed", "difference", "encode", "decode", "break-even"
-    )
     cases = [(ppo, 80), (transformer, 1), (transformer, 8), (cnn, 1), (cnn, 8)]
     for training, steps in cases:
         for lr in (1e-6, 1e-4):
