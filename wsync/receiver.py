@@ -73,6 +73,7 @@ class Receiver(VersionState):
         self._unacknowledged: Update | None = None  # installed; acknowledged after the cascade
         self._target: Target | None = None
         self._follower: RegisteredFollower | None = None
+        self._connecting = False  # ``connect`` or ``begin_connect`` was called
         self._attached = False
         self._in_forked_child = False
         self._error = ""
@@ -137,6 +138,7 @@ class Receiver(VersionState):
     def _reset(self) -> None:
         """Release the previous connection: a worker that the sender has disconnected may connect again."""
         self.require_creator()
+        self._connecting = True
         if not self._attached:
             return
         if not self._closed and self._channel.sender_is_alive():
@@ -258,8 +260,10 @@ class Receiver(VersionState):
         Called outside the gate, by the thread that processes messages or connects: also when the acting thread
         installed the update, because the message about it still arrives.
         """
-        update, self._unacknowledged = self._unacknowledged, None
-        if update is None or self._cascade is None:
+        if self._cascade is None:
+            return
+        update = process_gate().call(self._take_unacknowledged)
+        if update is None:
             return
         error = ""
         try:
@@ -268,6 +272,10 @@ class Receiver(VersionState):
             error = traceback.format_exc()
         if update.acknowledge or error:
             self._channel.answer(Ack(self.worker_idx, update.version, error))
+
+    def _take_unacknowledged(self) -> Update | None:
+        update, self._unacknowledged = self._unacknowledged, None
+        return update
 
     # --- called by the user ---
 
@@ -287,6 +295,7 @@ class Receiver(VersionState):
             SyncTimeout: there is no version yet.
             RuntimeError: called inside the gate.
         """
+        self._require_connecting()
         if process_gate().held_here:
             raise RuntimeError("call pull() outside any forward and any wsync.gate() block")
         self.process(self._channel.fetch_newest())
@@ -300,7 +309,17 @@ class Receiver(VersionState):
 
     def receive(self, timeout: float | None, take: Callable[[], Any] | None = None) -> Any | None:
         """Wait for the next version; return what ``take()`` returns (by default ``weights``): see ``wait_next``."""
+        self._require_connecting()
         return self.wait_next(timeout, take or self.weights)
+
+    def _require_connecting(self) -> None:
+        """Check that ``connect`` or ``begin_connect`` was called: without it no version would ever arrive.
+
+        Raises:
+            NotConnected: neither was.
+        """
+        if not self._connecting:
+            raise NotConnected("not connected yet: call connect(worker_idx=…) before receive() and pull()")
 
     @property
     def binding(self) -> Binding | None:

@@ -22,7 +22,7 @@ from wsync.sending.forking import senders
 from wsync.sending.in_flight import InFlight
 from wsync.sending.loading import Loader, Packed
 from wsync.sending.locators import Locators
-from wsync.sending.membership import Membership
+from wsync.sending.membership import Membership, worker_list
 from wsync.sending.protocols import SendChannel
 from wsync.sending.source import Source
 from wsync.types import LAST_VERSION, Ack, SyncReport
@@ -45,7 +45,7 @@ class Sender:
     Attributes:
         version: the newest version sent; 0 before the first.
         source: the ``source`` that was given.
-        connected: whether ``connect`` has succeeded.
+        connected: whether all workers have connected once, even if one of them then refused the first weights.
     """
 
     def __init__(
@@ -109,6 +109,7 @@ class Sender:
             update = None
             if weights is not None or (self._delivers_at_connect and self.source.weights is not None):
                 update = self._publish(weights, everyone, (), acknowledge=True)
+                self._stop_waiting_for(everyone)
             elif self.source.weights is not None:
                 self._loader.define(None)  # workers check the layout as they connect; the first send brings weights
             deadline = update.deadline if update else deadline_in(self._acks.timeout)
@@ -122,8 +123,13 @@ class Sender:
                 self._enable_fast(weights)
 
     def disconnect(self, worker: int) -> None:
-        """Treat a worker as dead: stop sending to it. Its replacement gets the last update sent to this index."""
+        """Treat a worker as dead: stop sending to it. Its replacement gets the last update sent to this index.
+
+        Raises:
+            ValueError: there is no such worker.
+        """
         with self.exclusive():
+            worker_list(worker, self.num_workers)
             self._channel.disconnect(worker)
             self._stop_waiting_for([worker])
             self._members.remove([worker])
@@ -138,6 +144,7 @@ class Sender:
 
         Raises:
             SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or not with these weights.
+            ValueError: there is no such worker.
         """
         with self.exclusive():
             deadline = deadline_in(self._acks.timeout if timeout is None else timeout)
@@ -165,7 +172,7 @@ class Sender:
         self, weights: object, worker_ids: int | Sequence[int] | None, wait: bool, partial: bool = False
     ) -> SyncReport | None:
         """Deliver an update; with ``wait``, return when every worker uses it. ``partial``: see ``WeightSyncScheme``."""
-        # Hot path: no avoidable calls or allocations. In a forked child `fast.update` returns None, and `_send` raises.
+        # Hot path: no avoidable calls or allocations. In a forked child `_fast` is None, and `_send` raises.
         with self._lock:
             began = time.perf_counter()
             fast = self._fast
@@ -207,7 +214,7 @@ class Sender:
             return None
 
     def _rest(self, worker_ids: int | Sequence[int] | None) -> Sequence[Tensor]:
-        """Return what every worker was sent last, which a partial update completes.
+        """Return the tensors that all workers were sent last: they stand in for what a partial update leaves out.
 
         Raises:
             ValueError: some workers have other weights than others.
@@ -215,7 +222,9 @@ class Sender:
         rest = self._channel.newest_views()
         if worker_ids is not None or rest is None:
             raise ValueError(
-                "a partial update goes to all workers, and they must have the same weights: send all first"
+                "a partial update goes to all workers, and completes the weights that all of them were sent last; "
+                "those are not known before the first update, or after one that failed or went to some workers only: "
+                "send the whole model to all workers first"
             )
         return rest
 
@@ -306,12 +315,12 @@ class Sender:
     # --- registered buffers: see shm/registered.py ---
 
     def _announce_registered(self, update: InFlight) -> None:
-        """Before the update is published: the buffers that it was packed from have its weights."""
+        """If the update was packed from the registered buffers, record its version there, before it is published."""
         if update.live and self.source.registered is not None:
             self.source.registered.announce(update.version)
 
     def _write_registered(self, update: InFlight) -> None:
-        """After the newest update is installed everywhere: write other weights into the buffers, too."""
+        """Copy the newest update into the registered buffers, unless it was packed from them; all workers have it."""
         registered, everyone = self.source.registered, {*self._members.present}
         if registered is None or update.live or update.version != self.version:
             return
@@ -373,14 +382,18 @@ class Sender:
     # --- transactions: see transaction.py ---
 
     def prepare(self, weights: object, worker_ids: int | Sequence[int] | None, transaction: int) -> InFlight:
-        """Have every worker check an update and keep it; raises if one refuses."""
+        """Have every worker check an update and keep it; raises if one refuses.
+
+        Waits first for what was sent without waiting, and raises its errors.
+        """
         with self.exclusive():
             self._require_connected()
             workers, absent = self._members.recipients(worker_ids)
+            while self._in_flight:  # their answers could not be told from the votes
+                self._finish(self._in_flight.pop(0))
             with self._loaded(weights, workers, absent, keep=True) as (update, packed):
                 for part, buffer, extra in packed:
                     self._channel.prepare(buffer, update.version, extra, part.workers, transaction)
-            self._stop_waiting_for(workers)  # a vote also shows that older updates have been processed
             self._acks.require(workers, update.version, update.deadline, committed=False)
             return update
 

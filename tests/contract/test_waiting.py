@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,11 +13,13 @@ from itertools import count
 from typing import Any
 
 import pytest
+import torch
 from backends import BuiltIn
 from striking import struck_at
 
 import wsync
 from wsync.testing import commands
+from wsync.testing.commands import WorkerState
 from wsync.testing.models import OtherName, Small, WithExtraState, digest, fill, scramble
 
 
@@ -36,6 +39,74 @@ def test_an_error_is_raised_by_a_later_wait(backend: BuiltIn) -> None:
             session.scheme.wait_async()
         report = session.scheme.wait_async()
         assert report is not None and dict(report.workers) == {1: 5}
+
+
+def test_a_transaction_raises_the_error_of_an_update_that_was_not_waited_for(backend: BuiltIn) -> None:
+    with backend.connected(make=WithExtraState) as session:
+        session.model.state = "refuse 0"
+        session.scheme.send_async(worker_ids=0)
+        session.model.state = "accepted"
+        with pytest.raises(wsync.WorkerFailed, match=r"(?s)worker 0.*ArithmeticError"):
+            wsync.synchronize({session.scheme: session.model})
+        wsync.synchronize({session.scheme: session.model})
+
+
+def test_there_is_no_such_worker(backend: BuiltIn) -> None:
+    with backend.connected() as session:
+        for worker in (2, -1):
+            for method in (session.scheme.disconnect, session.scheme.readmit):
+                with pytest.raises(ValueError, match="there are workers 0 to 1"):
+                    method(worker)
+        session.send(2)
+
+
+def test_a_part_follows_a_refused_update_and_a_transaction(backend: BuiltIn) -> None:
+    with backend.connected() as session:
+        name, first = next(iter(session.model.named_parameters()))
+        wsync.synchronize({session.scheme: fill(session.model, 2)})
+        session.scheme.send({name: torch.full_like(first, 3.0)}, partial=True)
+        with pytest.raises(wsync.LayoutMismatch):
+            session.scheme.send({"unknown": torch.zeros(1)})
+        session.scheme.send({name: torch.full_like(first, 4.0)}, partial=True)
+
+
+def receive_in_two_threads(state: WorkerState) -> list[bool]:
+    received: list[bool] = []
+
+    def receive() -> None:
+        received.append(state.schemes["policy"].receive() is not None)
+
+    threads = [threading.Thread(target=receive) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return received
+
+
+def test_each_of_two_threads_in_receive_gets_a_version(backend: BuiltIn) -> None:
+    with backend.connected() as session:
+        worker, outcome = session.workers[0], list[Any]()
+        worker.start(receive_in_two_threads)
+        waiting = threading.Thread(target=lambda: outcome.append(worker.result()))
+        waiting.start()
+        for value in count(2):
+            session.send(value)
+            waiting.join(0.05)
+            if not waiting.is_alive():
+                break
+        assert outcome == [[True, True]]
+
+
+def test_nothing_is_received_before_connect() -> None:
+    with wsync.SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", model=Small(), num_workers=1)
+        worker = pickle.loads(pickle.dumps(scheme))
+        worker.init_on_receiver("policy", model=Small(), worker_idx=0)
+        for method in (worker.receive, worker.pull):
+            with pytest.raises(wsync.NotConnected, match="call connect"):
+                method()
+        worker.shutdown()
 
 
 def test_a_worker_that_a_newer_send_leaves_out_is_waited_for(backend: BuiltIn) -> None:

@@ -264,6 +264,8 @@ def connect(address: Address, worker: int, deadline: float | None, payload: byte
         hello = claim + struct.pack("<H", len(own)) + own + payload
         connection.send(Message(Kind.HELLO, worker, PROTOCOL, hello))
         return connection
+    except TimeoutError:
+        raise SyncTimeout(f"worker {worker}: the sender at {address.host} did not answer in time") from None
     except BlockingIOError:
         raise SyncTimeout(
             f"worker {worker}: the sender accepts no connections, and its queue is full: does it call connect()?"
@@ -279,7 +281,8 @@ def connect(address: Address, worker: int, deadline: float | None, payload: byte
 
 def _open_socket(address: Address, deadline: float | None) -> socket.socket:
     if address.host:
-        return socket.create_connection((address.host, int(address.port)), timeout=remaining(deadline))
+        left = remaining(deadline)
+        return socket.create_connection((address.host, int(address.port)), None if left is None else max(left, 0.001))
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         left = milliseconds(deadline)

@@ -23,9 +23,9 @@ _ANSWERS = frozenset((Kind.ACK, Kind.PREPARED, Kind.FAILED, Kind.SLOT_FREED))
 class WorkerConnections:
     """The connections to all workers of one sender.
 
-    It has no thread: messages are read only during calls. Each call holds the sender's lock, and is made by the thread
-    that calls ``connect``, ``send`` or ``wait`` of the scheme, or by the background thread of
-    ``sending.send_loop.SendLoop``.
+    It has no thread: messages are read only during calls. Each call holds the channel's lock
+    (``sending.channel.WorkerChannel``). It is made by the thread that calls a method of the scheme, or by the
+    background thread of ``sending.send_loop.SendLoop``.
 
     Args:
         source: where workers connect; closed with this object.
@@ -69,7 +69,11 @@ class WorkerConnections:
         return [*self._worker_of, *self._watched]
 
     def watch(self, descriptor: int, callback: Callable[[], None]) -> None:
-        """From now on ``read`` calls ``callback`` when ``descriptor`` is readable, e.g. an eventfd of other threads."""
+        """From now on ``read`` calls ``callback`` when ``descriptor`` is readable.
+
+        For example an eventfd that a transfer thread writes when ``send_weights`` has returned. The callback runs in
+        the thread that calls ``read`` or ``wait_for_workers``.
+        """
         self._watched[descriptor] = callback
         self._poll.register(descriptor, select.POLLIN)
 
@@ -83,13 +87,13 @@ class WorkerConnections:
 
         Raises:
             SyncTimeout: names the workers that did not connect.
-            WorkerDied: a worker's process exited first.
+            WorkerDied: a worker's process exited first, or a worker died after it had connected.
         """
         self.drain()  # notices deaths, so that replacements are accepted
         missing = set(workers) - self._connections.keys()
         watched = {sentinels[worker]: worker for worker in missing if worker in sentinels}
         while missing:
-            ready = wait_readable([self._source.fileno(), *watched, *self._watched], deadline)
+            ready = wait_readable([self._source.fileno(), *watched, *self.readable_descriptors], deadline)
             if not ready:
                 _log.debug("workers that did not connect in time: %s", join_indices(missing))
                 raise SyncTimeout(
@@ -97,12 +101,20 @@ class WorkerConnections:
                     "each worker must call connect(worker_idx=…), or init_on_worker(…), while the sender waits",
                     {worker: "never connected" for worker in missing},
                 )
-            for fd in self._watched.keys() & set(ready):  # a worker that has connected gets its weights meanwhile
-                self._watched[fd]()
+            if not {*self._worker_of, *self._watched}.isdisjoint(ready):  # workers that have connected already
+                self.read(NOW)
             if self._source.fileno() in ready:
                 missing.discard(self._accept(deadline))
                 watched = {fd: worker for fd, worker in watched.items() if worker in missing}
-                continue
+            gone = {
+                worker: death.error
+                for worker, death in self._deaths.items()
+                if worker in workers and worker not in missing and worker not in self._connections
+            }
+            if gone:
+                raise WorkerDied(f"worker(s) {join_indices(gone)} died after they had connected", gone)
+            if self._source.fileno() in ready:
+                continue  # a process that has ended may have connected before
             dead = {watched[fd]: "died before it had connected" for fd in ready if fd in watched}
             if dead:
                 raise WorkerDied(f"worker(s) {join_indices(dead)} died before they had connected", dead)
@@ -277,7 +289,7 @@ class WorkerConnections:
 def _disconnect_reason(connection: Connection, message: Message | None) -> str:
     """Return why a connection is closed, given what was read from it last."""
     if message is None:
-        return f"{connection.peer} died"
+        return f"{connection.peer} died, or its connection broke"
     if message.kind is Kind.LEAVE:
         return f"{connection.peer} has shut down its side"
     return f"{connection.peer} sent an unexpected message {message.kind.name}"

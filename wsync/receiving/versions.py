@@ -100,8 +100,11 @@ class VersionState:
         self._add_waiting(1)
         try:
             process_gate().call_with_deadline(deadline, bool)  # a published version is installed on the way
-            self._wait_for_change(deadline)
-            taken = process_gate().call_with_deadline(deadline, self._take, take)
+            while True:
+                self._wait_for_change(deadline)
+                taken = process_gate().call_with_deadline(deadline, self._take, take)
+                if taken is not None or self._closed or remaining(deadline) == 0.0:
+                    break  # else another thread has taken that version
         finally:
             self._add_waiting(-1)
         with self._guard:

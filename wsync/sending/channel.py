@@ -208,7 +208,8 @@ class WorkerChannel:
         """See ``SendChannel``."""
         with self._lock:
             self._reserved.difference_update(buffer.slot for buffer in buffers)
-            self._newest = None  # they may have been written in part
+            if buffers:
+                self._newest = None  # they may have been written in part
 
     def newest_views(self) -> Sequence[Tensor] | None:
         """See ``SendChannel``."""
@@ -281,6 +282,9 @@ class WorkerChannel:
         """See ``SendChannel``. In the arena the published word is the commit, for all models of the transaction."""
         with self._lock:
             prepared = self._prepared.pop(transaction)
+            buffers = {update.buffer.slot: update.buffer for update in prepared.values()}
+            if len(buffers) == 1 and len(prepared) == self._num_workers:
+                (self._newest,) = buffers.values()
             in_arena, others = self._split(prepared)
             for worker in in_arena:
                 assert self._slots is not None, "some workers use it"
