@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from collections.abc import Callable, Collection, Iterator, Mapping
+from inspect import Signature
+from typing import Any, ClassVar, Self
 
 import torch
 from tensordict import TensorDictBase
@@ -14,7 +15,9 @@ from torch import nn
 
 import wsync
 from collectors import arguments
+from collectors.exploration import warn_if_greedy
 from collectors.rollouts.acting import policy_scheme
+from collectors.signatures import check_arguments, set_signature
 from collectors.updaters import WeightUpdaterBase, make_updater
 from collectors.updates import WeightUpdates
 from collectors.workers.records import Failures
@@ -37,6 +40,24 @@ class BaseCollector(WeightUpdates, ABC):
         closed: whether the collector was shut down.
     """
 
+    _options: ClassVar[Collection[str]] = ()  # arguments that ``**options: Unpack[…]`` of a subclass stands for
+    __signature__: ClassVar[Signature]
+    _acts_here: ClassVar[bool] = False  # whether the policy acts in this process
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        """Set the signature that ``help`` shows."""
+        super().__init_subclass__(**given)
+        set_signature(cls, cls._options)
+
+    def __new__(cls, *given: Any, **options: Any) -> Self:
+        """Check the arguments; here, so that an error names the class that was called.
+
+        Raises:
+            TypeError: an argument is missing, or unknown.
+        """
+        check_arguments(cls, given, options)
+        return super().__new__(cls)
+
     def __init__(
         self,
         policy: Any,
@@ -56,6 +77,7 @@ class BaseCollector(WeightUpdates, ABC):
         self._scheme_is_tentative = weight_sync_schemes is None and policy is None and policy_factory is not None
         if weight_sync_schemes is None and (self._scheme_is_tentative or arguments.has_weights(policy)):
             weight_sync_schemes = {"policy": self._default_scheme()}
+        warn_if_greedy(policy if policy_factory is None else None, same_process=self._acts_here)
         self.policy = policy
         self.frames_per_batch = frames_per_batch
         self.total_frames = total_frames
@@ -233,3 +255,6 @@ class BaseCollector(WeightUpdates, ABC):
     def __exit__(self, *_: object) -> None:
         """Shut down."""
         self.shutdown()
+
+
+set_signature(BaseCollector, ())

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Unpack
 
 from collectors.factories import EnvMaker
+from collectors.signatures import check_arguments
 from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
 from collectors.workers.connection_pool import ProcessPool
 
@@ -27,14 +28,15 @@ class MultiCollector(WorkerCollector):
 
     _sync: ClassVar[bool]
 
-    def __new__(cls, *_: Any, sync: bool | None = None, **__: Any) -> MultiCollector:
+    def __new__(cls, *given: Any, sync: bool | None = None, **options: Any) -> MultiCollector:
         """Choose the class by ``sync``."""
         if cls is not MultiCollector:
-            return super().__new__(cls)
+            return super().__new__(cls, *given, sync=sync, **options)
+        check_arguments(cls, given, options)
         if sync is None:
             raise TypeError("MultiCollector needs sync=True or sync=False")
         chosen: Any = MultiSyncCollector if sync else MultiAsyncCollector
-        return super().__new__(chosen)
+        return super().__new__(chosen, *given, sync=sync, **options)
 
     def __init__(
         self,

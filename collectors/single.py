@@ -13,6 +13,7 @@ import wsync
 from collectors import arguments
 from collectors.base import BaseCollector, UpdaterOrFactory
 from collectors.envs import GymEnv
+from collectors.exploration import warn_if_greedy
 from collectors.factories import EnvMaker, copy_of, make_env
 from collectors.hosted import connect_hosted
 from collectors.rollouts.acting import Actor, policy_scheme
@@ -48,6 +49,8 @@ class Collector(BaseCollector):
         LookupError: a model id leads nowhere.
     """
 
+    _acts_here = True
+
     def __init__(
         self,
         create_env_fn: EnvMaker | GymEnv | list[EnvMaker],
@@ -79,6 +82,8 @@ class Collector(BaseCollector):
             raise ValueError(f"a collector in one process has one environment function, not {len(makers)}")
         (factory,) = arguments.policy_factory_of_each(policy_factory, 1)
         acting = copy_of(policy) if factory is None else factory()
+        if factory is not None:
+            warn_if_greedy(acting, same_process=True)
         arguments.check_policy(acting)
         if self._scheme_is_tentative and not arguments.has_weights(acting):
             self._drop_tentative_scheme()

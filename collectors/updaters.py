@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any, ClassVar, Protocol, Self
 from torch import nn
 
 import wsync
+from collectors.exploration import level_of_caller
 
 _TENSORDICT = wsync.WeightStrategy("tensordict")
 
@@ -33,7 +33,7 @@ class UpdatedCollector(Protocol):
 
     def send_weights(
         self, weights: Any = None, worker_ids: Any = None, *, model_id: str | None = None, wait: bool = True
-    ) -> None:
+    ) -> object:
         """Deliver weights without the updater."""
         ...
 
@@ -55,7 +55,7 @@ class WeightUpdaterBase:
             f"{cls.__name__} is of the older API: leave weight_updater out, and let the collector's "
             "weight_sync_schemes={'policy': scheme} carry the weights",
             DeprecationWarning,
-            stacklevel=_level_of_caller(),
+            stacklevel=level_of_caller(),
         )
         self = super().__new__(cls)
         self._collector, self._outbox, self.post_hooks = None, None, []
@@ -197,15 +197,6 @@ def make_updater(
         raise TypeError(f"weight_updater is a WeightUpdaterBase or makes one, and this is a {type(updater).__name__}")
     updater.register_collector(collector)
     return updater
-
-
-def _level_of_caller() -> int:
-    """Return the ``stacklevel`` of the first frame outside this package, for a warning by this function's caller."""
-    package = __name__.partition(".")[0]
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 class SchemeUpdater(WeightUpdaterBase):

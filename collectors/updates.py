@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from tensordict import TensorDict
 from torch import nn
@@ -12,6 +12,8 @@ import wsync
 from collectors import arguments
 from collectors.rollouts.acting import TrainedModels, find_in
 from collectors.updaters import WeightUpdaterBase
+
+T = TypeVar("T")
 
 
 class WeightUpdates:
@@ -23,6 +25,28 @@ class WeightUpdates:
     weight_sync_schemes: dict[str, wsync.WeightSyncScheme]
     weight_updater: WeightUpdaterBase | None
 
+    @overload
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = None,
+        /,
+        *,
+        policy: nn.Module | None = None,
+        weights: Any = None,
+        model_id: str | None = None,
+        worker_ids: int | Sequence[int] | None = None,
+    ) -> wsync.SyncReport | None: ...
+
+    @overload
+    def update_policy_weights_(
+        self,
+        policy_or_weights: None = None,
+        /,
+        *,
+        weights_dict: Mapping[str, Any],
+        worker_ids: int | Sequence[int] | None = None,
+    ) -> dict[str, wsync.SyncReport] | None: ...
+
     def update_policy_weights_(
         self,
         policy_or_weights: Any = None,
@@ -33,7 +57,7 @@ class WeightUpdates:
         model_id: str | None = None,
         worker_ids: int | Sequence[int] | None = None,
         weights_dict: Mapping[str, Any] | None = None,
-    ) -> None:
+    ) -> wsync.SyncReport | dict[str, wsync.SyncReport] | None:
         """Deliver weights to the workers; every frame that is begun afterwards is acted with them.
 
         Args:
@@ -45,6 +69,11 @@ class WeightUpdates:
             worker_ids: one, several, or (None) all workers, or those that ``{worker: weights}`` names. Of a model in
                 actors outside the workers (``RayModuleTransform``): the actors.
             weights_dict: ``{model_id: weights}`` of several models: all or nothing, on every worker.
+
+        Returns:
+            What the update cost; with ``weights_dict``, ``{model_id: report}``. None if nothing was carried
+            (``NoWeightSyncScheme``) or waited for (``sync=False``), if a ``weight_updater`` has delivered it, or if a
+            worker failed meanwhile and the others have the update (``on_worker_failure``).
 
         Raises:
             ValueError: arguments contradict each other, or a worker is unknown.
@@ -63,11 +92,11 @@ class WeightUpdates:
         if weights_dict is not None:
             if source is not None or model_id is not None:
                 raise ValueError("weights_dict cannot be combined with policy, weights or model_id")
-            self._update_together(weights_dict, worker_ids)
-        elif self.weight_updater is not None and model_id in (None, self.default_model_id):
+            return self._update_together(weights_dict, worker_ids)
+        if self.weight_updater is not None and model_id in (None, self.default_model_id):
             self.weight_updater.update_weights(source, worker_ids)
-        else:
-            self.send_weights(source, worker_ids, model_id=model_id)
+            return None
+        return self.send_weights(source, worker_ids, model_id=model_id)
 
     def send_weights(
         self,
@@ -76,7 +105,7 @@ class WeightUpdates:
         *,
         model_id: str | None = None,
         wait: bool = True,
-    ) -> None:
+    ) -> wsync.SyncReport | None:
         """Deliver weights as ``update_policy_weights_`` does, without the ``weight_updater``, which calls this method.
 
         Args:
@@ -84,6 +113,9 @@ class WeightUpdates:
             worker_ids: one, several, or (None) all workers.
             model_id: the model; by default ``"policy"``, or the model of the only scheme.
             wait: whether to wait for the acknowledgements.
+
+        Returns:
+            As ``update_policy_weights_``; None without ``wait``.
 
         Raises:
             KeyError: the model has no scheme; names the models that have one.
@@ -95,17 +127,16 @@ class WeightUpdates:
         scheme = self._scheme(model_id)
         send = scheme.send if wait else scheme.send_async
         if scheme.sender_driven:
-            send(weights, worker_ids)
-        else:
-            self._deliver(send, weights, arguments.addressed_workers([weights], worker_ids, self.num_workers))
+            return send(weights, worker_ids)
+        return self._deliver(send, weights, arguments.addressed_workers([weights], worker_ids, self.num_workers))
 
-    def _deliver(
-        self, send: Callable[[Any, Any], object], weights: Any, worker_ids: int | Sequence[int] | None
-    ) -> None:
-        """Call ``send(weights, worker_ids)``; overridden where a worker may fail."""
-        send(weights, worker_ids)
+    def _deliver(self, send: Callable[[Any, Any], T], weights: Any, worker_ids: int | Sequence[int] | None) -> T | None:
+        """Return ``send(weights, worker_ids)``; overridden where a worker may fail."""
+        return send(weights, worker_ids)
 
-    def _update_together(self, weights_dict: Mapping[str, Any], worker_ids: int | Sequence[int] | None) -> None:
+    def _update_together(
+        self, weights_dict: Mapping[str, Any], worker_ids: int | Sequence[int] | None
+    ) -> dict[str, wsync.SyncReport] | None:
         arguments.check_weights_dict(weights_dict)
         if self.weight_updater is not None and self.default_model_id in weights_dict:
             raise ValueError(
@@ -117,10 +148,9 @@ class WeightUpdates:
         if any(hosted):
             if not all(hosted):
                 self._check_mixed_update(worker_ids)
-            wsync.synchronize(schemes, worker_ids)
-        else:
-            workers = arguments.addressed_workers(weights_dict.values(), worker_ids, self.num_workers)
-            self._deliver(wsync.synchronize, schemes, workers)
+            return wsync.synchronize(schemes, worker_ids)
+        workers = arguments.addressed_workers(weights_dict.values(), worker_ids, self.num_workers)
+        return self._deliver(wsync.synchronize, schemes, workers)
 
     def _check_mixed_update(self, worker_ids: object) -> None:
         """Check whether models of workers and of actors outside them can be updated together.

@@ -20,6 +20,7 @@ from tensordict import TensorDict
 import wsync
 from collectors.arguments import check_policy, has_weights
 from collectors.batch_layout import BatchLayout
+from collectors.exploration import warn_if_greedy
 from collectors.factories import make_env
 from collectors.rollouts.acting import Actor, policy_scheme
 from collectors.rollouts.wrapping import UnusablePolicy
@@ -93,6 +94,8 @@ class RolloutWorker:
             opened.callback(env.close)
             policy = unpickled.policy if factory is None else factory()
             check_policy(policy)
+            if factory is not None and options.worker_idx == 0:  # one warning, not one of each worker
+                warn_if_greedy(policy, same_process=True)
             self._has_weights = has_weights(policy)
             if unpickled.optional and not self._has_weights:
                 self._schemes = {}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import util
-from typing import Any, Literal, Required, TypedDict
+from typing import Any, ClassVar, Literal, Required, TypedDict, TypeVar
 
 import cloudpickle
 import torch
@@ -23,6 +23,8 @@ from collectors.workers.gathering import Gathering, gathering
 from collectors.workers.group import WorkerGroup
 from collectors.workers.pool import WorkerHandle, WorkerPool
 from collectors.workers.records import FailurePolicy, OnFailure
+
+T = TypeVar("T")
 
 
 class WorkerCollectorOptions(TypedDict, total=False):
@@ -96,6 +98,8 @@ class WorkerCollector(BaseCollector):
         wsync.WorkerDied: a worker ended.
         wsync.SyncTimeout: a worker did not answer within ``worker_timeout``.
     """
+
+    _options: ClassVar[Collection[str]] = tuple(WorkerCollectorOptions.__annotations__)
 
     def __init__(
         self,
@@ -196,16 +200,11 @@ class WorkerCollector(BaseCollector):
         self._group.batch_completed()
         return batch
 
-    def _deliver(
-        self, send: Callable[[Any, Any], object], weights: Any, worker_ids: int | Sequence[int] | None
-    ) -> None:
+    def _deliver(self, send: Callable[[Any, Any], T], weights: Any, worker_ids: int | Sequence[int] | None) -> T | None:
         """See BaseCollector; deaths and timeouts are handled as ``on_worker_failure`` says."""
         raises = self._group.failure_policy.on_failure == "raise"
         try:
-            if raises:
-                send(weights, worker_ids)
-            else:
-                self._group.deliver(send, weights, worker_ids)
+            return send(weights, worker_ids) if raises else self._group.deliver(send, weights, worker_ids)
         except wsync.WeightSyncError as error:
             try:
                 if raises and isinstance(error, wsync.WorkerDied | wsync.SyncTimeout):

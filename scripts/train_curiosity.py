@@ -110,7 +110,7 @@ class Workers:
 
     collector: MultiCollector
     schemes: Mapping[str, wsync.WeightSyncScheme]
-    send: Callable[[], None]
+    send: Callable[[], object]
 
 
 @contextmanager

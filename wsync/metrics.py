@@ -97,12 +97,23 @@ def percentile(values: Sequence[float], fraction: float) -> float:
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
 
 
-def plain_copy_us(nbytes: int, rounds: int = 7) -> float:
-    """Median microseconds of one ``Tensor.copy_`` of ``nbytes`` bytes, here and now."""
-    source, destination = torch.ones(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
-    times = []
-    for _ in range(rounds):
+def plain_copy_us(nbytes: int, rounds: int = 25, seconds: float = 0.5) -> float:
+    """Median microseconds of one copy of ``nbytes`` bytes by one thread, here and now.
+
+    torch would divide a large copy among its threads, which wait for one another while workers use the cores.
+
+    Args:
+        nbytes: the size.
+        rounds: how many copies are timed, after one that is not.
+        seconds: no more copies are begun when those that were timed took this long in all.
+    """
+    source = torch.ones(nbytes, dtype=torch.uint8).numpy()
+    destination = source.copy()  # and so in memory that has been written before
+    times: list[float] = []
+    for _ in range(1 + rounds):  # the first one is not counted
         started = time.perf_counter()
-        destination.copy_(source)
+        destination[:] = source
         times.append((time.perf_counter() - started) * 1e6)
-    return statistics.median(times)
+        if sum(times[1:]) > seconds * 1e6:
+            break
+    return statistics.median(times[1:])

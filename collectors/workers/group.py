@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import wsync
 from collectors.worker import WorkerOptions
@@ -13,7 +13,8 @@ from collectors.workers.pool import W
 from collectors.workers.records import FailureCause, RestartBackoff, WorkerRecord, WorkerState
 from collectors.workers.supervisor import WorkerSupervisor
 
-Send = Callable[[Any, Any], object]
+T = TypeVar("T")
+Send = Callable[[Any, Any], T]
 """``send(weights, worker_ids)``, as ``WeightSyncScheme.send``; of several schemes, with ``{scheme: weights}``."""
 
 _STOP_GRACE = 2.0  # seconds in which a batch has to be complete after ``interrupt``
@@ -127,11 +128,14 @@ class WorkerGroup(WorkerSupervisor[W]):
 
     # --- for threads that deliver weights ---
 
-    def deliver(self, send: Send, weights: Any, worker_ids: int | Sequence[int] | None) -> None:
+    def deliver(self, send: Send[T], weights: Any, worker_ids: int | Sequence[int] | None) -> T | None:
         """Call ``send(weights, worker_ids)``, and again for the other workers where a failure prevented it.
 
         For the policies ``drop`` and ``restart``. With ``raise``, ``send`` is called directly, and
         ``raise_worker_error`` after an error.
+
+        Returns:
+            What ``send`` has returned; None if a worker failed meanwhile, and the others have the update.
 
         Raises:
             WorkerFailed: a model refused the weights.
@@ -140,25 +144,24 @@ class WorkerGroup(WorkerSupervisor[W]):
         everyone = range(len(self._records))
         wanted = everyone if worker_ids is None else wsync.worker_list(worker_ids, len(everyone))
         if not wanted:
-            send(weights, worker_ids)  # raises the error for an empty selection
-            return
+            return send(weights, worker_ids)  # raises the error for an empty selection
         with self._lock.updating():
-            while not self._deliver(send, weights, wanted, to_all=worker_ids is None):
-                pass
+            while True:
+                made, result = self._deliver(send, weights, wanted, to_all=worker_ids is None)
+                if made:
+                    return result
 
-    def _deliver(self, send: Send, weights: Any, wanted: Collection[int], *, to_all: bool) -> bool:
-        """Return whether an update was made, for at least one worker."""
+    def _deliver(self, send: Send[T], weights: Any, wanted: Collection[int], *, to_all: bool) -> tuple[bool, T | None]:
+        """Return whether an update was made, for at least one worker; and what ``send`` has returned."""
         reachable = self._reachable(wanted)
         try:
             if to_all:
-                send(weights, None)  # the scheme keeps it for workers that are being restarted
-            else:
-                send(_weights_for(weights, reachable), reachable)
+                return True, send(weights, None)  # the scheme keeps it for workers that are being restarted
+            return True, send(_weights_for(weights, reachable), reachable)
         except (wsync.WorkerDied, wsync.SyncTimeout) as error:
             if not self._fail_unreached(reachable, error) and error.version is None:
                 raise
-            return error.version is not None
-        return True
+            return error.version is not None, None
 
     def _reachable(self, wanted: Collection[int]) -> list[int]:
         """Return those of ``wanted`` that get updates; wait for one if there is none."""

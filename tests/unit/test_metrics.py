@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 
 from wsync import SyncMetrics, SyncReport
-from wsync.metrics import percentile
+from wsync.metrics import percentile, plain_copy_us
 from wsync.types import PHASES
 
 
@@ -46,3 +46,15 @@ def test_the_costs_of_the_newest_updates_are_kept() -> None:
         metrics.record(report_of(version, workers=1))
     assert metrics.latencies_us == pytest.approx([2.0, 3.0])
     assert metrics.last == report_of(3, workers=1)
+
+
+def test_a_plain_copy_is_timed_several_times_and_the_median_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One copy that was interrupted for long does not count, nor does the first one."""
+    spent = [0.9, *[1e-6] * 13, *[1e-3] * 12]
+    clock = iter([at for seconds in spent for at in (1.0, 1.0 + seconds)])
+    monkeypatch.setattr("wsync.metrics.time.perf_counter", lambda: next(clock))
+    assert plain_copy_us(64, rounds=25) == pytest.approx(1.0)
+
+
+def test_a_plain_copy_of_many_bytes_ends_in_time() -> None:
+    assert plain_copy_us(1 << 20, rounds=10**9, seconds=0.01) > 0
