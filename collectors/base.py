@@ -18,6 +18,7 @@ from collectors import arguments
 from collectors.exploration import warn_if_greedy
 from collectors.rollouts.acting import policy_scheme
 from collectors.signatures import check_arguments, set_signature
+from collectors.staleness import Staleness
 from collectors.updaters import WeightUpdaterBase, make_updater
 from collectors.updates import WeightUpdates
 from collectors.workers.records import Failures
@@ -34,6 +35,7 @@ class BaseCollector(WeightUpdates, ABC):
     Attributes:
         frames: frames of the batches that were returned so far.
         failures: how often workers have failed, and what was done.
+        staleness: how old a batch may be, and what was dropped because it was older.
         num_workers: number of workers.
         weight_sync_schemes: ``{model_id: scheme}``.
         weight_updater: of the older API; decides which weights the policy's update sends to which worker.
@@ -69,6 +71,7 @@ class BaseCollector(WeightUpdates, ABC):
         weight_sync_schemes: Mapping[str, wsync.WeightSyncScheme] | None,
         track_policy_version: bool,
         weight_updater: UpdaterOrFactory | None = None,
+        staleness: Staleness,
     ) -> None:
         arguments.check_frames(frames_per_batch, total_frames)
         arguments.check_schemes(weight_sync_schemes)
@@ -92,7 +95,7 @@ class BaseCollector(WeightUpdates, ABC):
         self._seconds = 0.0  # spent in waiting for batches
         self._last_version = 0  # when this collector was shut down
         self.closed = False
-        self.failures = Failures()
+        self.failures, self.staleness = Failures(), staleness
         self.weight_updater = None if weight_updater is None else make_updater(weight_updater, self, policy)
 
     def _default_scheme(self) -> wsync.WeightSyncScheme:
@@ -151,8 +154,8 @@ class BaseCollector(WeightUpdates, ABC):
         """Return plain values, for a log.
 
         ``frames``, including those of an earlier run; ``batches`` returned; ``seconds`` spent in waiting for them;
-        ``num_workers``; ``policy_version``; ``failures``, as ``Failures.as_dict``; ``weight_sync``, by model id the
-        cost of updates, as ``SyncMetrics.summary``.
+        ``num_workers``; ``policy_version``; ``failures``, as ``Failures.as_dict``; ``staleness``, as
+        ``Staleness.as_dict``; ``weight_sync``, by model id the cost of updates, as ``SyncMetrics.summary``.
         """
         return {
             "frames": self.frames,
@@ -161,12 +164,20 @@ class BaseCollector(WeightUpdates, ABC):
             "num_workers": self.num_workers,
             "policy_version": self.policy_version,
             "failures": self.failures.as_dict(),
+            "staleness": self.staleness.as_dict(),
             "weight_sync": {name: scheme.metrics.summary() for name, scheme in self.weight_sync_schemes.items()},
         }
 
     @abstractmethod
     def _gather(self) -> TensorDictBase:
-        """Return one batch, in memory that is not written to again. Called by ``__next__``."""
+        """Return one batch, in memory that is not written to again. Called by ``__next__``.
+
+        It asks ``_admits`` about each worker's batch, and collects another one in place of one that is too old.
+        """
+
+    def _admits(self, batch: TensorDictBase, worker_idx: int) -> bool:
+        """Return whether a worker's batch may be delivered now: see ``Staleness.admits``."""
+        return self.staleness.admits(batch, self.policy_version, worker_idx)
 
     @abstractmethod
     def interrupt(self) -> None:

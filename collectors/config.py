@@ -45,10 +45,13 @@ class CollectorConfig:
 
     Attributes:
         init_random_frames: number of first frames with random actions.
+        max_staleness: versions, at most, that the newest weights may be ahead of those that acted in any frame of a
+            batch when the learner gets it; older ones are dropped and collected anew. null: no limit.
     """
 
     _target_: str = MISSING
     init_random_frames: int = 0
+    max_staleness: int | None = None
 
 
 @dataclass

@@ -17,6 +17,7 @@ from collectors.exploration import warn_if_greedy
 from collectors.factories import EnvMaker, copy_of, make_env
 from collectors.hosted import connect_hosted
 from collectors.rollouts.acting import Actor, policy_scheme
+from collectors.staleness import Staleness
 
 
 class Collector(BaseCollector):
@@ -41,6 +42,7 @@ class Collector(BaseCollector):
         max_frames_per_traj: episodes are truncated after this number of steps.
         init_random_frames: number of first frames with random actions.
         track_policy_version: whether batches have ``policy_version``.
+        max_staleness: as ``WorkerCollector``; of use if another thread updates the weights.
 
     Raises:
         TypeError: there is no environment, or the policy cannot be copied, or is not usable as a policy.
@@ -66,6 +68,7 @@ class Collector(BaseCollector):
         max_frames_per_traj: int | None = None,
         init_random_frames: int = 0,
         track_policy_version: bool = True,
+        max_staleness: int | None = None,
     ) -> None:
         super().__init__(
             policy,
@@ -76,6 +79,7 @@ class Collector(BaseCollector):
             weight_sync_schemes=weight_sync_schemes,
             track_policy_version=track_policy_version,
             weight_updater=weight_updater,
+            staleness=Staleness(max_staleness),
         )
         makers = create_env_fn if isinstance(create_env_fn, list | tuple) else [create_env_fn]
         if len(makers) != 1:
@@ -128,7 +132,10 @@ class Collector(BaseCollector):
 
     def _gather(self) -> TensorDictBase:
         rollout = self._actor.rollout
-        return rollout.collect(rollout.buffer(self._steps))
+        batch = rollout.buffer(self._steps)
+        while not self._admits(rollout.collect(batch), 0):
+            pass
+        return batch
 
     def set_seed(self, seed: int) -> int:
         """Seed environment ``i`` with ``seed + i``."""

@@ -18,6 +18,7 @@ from collectors import arguments
 from collectors.base import BaseCollector, UpdaterOrFactory
 from collectors.factories import EnvMaker, PolicyFactory, pickled
 from collectors.hosted import connect_hosted
+from collectors.staleness import Staleness
 from collectors.worker import WorkerOptions, WorkerSpec
 from collectors.workers.gathering import Gathering, gathering
 from collectors.workers.group import WorkerGroup
@@ -47,6 +48,7 @@ class WorkerCollectorOptions(TypedDict, total=False):
     max_restarts: int
     restart_window: float
     run_ahead: int | None
+    max_staleness: int | None
 
 
 class WorkerCollector(BaseCollector):
@@ -88,6 +90,11 @@ class WorkerCollector(BaseCollector):
             them: 1 by default, with which it never waits unless the trainer is slower; with 0 it waits for each batch
             to be taken. Of n workers, up to n × (run_ahead + 1) batches are collected and not taken. A worker uses
             new weights from its next step on, also within a batch.
+        max_staleness: versions, at most, that the newest weights may be ahead of those that acted in any frame of a
+            batch when the batch is delivered; None: no limit. A worker's batch that is older is dropped and counted
+            (``staleness``), and the worker collects another one, with the newest weights. No batch is dropped if
+            max_staleness is at least n × (run_ahead + 1), with one update for each batch and equally fast workers; a
+            lower ``run_ahead`` wastes less work than a lower limit alone.
 
     Raises:
         TypeError: an object that a worker needs cannot be pickled; or the policy cannot be called with an observation
@@ -97,6 +104,9 @@ class WorkerCollector(BaseCollector):
         wsync.WorkerFailed: a worker could not start; carries its traceback. All workers are ended.
         wsync.WorkerDied: a worker ended.
         wsync.SyncTimeout: a worker did not answer within ``worker_timeout``.
+
+    With ``max_staleness``, the next batch raises RuntimeError if one worker's batches are too old more than ten times
+    in a row: another thread sends more versions than that while a batch is collected, or none go to this worker.
     """
 
     _options: ClassVar[Collection[str]] = tuple(WorkerCollectorOptions.__annotations__)
@@ -125,6 +135,7 @@ class WorkerCollector(BaseCollector):
         max_restarts: int = 10,
         restart_window: float = 60.0,
         run_ahead: int | None = None,
+        max_staleness: int | None = None,
     ) -> None:
         self.num_workers = count = len(makers := arguments.env_makers(create_env_fn))
         failure_policy = FailurePolicy(on_worker_failure, worker_timeout, max_restarts, restart_window)
@@ -139,6 +150,7 @@ class WorkerCollector(BaseCollector):
             weight_sync_schemes=weight_sync_schemes,
             track_policy_version=track_policy_version,
             weight_updater=weight_updater,
+            staleness=Staleness(max_staleness, self._gathering.buffers - 1),
         )
         common = WorkerOptions(
             worker_idx=0,
@@ -193,7 +205,7 @@ class WorkerCollector(BaseCollector):
 
     def _gather(self) -> TensorDictBase:
         try:
-            batch = self._gathering.gather(self._group)
+            batch = self._gathering.gather(self._group, self._admits)
         except BaseException:  # also KeyboardInterrupt: the next batch would get answers to commands of this one
             self.shutdown()
             raise

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from learning import checkpoint
 from learning.actor_critic import ActorCritic, Diverged
-from learning.progress import Failures, Progress, summarise
+from learning.progress import Progress
 from learning.reporting import Reporter
 from learning.run import StopRequest
+from learning.summary import Failures, Limits, summarise
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -29,6 +30,7 @@ class Collector(Iterable[Any], Protocol):
     """The methods of a collector that the loop uses."""
 
     failures: Failures
+    staleness: Limits
 
     def interrupt(self) -> None:
         """End the wait for the current batch soon. Called from a signal handler, on the main thread, at most once."""
@@ -126,7 +128,7 @@ class Training:
             status = "interrupted"
             raise
         finally:
-            summary = self._summary(status, collector.failures)
+            summary = self._summary(status, collector)
             with ExitStack() as steps:  # last in, first called; all are called, even if the disk is full
                 for reporter in reversed(self.reporters):
                     steps.push(_last_step(partial(reporter.finish, summary)))
@@ -142,7 +144,7 @@ class Training:
             if stop.requested:
                 return "interrupted"
             batch = next(batches)
-            progress.collected(batch, scheme.version)
+            progress.collected(batch, scheme.version, collector.staleness)
             learning = self.learner.update(batch)
             collector.update_policy_weights_(self.learner.policy)
             row = progress.synchronised(learning, scheme.metrics, scheme.version)
@@ -178,10 +180,11 @@ class Training:
             "folder": str(folder), "frames": self.progress.frames, "version": self.progress.version
         }  # fmt: skip
 
-    def _summary(self, status: str, failures: Failures) -> dict[str, Any]:
-        first = self.progress.first_update_at
+    def _summary(self, status: str, collector: Collector) -> dict[str, Any]:
+        first, metrics = self.progress.first_update_at, self.scheme.metrics
+        counts = (collector.failures, self.chaos, collector.staleness)
         return {
-            **summarise(status, self.progress, self.goal.solved_at, self.scheme.metrics, failures, self.chaos),
+            **summarise(status, self.progress, self.goal.solved_at, metrics, *counts),
             "seconds_to_first_update": None if first is None else first - self.started,
             **self.facts,
         }

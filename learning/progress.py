@@ -1,4 +1,4 @@
-"""The counters of a run: frames, returns, staleness; a row of figures for each batch, and the summary at the end."""
+"""The counters of a run: frames, returns, staleness; and a row of figures for each batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from wsync.metrics import percentile
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
+    from learning.summary import Limits
     from wsync import SyncMetrics, SyncReport
 
 WINDOW = 100  # episodes in the mean return that is compared with the threshold of a solved environment
@@ -61,6 +62,9 @@ class Row:
         version: of the weights last sent; a resumed run counts on.
         staleness: versions between the weights that acted and the newest ones when the batch was learnt from, mean
             over frames.
+        staleness_max: of the oldest frame.
+        dropped_batches: workers' batches that were too old to be delivered (``collector.max_staleness``), so far.
+        dropped_frames: frames of these.
         weight_sync: cost of the update; None if there was none.
         learning: the learner's statistics.
     """
@@ -73,6 +77,9 @@ class Row:
     episode_returns: Sequence[float]
     version: int
     staleness: float
+    staleness_max: int
+    dropped_batches: int
+    dropped_frames: int
     weight_sync: SyncRow | None
     learning: Mapping[str, float]
 
@@ -91,6 +98,9 @@ class Progress:
     frames_before: int = 0
     acted_frames: int = 0  # frames in which the policy acted, not those with random actions
     versions_behind: float = 0.0  # summed over `acted_frames`
+    staleness_max: int = 0  # of any frame
+    dropped_batches: int = 0  # by the collector, as too old
+    dropped_frames: int = 0
     version: int = 0
     window: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     first_mean: float | None = None
@@ -98,6 +108,8 @@ class Progress:
     first_update_at: float | None = None
     _began: float | None = None
     _staleness: float = 0.0
+    _oldest: int = 0  # staleness of the oldest frame of the last batch
+    _dropped_before: tuple[int, int] = (0, 0)  # batches and frames, before a resume
     _returns: Sequence[float] = ()
     _reported: SyncReport | None = None
     _recent_us: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -132,9 +144,10 @@ class Progress:
         mean = self.return_mean
         return threshold is not None and mean is not None and len(self.window) == WINDOW and mean >= threshold
 
-    def collected(self, batch: TensorDictBase, version: int) -> None:
+    def collected(self, batch: TensorDictBase, version: int, limits: Limits | None = None) -> None:
         """Count a batch ``[*B, T]`` before it is learnt from; `version` is the newest that was sent.
 
+        `limits` counts what the collector has dropped in this process.
         Where a batch has a bool "mask" ``[*B, T]``, only its true entries are frames.
         """
         mask = batch.get("mask", None)
@@ -143,10 +156,16 @@ class Progress:
         self._staleness = version - float(acted.double().mean()) if acted.numel() else 0.0
         self.versions_behind += self._staleness * acted.numel()
         self.acted_frames += acted.numel()
+        self._oldest = 0
         if acted.numel():
             oldest, newest = int(acted.min()), int(acted.max())
             before = self.acted_on or (oldest, newest)
             self.acted_on = min(oldest, before[0]), max(newest, before[1])
+            self._oldest = version - oldest
+        self.staleness_max = max(self.staleness_max, self._oldest)
+        if limits is not None:
+            batches, frames = self._dropped_before
+            self.dropped_batches, self.dropped_frames = batches + limits.dropped_batches, frames + limits.dropped_frames
         self.frames += batch.numel() if mask is None else int(mask.sum())
 
         step = batch.get("next")
@@ -175,6 +194,9 @@ class Progress:
             episode_returns=self._returns,
             version=version,
             staleness=self._staleness,
+            staleness_max=self._oldest,
+            dropped_batches=self.dropped_batches,
+            dropped_frames=self.dropped_frames,
             weight_sync=sync,
             learning=learning,
         )
@@ -192,6 +214,8 @@ class Progress:
             "seconds": self.seconds,
             "acted_frames": self.acted_frames,
             "versions_behind": self.versions_behind,
+            "staleness_max": self.staleness_max,
+            "dropped": [self.dropped_batches, self.dropped_frames],
             "version": self.version,
             "window": list(self.window),
             "first_mean": self.first_mean,
@@ -202,85 +226,8 @@ class Progress:
         self.frames = self.frames_before = state["frames"]
         self.episodes = state["episodes"]
         self.acted_frames, self.versions_behind = state["acted_frames"], state["versions_behind"]
+        self.staleness_max = state["staleness_max"]
+        self.dropped_batches, self.dropped_frames = self._dropped_before = state["dropped"]
         self.seconds_before, self.version = state["seconds"], state["version"]
         self.window.extend(state["window"])
         self.first_mean = state["first_mean"]
-
-
-class Failures(Protocol):
-    """Counts of worker failures; false if there were none. ``str`` gives them in words."""
-
-    def as_dict(self) -> dict[str, dict[str, int]]:
-        """Return ``{what was done: {worker: count}}``."""
-        ...
-
-
-def summarise(
-    status: str,
-    progress: Progress,
-    solved_at: float | None,
-    metrics: SyncMetrics,
-    failures: Failures | None = None,
-    chaos: Mapping[str, int] | None = None,
-) -> dict[str, Any]:
-    """Return the content of ``summary.json``.
-
-    Args:
-        status: "solved", "finished" (`total_frames` were collected), "interrupted" or "failed".
-        progress: the counters.
-        solved_at: mean return that counts as solved; None if the environment has none.
-        metrics: cost of the updates.
-        failures: failures of workers; None if there are no workers.
-        chaos: number of injected faults of each kind.
-    """
-    sync = metrics.summary()
-    sync.setdefault("latency_us", dict.fromkeys(("p50", "p95", "p99", "max")))
-    sync.setdefault("phases_us", {})
-    sentences = [verdict(status, progress, solved_at)]
-    sentences += [f"{failures}."] if failures else []
-    if chaos and any(chaos.values()):
-        counts = ", ".join(f"{count} × {fault}" for fault, count in chaos.items())
-        sentences.append(f"Made on purpose: {counts}.")
-    return {
-        "status": status,
-        "solved": progress.solved(solved_at),
-        "verdict": " ".join(sentences),
-        "frames": progress.frames,
-        "seconds": progress.seconds,
-        "frames_per_second": progress.frames_per_second,
-        "episodes": progress.episodes,
-        "episode_return_mean_100": progress.return_mean,
-        "solved_at": solved_at,
-        "weight_sync": {**sync, "version": progress.version, "staleness_mean": progress.staleness_mean},
-        "worker_failures": failures.as_dict() if failures else {},
-        "chaos": dict(chaos or {}),
-    }
-
-
-_TO_CONTINUE = {"solved": "Set stop_when_solved=false to continue.", "finished": "Raise total_frames to continue."}
-"""Advice for a resumed run that has already reached its goal, by status."""
-
-
-def verdict(status: str, progress: Progress, solved_at: float | None) -> str:
-    """Return how the run ended, in a sentence; with a second one if the workers never received an update."""
-    if status in _TO_CONTINUE and progress.frames == progress.frames_before:
-        return f"Nothing was left to do: {status} after {progress.frames:,} frames. {_TO_CONTINUE[status]}"
-    mean, count, solved = progress.return_mean, len(progress.window), progress.solved(solved_at)
-    how = {"solved": "Solved", "finished": "Finished"}.get(status, status.capitalize())
-    if solved_at is not None and status != "solved":
-        how += ", solved," if solved else ", not solved,"
-    text = f"{how} after {progress.frames:,} frames in {progress.seconds:.1f} s: "
-    text += "no episode ended" if mean is None else f"mean return {mean:.1f} over the last {count} episodes"
-    text += "" if solved_at is None else f" (solved at {solved_at:g})"
-    return f"{text}." if progress.version or progress.acted_on is None else f"{text}. {_control(progress, solved)}"
-
-
-def _control(progress: Progress, solved: bool) -> str:
-    """Return the verdict on a run in which the workers kept their first weights (``weight_sync=none``)."""
-    mean, first = progress.return_mean, progress.first_mean
-    text = "Nothing reached the workers: version 0 acted in all frames"
-    if solved:
-        return f"{text}. It was solved all the same: the task needs no learning, or storage is shared by accident."
-    if mean is None or first is None or progress.episodes < 2 * WINDOW:
-        return f"{text}, and it did not learn."
-    return f"{text}, and it did not learn: mean return {first:.1f} at the start, {mean:.1f} at the end."

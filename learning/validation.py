@@ -40,6 +40,7 @@ LIMITS: dict[str, Limit] = {
     "collector.max_restarts": NOT_NEGATIVE,
     "collector.restart_window": COUNT,
     "collector.run_ahead": NOT_NEGATIVE,
+    "collector.max_staleness": NOT_NEGATIVE,
     "collector.timeout": COUNT,
     "collector.port": ("between 0 and 65535", lambda x: 0 <= x <= 65535),
     "env.solved_at": FINITE,

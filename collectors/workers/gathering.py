@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
-from numbers import Integral
+from collections.abc import Callable, Collection
 from typing import Any, Literal, Protocol
 
 import torch
 from tensordict import TensorDictBase
 
+from collectors.staleness import check_count
 from collectors.workers.group import WorkerGroup
 from collectors.workers.pool import WorkerHandle
+
+Admits = Callable[[TensorDictBase, int], bool]
+"""``admits(batch, worker_idx)``: whether a worker's batch is new enough to be delivered; counts those that are not."""
 
 
 class Gathering(Protocol):
@@ -34,11 +37,12 @@ class Gathering(Protocol):
         """
         ...
 
-    def gather(self, group: WorkerGroup[Any]) -> TensorDictBase:
-        """Return one batch, in memory that no worker writes to.
+    def gather(self, group: WorkerGroup[Any], admits: Admits) -> TensorDictBase:
+        """Return one batch, in memory that no worker writes to; what ``admits`` rejects is collected anew.
 
         Raises:
             WorkerDied, WorkerFailed, SyncTimeout: a failure that the group's policy raises.
+            RuntimeError: as ``admits``.
         """
         ...
 
@@ -87,19 +91,23 @@ class SyncGathering:
     def _join(self, batches: Any) -> Any:
         return torch.stack(batches) if self._cat_results == "stack" else torch.cat(batches, self._cat_results)
 
-    def gather(self, group: WorkerGroup[Any]) -> TensorDictBase:
+    def gather(self, group: WorkerGroup[Any], admits: Admits) -> TensorDictBase:
         """See Gathering."""
         shares: dict[WorkerHandle, TensorDictBase] = {}
         asked: list[WorkerHandle] = []
         while not shares:  # again, if all workers that were asked have failed
-            asked = group.wait_for_workers()
-            for worker in asked:
-                group.collect(worker, 0)
-            while not shares.keys() >= set(asked).intersection(group.active_workers):
-                received = group.next_batch()
-                if received is not None and received[0] in asked:  # others are of an earlier batch's failed workers
-                    worker, index = received
-                    shares[worker] = worker.batches[index]
+            asked = missing = group.wait_for_workers()
+            while missing:
+                for worker in missing:
+                    group.collect(worker, 0)
+                while not shares.keys() >= set(asked).intersection(group.active_workers):
+                    received = group.next_batch()
+                    if received is not None and received[0] in asked:  # others are of an earlier batch's failed workers
+                        worker, index = received
+                        shares[worker] = worker.batches[index]
+                missing = [worker for worker, share in shares.items() if not admits(share, worker.worker_idx)]
+                for worker in missing:
+                    del shares[worker]
         return self._join([shares[worker] for worker in asked if worker in shares])
 
 
@@ -116,10 +124,7 @@ class AsyncGathering:
     """
 
     def __init__(self, run_ahead: int) -> None:
-        if not isinstance(run_ahead, Integral) or isinstance(run_ahead, bool):
-            raise TypeError(f"run_ahead is a whole number, not {run_ahead!r}")
-        if run_ahead < 0:
-            raise ValueError(f"run_ahead is at least 0, not {run_ahead}")
+        check_count("run_ahead", run_ahead)
         self.buffers = int(run_ahead) + 1
         self._collecting: set[WorkerHandle] = set()
 
@@ -130,7 +135,7 @@ class AsyncGathering:
     def check_shapes(self, workers: Collection[WorkerHandle]) -> None:
         """Accept any shapes: batches are not joined."""
 
-    def gather(self, group: WorkerGroup[Any]) -> TensorDictBase:
+    def gather(self, group: WorkerGroup[Any], admits: Admits) -> TensorDictBase:
         """See Gathering."""
         while True:
             active = group.wait_for_workers()
@@ -142,9 +147,10 @@ class AsyncGathering:
             if received is not None:
                 worker, buffer = received
                 batch: Any = worker.batches[buffer]
-                batch = batch.clone()
+                batch = batch.clone() if admits(batch, worker.worker_idx) else None
                 group.collect(worker, buffer)
-                return batch
+                if batch is not None:
+                    return batch
 
 
 def gathering(sync: bool, cat_results: int | Literal["stack"], run_ahead: int | None) -> Gathering:

@@ -43,12 +43,14 @@ def number(value: float | None, digits: int = 1) -> str:
 
 def figures(row: Row) -> dict[str, str]:
     """Return the figures of a row that are shown, as text."""
+    dropped = {"too old": f"{row.dropped_batches:,} batches"} if row.dropped_batches else {}
     return {
         "frames/s": number(row.frames_per_second, 0),
         "return": number(row.episode_return_mean_100),
         "sync p50": microseconds(row.weight_sync.p50_us if row.weight_sync else None),
         "version": f"{row.version:,}",
-        "staleness": number(row.staleness),
+        "staleness": f"{number(row.staleness)} (max {row.staleness_max})",
+        **dropped,
     }
 
 
@@ -132,7 +134,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         ("frames/s", number(summary["frames_per_second"], 0)),
         ("episodes", f"{summary['episodes']:,}"),
         ("return, last 100", number(summary["episode_return_mean_100"])),
-        ("staleness", f"{number(sync['staleness_mean'], 2)} versions"),
+        *staleness_rows(summary["staleness"]),
     ]
     right = [
         ("scheme", str(sync["scheme"])),
@@ -149,6 +151,17 @@ def summary_table(summary: dict[str, Any]) -> Table:
     for i in range(max(len(left), len(right))):
         table.add_row(*(left[i] if i < len(left) else ("", "")), *(right[i] if i < len(right) else ("", "")))
     return table
+
+
+def staleness_rows(staleness: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows about the age of frames, in versions, and about the limits of the collector."""
+    limit, ahead = staleness["max_staleness"], staleness["run_ahead"]
+    oldest = str(staleness["max"]) if limit is None else f"{staleness['max']} (limit {limit})"
+    rows = [("staleness, mean", f"{number(staleness['mean'], 2)} versions"), ("staleness, max", oldest)]
+    rows += [] if ahead is None else [("run-ahead", f"{ahead} batches" if ahead != 1 else "1 batch")]
+    if limit is not None:
+        rows.append(("dropped, too old", f"{staleness['dropped_batches']:,} ({staleness['dropped_frames']:,} frames)"))
+    return rows
 
 
 def _relative(folder: Path) -> str:

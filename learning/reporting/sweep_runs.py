@@ -65,7 +65,7 @@ FIGURES: dict[str, Column] = {
     "sync p95": (lambda run: run.sync["latency_us"].get("p95"), microseconds),
     "sync p99": (lambda run: run.sync["latency_us"].get("p99"), microseconds),
     "GiB/s": (lambda run: run.sync.get("gib_per_second"), lambda value: number(value, 3)),
-    "staleness": (lambda run: run.sync.get("staleness_mean"), lambda value: number(value, 2)),
+    "staleness": (lambda run: run.summary["staleness"]["mean"], lambda value: number(value, 2)),
 }
 """The figures that have a median."""
 

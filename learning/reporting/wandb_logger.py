@@ -149,6 +149,8 @@ def flat(row: Row) -> dict[str, Any]:
         "episodes": row.episodes,
         "weight_sync/version": row.version,
         "weight_sync/staleness": row.staleness,
+        "weight_sync/staleness_max": row.staleness_max,
+        "weight_sync/dropped_frames": row.dropped_frames,
         **{f"learning/{name}": value for name, value in row.learning.items()},
     }
     if row.episode_return_mean_100 is not None:

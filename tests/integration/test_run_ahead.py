@@ -1,66 +1,15 @@
 """How far an asynchronous worker runs ahead of the trainer: exactly as many batches as it may, and not one more."""
 
 import os
-import select
 
-import gymnasium
-import numpy as np
 import pytest
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from tensordict.nn import TensorDictModule
-from torch import nn
+from stepping import STEPS, Counted, Held, more_come, policy, wait_for
 
 from collectors import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from collectors.config import MultiAsyncConfig
 from collectors.distributed import DistributedCollector, RayCollector, RPCCollector
-
-STEPS = 8  # of a batch
-
-
-class Counted(gymnasium.Env):
-    """Writes a byte into a pipe in each step."""
-
-    observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def __init__(self, path: str) -> None:
-        self.pipe = os.open(path, os.O_WRONLY)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return np.zeros(4, np.float32), {}
-
-    def step(self, action):
-        os.write(self.pipe, b"*")
-        return np.zeros(4, np.float32), 0.0, False, False, {}
-
-    def close(self):
-        os.close(self.pipe)
-
-
-@pytest.fixture
-def steps(tmp_path):
-    """The path of a pipe, and its reading end."""
-    path = str(tmp_path / "steps")
-    os.mkfifo(path)
-    reading = os.open(path, os.O_RDWR)
-    yield path, reading
-    os.close(reading)
-
-
-def wait_for(reading: int, count: int) -> None:
-    """Wait until ``count`` steps have been taken; the test's own deadline limits it."""
-    while count:
-        count -= len(os.read(reading, count))
-
-
-def more_come(reading: int, within: float = 0.3) -> bool:
-    return bool(select.select([reading], [], [], within)[0])
-
-
-def policy() -> TensorDictModule:
-    return TensorDictModule(nn.Linear(4, 2), in_keys=["observation"], out_keys=["action"])
 
 
 def by_hydra(run_ahead: int):
@@ -108,24 +57,10 @@ def test_the_default_is_one_and_is_that_of_each_worker(steps):
         assert versions == [[1]] * 4 + [[2]]
 
 
-def test_new_weights_are_used_within_a_batch_and_each_frame_says_so(steps, tmp_path):
+def test_new_weights_are_used_within_a_batch_and_each_frame_says_so(steps, gate):
     """The worker is held within a step of its batch until it has been sent new weights."""
-    path, reading = steps
-    gate = str(tmp_path / "gate")
-    os.mkfifo(gate)
-    passes = os.open(gate, os.O_RDWR)
-
-    class Held(Counted):
-        def __init__(self):
-            super().__init__(path)
-            self.gate = os.open(gate, os.O_RDONLY)
-
-        def step(self, action):
-            result = super().step(action)
-            os.read(self.gate, 1)
-            return result
-
-    with MultiAsyncCollector([Held], policy(), frames_per_batch=STEPS, run_ahead=0) as collector:
+    (path, reading), (held, passes) = steps, gate
+    with MultiAsyncCollector([lambda: Held(path, held)], policy(), frames_per_batch=STEPS, run_ahead=0) as collector:
         os.write(passes, b"*" * (STEPS + 3))
         assert next(collector)["policy_version"].tolist() == [1] * STEPS
         wait_for(reading, STEPS + 4)
@@ -133,7 +68,6 @@ def test_new_weights_are_used_within_a_batch_and_each_frame_says_so(steps, tmp_p
             collector.update_policy_weights_()
         os.write(passes, b"*" * STEPS)
         assert next(collector)["policy_version"].tolist() == [1] * 4 + [4] * (STEPS - 4)
-    os.close(passes)
 
 
 @pytest.mark.parametrize(

@@ -269,6 +269,23 @@ def test_how_far_asynchronous_workers_run_ahead_is_a_setting(asynchronous: list[
     assert instantiate(chosen.collector, _partial_=True).keywords["run_ahead"] == 3
 
 
+@pytest.mark.parametrize(
+    "collector",
+    [
+        ["collector=single", "num_workers=1"],
+        ["collector=multi_sync"],
+        ["collector=multi_async"],
+        *[[f"weight_sync={name}", f"collector={name}"] for name in ("distributed", "rpc", "ray")],
+    ],
+)
+def test_how_stale_a_batch_may_be_is_a_setting_of_every_collector(collector: list[str]) -> None:
+    chosen = config(*collector, "collector.max_staleness=3")
+    check(chosen)
+    assert instantiate(chosen.collector, _partial_=True).keywords["max_staleness"] == 3
+    with pytest.raises(ConfigError, match=r"collector.max_staleness has to be at least 0, not -1"):
+        check(config(*collector, "collector.max_staleness=-1"))
+
+
 def test_a_batch_may_be_joined_along_a_dimension() -> None:
     for option in ("shared_mem", "distributed"):
         possible = config("collector.cat_results=0", f"weight_sync={option}")

@@ -13,13 +13,14 @@ from torch import nn
 
 import collectors.workers.records
 from collectors.environments.specs import Spec
+from collectors.staleness import Staleness
 from learning import PPO, checkpoint, make_critic, make_policy
 from learning.actor_critic import Diverged
 from learning.loop import Goal, Training
-from learning.progress import Failures
 from learning.reporting import Reporter
 from learning.reporting.files import RunFiles
 from learning.run import StopRequest
+from learning.summary import Failures
 from wsync import NoWeightSyncScheme
 
 
@@ -27,6 +28,7 @@ class FakeCollector:
     """Yields two valid batches, and a third with rewards of NaN."""
 
     failures: Failures = collectors.workers.records.Failures()
+    staleness = Staleness()
 
     def __init__(self, policy: nn.Module) -> None:
         self.policy = policy

@@ -4,7 +4,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from learning.progress import WINDOW, Progress, summarise, verdict
+from collectors.staleness import Staleness
+from learning.progress import WINDOW, Progress
+from learning.summary import summarise, verdict
 from wsync import SyncMetrics, SyncReport
 from wsync.types import PHASES
 
@@ -54,6 +56,7 @@ def test_staleness_is_the_mean_over_frames_in_which_a_policy_acted() -> None:
     progress.collected(batch(torch.full((3,), NAN), 3), 3)
     assert progress.staleness_mean == pytest.approx(0.5)
     assert progress.acted_on == (1, 3)
+    assert progress.staleness_max == 2  # 1 when version 3 was the newest; a random action is of no version
 
 
 def report(version: int) -> SyncReport:
@@ -79,7 +82,11 @@ def test_a_row_has_the_cost_of_its_own_update() -> None:
 def test_counters_survive_a_checkpoint() -> None:
     progress = Progress()
     progress.begin()
-    progress.collected(batch(torch.arange(150.0), 2), 5)
+    progress.collected(batch(torch.arange(150.0), 2), 5, Staleness(dropped_batches=2, dropped_frames=32))
+    again = Progress()
+    again.load_state_dict(progress.state_dict())
+    again.collected(batch(torch.full((1,), NAN), 5), 5, Staleness(dropped_batches=1, dropped_frames=16))
+    assert (again.staleness_max, again.dropped_batches, again.dropped_frames) == (3, 3, 48)
     again = Progress()
     again.load_state_dict(progress.state_dict())
     assert (again.frames, again.episodes, list(again.window)) == (150, 150, list(progress.window))

@@ -11,15 +11,17 @@ import wandb
 from PIL import Image
 from rich.console import Console
 
-from learning.progress import Progress, Row, SyncRow, summarise
+from collectors.staleness import Staleness
+from learning.progress import Progress, Row, SyncRow
 from learning.reporting import Reporter
-from learning.reporting.console import ConsoleReporter, microseconds, size
+from learning.reporting.console import ConsoleReporter, microseconds, size, staleness_rows
 from learning.reporting.files import Pictures, RunFiles, read_rows, to_json
 from learning.reporting.plots import learning_curve
 from learning.reporting.sweep import report, table_rows
 from learning.reporting.sweep_plots import latencies, returns
 from learning.reporting.sweep_runs import columns, groups, read_runs
 from learning.reporting.wandb_logger import WandbLogger, flat, logged_in
+from learning.summary import summarise
 from wsync import SyncMetrics, SyncReport
 
 PHASES = {"extract": 1.0, "pack": 2.0, "transfer": 3.0, "wait": 4.0, "apply": 5.0, "acknowledge": 6.0}
@@ -27,7 +29,9 @@ PHASES = {"extract": 1.0, "pack": 2.0, "transfer": 3.0, "wait": 4.0, "apply": 5.
 
 def row(n: int, sync: bool = True) -> Row:
     cost = SyncRow(100.0 + n, 100.0, 150.0, 200.0, 18432, 0.2, PHASES) if sync else None
-    return Row(1024 * n, 0.1 * n, 10240.0, 3 * n, 20.0 * n, [19.0 * n, 21.0 * n], n, 0.5, cost, {"loss_policy": 0.25})
+    return Row(
+        1024 * n, 0.1 * n, 10240.0, 3 * n, 20.0 * n, [19.0 * n, 21.0 * n], n, 0.5, 2, 3, 96, cost, {"loss_policy": 0.25}
+    )
 
 
 def summary(sync: bool = True, status: str = "solved") -> dict:
@@ -61,9 +65,10 @@ def test_the_files_hold_the_rows_and_the_summary(tmp_path: Path) -> None:
         "episode_return_mean_100",
         "seed",
         "weight_sync",
+        "staleness",
     }
     assert top <= content.keys()
-    sync = {"scheme", "updates", "version", "bytes", "latency_us", "phases_us", "staleness_mean"}
+    sync = {"scheme", "updates", "version", "bytes", "latency_us", "phases_us"}
     assert sync <= content["weight_sync"].keys()
     assert content["weight_sync"]["latency_us"].keys() == {"p50", "p95", "p99", "max"}
     assert content["weight_sync"]["phases_us"].keys() == PHASES.keys()
@@ -90,11 +95,28 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     reporter = ConsoleReporter("CartPole", 4096, Console(file=out, width=100), interval=0.0)
     told(reporter, tmp_path, [row(1), row(2)], summary())
     lines = out.getvalue().splitlines()
-    assert "frames 1,024/4,096 | frames/s 10,240 | return 20.0 | sync p50 100 µs | version 1 | staleness 0.5" in lines
+    figures = "frames/s 10,240 | return 20.0 | sync p50 100 µs | version 1 | staleness 0.5 (max 2) | too old 3 batches"
+    assert f"frames 1,024/4,096 | {figures}" in lines
     assert len([line for line in lines if line.startswith("frames ")]) == 2
     assert "\x1b" not in out.getvalue()
     for part in ("latency p95", "acknowledge", "p50 / plain copy", "Solved after 1,024 frames", str(tmp_path)):
         assert part in out.getvalue()
+
+
+def test_the_table_has_the_limits_of_the_collector_and_what_was_dropped() -> None:
+    progress = Progress(dropped_batches=3, dropped_frames=1536, staleness_max=4)
+    end = summarise("finished", progress, None, SyncMetrics("none"), limits=Staleness(max_staleness=5, run_ahead=1))
+    assert end["staleness"] == {
+        "mean": 0.0, "max": 4, "max_staleness": 5, "run_ahead": 1, "dropped_batches": 3, "dropped_frames": 1536
+    }  # fmt: skip
+    rows = dict(staleness_rows(end["staleness"]))
+    assert rows == {
+        "staleness, mean": "0.00 versions",
+        "staleness, max": "4 (limit 5)",
+        "run-ahead": "1 batch",
+        "dropped, too old": "3 (1,536 frames)",
+    }
+    assert dict(staleness_rows(end["staleness"] | {"max_staleness": None})).keys() == rows.keys() - {"dropped, too old"}
 
 
 def test_a_live_display_in_a_terminal(tmp_path: Path) -> None:
@@ -199,6 +221,7 @@ def test_being_logged_in_is_a_key_or_a_netrc_entry(tmp_path: Path, monkeypatch: 
 def test_the_dashboard_has_every_figure() -> None:
     figures = flat(row(3))
     expected = "latency_us p50_us p95_us p99_us bytes gib_per_second version staleness phases/wait_us"
+    expected += " staleness_max dropped_frames"
     assert {f"weight_sync/{name}" for name in expected.split()} <= figures.keys()
     assert {"frames", "frames_per_second", "episode_return_mean_100", "learning/loss_policy"} <= figures.keys()
 

@@ -1,0 +1,79 @@
+"""How stale a batch may be: an older one is not delivered, but counted, and another one is collected in its place."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from stepping import STEPS, Counted, Held, policy, wait_for
+
+from collectors import Collector, GymEnv, MultiAsyncCollector, MultiSyncCollector
+from collectors.distributed import DistributedCollector, RPCCollector
+
+FAMILIES = {
+    "processes": (MultiAsyncCollector, {}),
+    "tcp": (DistributedCollector, {"sync": False}),
+    "rpc": (RPCCollector, {"sync": False}),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batches_that_are_too_old_are_dropped_and_their_worker_collects_others(family, steps):
+    path, reading = steps
+    cls, options = FAMILIES[family]
+    given = {"frames_per_batch": STEPS, "run_ahead": 1, "max_staleness": 1, **options}
+    with cls([lambda: Counted(path)], policy(), **given) as collector:
+        next(collector)
+        wait_for(reading, STEPS * 3)  # the worker has two batches of version 1 ready
+        collector.update_policy_weights_()
+        assert (next(collector)["policy_version"] == 1).all(), "one version behind is as old as it may be"
+        wait_for(reading, STEPS)  # one batch of version 1, one of version 2
+        collector.update_policy_weights_()
+        assert (next(collector)["policy_version"] == 2).all()
+        assert collector.stats()["staleness"] == {
+            "max_staleness": 1, "run_ahead": 1, "dropped_batches": 1, "dropped_frames": STEPS
+        }  # fmt: skip
+        assert collector.frames == 3 * STEPS
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
+def test_a_batch_that_became_too_old_while_it_was_collected_is_collected_anew(cls, steps, gate):
+    """Another thread updates the weights in the middle of the first batch, so its first frames are two versions old."""
+    (path, reading), (held, passes) = steps, gate
+    given = {"frames_per_batch": STEPS, "max_staleness": 1}
+    with cls([lambda: Held(path, held)], policy(), **given) as collector, ThreadPoolExecutor(1) as other:
+        first = other.submit(next, collector)
+        wait_for(reading, 1)
+        os.write(passes, b"*" * 3)
+        wait_for(reading, 3)
+        collector.update_policy_weights_()
+        collector.update_policy_weights_()
+        os.write(passes, b"*" * (STEPS - 3 + STEPS))
+        assert (first.result()["policy_version"] == 3).all()
+        assert (collector.staleness.dropped_batches, collector.staleness.dropped_frames) == (1, STEPS)
+
+
+def test_the_other_shares_of_a_batch_are_kept(steps):
+    path, _ = steps
+    envs = [lambda: Counted(path)] * 2
+    with MultiSyncCollector(envs, policy(), frames_per_batch=2 * STEPS, max_staleness=0) as collector:
+        next(collector)
+        collector.update_policy_weights_(worker_ids=[0])
+        with pytest.raises(RuntimeError, match=r"11 batches of worker 1 in a row .* max_staleness=0 .* \(worker_ids\)"):
+            next(collector)
+        assert collector.staleness.dropped_batches == 11, "worker 0 has collected one, of the newest version"
+
+
+def test_random_frames_are_of_no_version():
+    with Collector(
+        lambda: GymEnv("CartPole-v1"), policy(), frames_per_batch=8, init_random_frames=8, max_staleness=0
+    ) as one:
+        one.update_policy_weights_()
+        assert (next(one)["policy_version"] == -1).all()
+        assert one.staleness.dropped_batches == 0
+
+
+@pytest.mark.parametrize(("wrong", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError)])
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector, MultiAsyncCollector, DistributedCollector])
+def test_a_wrong_number_is_refused_before_anything_is_started(cls, wrong, error):
+    with pytest.raises(error, match="max_staleness is"):
+        cls([lambda: None], policy(), frames_per_batch=STEPS, max_staleness=wrong)
