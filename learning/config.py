@@ -51,6 +51,7 @@ class TrainConfig:
             sent once per batch.
         total_frames: the run ends with the batch that reaches them, at the latest.
         stop_when_solved: end as soon as the mean of the last 100 returns reaches ``env.solved_at``.
+        staleness: updates by which each version of the weights is sent late, see ``learning.delay.WeightDelay``.
         seed: of all random numbers; a resumed run derives another one from it and the frames so far.
         timeout: seconds that connecting and sending weights may take; None: no limit.
         threads: of torch, in the trainer.
@@ -63,6 +64,7 @@ class TrainConfig:
     frames_per_batch: int = 1024
     total_frames: int = MISSING
     stop_when_solved: bool = True
+    staleness: int = 0
     seed: int = 0
     timeout: float | None = 60.0
     threads: int = 1

@@ -59,8 +59,8 @@ class Row:
         episode_return_mean_100: over the last 100 episodes, or all while there are fewer; None before the first.
         episode_returns: of the episodes that ended in this batch, in the order of time.
         version: of the weights last sent; a resumed run counts on.
-        staleness: versions between the weights that acted and the newest ones when the batch was learnt from, mean
-            over frames.
+        staleness: versions between the weights that acted and the learner's when the batch was learnt from, mean over
+            frames.
         weight_sync: cost of the update; None if there was none.
         learning: the learner's statistics.
     """
@@ -133,7 +133,7 @@ class Progress:
         return threshold is not None and mean is not None and len(self.window) == WINDOW and mean >= threshold
 
     def collected(self, batch: TensorDictBase, version: int) -> None:
-        """Count a batch ``[*B, T]`` before it is learnt from; `version` is the newest that was sent.
+        """Count a batch ``[*B, T]`` before it is learnt from; `version` is the learner's, which may not have been sent.
 
         Where a batch has a bool "mask" ``[*B, T]``, only its true entries are frames.
         """

@@ -30,6 +30,7 @@ LIMITS: dict[str, Limit] = {
     "num_workers": COUNT,
     "num_envs": COUNT,
     "total_frames": COUNT,
+    "staleness": NOT_NEGATIVE,
     "seed": ("between 0 and 2^63 − 1", lambda x: 0 <= x < 2**63),  # what torch, numpy and Gymnasium all take
     "timeout": COUNT,
     "threads": ("between 1 and 1024", lambda x: 1 <= x <= 1024),  # OpenMP crashes if it cannot start so many
