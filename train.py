@@ -51,6 +51,7 @@ from collectors.config import ConfigError
 from collectors.distributed import is_worker, join_trainer
 from learning import make_critic, make_policy
 from learning.config import TrainConfig, describe_error, facts, resolved, run_hydra
+from learning.delay import WeightDelay
 from learning.loop import Goal, Training
 from learning.reporting.console import ConsoleReporter
 from learning.reporting.files import Pictures, RunFiles
@@ -71,7 +72,8 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> int:
     learner = instantiate(cfg.algorithm, policy, critic)
 
     goal = Goal(cfg.total_frames, collectors.config.solved_at(cfg.env), cfg.stop_when_solved)
-    training = Training(learner, scheme, goal, folder, cfg.checkpoint_every, started, facts=facts(cfg))
+    delay = WeightDelay(cfg.staleness)
+    training = Training(learner, scheme, goal, folder, cfg.checkpoint_every, delay, started, facts=facts(cfg))
     if cfg.resume is not None:
         training.resume(Path(cfg.resume))
     seed = resumed_seed(cfg.seed, training.progress.frames)

@@ -28,7 +28,7 @@ from learning import validation
 from learning.actor_critic import Diverged
 from learning.checkpoint import CheckpointError
 from learning.config_errors import one_line
-from learning.options import NoLoggerConfig, PolicyConfig, PPOConfig, WandbConfig
+from learning.options import IMPALAConfig, NoLoggerConfig, PolicyConfig, PPOConfig, WandbConfig
 from learning.reporting.files import FolderError, writing
 from learning.reporting.sweep import report
 from learning.run import run_command
@@ -51,6 +51,7 @@ class TrainConfig:
             sent once per batch.
         total_frames: the run ends with the batch that reaches them, at the latest.
         stop_when_solved: end as soon as the mean of the last 100 returns reaches ``env.solved_at``.
+        staleness: updates by which each version of the weights is sent late, see ``learning.delay.WeightDelay``.
         seed: of all random numbers; a resumed run derives another one from it and the frames so far.
         timeout: seconds that connecting and sending weights may take; None: no limit.
         threads: of torch, in the trainer.
@@ -63,6 +64,7 @@ class TrainConfig:
     frames_per_batch: int = 1024
     total_frames: int = MISSING
     stop_when_solved: bool = True
+    staleness: int = 0
     seed: int = 0
     timeout: float | None = 60.0
     threads: int = 1
@@ -264,5 +266,6 @@ def register_configs(folders: Sequence[Path] = ()) -> None:
     store_once(None, "base_train", TrainConfig)
     store_once("policy", "base_mlp", PolicyConfig)
     store_once("algorithm", "base_ppo", PPOConfig)
+    store_once("algorithm", "base_impala", IMPALAConfig)
     store_once("logger", "base_wandb", WandbConfig)
     store_once("logger", "base_none", NoLoggerConfig)

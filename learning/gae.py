@@ -40,9 +40,22 @@ def gae(
     future = next_value.masked_fill(terminated, 0.0)  # a product would keep NaN
     delta = torch.add(reward - value, future, alpha=gamma)
     decay = done.logical_not().to(reward.dtype) * (gamma * lmbda)
-    advantage = torch.zeros_like(delta[..., 0])
+    return discounted_sum(delta, decay)
+
+
+def discounted_sum(delta: Tensor, decay: Tensor) -> Tensor:
+    """Return ``A_t = delta_t + decay_t A_{t+1}`` for each t, with ``A`` of zero after the last column.
+
+    Args:
+        delta: ``[*B, T]``, time last.
+        decay: ``[*B, T]``; zero where the sum stops.
+
+    Returns:
+        ``[*B, T]``.
+    """
+    total = torch.zeros_like(delta[..., 0])
     backwards = []
     for delta_t, decay_t in zip(reversed(delta.unbind(-1)), reversed(decay.unbind(-1)), strict=True):
-        advantage = torch.addcmul(delta_t, decay_t, advantage)
-        backwards.append(advantage)
+        total = torch.addcmul(delta_t, decay_t, total)
+        backwards.append(total)
     return torch.stack(backwards[::-1], dim=-1)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from learning import checkpoint
 from learning.actor_critic import ActorCritic, Diverged
+from learning.delay import WeightDelay
 from learning.progress import Progress
 from learning.reporting import Reporter
 from learning.run import StopRequest
@@ -36,7 +37,7 @@ class Collector(Iterable[Any], Protocol):
         """End the wait for the current batch soon. Called from a signal handler, on the main thread, at most once."""
 
     def update_policy_weights_(self, policy: nn.Module, /) -> Any:
-        """Send the weights of `policy` to every worker. Called after each batch; may raise WeightSyncError."""
+        """Send the weights of `policy` to every worker. Called once per batch; may raise WeightSyncError."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Training:
         goal: when the run ends.
         folder: for checkpoints.
         checkpoint_every: seconds between two checkpoints; one more is written at the end.
+        delay: holds weights back, to measure what a slow weight sync costs.
         started: when the process started, as of ``time.perf_counter``.
         progress: the counters; in a resumed run they start with those of the checkpoint.
         resumed_from: the folder of that checkpoint.
@@ -83,6 +85,7 @@ class Training:
     goal: Goal
     folder: Path
     checkpoint_every: float = 60.0
+    delay: WeightDelay = field(default_factory=WeightDelay)
     started: float = field(default_factory=time.perf_counter)
     progress: Progress = field(default_factory=Progress)
     resumed_from: Path | None = None
@@ -144,9 +147,10 @@ class Training:
             if stop.requested:
                 return "interrupted"
             batch = next(batches)
-            progress.collected(batch, scheme.version, collector.staleness)
+            progress.collected(batch, scheme.version + len(self.delay), collector.staleness)
             learning = self.learner.update(batch)
-            collector.update_policy_weights_(self.learner.policy)
+            if (due := self.delay.exchange(self.learner.policy)) is not None:
+                collector.update_policy_weights_(due)
             row = progress.synchronised(learning, scheme.metrics, scheme.version)
             for reporter in self.reporters:
                 reporter.update(row)

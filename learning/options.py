@@ -40,6 +40,28 @@ class PPOConfig:
 
 
 @dataclass
+class IMPALAConfig:
+    """See ``learning.IMPALA``."""
+
+    _target_: str = "learning.IMPALA"
+    gamma: float = 0.99
+    vtrace_lambda: float = 1.0
+    clip_rho: float = 1.0
+    clip_c: float = 1.0
+    reward_scale: float = 1.0
+    epochs: int = 1
+    epochs_final: int | None = None
+    minibatch_size: int = 512
+    lr: float = 5e-4
+    lr_final: float | None = None
+    anneal_frames: int = 100_000
+    value_coef: float = 0.5
+    entropy_coef: float = 0.01
+    max_grad_norm: float = 40.0
+    adam_eps: float = 1e-5
+
+
+@dataclass
 class NoLoggerConfig:
     """No dashboard, only the files in the run's folder."""
 

@@ -60,8 +60,8 @@ class Row:
         episode_return_mean_100: over the last 100 episodes, or all while there are fewer; None before the first.
         episode_returns: of the episodes that ended in this batch, in the order of time.
         version: of the weights last sent; a resumed run counts on.
-        staleness: versions between the weights that acted and the newest ones when the batch was learnt from, mean
-            over frames.
+        staleness: versions between the weights that acted and the learner's when the batch was learnt from, mean over
+            frames.
         staleness_max: of the oldest frame.
         dropped_batches: workers' batches that were too old to be delivered (``collector.max_staleness``), so far.
         dropped_frames: frames of these.
@@ -145,7 +145,7 @@ class Progress:
         return threshold is not None and mean is not None and len(self.window) == WINDOW and mean >= threshold
 
     def collected(self, batch: TensorDictBase, version: int, limits: Limits | None = None) -> None:
-        """Count a batch ``[*B, T]`` before it is learnt from; `version` is the newest that was sent.
+        """Count a batch ``[*B, T]`` before it is learnt from; `version` is the learner's, which may not have been sent.
 
         `limits` counts what the collector has dropped in this process.
         Where a batch has a bool "mask" ``[*B, T]``, only its true entries are frames.

@@ -30,6 +30,7 @@ LIMITS: dict[str, Limit] = {
     "num_workers": COUNT,
     "num_envs": COUNT,
     "total_frames": COUNT,
+    "staleness": NOT_NEGATIVE,
     "seed": ("between 0 and 2^63 − 1", lambda x: 0 <= x < 2**63),  # what torch, numpy and Gymnasium all take
     "timeout": COUNT,
     "threads": ("between 1 and 1024", lambda x: 1 <= x <= 1024),  # OpenMP crashes if it cannot start so many
@@ -49,6 +50,9 @@ LIMITS: dict[str, Limit] = {
     "policy.initial_std": FACTOR,
     "algorithm.gamma": SHARE,
     "algorithm.gae_lambda": SHARE,
+    "algorithm.vtrace_lambda": SHARE,
+    "algorithm.clip_rho": COUNT,
+    "algorithm.clip_c": NOT_NEGATIVE,
     "algorithm.reward_scale": FACTOR,
     "algorithm.epochs": COUNT,
     "algorithm.epochs_final": COUNT,

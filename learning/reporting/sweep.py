@@ -15,16 +15,15 @@ from rich.table import Table
 
 from learning.reporting.console import microseconds
 from learning.reporting.files import writing
-from learning.reporting.sweep_runs import FIGURES, Column, Run, columns, common, groups, read_runs
+from learning.reporting.sweep_runs import FIGURES, Column, Run, columns, common, groups, numeric_setting, read_runs
 
-TABLE, PAGE, PICTURES = "sweep.csv", "sweep.html", ("sweep_returns.png", "sweep_latency.png")
-
+TABLE, PAGE = "sweep.csv", "sweep.html"
 
 # Columns to drop, in this order, in a narrow terminal.
 _SPARE = (
     "return",
     "GiB/s",
-    "staleness",
+    "mean staleness",
     "sync p99",
     "frames/s",
     "sync p95",
@@ -72,17 +71,26 @@ def report(folder: Path, console: Console | None = None) -> None:
         names = [f"{name} (µs)" if write is microseconds else name for name, (_, write) in shown.items()]
         writer.writerow(["run", *names])
         writer.writerows([run.folder.name, *(figure(run) for figure, _ in shown.values())] for run in runs)
-    from learning.reporting import sweep_plots  # matplotlib takes most of a second to import
-
-    for name, draw in zip(PICTURES, (sweep_plots.returns, sweep_plots.latencies), strict=True):
-        with writing(folder / name):
-            draw(groups(runs)).savefig(folder / name)
+    pictures = _draw(folder, runs)
     with writing(folder / PAGE):
-        (folder / PAGE).write_text(_page(folder, runs, left_out), encoding="utf-8")
+        (folder / PAGE).write_text(_page(runs, left_out, pictures), encoding="utf-8")
     console = console or Console(highlight=False)
     _show(runs, folder, console)
     for line in left_out:
         console.print(f"left out: {line}", soft_wrap=True, markup=False)
+
+
+def _draw(folder: Path, runs: Sequence[Run]) -> list[Path]:
+    """Draw the pictures into `folder`; return their paths."""
+    from learning.reporting import sweep_plots  # matplotlib takes most of a second to import
+
+    figures = {"sweep_returns.png": sweep_plots.returns, "sweep_latency.png": sweep_plots.latencies}
+    if numeric_setting(runs) is not None:
+        figures = {"sweep_setting.png": sweep_plots.over_setting, **figures}
+    for name, draw in figures.items():
+        with writing(folder / name):
+            draw(groups(runs)).savefig(folder / name)
+    return [folder / name for name in figures]
 
 
 def _show(runs: Sequence[Run], folder: Path, console: Console) -> None:
@@ -118,7 +126,7 @@ def _table(runs: Sequence[Run], names: Sequence[str]) -> Table:
     return table
 
 
-def _page(folder: Path, runs: Sequence[Run], left_out: Sequence[str]) -> str:
+def _page(runs: Sequence[Run], left_out: Sequence[str], pictures: Sequence[Path]) -> str:
     head = "".join(f"<th>{html.escape(name)}</th>" for name in columns(runs))
     body = "".join(
         f'<tr class="{"median" if is_median else ""}">'
@@ -126,14 +134,14 @@ def _page(folder: Path, runs: Sequence[Run], left_out: Sequence[str]) -> str:
         + "</tr>\n"
         for cells, is_median in table_rows(runs)
     )
-    pictures = "".join(
-        f'<img alt="{name}" src="data:image/png;base64,{base64.b64encode((folder / name).read_bytes()).decode()}">\n'
-        for name in PICTURES
+    images = "".join(
+        f'<img alt="{one.name}" src="data:image/png;base64,{base64.b64encode(one.read_bytes()).decode()}">\n'
+        for one in pictures
     )
     title, workers = f"{common(runs, 'env') or 'Sweep'}: {_counted(runs)}", common(runs, "num_workers")
     title += "" if workers is None else f", {workers} workers each"
     missing = "".join(f"<p>Left out: {html.escape(line)}</p>\n" for line in left_out)
-    return _PAGE.format(title=html.escape(title), head=head, body=body, missing=missing, pictures=pictures)
+    return _PAGE.format(title=html.escape(title), head=head, body=body, missing=missing, images=images)
 
 
 _PAGE = """<!doctype html>
@@ -157,5 +165,5 @@ p {{ color: #52606d }}
 <p>Latency is from the call of <code>send</code> to the moment when its promise holds; seconds are counted from the
 first environment step. Medians, and the picture of latencies, are of the runs that were solved or finished. The same
 figures are in <code>sweep.csv</code> and in each run's <code>summary.json</code>.</p>
-{missing}{pictures}</body></html>
+{missing}{images}</body></html>
 """

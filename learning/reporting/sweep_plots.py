@@ -1,8 +1,9 @@
-"""The two plots of a sweep: returns over time, and the latency of the weight sync of each backend."""
+"""The plots of a sweep: returns over time, over a setting that is a number, and the latency of the weight sync."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,9 +11,10 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from learning.reporting.console import microseconds
 from learning.reporting.plots import INK, ORANGE, new_figure, say_instead
-from learning.reporting.sweep_runs import common
+from learning.reporting.sweep_runs import common, curves, numeric_setting
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from learning.reporting.sweep_runs import Run
@@ -42,9 +44,7 @@ def returns(groups: Groups) -> Figure:
                 label = name if i == 0 else None
                 ax.plot(*zip(*known, strict=True), color=colours[name], linewidth=1.8, alpha=0.85, label=label)
     if solved_at is not None:
-        ax.axhline(solved_at, color=ORANGE, linewidth=1.2, linestyle=(0, (5, 3)))
-        ax.text(0.005, solved_at, f"solved at {solved_at:g}", transform=ax.get_yaxis_transform(),
-                va="bottom", color=ORANGE, fontsize=9)  # fmt: skip
+        _threshold(ax, solved_at)
     ax.set_xlabel("seconds from the first environment step", color=INK)
     ax.set_ylabel("mean return of the last 100 episodes", color=INK)
     if ax.get_legend_handles_labels()[1]:
@@ -54,6 +54,53 @@ def returns(groups: Groups) -> Figure:
         say_instead(ax, "No episode has ended.")
         ax.set(xticks=[], yticks=[])
     return figure
+
+
+def over_setting(groups: Groups) -> Figure:
+    """Draw the final return over the setting that `numeric_setting` names, a curve for each choice of the others."""
+    runs = [run for group in groups.values() for run in group]
+    setting, env, solved_at = numeric_setting(runs), common(runs, "env"), common(runs, "solved_at")
+    assert setting is not None
+    ended = [run for run in runs if run.complete and run.summary["episode_return_mean_100"] is not None]
+    subtitle = "line: median of the runs; band: lowest to highest; a dot for each run"
+    if missing := len(runs) - len(ended):
+        subtitle += f"; without {missing} that failed, were interrupted, or ended no episode"
+    figure, (ax,) = new_figure(9, 1, f"Final return over {setting}" + ("" if env is None else f", {env}"), subtitle)
+    for (name, points), colour in zip(curves(ended, setting).items(), cycle(COLOURS), strict=False):
+        returns = {x: [run.summary["episode_return_mean_100"] for run in at] for x, at in points.items()}
+        at, low, high = list(returns), [min(ys) for ys in returns.values()], [max(ys) for ys in returns.values()]
+        ax.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
+        ax.plot(at, [float(np.median(ys)) for ys in returns.values()], color=colour, linewidth=2, label=name or None)
+        ax.scatter(*zip(*((x, y) for x, ys in returns.items() for y in ys), strict=True), s=14, color=colour)
+    values = sorted({float(run.settings[setting]) for run in runs})
+    _space_out(ax, values)
+    ax.set_xticks(values, [f"{value:g}" for value in values])
+    ax.minorticks_off()
+    if solved_at is not None:
+        _threshold(ax, solved_at)
+    ax.set_xlabel(setting, color=INK)
+    ax.set_ylabel("mean return of the last 100 episodes", color=INK)
+    if ax.get_legend_handles_labels()[1]:
+        ax.legend(frameon=False, fontsize=9)
+    if not ended:
+        say_instead(ax, "No run was solved or finished with an episode.")
+    return figure
+
+
+def _space_out(ax: Axes, values: Sequence[float]) -> None:
+    """Give values of several orders of size (0, 1, 2, 4, … or 1e-4, 1e-3, …) a logarithmic scale."""
+    positive = [value for value in values if value > 0]
+    if values[0] >= 0 and len(positive) > 1 and positive[-1] >= 8 * positive[0]:
+        if values[0] == 0:
+            ax.set_xscale("symlog", linthresh=positive[0], base=2)
+        else:
+            ax.set_xscale("log")
+
+
+def _threshold(ax: Axes, solved_at: float) -> None:
+    ax.axhline(solved_at, color=ORANGE, linewidth=1.2, linestyle=(0, (5, 3)))
+    ax.text(0.005, solved_at, f"solved at {solved_at:g}", transform=ax.get_yaxis_transform(),
+            va="bottom", color=ORANGE, fontsize=9)  # fmt: skip
 
 
 def latencies(groups: Groups) -> Figure:

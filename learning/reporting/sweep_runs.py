@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,7 @@ FIGURES: dict[str, Column] = {
     "sync p95": (lambda run: run.sync["latency_us"].get("p95"), microseconds),
     "sync p99": (lambda run: run.sync["latency_us"].get("p99"), microseconds),
     "GiB/s": (lambda run: run.sync.get("gib_per_second"), lambda value: number(value, 3)),
-    "staleness": (lambda run: run.summary["staleness"]["mean"], lambda value: number(value, 2)),
+    "mean staleness": (lambda run: run.summary["staleness"]["mean"], lambda value: number(value, 2)),
 }
 """The figures that have a median."""
 
@@ -86,6 +87,31 @@ def differing(runs: Sequence[Run]) -> list[str]:
     """Return the settings, except backend and seed, that differ between ``runs``."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     return [name for name in names if len({run.settings.get(name) for run in runs}) > 1]
+
+
+def numeric_setting(runs: Sequence[Run]) -> str | None:
+    """Return the setting with the most different numbers, to draw the runs over it; None if none has three or more."""
+    counts = {
+        name: len({_in_order(run.settings[name])[0] for run in runs})
+        for name in differing(runs)
+        if all(math.isfinite(_in_order(run.settings.get(name, ""))[0]) for run in runs)
+    }
+    name = max(counts, key=lambda name: counts[name], default=None)
+    return name if name is not None and counts[name] >= 3 else None
+
+
+def curves(runs: Sequence[Run], over: str) -> dict[str, dict[float, list[Run]]]:
+    """Return the runs by all settings but `over` and the seed, and then by the value of `over`, in order.
+
+    A curve's name lists what differs: the backend, if there are several, and settings; it is empty for a single curve.
+    """
+    alike: dict[str, dict[float, list[Run]]] = {}
+    names = [name for name in differing(runs) if name != over]
+    several = len({run.backend for run in runs}) > 1
+    for run in sorted(runs, key=lambda run: float(run.settings[over])):
+        label = [run.backend] * several + [f"{name}={run.settings.get(name, _DEFAULT)}" for name in names]
+        alike.setdefault(" ".join(label), {}).setdefault(float(run.settings[over]), []).append(run)
+    return alike
 
 
 def common(runs: Sequence[Run], fact: str) -> Any:

@@ -18,8 +18,8 @@ from learning.reporting.console import ConsoleReporter, microseconds, size, stal
 from learning.reporting.files import Pictures, RunFiles, read_rows, to_json
 from learning.reporting.plots import learning_curve
 from learning.reporting.sweep import report, table_rows
-from learning.reporting.sweep_plots import latencies, returns
-from learning.reporting.sweep_runs import columns, groups, read_runs
+from learning.reporting.sweep_plots import latencies, over_setting, returns
+from learning.reporting.sweep_runs import columns, groups, numeric_setting, read_runs
 from learning.reporting.wandb_logger import WandbLogger, flat, logged_in
 from learning.summary import summarise
 from wsync import SyncMetrics, SyncReport
@@ -268,6 +268,38 @@ def test_a_narrow_table_says_to_the_last_how_each_run_ended(tmp_path: Path) -> N
     out = io.StringIO()
     report(tmp_path, Console(file=out, width=70, force_terminal=True))
     assert "interrupted" in out.getvalue() and "frames/s" not in out.getvalue()
+
+
+def test_a_sweep_over_numbers_is_drawn_over_them_a_curve_for_each_other_setting(tmp_path: Path) -> None:
+    for algorithm in ("ppo", "impala"):
+        for staleness in (16, 0, 1):
+            for seed in (0, 1, 2):
+                status = "failed" if (algorithm, staleness, seed) == ("ppo", 16, 2) else "finished"
+                settings = ("num_workers=2", f"seed={seed}", f"algorithm={algorithm}", f"staleness={staleness}")
+                swept(tmp_path, *settings, rows=[row(1 + staleness + seed)], status=status)
+    runs, _ = read_runs(tmp_path)
+    for each in runs:
+        each.summary["episode_return_mean_100"] = each.rows[-1]["episode_return_mean_100"]
+    (ax,) = over_setting(groups(runs)).axes
+    drawn = {line.get_label(): line.get_xydata().tolist() for line in ax.get_lines() if len(line.get_xydata()) == 3}
+    assert drawn == {
+        "algorithm=impala": [[0, 40], [1, 60], [16, 360]],
+        "algorithm=ppo": [[0, 40], [1, 60], [16, 350]],
+    }
+    assert "without 1 that failed" in ax.get_title(loc="left") and ax.get_xlabel() == "staleness"
+    report(tmp_path, Console(file=io.StringIO()))
+    assert (tmp_path / "sweep.html").read_text().count("<img ") == 3
+    header = (tmp_path / "sweep.csv").read_text().splitlines()[0].split(",")
+    assert "staleness" in header and "mean staleness" in header
+
+
+def test_only_three_or_more_numbers_are_drawn_over(tmp_path: Path) -> None:
+    for i, (lr, hidden) in enumerate((("1e-3", "[8]"), ("1e-4", "[16]"), ("1e-4", "[32]"))):
+        swept(tmp_path, "num_workers=2", f"seed={i}", f"lr={lr}", f"hidden={hidden}", rows=[row(1)])
+    runs, _ = read_runs(tmp_path)
+    assert numeric_setting(runs) is None
+    swept(tmp_path, "num_workers=2", "seed=9", "lr=1e-5", "hidden=[8]", rows=[row(1)])
+    assert numeric_setting(read_runs(tmp_path)[0]) == "lr"
 
 
 def test_settings_that_all_runs_share_stand_in_the_title_alone(tmp_path: Path) -> None:

@@ -1,0 +1,162 @@
+"""IMPALA: an actor-critic for experience that is several versions of the policy old."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from learning.actor_critic import ActorCritic
+from learning.networks import Policy
+from learning.vtrace import vtrace
+
+STATS = (
+    *("loss_policy", "loss_value", "entropy", "kl", "clip_fraction", "grad_norm"),
+    *("explained_variance", "value"),
+)
+
+
+class Trajectories(NamedTuple):
+    """Pieces of trajectories to learn from, ``[n, T, ...]`` each; `log_prob` is that of the policy that acted."""
+
+    observation: Tensor
+    next_observation: Tensor
+    action: Tensor
+    log_prob: Tensor
+    reward: Tensor
+    terminated: Tensor
+    done: Tensor
+    mask: Tensor
+
+
+class IMPALA(ActorCritic):
+    """Improves a policy and its critic on experience of earlier versions of it, corrected by V-trace.
+
+    Espeholt et al. 2018, https://arxiv.org/abs/1802.01561, section 4. The ratio between the policy and the one that
+    acted is computed anew for each gradient step, so a batch may be passed over several times. The optimizer is Adam,
+    as in RLlib's IMPALA; the paper's is RMSProp. Losses are means over frames; the paper's are sums.
+
+    Args:
+        policy: trained in place.
+        critic: observations ``[*B, obs]`` to values ``[*B]``, in units of scaled reward; trained in place.
+        gamma: discount per step.
+        vtrace_lambda: the weight of longer estimates, see :func:`learning.vtrace`.
+        clip_rho: limit of the importance ratio in the values and in the policy gradient.
+        clip_c: limit of the importance ratios that carry errors back in time.
+        reward_scale: factor on rewards before anything is computed from them, so that returns are of the order of one.
+        epochs: passes over each batch, at the start.
+        epochs_final: the same, after `anneal_frames` frames; it falls linearly in between.
+        minibatch_size: frames per gradient step, rounded down to whole trajectories of the batch, but at least one.
+        lr: learning rate of Adam, at the start.
+        lr_final: the same, at the end of the schedule.
+        anneal_frames: length of the schedules; after it the final values stay.
+        value_coef: weight of the value loss.
+        entropy_coef: weight of the entropy bonus.
+        max_grad_norm: the gradient is scaled down to this norm, over all parameters.
+        adam_eps: Adam's epsilon.
+
+    Raises:
+        ValueError: a count below 1.
+
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        critic: nn.Module,
+        *,
+        gamma: float = 0.99,
+        vtrace_lambda: float = 1.0,
+        clip_rho: float = 1.0,
+        clip_c: float = 1.0,
+        reward_scale: float = 1.0,
+        epochs: int = 1,
+        epochs_final: int | None = None,
+        minibatch_size: int = 512,
+        lr: float = 5e-4,
+        lr_final: float | None = None,
+        anneal_frames: int = 100_000,
+        value_coef: float = 0.5,
+        entropy_coef: float = 0.01,
+        max_grad_norm: float = 40.0,
+        adam_eps: float = 1e-5,
+    ) -> None:
+        super().__init__(
+            policy, critic,
+            epochs=epochs, epochs_final=epochs_final, minibatch_size=minibatch_size, lr=lr, lr_final=lr_final,
+            anneal_frames=anneal_frames, max_grad_norm=max_grad_norm, adam_eps=adam_eps,
+        )  # fmt: skip
+        self.gamma, self.vtrace_lambda, self.reward_scale = gamma, vtrace_lambda, reward_scale
+        self.clip_rho, self.clip_c = clip_rho, clip_c
+        self.value_coef, self.entropy_coef = value_coef, entropy_coef
+
+    def update(self, batch: TensorDictBase) -> dict[str, float]:
+        """Learn from one batch ``[*B, T]`` of a collector (time last); return means over the gradient steps.
+
+        Keys: ``loss_policy``, ``loss_value``, ``entropy`` and ``kl`` (nats, from the policy that acted),
+        ``clip_fraction`` (of ratios above ``clip_rho``), ``grad_norm``, ``explained_variance``, ``value`` (scaled
+        reward), ``epochs``, ``lr``.
+
+        Where a batch has a bool "mask" ``[*B, T]``, only its true entries are frames.
+
+        Raises:
+            Diverged: the statistics are not finite; the networks are unusable.
+
+        """
+        lr, epochs = self._begin_update()
+        trajectories = self._prepare(batch)
+        steps = [step for _ in range(epochs) for step in self._epoch(trajectories)]
+        self.frames += int(trajectories.mask.sum())
+        stats = dict(zip(STATS, torch.stack(steps).mean(0).tolist(), strict=True))
+        self._check_finite(stats, batch, lr)
+        return stats | {"epochs": float(epochs), "lr": lr}
+
+    def _prepare(self, batch: TensorDictBase) -> Trajectories:
+        """Return the trajectories of a batch, in one dimension."""
+        step, mask = batch.get("next"), batch.get("mask", None)
+        columns = (
+            batch.get("observation"),
+            step.get("observation"),
+            batch.get("action"),
+            batch.get("action_log_prob"),
+            self.reward_scale * step.get("reward").squeeze(-1),
+            step.get("terminated").squeeze(-1),
+            step.get("done").squeeze(-1),
+            torch.ones(batch.batch_size, dtype=torch.bool, device=batch.device) if mask is None else mask,
+        )
+        leading = batch.ndim - 1
+        return Trajectories(*(x.flatten(0, leading - 1) if leading else x.unsqueeze(0) for x in columns))
+
+    def _epoch(self, trajectories: Trajectories) -> list[Tensor]:
+        """Pass once over all trajectories in random order; return the statistics of each gradient step."""
+        count, length = trajectories.mask.shape
+        order = torch.randperm(count, device=trajectories.mask.device)
+        at_once = max(1, self.minibatch_size // length)
+        shuffled = (x[order].split(at_once) for x in trajectories)
+        return [self._step(Trajectories(*minibatch)) for minibatch in zip(*shuffled, strict=True)]
+
+    def _step(self, x: Trajectories) -> Tensor:
+        """Do one gradient step; return the statistics named by `STATS`."""
+        distribution = self.policy.distribution(x.observation)
+        log_prob, value = distribution.log_prob(x.action), self.critic(x.observation)
+        with torch.no_grad():
+            log_ratio, next_value = log_prob - x.log_prob, self.critic(x.next_observation)
+        target, advantage = vtrace(
+            log_ratio, x.reward, value, next_value, x.terminated, x.done,
+            gamma=self.gamma, lmbda=self.vtrace_lambda, clip_rho=self.clip_rho, clip_c=self.clip_c,
+        )  # fmt: skip
+        loss_policy = -(advantage * log_prob)[x.mask].mean()
+        loss_value = 0.5 * (value - target)[x.mask].square().mean()
+        entropy = distribution.entropy()[x.mask].mean()
+        grad_norm = self._descend(loss_policy + self.value_coef * loss_value - self.entropy_coef * entropy)
+
+        with torch.no_grad():
+            log_ratio, target = log_ratio[x.mask], target[x.mask]
+            ratio = log_ratio.exp()
+            kl = (ratio - 1.0 - log_ratio).mean()  # low variance, never negative: http://joschu.net/blog/kl-approx.html
+            clip_fraction = (ratio > self.clip_rho).float().mean()
+            explained = 1.0 - 2.0 * loss_value / target.var(correction=0).clamp_min(1e-8)
+            mean = value[x.mask].mean()
+            return torch.stack([loss_policy, loss_value, entropy, kl, clip_fraction, grad_norm, explained, mean])

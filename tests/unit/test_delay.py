@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from collectors import MultiSyncCollector
+from collectors.envs import GymEnv
+from learning import IMPALA, Policy, make_critic, make_policy
+from learning.delay import WeightDelay
+from learning.loop import Goal, Training
+from learning.progress import Row
+from learning.reporting import Reporter
+from learning.run import StopRequest
+from wsync import SharedMemWeightSyncScheme
+
+
+def test_weights_are_handed_on_a_number_of_updates_late() -> None:
+    delay, model, sent = WeightDelay(3), nn.Linear(1, 1, bias=False), []
+    for update in range(8):
+        nn.init.constant_(model.weight, update)
+        due = delay.exchange(model)
+        sent.append(None if due is None else due.weight.item())
+        assert len(delay) == min(update + 1, 3)
+    assert sent == [None, None, None, 0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_without_a_delay_the_policy_itself_is_sent() -> None:
+    delay, model = WeightDelay(), nn.Linear(1, 1)
+    assert delay.exchange(model) is model and len(delay) == 0
+    with pytest.raises(ValueError, match="2 updates before they exist"):
+        WeightDelay(-2)
+
+
+class Rows(Reporter):
+    """Keeps the rows."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def update(self, row: Row) -> None:
+        self.rows.append(row)
+
+
+class Recorded(IMPALA):
+    """Records which version of the policy has acted in each batch, found by the log-probabilities of its frames."""
+
+    def __init__(self, *args: nn.Module, **options: int) -> None:
+        super().__init__(*args, **options)
+        self.versions = [copy.deepcopy(self.policy)]
+        self.acted: list[int] = []
+
+    def update(self, batch: TensorDict) -> dict[str, float]:
+        self.acted.append(*[i for i, version in enumerate(self.versions) if could_have_acted(version, batch)])
+        stats = super().update(batch)
+        self.versions.append(copy.deepcopy(self.policy))
+        return stats
+
+
+def could_have_acted(policy: Policy, batch: TensorDict) -> bool:
+    log_prob = policy.distribution(batch["observation"]).log_prob(batch["action"])
+    return torch.allclose(log_prob, batch["action_log_prob"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_workers_act_with_the_weights_of_so_many_updates_ago_and_the_rows_tell_it(late: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    env, scheme, reporter = GymEnv("CartPole-v1"), SharedMemWeightSyncScheme(), Rows()
+    learner = Recorded(make_policy(4, env.action_spec), make_critic(4), lr=1e-2)
+    training = Training(learner, scheme, Goal(64 * 6), tmp_path, reporters=[reporter], delay=WeightDelay(late))
+    with MultiSyncCollector(
+        [lambda: GymEnv("CartPole-v1")] * 2, learner.policy, frames_per_batch=64, weight_sync_schemes={"policy": scheme}
+    ) as collector:
+        training.run(collector, StopRequest(), {})
+    assert learner.acted == [max(0, batch - late) for batch in range(6)]
+    assert [row.staleness for row in reporter.rows] == [min(batch, late) for batch in range(6)]
+    assert [row.version for row in reporter.rows] == [1 + max(0, batch + 1 - late) for batch in range(6)]
