@@ -5,7 +5,8 @@ from wsync.backends.distributed import DistributedTransport, DistributedWeightSy
 from wsync.backends.http import HTTPTransport, HTTPWeightSyncScheme
 from wsync.backends.multiprocess import MPTransport, MultiProcessWeightSyncScheme
 from wsync.backends.none import NoWeightSyncScheme
-from wsync.backends.ray import RayModuleTransformScheme, RayTransport, RayWeightSyncScheme
+from wsync.backends.ray import RayTransport, RayWeightSyncScheme
+from wsync.backends.ray_module_transform import RayModuleTransformScheme
 from wsync.backends.rpc import RPCTransport, RPCWeightSyncScheme
 from wsync.backends.shared_mem import SharedMemWeightSyncScheme
 from wsync.backends.shared_mem_transport import SharedMemTransport

@@ -86,8 +86,8 @@ class TransportBackend(Protocol):
 
         Args:
             weights: in the scheme's format (``strategy``): its leaves are views of the packed buffer, which stays
-                unchanged until the call has returned. They must not be written. Standalone: a module, a
-                TensorDict or a state dict.
+                unchanged until the call has returned. They must not be written. The transports of all workers that are
+                sent the same update are given the same object. Standalone: a module, a TensorDict or a state dict.
         """
         ...
 

@@ -40,6 +40,7 @@ class Case:
         checksum: whether updates carry one; None: the scheme's default.
         shared_memory: whether a backend for networks may use shared memory on one machine; for schemes that have a
             choice.
+        transport: of Ray, where it is not the default; ``"object_store"``.
     """
 
     kind: Literal["send", "update"]
@@ -53,12 +54,15 @@ class Case:
     timeout: float = 60.0
     checksum: bool | None = None
     shared_memory: bool = True
+    transport: str | None = None
 
     @property
     def label(self) -> str:
         """The backend and its variant."""
         if takes(self.backend, "acknowledge"):
             return f"{self.backend}, {self.acknowledge}"
+        if self.transport is not None:
+            return f"{self.backend}, {self.transport.replace('_', ' ')}"
         return self.backend if self.shared_memory else f"{self.backend}, gloo"
 
     @property
@@ -70,7 +74,12 @@ class Case:
     @property
     def scheme_options(self) -> dict[str, Any]:
         """Arguments of our scheme."""
-        chosen = {"acknowledge": self.acknowledge, "shared_memory": self.shared_memory, "checksum": self.checksum}
+        chosen = {
+            "acknowledge": self.acknowledge,
+            "shared_memory": self.shared_memory,
+            "checksum": self.checksum,
+            "transport": self.transport,
+        }
         given = {name: value for name, value in chosen.items() if value is not None and takes(self.backend, name)}
         return {"timeout": self.timeout, **given}
 
@@ -99,7 +108,7 @@ class BenchConfig:
         acting: updates sent to workers that forward in a tight loop, to measure their pauses; 0: none.
         timeout: seconds of every wait.
         shared_memory: whether our ``distributed``, ``rpc`` and ``ray`` may use it, ``true`` or ``false`` (then gloo is
-            used, as over a network); ``null``: one case for each.
+            used, as over a network); ``null``: one case for each. Ray's object store has one, unless it is ``true``.
         checksum: whether our updates carry one, ``true`` or ``false``; ``null``: each scheme's default.
     """
 
@@ -174,6 +183,8 @@ def _variants(cfg: BenchConfig, backend: str, **rest: Any) -> Iterator[Case]:
     if takes(backend, "shared_memory"):
         for shared_memory in (True, False) if cfg.shared_memory is None else (cfg.shared_memory,):
             yield Case(shared_memory=shared_memory, **common)
+        if takes(backend, "transport") and not cfg.shared_memory:
+            yield Case(transport="object_store", **common)
     elif takes(backend, "acknowledge"):
         for acknowledge in ("installed", "published"):
             if cfg.acknowledge in (acknowledge, "both"):

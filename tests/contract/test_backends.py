@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 from backends import BuiltIn, Distributed, DistributedGloo, Multiprocess, SharedMemory, SharedMemoryPublished
-from ray_workers import Ray
+from ray_workers import Ray, RayObjectStore
 from rpc_workers import Rpc
 
 from wsync import registered_backends
@@ -58,6 +58,11 @@ class TestRay(Ray, BackendContract):
         Transactions.test_a_model_that_one_worker_refuses_is_installed_nowhere_nor_is_the_other,
         Shutdowns.test_nothing_is_left_after_shutdown,
     )
+
+
+@pytest.mark.timeout(300)
+class TestRayObjectStore(RayObjectStore, BackendContract):
+    QUICK: ClassVar = TestRay.QUICK
 
 
 def test_every_registered_backend_has_a_contract() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # Ray is imported when a scheme is initialised on a sender: m
     from ray.actor import ActorHandle
 
     from wsync.backends.ray_actors import Actors
+    from wsync.backends.ray_objects import ObjectPublisher, RayObjectTransport
 
 _GRACE = 5.0  # seconds in which Ray is to notice that an actor has joined or left; of a busy one it notices later
 _joined: dict[tuple[str, int], WeightSyncScheme] = {}  # in an actor: by the sender's token and the worker's index
@@ -83,7 +84,12 @@ class RayWeightSyncScheme(WeightSyncScheme):
             where it crosses a network, not in shared memory.
         shared_memory: whether actors on the sender's machine take weights from its memory, in a fraction of the time.
             False sends to all by gloo, as over a network; nccl always does.
+        transport: ``"group"``: shared memory on the sender's machine, a process group for each actor elsewhere.
+            ``"object_store"``: Ray's object store, one ``ray.put`` for each update: for many actors on many nodes.
         send_transform, receive_transform: see ``WeightSyncScheme`` and ``wsync.transforms``.
+
+    Raises:
+        ValueError: an unknown backend or transport; or ``"nccl"`` with the object store, which has no GPU memory.
     """
 
     name = "ray"
@@ -101,6 +107,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         bind: bool = True,
         checksum: bool | None = None,
         shared_memory: bool = True,
+        transport: Literal["group", "object_store"] = "group",
         send_transform: Transform | Sequence[Transform] | None = None,
         receive_transform: Transform | Sequence[Transform] | None = None,
     ) -> None:
@@ -116,10 +123,22 @@ class RayWeightSyncScheme(WeightSyncScheme):
         self.host = host
         self.checksum = checksum
         self.shared_memory = shared_memory
+        if transport not in ("group", "object_store"):
+            raise ValueError(f"transport is 'group' or 'object_store', not {transport!r}")
+        if transport == "object_store" and backend == "nccl":
+            raise ValueError(
+                "Ray's object store is in the nodes' memory: transport='object_store' needs backend='gloo'"
+            )
+        self.transport: Literal["group", "object_store"] = transport
+        self._publisher: ObjectPublisher | None = None
         self._actors: Actors | None = None
 
-    def create_transport(self, worker_idx: int | None = None) -> RayTransport:
+    def create_transport(self, worker_idx: int | None = None) -> RayTransport | RayObjectTransport:
         """Return the transport to (or in) an actor."""
+        if self.transport == "object_store":
+            from wsync.backends.ray_objects import RayObjectTransport, mailbox_name
+
+            return RayObjectTransport(mailbox_name(self._address.token), worker_idx or 0, self._publisher)
         return RayTransport(worker_idx=worker_idx, backend=self.backend)
 
     def create_rendezvous(self) -> SocketRendezvous:
@@ -136,7 +155,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         return device_of(self.backend)
 
     def _uses_arena(self) -> bool:
-        return self.shared_memory and self.backend == "gloo"
+        return self.shared_memory and self.backend == "gloo" and self.transport == "group"
 
     def init_on_sender(
         self,
@@ -174,6 +193,10 @@ class RayWeightSyncScheme(WeightSyncScheme):
             given["num_workers"] = single_count({"num_workers": given.get("num_workers"), "actors": len(actors)})
         super().init_on_sender(model_id, context, **given)
         self._actors = Actors(actors) if actors else None
+        if self.transport == "object_store":
+            from wsync.backends.ray_objects import ObjectPublisher, mailbox_name
+
+            self._publisher = ObjectPublisher(mailbox_name(self._address.token))
 
     def connect(
         self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
@@ -237,40 +260,21 @@ class RayWeightSyncScheme(WeightSyncScheme):
         import ray
 
         actors, self._actors = self._actors, None
-        if self._role is not None and self._role.inherited:  # the actors are the parent's
+        forked = self._role is not None and self._role.inherited
+        if forked:  # the actors are the parent's
             actors = None
         key = _key(self) if actors is not None and self._address is not None else ""
         super().shutdown()
         if actors is not None and actors.reachable:
             left = [actors.call(worker, _leave, key, worker) for worker in range(len(actors))]
             ray.wait(left, num_returns=len(left), timeout=_GRACE)  # an actor that is dead has left
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None and not forked:
+            publisher.close()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options and the sender's address."""
-        return {**super().__getstate__(), "_actors": None}
-
-
-class RayModuleTransformScheme(RayWeightSyncScheme):
-    """Weight synchronization to a module inside a ``RayModuleTransform``, an environment transform in a Ray actor.
-
-    The sender drives both ends: it is initialised with the transform (``context=transform``) or its actors, and
-    ``connect()`` is called on the sender alone. A collector that is given the scheme does both, for the transform at
-    the path: ``weight_sync_schemes={"env.transform[0].module": scheme}``.
-    """
-
-    name = "ray_module_transform"
-    collectors: ClassVar[tuple[str, ...]] = ()  # for a module in an environment, not for a policy
-    sender_driven = True
-
-    def init_on_sender(self, model_id: str = "module", context: Any = None, **given: Any) -> None:
-        """Set up the trainer's end: see ``RayWeightSyncScheme.init_on_sender``.
-
-        Raises:
-            ValueError: neither the transform nor its actors were given.
-        """
-        if given.get("actors") is None and not isinstance(context, ActorContext):
-            raise ValueError("RayModuleTransformScheme needs context=<the RayModuleTransform>, or actors=[…]")
-        super().init_on_sender(model_id, context, **given)
+        return {**super().__getstate__(), "_actors": None, "_publisher": None}
 
 
 def _join(instance: Any, scheme: RayWeightSyncScheme, model_id: str, worker_idx: int, rejoin: bool) -> None:

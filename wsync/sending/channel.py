@@ -261,7 +261,7 @@ class WorkerChannel:
             return self._slots.fast_calls(acknowledge=acknowledge)
         if not acknowledge:
             return None
-        return GeneralUpdate(self, self._num_workers, self._layout.nbytes, self._connections.record).calls()
+        return GeneralUpdate(self, self._num_workers, self._connections.record).calls()
 
     # --- transactions ---
 

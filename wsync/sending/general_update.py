@@ -24,14 +24,12 @@ class GeneralUpdate:
     Args:
         channel: to the workers, all of which are connected.
         num_workers: the number of workers.
-        nbytes: of one copy of the weights.
         record: stores an acknowledgement again, for the next ``wait_acks``.
     """
 
-    def __init__(self, channel: SendChannel, num_workers: int, nbytes: int, record: Callable[[Ack], None]) -> None:
+    def __init__(self, channel: SendChannel, num_workers: int, record: Callable[[Ack], None]) -> None:
         self._channel = channel
         self._everyone = range(num_workers)
-        self._nbytes = nbytes
         self._record = record
 
     def calls(self) -> FastCalls:
@@ -73,7 +71,7 @@ class GeneralUpdate:
             worker_apply=slowest.apply,
         )
         workers = dict.fromkeys(everyone, version)
-        report = SyncReport(version, self._nbytes, finished - began, phases, workers)
+        report = SyncReport(version, channel.carried_bytes(version), finished - began, phases, workers)
         if len(acks) == len(everyone) and not any([ack.error or ack.died for ack in acks]):
             return report
         for ack in acks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from wsync.checksum import CHECKSUM, checksum_of
 from wsync.control.messages import TRANSACTION, Kind
@@ -23,6 +24,7 @@ class QueuedUpdate:
         extra: the modules' extra state.
         transaction: its number, for ``PREPARE``.
         checksum: empty until it is computed.
+        expressed: the weights in the strategy's format, once a transport was given them.
         carried: the most bytes of weights that a worker was sent for it, with a transport; 0 if there was none.
         differences: to older versions, by version, as far as they were needed; None where one would not be smaller.
     """
@@ -33,6 +35,7 @@ class QueuedUpdate:
     extra: bytes = b""
     transaction: int = 0
     checksum: bytes = b""
+    expressed: Any = None
     carried: int = 0
     differences: dict[int, bytes | None] = field(default_factory=dict)
 

@@ -210,7 +210,9 @@ class Transfers:
         if queue.thread is None:
             self._begin_transfer(worker, queue, delivery)
         elif not delivery.handed_over:
-            queue.thread.begin(self._express(delivery.update))
+            if delivery.update.expressed is None:
+                delivery.update.expressed = self._express(delivery.update)
+            queue.thread.begin(delivery.update.expressed)
             delivery.handed_over = True
 
     def _begin_ahead(self, worker: int, queue: WorkerQueue) -> None:

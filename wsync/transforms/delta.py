@@ -105,10 +105,14 @@ def apply_difference(difference: bytes, base: Tensor, new: Tensor) -> None:
         frame = memoryview(difference)[_HEADER.size :]
         if zstandard.frame_content_size(frame) != nbytes:  # before memory is allocated for it
             raise ValueError(f"the difference is not one of {nbytes} bytes")
-        content = zstandard.ZstdDecompressor().decompress(frame)
+        content = bytearray(nbytes)
+        with zstandard.ZstdDecompressor().stream_reader(frame) as reader:
+            complete = reader.readinto(content) == nbytes
     except zstandard.ZstdError as error:
         raise ValueError(f"the difference is malformed: {error}") from error
-    planes = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(width, -1)
+    if not complete:
+        raise ValueError("the difference is malformed: it ends too early")
+    planes = torch.frombuffer(content, dtype=torch.uint8).view(width, -1)
     changed = planes.T.contiguous().view(-1).to(base.device)
     torch.bitwise_xor(base.view(torch.int64), changed.view(torch.int64), out=new.view(torch.int64))
 
