@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import griffe
+import griffe  # pyright: ignore[reportMissingImports]  (of the extra docs)
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.utils import get_object
@@ -101,7 +101,7 @@ def _summary(documented: Any) -> str:
     return _cell((inspect.getdoc(documented) or "").split("\n\n")[0])
 
 
-def _settings(group: str, node: Any, path: Path, skip: Iterable[str] = ()) -> Iterator[str]:
+def _settings(group: str, node: Any, path: Path, skip: Collection[Any] = ()) -> Iterator[str]:
     """Yield a config's table: name, type, default, and what its docstring, or that of its target, says.
 
     Args:
