@@ -1,4 +1,4 @@
-"""Hook of MkDocs: writes the tables of ``docs/configuration.md`` from the structured configs and from ``conf/``."""
+"""Hooks of MkDocs: the tables of ``docs/configuration.md``, from the structured configs and ``conf/``; wide tables."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ from learning.config import TrainConfig, register_configs  # noqa: E402
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Return a page's text with the tables in place of the marker. Called by MkDocs for each page."""
     return markdown.replace(MARKER, configuration()) if MARKER in markdown else markdown
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Return a page's HTML in which long code in cells of tables may wrap after ``/ : . _ (``. Called for each page."""
+    cells = re.compile(r"(?<=<td>)(?:(?!</td>).)*<code>(?:(?!</td>).)*", re.DOTALL)
+    code = re.compile(r"(?<=<code>)[^<]{30,}")
+    return cells.sub(lambda cell: code.sub(lambda one: re.sub(r"([/._(]|::)", r"\1<wbr>", one[0]), cell[0]), html)
 
 
 def configuration() -> str:
@@ -140,7 +147,7 @@ def _plain(config: DictConfig, name: str) -> str:
 
 def _type(annotation: Any) -> str:
     shown = annotation.__name__ if isinstance(annotation, type) else str(annotation or "Any")
-    return _cell(shown.replace("typing.", ""))
+    return shown.replace("typing.", "").replace(" | ", " or ")
 
 
 def _arguments(documented: Any) -> dict[str, str]:
