@@ -11,7 +11,7 @@ ARGS ?=
 # What `make bench` measures of weight sync: minutes. `python scripts/bench_sync.py` measures everything.
 SYNC ?= mib=[1] policy_mib=[0.018] workers=[2] rounds=100 seconds=5 peer=torchrl
 
-.PHONY: install train test test-slow test-all lint bench reliability clean
+.PHONY: install train test test-slow test-all lint docs bench reliability clean
 
 install: $(VENV)/.native
 
@@ -28,6 +28,10 @@ $(VENV)/.native: $(VENV)/.dev $(wildcard wsync/csrc/*)
 
 $(VENV)/.bench: $(VENV)/.native
 	$(INSTALL) -c constraints.txt -e '.[bench]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.native
+	$(INSTALL) -c constraints.txt -e '.[docs]'
 	@touch $@
 
 train: install
@@ -49,6 +53,10 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+# The site, into site/; a warning is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 bench: $(VENV)/.bench
 	$(BIN)/python scripts/bench_sync.py $(SYNC)
 	$(BIN)/python scripts/bench_collect.py $(ARGS)
@@ -58,4 +66,4 @@ reliability: install
 	$(BIN)/python -m pytest tests/chaos --reliability docs/reliability.md $(ARGS)
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build dist site *.egg-info

@@ -1,4 +1,4 @@
-"""``docs/api.md``: every name in it is imported and has the argument, and every test in it exists."""
+"""The tables of ``docs/api.md`` and ``docs/migrate.md``: names are imported and have the arguments, and tests exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+PAGE = "\n\n".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("api.md", "migrate.md"))
 NAME = re.compile(r"`((?:wsync|collectors)(?:\.\w+)+)(?:\(([\w, ]+)\))?`")
 TEST = re.compile(r"`([\w/]+\.py)::(\w+)(?:::(\w+))?`")
 

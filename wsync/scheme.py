@@ -76,7 +76,8 @@ class WeightSyncScheme(ABC):
 
     Attributes:
         metrics: what each update has cost.
-        send_transform, receive_transform: as given; may be assigned before init.
+        send_transform: as given; may be assigned before init.
+        receive_transform: likewise.
     """
 
     name: ClassVar[str]

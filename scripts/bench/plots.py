@@ -54,6 +54,7 @@ def _latency(ax: Axes, kind: str, rows: Sequence[Row]) -> None:
     workers = max(row["workers"] for row in rows)
     rows = [row for row in rows if row["workers"] == workers]
     copies: dict[float, list[float]] = {}
+    peer = None
     for label in dict.fromkeys(row["label"] for row in rows):
         mine = sorted((row for row in rows if row["label"] == label), key=lambda row: row["mib"])
         sizes = [row["mib"] for row in mine]
@@ -65,9 +66,12 @@ def _latency(ax: Axes, kind: str, rows: Sequence[Row]) -> None:
         beside = [(row["mib"], row["peer"]["p50_us"]) for row in mine if "p50_us" in row.get("peer", {})]
         if beside:
             ax.plot(*zip(*beside, strict=True), marker="x", color=color, linestyle=":", linewidth=1)
+            peer = mine[0]["peer"]["name"]
     plain = sorted((size, sorted(times)[len(times) // 2]) for size, times in copies.items())
     ax.plot(*zip(*plain, strict=True), color=_INK, linestyle="--", marker=".", label="a plain copy")
-    ax.set(xscale="log", yscale="log", xlabel="weights, MiB", ylabel="median, µs (shaded up to p95; peer dotted)")
+    if peer is not None:
+        ax.plot([], marker="x", color=_MUTED, linestyle=":", linewidth=1, label=f"{peer}, same colour")
+    ax.set(xscale="log", yscale="log", xlabel="weights, MiB", ylabel="median, µs (shaded up to p95)")
     ax.set_xticks(sorted(copies), [f"{size:g}" for size in sorted(copies)])
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_minor_formatter(NullFormatter())

@@ -1,9 +1,10 @@
-"""The files in examples/ run as scripts, and their tests outside the repository."""
+"""The files in examples/ run as their first lines say, and their tests outside the repository."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,31 +12,66 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+FOLDER = ROOT / "examples"
+EXAMPLES = sorted(FOLDER.glob("*.py"))
+NEEDS = {"ray_actors": "ray", "collect": "gymnasium", "own_loop": "gymnasium"}
+LAST_LINES = {
+    "collect": "10 updates, median latency ",
+    "failures": "version 7 is in both workers",
+    "ray_actors": "both actors act with the trainer's weights",
+}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def run(*arguments: str | Path, folder: Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+def run(*command: str | Path, folder: Path, **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=folder, env=environment
-    )
+        [*command], capture_output=True, text=True, check=False, cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs_as_a_script(example: Path, tmp_path: Path) -> None:
-    assert run(example, folder=tmp_path)
+@pytest.mark.parametrize("name", [path.stem for path in EXAMPLES if path.stem != "several_machines"])
+def test_an_example_runs_as_a_script(name: str, tmp_path: Path) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name], reason=f"the example needs {NEEDS[name]}, which is not installed")
+    printed = run(sys.executable, FOLDER / f"{name}.py", folder=tmp_path)
+    assert printed.splitlines()[-1].startswith(LAST_LINES.get(name, ""))
+
+
+def test_several_machines_under_torchrun(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    printed = run(*torchrun, FOLDER / "several_machines.py", folder=tmp_path)
+    assert "rank 1: version 6" in printed and "rank 2: version 6" in printed
+
+
+def test_several_machines_under_slurm(tmp_path: Path) -> None:
+    """Stand-ins for Slurm's commands start one task for each of two nodes, both on this machine."""
+    commands = {
+        "scontrol": "echo 127.0.0.1",
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+        "srun": 'SLURM_NODEID=1 "$@" &\nSLURM_NODEID=0 "$@"\nwait $!',
+    }
+    for name, body in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\nset -eu\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    slurm = {"SLURM_JOB_NODELIST": "n[0-1]", "SLURM_NNODES": "2", "SLURM_CPUS_PER_TASK": "2", "MASTER_PORT": port}
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    printed = run("bash", FOLDER / "several_machines.sbatch", folder=ROOT, PATH=path, **slurm)
+    assert all(f"rank {rank}: version 6" in printed for rank in (1, 2, 3))
 
 
 def test_the_contract_suite_runs_outside_the_repository(tmp_path: Path) -> None:
-    shutil.copy(ROOT / "examples" / "custom_backend.py", tmp_path / "my_backend.py")
-    run("-m", "pytest", "-q", "-p", "no:cacheprovider", "--strict-markers", "my_backend.py", folder=tmp_path)
+    shutil.copy(FOLDER / "custom_backend.py", tmp_path / "my_backend.py")
+    options = ("-q", "-p", "no:cacheprovider", "--strict-markers")
+    run(sys.executable, "-m", "pytest", *options, "my_backend.py", folder=tmp_path)
 
 
 @pytest.mark.parametrize("way", ["shared_mem", "store", "http", "int8"])
 def test_unlike_ends_with_gpt2(way: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the GPT-2 is one of transformers, which is not installed")
-    out = run(ROOT / "examples" / "unlike_ends.py", way, folder=tmp_path)
+    out = run(sys.executable, FOLDER / "unlike_ends.py", way, folder=tmp_path)
     assert out.count(": 700672 bytes" if way == "int8" else ": 1337600 bytes") == 5

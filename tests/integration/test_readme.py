@@ -1,4 +1,4 @@
-"""The README's examples run, and its tables are complete."""
+"""The README's examples run, its table of backends is complete, and its links lead somewhere."""
 
 import os
 import re
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import wsync
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -29,10 +31,16 @@ def test_an_example_runs(tmp_path: Path, number: int) -> None:
     assert done.stdout != ""
 
 
-def test_the_tables_name_every_option() -> None:
-    for group in ("weight_sync", "env", "policy", "algorithm", "logger", "chaos", "experiment"):
-        for path in (ROOT / "conf" / group).glob("*.yaml"):
-            assert f"`{path.stem}`" in README, f"{group}={path.stem} is not in the README"
+def test_the_table_names_every_backend() -> None:
+    for name in wsync.registered_backends():
+        assert f"| `{name}` |" in README, f"{name} is not in the README"
+
+
+def test_links_and_pictures_exist() -> None:
+    for page in ("README.md", "CONTRIBUTING.md"):
+        targets = re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text(encoding="utf-8"))
+        assert targets
+        assert not [target for target in targets if not (ROOT / target).exists()]
 
 
 def test_the_make_targets_exist() -> None:

@@ -1,0 +1,168 @@
+"""Hooks of MkDocs: the tables of ``docs/configuration.md``, from the structured configs and ``conf/``; wide tables."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Collection, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import griffe  # pyright: ignore[reportMissingImports]  (of the extra docs)
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+
+ROOT = Path(__file__).parents[1]
+CONF = ROOT / "conf"
+MARKER = "<!-- generated: configuration -->"
+sys.path.insert(0, str(ROOT))
+
+from learning.config import TrainConfig, register_configs  # noqa: E402
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Return a page's text with the tables in place of the marker. Called by MkDocs for each page."""
+    return markdown.replace(MARKER, configuration()) if MARKER in markdown else markdown
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Return a page's HTML in which long code in cells of tables may wrap after ``/ : . _ (``. Called for each page."""
+    cells = re.compile(r"(?<=<td>)(?:(?!</td>).)*<code>(?:(?!</td>).)*", re.DOTALL)
+    code = re.compile(r"(?<=<code>)[^<]{30,}")
+    return cells.sub(lambda cell: code.sub(lambda one: re.sub(r"([/._(]|::)", r"\1<wbr>", one[0]), cell[0]), html)
+
+
+def configuration() -> str:
+    """Return the settings of a run, and each group with its options and their settings, in Markdown."""
+    register_configs()
+    groups = [field.name for field in fields(TrainConfig) if field.type == "Any"]
+    parts = ["## The run", "", *_settings("", TrainConfig, CONF / "train.yaml", skip=groups)]
+    parts += [*_file(CONF / "train.yaml")]
+    for group in groups:
+        parts += [f"## {group}", "", *_group(group)]
+    parts += ["## experiment", "", *_options("experiment", {})]
+    return "\n".join(parts)
+
+
+def _group(group: str) -> Iterator[str]:
+    """Yield the lines of a group: the table of its options, and the settings of each of them."""
+    stored = {name.removesuffix(".yaml"): one.node for name, one in _stored(group).items() if hasattr(one, "node")}
+    bases = {name.removeprefix("base_"): node for name, node in stored.items() if name.startswith("base_")}
+    yield from _options(group, bases)
+    for name, node in bases.items():
+        yield (
+            f"### {group}={name}" if name in stored or (CONF / group / f"{name}.yaml").exists() else f"### Any {group}"
+        )
+        yield ""
+        yield from _settings(group, node, CONF / group / f"{name}.yaml")
+
+
+def _stored(group: str) -> dict[str, Any]:
+    return ConfigStore.instance().repo[group]
+
+
+def _options(group: str, bases: dict[str, Any]) -> Iterator[str]:
+    """Yield the table of a group's options, and the content of their files."""
+    paths = {path.stem: path for path in sorted((CONF / group).glob("*.yaml"))}
+    yield "| option | |"
+    yield "| --- | --- |"
+    for name in [*paths, *(name for name in bases if name not in paths and group == "weight_sync")]:
+        yield f"| `{name}` | {_comment(paths[name]) if name in paths else _summary(_target(bases[name]))} |"
+    yield ""
+    for path in paths.values():
+        yield from _file(path)
+
+
+def _comment(path: Path) -> str:
+    """Return the comment at the head of a file of ``conf/``, as one paragraph."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        if "@package" not in line:
+            lines.append(line.lstrip("# "))
+    return _cell(" ".join(lines))
+
+
+def _file(path: Path) -> Iterator[str]:
+    yield f'??? note "{path.relative_to(ROOT)}"'
+    yield "    ```yaml"
+    yield from (f"    {line}" for line in path.read_text(encoding="utf-8").splitlines())
+    yield "    ```"
+    yield ""
+
+
+def _target(node: Any) -> Any:
+    """Return the class or function that Hydra calls with a config; None where there is none."""
+    config = node if isinstance(node, DictConfig) else OmegaConf.structured(node)
+    path = OmegaConf.select(config, "_target_")
+    return None if path is None else get_object(path)
+
+
+def _summary(documented: Any) -> str:
+    """Return the first paragraph of a docstring, on one line."""
+    return _cell((inspect.getdoc(documented) or "").split("\n\n")[0])
+
+
+def _settings(group: str, node: Any, path: Path, skip: Collection[Any] = ()) -> Iterator[str]:
+    """Yield a config's table: name, type, default, and what its docstring, or that of its target, says.
+
+    Args:
+        group: of the config; empty for settings of the run.
+        node: a structured config, or a dictionary.
+        path: of the option's file in ``conf/``, whose values are the defaults, if there is one.
+        skip: names that are left out.
+    """
+    config = node if isinstance(node, DictConfig) else OmegaConf.structured(node)
+    given = OmegaConf.load(path) if path.is_file() else OmegaConf.create()
+    assert isinstance(given, DictConfig)
+    names = [str(name) for name in config if not str(name).startswith("_") and name not in skip]
+    target, kind = _target(node), OmegaConf.get_type(config)
+    if target is not None:
+        yield f"Calls `{OmegaConf.select(config, '_target_')}`. {_summary(target)}"
+        yield ""
+    if not names:
+        return
+    said = {**_arguments(target), **_arguments(kind)}
+    types = {field.name: field.type for field in fields(kind)} if kind not in (None, dict) else {}
+    yield "| setting | type | default | |"
+    yield "| --- | --- | --- | --- |"
+    for name in names:
+        source = given if name in given else config
+        value = "must be given" if OmegaConf.is_missing(source, name) else f"`{_plain(source, name)}`"
+        yield f"| `{group}{'.' if group else ''}{name}` | `{_type(types.get(name))}` | {value} | {said.get(name, '')} |"
+    yield ""
+
+
+def _plain(config: DictConfig, name: str) -> str:
+    """Return a default as YAML has it, on one line."""
+    value = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(value, dict)
+    return _cell(yaml.safe_dump(value[name], default_flow_style=True).removesuffix("...\n"))
+
+
+def _type(annotation: Any) -> str:
+    shown = annotation.__name__ if isinstance(annotation, type) else str(annotation or "Any")
+    return shown.replace("typing.", "").replace(" | ", " or ")
+
+
+def _arguments(documented: Any) -> dict[str, str]:
+    """Return ``{name: description}`` of the sections Args and Attributes of a class and of its bases."""
+    found: dict[str, str] = {}
+    for one in inspect.getmro(documented) if inspect.isclass(documented) else [documented]:
+        text = inspect.cleandoc(getattr(one, "__doc__", None) or "")
+        for section in griffe.Docstring(text).parse("google", warnings=False):
+            if section.kind in (griffe.DocstringSectionKind.parameters, griffe.DocstringSectionKind.attributes):
+                for item in section.value:
+                    for name in item.name.split(","):
+                        found.setdefault(name.strip(), _cell(item.description))
+    return found
+
+
+def _cell(text: str) -> str:
+    """Return text for a cell of a table: one line, without bars; with code as Markdown has it, not as Sphinx."""
+    return re.sub(r":\w+:(?=`)", "", " ".join(text.split()).replace("|", "\\|").replace("``", "`"))
