@@ -10,7 +10,9 @@ flushed to the disk and renamed; other file systems (S3, memory) make an object 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
@@ -26,13 +28,15 @@ from torch import Tensor
 
 from wsync.errors import NotConnected, WeightSyncError
 
+_log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
+_VERSION_FILE = re.compile(r"v(\d+)-\w+\.safetensors")
 _READ_ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a store has to offer.
+    """The newest version of a store, and how it is read.
 
     Attributes:
         version: the newest.
@@ -71,6 +75,7 @@ class VersionStore:
             raise NotConnected(f"the store {url} cannot be opened: {error}") from error
         self.writer = secrets.token_hex(4)
         self._wrote = False
+        self._undeletable: set[str] = set()  # paths that a warning has named
 
     @property
     def folder(self) -> Path | None:
@@ -88,12 +93,17 @@ class VersionStore:
             content = self._fs.cat_file(f"{self._root}/{MANIFEST}")
         except FileNotFoundError:
             return None
-        except OSError as error:
-            raise WeightSyncError(f"the store {self.url} cannot be read: {error}") from error
+        except Exception as error:  # besides OSError: whatever the library of the file system raises
+            raise WeightSyncError(f"the store {self.url} cannot be read: {type(error).__name__}: {error}") from error
         try:
-            return Manifest(**json.loads(content))
-        except (ValueError, TypeError) as error:
+            manifest = Manifest(**json.loads(content))
+        except (ValueError, TypeError, RecursionError) as error:
             raise WeightSyncError(f"the manifest of the store {self.url} is damaged: {error}") from error
+        types = Manifest.__annotations__  # as text
+        wrong = [name for name, value in vars(manifest).items() if type(value).__name__ != types[name]]
+        if wrong:
+            raise WeightSyncError(f"the manifest of the store {self.url} is damaged: {', '.join(wrong)}")
+        return manifest
 
     def read(self) -> tuple[Manifest, Mapping[str, Tensor]] | None:
         """Return the newest version; None if there is none.
@@ -109,7 +119,7 @@ class VersionStore:
                 return manifest, self._load(manifest.file)
             except FileNotFoundError:  # newer versions have been published since the manifest was read
                 continue
-            except (SafetensorError, OSError) as error:
+            except Exception as error:  # as in ``newest``; and what safetensors raises
                 raise WeightSyncError(
                     f"version {manifest.version} of the store {self.url} cannot be read: {manifest.file}: {error}"
                 ) from error
@@ -127,8 +137,9 @@ class VersionStore:
         """
         try:
             self._fs.makedirs(self._root, exist_ok=True)
-            for path in self._fs.glob(f"{self._root}/*.unfinished"):
-                self._fs.rm_file(path)
+            for path in self._paths():
+                if path.endswith(".unfinished"):
+                    self._fs.rm_file(path)
         except OSError as error:
             raise WeightSyncError(f"the store {self.url} cannot be written: {error}") from error
         manifest = self.newest()
@@ -146,10 +157,12 @@ class VersionStore:
 
         Raises:
             WeightSyncError: it cannot be written (the disk is full), or another trainer writes to this store. Readers
-                keep the version that they have.
+                keep the version that they have. An old version that cannot be deleted is only logged.
         """
         newest = self.newest()
-        if newest is not None and (newest.version >= version or (self._wrote and newest.writer != self.writer)):
+        if newest is not None and newest.writer == self.writer and newest.version >= version:
+            raise WeightSyncError(f"the store {self.url} has version {newest.version} of this trainer already")
+        if newest is not None and newest.writer != self.writer and (self._wrote or newest.version >= version):
             raise WeightSyncError(
                 f"another trainer has published version {newest.version} in the store {self.url}: give each its own url"
             )
@@ -157,22 +170,27 @@ class VersionStore:
         try:
             self._write_version(manifest.file, tensors)
             self._write_manifest(json.dumps(asdict(manifest)).encode())
-            self._wrote = True
-            self._delete_old()
         except (OSError, SafetensorError) as error:
             raise WeightSyncError(f"version {version} was not stored in {self.url}: {error}") from error
+        self._wrote = True
+        self._delete_old()
 
     def _write_version(self, file: str, tensors: Mapping[str, Tensor]) -> None:
         if self.folder is None:
             self._fs.pipe_file(f"{self._root}/{file}", save(dict(tensors)))
             return
         self._finish(file, lambda path: save_file(dict(tensors), path))
+        self._flush_folder()
 
     def _write_manifest(self, content: bytes) -> None:
         if self.folder is None:
             self._fs.pipe_file(f"{self._root}/{MANIFEST}", content)
             return
         self._finish(MANIFEST, lambda path: path.write_bytes(content))
+        try:
+            self._flush_folder()
+        except OSError as error:  # readers see the version already, so it has to count as stored
+            _log.warning("the newest version of the store %s may be lost if this machine fails: %s", self.url, error)
 
     def _finish(self, file: str, write: Any) -> None:
         """Write a local file under another name, flush it, and rename it."""
@@ -187,14 +205,35 @@ class VersionStore:
             with suppress(OSError):
                 unfinished.unlink()
             raise
+
+    def _flush_folder(self) -> None:
         if self._durable:
-            _flush(folder)
+            _flush(Path(self._root))
+
+    def _paths(self) -> list[str]:
+        """Return everything in the folder."""
+        try:
+            return list(self._fs.ls(self._root, detail=False))
+        except FileNotFoundError:  # where folders are prefixes of names (S3), an empty one does not exist
+            return []
 
     def _delete_old(self) -> None:
-        files = sorted(self._fs.glob(f"{self._root}/v*.safetensors"))
-        for path in files[: -self._keep]:
-            with suppress(FileNotFoundError):
+        """Delete all but the newest versions; log what cannot be deleted."""
+        try:
+            found = [(path, _VERSION_FILE.fullmatch(path.rsplit("/", 1)[-1])) for path in self._paths()]
+        except OSError as error:
+            _log.warning("old versions of the store %s cannot be deleted: %s", self.url, error)
+            return
+        versions = sorted((int(match[1]), path) for path, match in found if match)
+        for _, path in versions[: -self._keep]:
+            try:
                 self._fs.rm_file(path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                if path not in self._undeletable:
+                    _log.warning("an old version of the store %s cannot be deleted: %s", self.url, error)
+                self._undeletable.add(path)
 
 
 def _flush(path: Path) -> None:
