@@ -81,7 +81,9 @@ class InProcessChannel:
         return self._buffer.views if self._buffer and self._published else None
 
     def release(self, buffers: Sequence[Buffer]) -> None:
-        """See ``SendChannel``."""
+        """See ``SendChannel``: the buffer has values that were not published."""
+        if buffers:
+            self._published = False
 
     def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
         """See ``SendChannel``; waits for a forward that is running."""

@@ -119,9 +119,20 @@ def receiver_role(role: Role, what: str) -> ReceiverRole:
 
 
 def agreed_count(
-    num_workers: int | None, devices: Sequence[Any] | None, params_map: Mapping[int, Any] | None, workers: Sequence[Any]
+    num_workers: int | None,
+    devices: Sequence[Any] | None,
+    params_map: Mapping[int, Any] | None,
+    workers: Sequence[Any],
+    options: Mapping[str, int],
 ) -> int:
     """Return the number of workers on which all given arguments agree; 1 if none names it.
+
+    Args:
+        num_workers: the number itself.
+        devices: one for each worker.
+        params_map: weights for each worker, by index.
+        workers: of the context.
+        options: of the scheme, those that have one entry for each worker: their names and lengths.
 
     Raises:
         TypeError: one is no number, or no list.
@@ -136,6 +147,7 @@ def agreed_count(
         "devices": None if devices is None else len(devices),
         "params_map": None if params_map is None else len(params_map),
         "the context's workers": len(workers) or None,
+        **options,
     }
     count = single_count(counts)
     count = 1 if count is None else count

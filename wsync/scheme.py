@@ -140,6 +140,10 @@ class WeightSyncScheme(ABC):
         """Return whether this instance uses the arena; overridden where an option turns it off."""
         return self.arena
 
+    def _workers_by_option(self) -> Mapping[str, int]:
+        """Return the number of workers, if an option of this scheme tells it, by the option's name."""
+        return {}
+
     def _transport_factory(self) -> Any:
         """Return the factory of transports; a subclass returns None if all its workers use the arena."""
         return self.create_transport
@@ -196,7 +200,7 @@ class WeightSyncScheme(ABC):
         if pipes:
             num_workers = single_count({"num_workers": num_workers, "pipes": len(pipes)})
         workers = context.remote_workers if isinstance(context, CollectorContext) else ()
-        count = agreed_count(num_workers, devices, params_map, workers)
+        count = agreed_count(num_workers, devices, params_map, workers, self._workers_by_option())
         if model is None and not given and context is not None:
             model = find_or_none(context, model_id)
         # Process descriptors, to notice deaths early.

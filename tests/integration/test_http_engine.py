@@ -239,3 +239,13 @@ def test_uvicorn_serves_it() -> None:
     finally:
         server.should_exit = True
         thread.join()
+
+
+def test_weights_before_init_are_told_what_is_missing() -> None:
+    with Engine().serving() as engine:
+        status, answer = engine.update(save(WEIGHTS, TAGS))
+        assert (status, answer["reason"]) == (409, "not_initialised")
+
+
+def test_a_small_version_takes_little_memory_whatever_the_size_of_a_chunk() -> None:
+    assert protocol.body_limit(LAYOUT, 1 << 40) == LAYOUT.nbytes + protocol.HEADER_BYTES

@@ -116,3 +116,64 @@ def test_a_failed_update_leaves_no_engine_paused() -> None:
         with pytest.raises(wsync.WorkerFailed, match="ArithmeticError"):
             one.connect()
         assert ask(url, "GET", "/is_paused") == {"is_paused": False}
+
+
+def test_a_wait_after_a_keep_lets_generations_in_flight_end() -> None:
+    """The generation that stopped at the first pause goes on for the second, which waits for its end."""
+    app, begun, go_on = wsync.engine_app(Small(), token=None), threading.Event(), threading.Event()
+    with serve(app) as url, ThreadPoolExecutor(1) as threads:
+        running = threads.submit(generate, app, begun, go_on)
+        assert begun.wait(30)
+        ask(url, "POST", "/pause?mode=keep")
+        go_on.set()  # the next step waits
+        assert ask(url, "POST", "/pause?mode=wait") == {"status": "paused"}
+        assert running.result(30) == [("0", 0, 4)]
+        ask(url, "POST", "/resume")
+
+
+def test_a_pause_that_another_one_replaces_is_an_error() -> None:
+    app, begun, go_on = wsync.engine_app(Small(), token=None), threading.Event(), threading.Event()
+    with serve(app) as url, ThreadPoolExecutor(2) as threads:
+        running = threads.submit(generate, app, begun, go_on)
+        assert begun.wait(30)
+        first = threads.submit(ask, url, "POST", "/pause?mode=wait")
+        while not ask(url, "GET", "/is_paused")["is_paused"]:
+            pass
+        assert ask(url, "POST", "/pause?mode=keep") == {"status": "paused"}
+        assert "another /pause" in first.result(30)["error"]
+        ask(url, "POST", "/resume")
+        go_on.set()
+        assert running.result(30) == [("0", 0, 4)]
+
+
+def test_a_pause_that_exceeds_its_limit_is_an_error_that_names_the_limit() -> None:
+    app, begun, go_on = wsync.engine_app(Small(), token=None, pause_limit=0.2), threading.Event(), threading.Event()
+    with serve(app) as url, ThreadPoolExecutor(1) as threads:
+        running = threads.submit(generate, app, begun, go_on)
+        assert begun.wait(30)
+        assert "pause_limit, 0.2 s" in ask(url, "POST", "/pause?mode=wait")["error"]
+        assert ask(url, "GET", "/is_paused") == {"is_paused": False}
+        go_on.set()
+        running.result(30)
+
+
+def test_a_step_that_fails_is_of_no_version() -> None:
+    target = fill(Small(), 1)
+    app = wsync.engine_app(target, token=None)
+    with serve(app) as url, wsync.HTTPWeightSyncScheme(url) as scheme, app.generation() as one:
+        with one.step():
+            pass
+        scheme.init_on_sender("policy", model=target)
+        scheme.connect()
+        with pytest.raises(ArithmeticError), one.step():
+            raise ArithmeticError
+        assert not one.mixed and [(span.version, span.start, span.end) for span in one.weight_versions] == [("0", 0, 1)]
+
+
+def test_an_engine_whose_pause_fails_is_not_said_to_be_paused() -> None:
+    def pause(mode: str) -> None:
+        raise ArithmeticError
+
+    with serve(wsync.engine_app(Small(), token=None, pause=pause, resume=lambda: None)) as url:
+        assert "ArithmeticError" in ask(url, "POST", "/pause")["error"]
+        assert ask(url, "GET", "/is_paused") == {"is_paused": False}

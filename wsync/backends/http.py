@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, NoReturn
 
 import torch
@@ -14,7 +14,7 @@ from wsync.engine.channel import EngineSendChannel
 from wsync.engine.client import EngineClient, checked_url
 from wsync.engine.protocol import PAUSE_MODES
 from wsync.engine.transfers import BodyTransfer, MakeTransfer, Transfer, VersionSource
-from wsync.errors import SyncTimeout, WorkerDied, WorkerFailed
+from wsync.errors import NotConnected, SyncTimeout, WorkerDied, WorkerFailed
 from wsync.scheme import WeightSyncScheme
 from wsync.sender import Sender
 from wsync.sending.protocols import SendChannel
@@ -56,7 +56,8 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
             errors, proxies are not used.
         token: sent as a bearer token. It is readable on the way unless the URL is ``https``.
         pause: what happens to generations in flight: ``"abort"`` ends them, ``"wait"`` waits for their end, ``"keep"``
-            has them go on with the new weights (mixed versions); None: nothing is paused, the engine must cope.
+            has them go on with the new weights (mixed versions); None: nothing is paused, and generation goes on during
+            the update.
         chunk_bytes: of weights in one request; a tensor that is larger has a request of its own.
         cafile: certificates to trust instead of the system's, for ``https``.
         transfer: a function ``(EngineClient, VersionSource) → object with send_weights()``; None: HTTP bodies.
@@ -117,11 +118,11 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         return EngineSendChannel(self._clients(), self._make_transfer, self.pause, lambda: self.timeout)
 
     def _open_sender(self, model_id: str, source: Source, num_workers: int) -> tuple[Sender, SendChannel]:
-        count = len(self.urls)
-        if num_workers not in (1, count):
-            raise ValueError(f"there are {count} urls, and num_workers is {num_workers}")
         channel = self._open_channel()
-        return Sender(channel, source, count, self.timeout, record=self.metrics.record), channel
+        return Sender(channel, source, num_workers, self.timeout, record=self.metrics.record), channel
+
+    def _workers_by_option(self) -> Mapping[str, int]:
+        return {"urls": len(self.urls)}
 
     def _open_receiver(self, model_id: str) -> NoReturn:
         raise RuntimeError(_RECEIVER)
@@ -145,7 +146,8 @@ class HTTPTransport:
         """Wait until the engine answers.
 
         Raises:
-            SyncTimeout, WorkerFailed: it does not, or with an error.
+            SyncTimeout: it did not answer.
+            WorkerFailed: it answered with an error.
         """
         self._channel.wait_for_workers([self._worker], {}, deadline_in(self._scheme.timeout))
 
@@ -153,8 +155,14 @@ class HTTPTransport:
         """Send ``weights`` (a module, a TensorDict or a state dict).
 
         Raises:
+            NotConnected: ``setup_connection_and_weights_on_sender`` was not called, or not since the engine died.
             WorkerDied, WorkerFailed, SyncTimeout: the engine does not have them.
         """
+        if self._worker not in self._channel.workers:
+            raise NotConnected(
+                f"{self._scheme.urls[self._worker]} is not connected: call setup_connection_and_weights_on_sender() "
+                "first, and again after an engine has died"
+            )
         given, deadline = snapshot(weights), deadline_in(self._scheme.timeout)
         layout = Layout.of(given)
         self._version += 1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from wsync.deadlines import deadline_in
 from wsync.errors import SyncTimeout, WeightSyncError
@@ -15,11 +15,11 @@ from wsync.gate import process_gate
 from wsync.scheme import WeightSyncScheme
 from wsync.sender import Sender
 from wsync.sending.protocols import SendChannel
-from wsync.sending.source import Source
+from wsync.sending.source import DeviceMap, Part, Source, per_worker
 from wsync.store.receiving import StoreReceiveChannel
-from wsync.store.sending import StoreSendChannel, publish
+from wsync.store.sending import ONE_VERSION, StoreSendChannel, publish
 from wsync.store.versions import VersionStore
-from wsync.transforms.chain import Transform
+from wsync.transforms.chain import Transform, compose
 from wsync.transforms.delta import delta_of
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, Packer
@@ -30,9 +30,11 @@ from wsync.weights.strategy import Format, WeightStrategy
 class StoreWeightSyncScheme(WeightSyncScheme):
     """Weight synchronization through files: a shared folder, S3, or whatever else ``fsspec`` reads.
 
-    A finished ``send`` means: the version is durable, and is what a reader that looks from now on will find. There are
-    no acknowledgements, and the trainer does not notice readers that come or go. A reader needs the URL alone; it may
-    start before or after the trainer, and gets the newest version. A trainer that starts again goes on counting.
+    A finished ``send`` means: a reader that looks from now on finds the version, and unless ``durable=False`` it is on
+    the disk. There are no acknowledgements, and the trainer does not notice readers that come or go. A reader needs the
+    URL alone; it may start before or after the trainer, and gets the newest version. A trainer that starts again goes
+    on counting. All readers get the same weights: ``params_map``, ``device_map_fn``, ``worker_ids`` of some workers and
+    weights per worker are refused.
 
     Args:
         url: of a folder; each model has a folder of its own in it.
@@ -75,6 +77,7 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         self.keep = keep
         self.durable = durable
         self.initiator = initiator
+        self._first_version = 1  # the oldest that a worker begins with; 0: without weights. Travels in the pickle
 
     @property
     def acknowledges(self) -> bool:
@@ -96,13 +99,47 @@ class StoreWeightSyncScheme(WeightSyncScheme):
             channel, source, num_workers, self.timeout, finishes_on_publish=True, record=self.metrics.record
         )
         sender.version = newest
-        self._address = newest + 1 if source.weights is not None else 0  # with which this run's workers begin
+        self._first_version = newest + 1 if source.weights is not None else 0
         return sender, channel
 
+    def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None) -> Source:
+        if device_map_fn is not None:
+            raise ValueError(f"{ONE_VERSION}: device_map_fn cannot be used")
+        if len(per_worker(weights) or ()) > 1:
+            raise ValueError(f"{ONE_VERSION}: weights per worker cannot be used")
+        return OneVersionSource(weights, self.strategy, transform=compose(self.send_transform, "send_transform"))
+
     def _open_receiver(self, model_id: str) -> StoreReceiveChannel:
-        oldest = 1 if self._address is None else self._address
         store = VersionStore(self._folder(model_id))
-        return StoreReceiveChannel(store, oldest, binds=self.bind, watches=self.initiator == "sender")
+        watches = self.initiator == "sender"
+        return StoreReceiveChannel(store, self._first_version, binds=self.bind, watches=watches)
+
+    def shutdown(self) -> None:
+        """See ``WeightSyncScheme``."""
+        super().shutdown()
+        self._first_version = 1
+
+
+class OneVersionSource(Source):
+    """A ``Source`` that has the same weights for all workers."""
+
+    def parts(
+        self,
+        weights: object,
+        workers: Sequence[int],
+        absent: Sequence[int],
+        layout: Layout,
+        rest: Sequence[Tensor] | None = None,
+    ) -> list[Part]:
+        """See ``Source``.
+
+        Raises:
+            ValueError: ``weights`` are for several workers, to each its own.
+        """
+        parts = super().parts(weights, workers, absent, layout, rest)
+        if len(parts) > 1:
+            raise ValueError(f"{ONE_VERSION}: weights per worker cannot be used")
+        return parts
 
 
 class StoreTransport:

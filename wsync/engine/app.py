@@ -139,8 +139,8 @@ class EngineApp:
                 return await function(_fields(bytes(await _body(headers, receive, limit))))
             if headers.get(b"content-type", b"").split(b";")[0].strip() != protocol.SAFETENSORS.encode():
                 raise Refused(415, f"{path} takes {protocol.SAFETENSORS} here (transfer '{protocol.TRANSFER}')")
-            room = self._weights.room
-            return await function(await _body(headers, receive, len(room), room))
+            buffer = self._weights.body_buffer()
+            return await function(await _body(headers, receive, len(buffer), buffer))
 
     # --- the routes; weights are loaded in a thread, so that the server goes on answering ---
 
@@ -164,8 +164,8 @@ class EngineApp:
         mode = query.get("mode", ["abort"])[-1]
         if mode not in protocol.PAUSE_MODES:
             raise Refused(400, f"mode is one of {', '.join(protocol.PAUSE_MODES)}, not {mode!r}")
-        self._paused = True
         await _call(self._pause, mode)
+        self._paused = True
         return {"status": "paused"}
 
     async def _resume_generation(self, query: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
@@ -198,13 +198,13 @@ async def _call(function: Callable[..., Any], *arguments: object) -> None:
 
 
 async def _body(
-    headers: Mapping[bytes, bytes], receive: Receive, limit: int, room: bytearray | None = None
+    headers: Mapping[bytes, bytes], receive: Receive, limit: int, buffer: bytearray | None = None
 ) -> memoryview:
-    """Read the body of a request, of at most ``limit`` bytes, into ``room`` or new memory."""
+    """Read the body of a request, of at most ``limit`` bytes, into ``buffer`` or new memory."""
     declared = headers.get(b"content-length", b"0")
     if not declared.isdigit() or len(declared) > 19 or int(declared) > limit:
         raise Refused(413, f"the body may have {limit} bytes, and content-length is {declared[:20]!r}")
-    body, size = bytearray() if room is None else room, 0
+    body, size = bytearray() if buffer is None else buffer, 0
     while True:
         try:
             message = await asyncio.wait_for(receive(), _STALLED)

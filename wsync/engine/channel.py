@@ -28,6 +28,8 @@ _PROBE = 2.0  # seconds for the first request to an engine, before the next engi
 class EngineSendChannel:
     """A ``SendChannel`` whose workers are engines: HTTP servers that the user has started.
 
+    All methods are called under the sender's lock, except ``_done``, which the engines' threads call.
+
     Args:
         clients: one for each engine, by index.
         make_transfer: see ``MakeTransfer``.
@@ -52,8 +54,9 @@ class EngineSendChannel:
         self._buffers: list[Buffer] = []
         self._reserved: set[int] = set()  # slots
         self._latest: dict[int, Job] = {}  # by engine, for one that connects later
-        self._changed = threading.Condition()
-        self._acks: dict[int, Ack] = {}  # the newest of each engine, by its index
+        self._changed = threading.Condition()  # guards the next two, which the engines' threads use as well
+        self._submitted: dict[int, Job] = {}  # the newest of each engine, by its index
+        self._acks: dict[int, Ack] = {}  # of those jobs
 
     @property
     def workers(self) -> Collection[int]:
@@ -101,22 +104,21 @@ class EngineSendChannel:
 
     def _probe(self, worker: int, deadline: float | None) -> str:
         """Return why an engine cannot be reached; empty if it can."""
-        client, left = self._engines[worker].client.another(), remaining(deadline)
-        client.deadline = deadline_in(_PROBE if left is None else max(0.01, min(_PROBE, left)))
-        try:
-            client.get_world_size()
-        except EngineError as error:
-            if error.status and error.status < 500:
-                raise WorkerFailed(f"worker {worker}: {error}", {worker: str(error)}, refused=(worker,)) from error
-            return str(error)
-        finally:
-            client.close()
+        left = remaining(deadline)
+        limit = deadline_in(_PROBE if left is None else max(0.01, min(_PROBE, left)))
+        with self._engines[worker].client.clone().until(limit) as client:
+            try:
+                client.get_world_size()
+            except EngineError as error:
+                if error.status and error.status < 500:
+                    raise WorkerFailed(f"worker {worker}: {error}", {worker: str(error)}, refused=(worker,)) from error
+                return str(error)
         return ""
 
     def disconnect(self, worker: int) -> None:
         """See ``SendChannel``."""
         self._connected.discard(worker)
-        self._engines[worker].abort()
+        self._engines[worker].disconnect()
 
     def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
         """See ``SendChannel``: a buffer that no engine's thread reads, and that is no engine's newest version.
@@ -162,13 +164,15 @@ class EngineSendChannel:
 
     def _submit(self, worker: int, job: Job) -> None:
         with self._changed:
+            self._submitted[worker] = job
             self._acks.pop(worker, None)
         self._engines[worker].submit(job)
 
-    def _done(self, ack: Ack) -> None:
+    def _done(self, job: Job, ack: Ack) -> None:
         with self._changed:
-            self._acks[ack.worker] = ack
-            self._changed.notify_all()
+            if self._submitted[ack.worker] is job:  # not the outcome of an attempt that was given up
+                self._acks[ack.worker] = ack
+                self._changed.notify_all()
 
     def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
         """See ``SendChannel``: there is none."""

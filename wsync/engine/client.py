@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import ssl
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from socket import SHUT_RDWR
 from typing import Any
@@ -15,8 +16,8 @@ from urllib.parse import quote, urlsplit
 from wsync.deadlines import remaining
 from wsync.engine import protocol
 
-_ANSWER_BYTES = 1 << 20  # of an answer, as much is read
-_SHOWN = 2000  # characters of it in an error
+_ANSWER_BYTES = 1 << 20  # the largest part of an answer that is read
+_SHOWN = 2000  # characters of an answer that an error shows
 
 
 class EngineError(Exception):
@@ -69,7 +70,8 @@ class EngineClient:
 
     Attributes:
         url: as given.
-        deadline: of the requests, on ``time.monotonic``; None for no limit.
+        deadline: on ``time.monotonic``; None for no limit. At the deadline a request that waits for the next bytes of
+            its answer ends; one whose bytes keep arriving is ended by ``abort``, or inside ``until``.
         version: of the weights that are being sent.
         phase: of the last request: ``"init"``, ``"start"``, ``"update"``, ``"finish"``, ``"pause"``, ….
         last: the answer to ``finish_weight_update``.
@@ -85,9 +87,28 @@ class EngineClient:
         self._context = context
         self._connection: HTTPConnection | None = None
 
-    def another(self) -> EngineClient:
+    def clone(self) -> EngineClient:
         """Return a new client of the same engine."""
         return EngineClient(self.url, self._token, self._context)
+
+    @contextmanager
+    def until(self, deadline: float | None) -> Iterator[EngineClient]:
+        """Return a context manager in which requests end at ``deadline``, also while the engine still sends bytes.
+
+        At the end of the block the connection is closed.
+        """
+        self.deadline = deadline
+        left = remaining(deadline)
+        timer = None if left is None else threading.Timer(left, self.abort)
+        if timer is not None:
+            timer.daemon = True
+            timer.start()
+        try:
+            yield self
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self.close()
 
     # --- the routes ---
 
@@ -189,6 +210,8 @@ class EngineClient:
         else:
             response = connection.getresponse()
         content = response.read(_ANSWER_BYTES)
+        if remaining(self.deadline) == 0.0:  # ``abort`` may have ended the answer before it was complete
+            raise TimeoutError
         if response.will_close or response.read(1):
             self.close()
         return response.status, content

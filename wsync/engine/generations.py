@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from wsync.deadlines import deadline_in, remaining
 from wsync.engine.protocol import PauseMode
 from wsync.errors import WeightSyncError
 from wsync.gate import process_gate
@@ -55,11 +55,12 @@ class Generation:
             GenerationAborted: the trainer has paused with ``mode=abort``.
         """
         with self._owner.running_step(self) as version:
-            if not self.weight_versions or self.weight_versions[-1].version != version:
-                self.weight_versions.append(Span(version, self._steps, self._steps))
             yield
+            spans, start = self.weight_versions, self._steps
             self._steps += 1
-            self.weight_versions[-1].end = self._steps
+            if not spans or spans[-1].version != version:
+                spans.append(Span(version, start, self._steps))
+            spans[-1].end = self._steps
 
 
 class Generations:
@@ -78,7 +79,7 @@ class Generations:
         self._steps = 0  # in progress
         self._mode: PauseMode | None = None  # while paused
         self._pauses = 0
-        self._paused_at = 0.0
+        self._limit: float | None = None  # when the pause ends by itself
 
     def installed(self, version: str) -> None:
         """Record a new version. Called inside the gate."""
@@ -88,6 +89,7 @@ class Generations:
     def paused(self) -> bool:
         """Whether generation is paused."""
         with self._changed:
+            self._end_at_limit()
             return self._mode is not None
 
     @contextmanager
@@ -95,7 +97,7 @@ class Generations:
         """Make one generation. Waits while generation is paused."""
         one = Generation(self)
         with self._changed:
-            self._wait_while_paused()
+            self._wait_while(lambda: self._mode is not None)
             self._running.add(one)
         try:
             yield one
@@ -108,8 +110,7 @@ class Generations:
     def running_step(self, one: Generation) -> Iterator[str]:
         """Make a step; gives the version. See ``Generation.step``."""
         with self._changed:
-            if self._mode == "keep":
-                self._wait_while_paused()
+            self._wait_while(lambda: self._mode == "keep")  # "wait" lets generations in flight go on
             if one.aborted:
                 raise GenerationAborted("generation was paused with mode=abort, to change the weights")
             self._steps += 1
@@ -121,34 +122,38 @@ class Generations:
                 self._steps -= 1
                 self._changed.notify_all()
 
-    def _wait_while_paused(self) -> None:
-        while self._mode is not None:
-            left = None
-            if self._pause_limit is not None:
-                left = self._paused_at + self._pause_limit - time.monotonic()
-                if left <= 0:
-                    _log.warning("generation was paused for %s s, and goes on without a /resume", self._pause_limit)
-                    self._end_pause()
-                    return
-            self._changed.wait(left)
+    def _wait_while(self, waits: Callable[[], bool]) -> None:
+        while waits():
+            self._changed.wait(remaining(self._limit))
+            self._end_at_limit()
+
+    def _end_at_limit(self) -> None:
+        if self._mode is not None and remaining(self._limit) == 0.0:
+            _log.warning("generation was paused for %s s, and goes on without a /resume", self._pause_limit)
+            self._end_pause()
 
     def pause(self, mode: PauseMode) -> None:
         """Return when no step runs, and (``wait``) no generation either; none starts until ``resume``.
 
+        Blocks its thread: with ``wait`` for as long as the generations in flight last.
+
         Raises:
-            WeightSyncError: ``resume`` was called meanwhile.
+            WeightSyncError: the pause has ended meanwhile.
         """
         with self._changed:
-            self._mode, self._paused_at = mode, time.monotonic()
+            self._mode, self._limit = mode, deadline_in(self._pause_limit)
             self._pauses += 1
             own = self._pauses
             if mode == "abort":
                 for one in self._running:
                     one.aborted = True
-            while self._running if mode == "wait" else self._steps:
-                self._changed.wait()
-                if self._pauses != own:
-                    raise WeightSyncError("generation was resumed, or paused again, before it had paused")
+            self._changed.notify_all()  # steps that an older pause with "keep" has stopped; and its caller
+            self._wait_while(lambda: self._pauses == own and bool(self._running if mode == "wait" else self._steps))
+            if self._pauses != own:
+                raise WeightSyncError(
+                    "the pause has ended before generation had paused: by /resume, by another /pause, or at its limit "
+                    f"(pause_limit, {self._pause_limit} s)"
+                )
 
     def resume(self) -> None:
         """End the pause, if there is one."""

@@ -99,7 +99,7 @@ def groups_of(layout: Layout, chunk_bytes: int) -> Iterator[list[int]]:
 
 def body_limit(layout: Layout, chunk_bytes: int) -> int:
     """Return the largest size of a body, in bytes."""
-    return max(chunk_bytes, *(nbytes for _, nbytes in layout.places)) + HEADER_BYTES
+    return max(min(chunk_bytes, layout.nbytes), *(nbytes for _, nbytes in layout.places)) + HEADER_BYTES
 
 
 class Entry(NamedTuple):

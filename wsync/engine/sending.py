@@ -49,7 +49,7 @@ class EngineThread:
         client: calls it.
         make_transfer: makes what carries the weights.
         pause: pause generation meanwhile; None: do not.
-        done: called by the thread with each outcome.
+        done: called by the thread with each job that it has begun, and the outcome.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class EngineThread:
         client: EngineClient,
         make_transfer: MakeTransfer,
         pause: PauseMode | None,
-        done: Callable[[Ack], None],
+        done: Callable[[Job, Ack], None],
     ) -> None:
         self.client = client
         self._worker = worker
@@ -70,7 +70,8 @@ class EngineThread:
         self._running: Job | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._transfer: tuple[Layout, VersionSource, Transfer] | None = None
+        self._transfer: tuple[Layout, VersionSource, Transfer] | None = None  # the thread's own
+        self._disconnected = False  # since the thread began the last job
 
     @property
     def jobs(self) -> Sequence[Job]:
@@ -91,17 +92,24 @@ class EngineThread:
     def abort(self) -> None:
         """Give up the version that is being sent, and the one that waits."""
         with self._changed:
-            self._waiting = None
-            if self._running is not None:
-                self.client.abort()
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self._waiting = None
+        if self._running is not None:
+            self.client.abort()
+
+    def disconnect(self) -> None:
+        """``abort``; the engine may be started again, so the next version begins with a new transfer."""
+        with self._changed:
+            self._disconnected = True
+            self._give_up()
 
     def close(self) -> None:
         """Have the thread end; ``join`` waits for that. Idempotent."""
         with self._changed:
             self._closed = True
-            self._waiting = None
-            if self._running is not None:
-                self.client.abort()
+            self._give_up()
             self._changed.notify()
 
     def join(self) -> None:
@@ -122,12 +130,14 @@ class EngineThread:
                     self._changed.wait()
                 job = self._running = self._waiting
                 self._waiting = None
-            self.client.deadline, self.client.version = job.deadline, job.version
+                self.client.deadline, self.client.version = job.deadline, job.version  # `abort` may follow at once
+                if self._disconnected:
+                    self._transfer, self._disconnected = None, False
             ack = self._attempt(job)
             self.client.close()
             with self._changed:
                 self._running = None
-            self._done(ack)
+            self._done(job, ack)
 
     def _attempt(self, job: Job) -> Ack:
         try:
@@ -139,6 +149,8 @@ class EngineThread:
                 self._transfer = None  # the engine has been started again
                 self._send(job)
         except EngineError as error:
+            if error.died:
+                self._transfer = None  # another engine may take its place
             return Ack(self._worker, job.version, str(error), died=error.died, late=error.late)
         except Exception:  # noqa: BLE001  a user's transfer may raise anything; the trainer raises it as WorkerFailed
             where = f"{self.client.url}: phase {self.client.phase}"
@@ -160,14 +172,14 @@ class EngineThread:
             if self._pause is not None:
                 self.client.pause(self._pause)
             transfer.send_weights()
+            if self._pause is not None:
+                self.client.resume()
         except BaseException:
             if self._pause is not None:
                 self._resume_after_failure()
             raise
         finally:
             source.views = ()
-        if self._pause is not None:
-            self.client.resume()
 
     def _initialised(self, layout: Layout) -> tuple[VersionSource, Transfer]:
         """Phase 1, for a new layout."""
@@ -183,8 +195,5 @@ class EngineThread:
 
         By a client of its own, which ``abort`` does not reach.
         """
-        client = self.client.another()
-        client.deadline = deadline_in(_RESUME_TIMEOUT)
-        with suppress(EngineError):
+        with self.client.clone().until(deadline_in(_RESUME_TIMEOUT)) as client, suppress(EngineError):
             client.resume()
-        client.close()

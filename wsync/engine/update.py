@@ -88,11 +88,13 @@ class EngineWeights:
         self._lock = threading.Lock()
         self._session: _Session | None = None
 
-    @property
-    def room(self) -> bytearray:
-        """What a body with weights is read into; its length is the largest size of one."""
-        session = self._session
-        return session.body if session else bytearray()
+    def body_buffer(self) -> bytearray:
+        """Return the memory into which a body with weights is read; its length is the largest size of one.
+
+        Raises:
+            Refused: no trainer has initialised this engine.
+        """
+        return self._require_session().body
 
     def initialise(self, fields: Mapping[str, Any]) -> None:
         """Phase 1: check that weights of a layout would fit, and make room for a version.
@@ -194,10 +196,14 @@ class EngineWeights:
         installed(version)
         return {"wait_seconds": began - asked, "apply_seconds": time.perf_counter() - began}
 
-    def _current(self, name: str) -> _Session:
+    def _require_session(self) -> _Session:
         session = self._session
         if session is None:
             raise Refused(409, f"POST {protocol.INIT} comes first", protocol.NOT_INITIALISED)
+        return session
+
+    def _current(self, name: str) -> _Session:
+        session = self._require_session()
         if not hmac.compare_digest(session.name.encode(), name.encode()):
             raise Refused(409, "another trainer has initialised this engine since: each engine has one trainer")
         return session

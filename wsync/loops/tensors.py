@@ -1,4 +1,4 @@
-"""Which tensors are plain bytes in main memory, and copying the others."""
+"""Which tensors are plain bytes in main memory, which are tied, and copying."""
 
 from __future__ import annotations
 
@@ -15,6 +15,20 @@ def copy_all(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into its destination by PyTorch, without recording it for autograd."""
     with torch.no_grad():
         torch._foreach_copy_(list(destinations), list(sources))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def leaders(tensors: Sequence[Tensor]) -> list[int]:
+    """Return for each tensor the index of the first one that it is tied to: that has the same memory and form.
+
+    An empty tensor is tied to none: all of them have address 0.
+    """
+    first: dict[tuple[object, ...], int] = {}
+    return [
+        first.setdefault((tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()), index)
+        if tensor.numel()
+        else index
+        for index, tensor in enumerate(tensors)
+    ]
 
 
 def is_plain(tensor: object) -> bool:

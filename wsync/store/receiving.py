@@ -33,6 +33,9 @@ _log = logging.getLogger(__name__)
 class StoreReceiveChannel:
     """A ``ReceiveChannel`` that reads a store.
 
+    Versions are read by the receiver thread, which also serves all other models of this process: their messages wait
+    while a version is read. ``connect`` and ``pull`` read in the calling thread.
+
     Args:
         store: where.
         oldest: the oldest version that this worker may begin with; 0: begin without weights if there are none.
@@ -49,12 +52,12 @@ class StoreReceiveChannel:
         self._watches = watches
         self._pool = BufferPool(torch.device("cpu"))
         self._reading = threading.Lock()  # held by the receiver thread, or by a thread in pull()
-        self._lock = threading.Lock()  # of the next three, which the thread that holds the gate changes as well
-        self._bound = -1  # the buffer that the model uses
-        self._taken = -1  # the buffer that is being installed
         self._version = 0  # that was read last
         self._base: tuple[int, Buffer] | None = None  # the version that was read last, for a difference
-        self._staged: Update | None = None  # the next to be installed
+        self._lock = threading.Lock()  # guards the next three, which the thread that holds the gate changes as well
+        self._bound = -1  # the buffer that the model uses
+        self._taken = -1  # the buffer that is being installed, or whose install was interrupted
+        self._staged: Update | None = None  # the next to be installed; until it is
         self._watch: Watch | None = None
 
     def begin_connect(self, worker_idx: int, deadline: float | None) -> Sequence[int]:
@@ -155,9 +158,12 @@ class StoreReceiveChannel:
             for index, (name, view) in enumerate(zip(self.layout.names, buffer.views, strict=True))
             if index not in followers
         }
-        odd = [name for name, view in own.items() if name not in tensors or tensors[name].shape != view.shape]
-        if odd or len(own) != len(tensors):
-            raise WeightSyncError(f"{manifest.file} in the store {self._store.url} is not as its manifest says: {odd}")
+        wrong = [name for name, view in own.items() if name not in tensors or tensors[name].shape != view.shape]
+        wrong += tensors.keys() - own.keys()
+        if wrong:
+            raise WeightSyncError(
+                f"{manifest.file} in the store {self._store.url} has other tensors than its manifest names: {wrong}"
+            )
         copy_all(list(own.values()), [tensors[name] for name in own])
 
     def registered(self) -> RegisteredView | None:
@@ -211,16 +217,19 @@ class StoreReceiveChannel:
         """See ``ReceiveChannel``: the buffer in use is never written."""
 
     def poll_update(self) -> Update | None:
-        """See ``ReceiveChannel``."""
+        """See ``ReceiveChannel``. The update stays staged until it is installed: a signal handler may raise."""
         with self._lock:
-            update, self._staged = self._staged, None
-            self._taken = update.slot if update else -1
+            update = self._staged
+            if update is not None:
+                self._taken = update.slot
         return update
 
     def on_installed(self, update: Update, error: str) -> None:
         """See ``ReceiveChannel``."""
         with self._lock:
             self._taken = -1
+            if self._staged is update:
+                self._staged = None
             if not error:
                 self._bound = update.slot
         if error:

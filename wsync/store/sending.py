@@ -17,6 +17,8 @@ from wsync.types import Ack
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
 
+ONE_VERSION = "a store has one version for all readers"
+
 
 def publish(
     store: VersionStore, version: int, layout: Layout, buffer: Buffer, difference: Difference | None = None
@@ -41,7 +43,7 @@ class StoreSendChannel:
 
     Args:
         store: open for writing.
-        num_workers: how many indices reports name.
+        num_workers: the number of workers that reports list; readers are not counted.
         delta: makes a difference to the version before; None: only full versions are stored.
     """
 
@@ -73,9 +75,12 @@ class StoreSendChannel:
         """See ``SendChannel``: the one buffer, from which each version is written.
 
         Raises:
+            ValueError: the update is for some workers.
             WeightSyncError: ``keep``, for a transaction: every model has a manifest of its own.
         """
         assert self._buffer is not None, "set_layout() comes first"
+        if not {*self.workers} <= {*workers}:
+            raise ValueError(f"{ONE_VERSION}: send to all workers, without worker_ids")
         if keep:
             raise WeightSyncError("a store cannot switch several models at once: send them one by one")
         return self._buffer
@@ -85,10 +90,12 @@ class StoreSendChannel:
         return self._buffer.views if self._buffer and self._published else None
 
     def release(self, buffers: Sequence[Buffer]) -> None:
-        """See ``SendChannel``."""
+        """See ``SendChannel``: the buffer has values that were not published."""
+        if buffers:
+            self._published = False
 
     def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
-        """See ``SendChannel``. The version is durable when this returns.
+        """See ``SendChannel``. When this returns, readers see the version; it is durable unless ``durable=False``.
 
         Raises:
             LayoutMismatch, WeightSyncError: it could not be stored.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
@@ -30,12 +31,13 @@ from wsync.errors import NotConnected, WeightSyncError
 
 _log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
+_VERSION_FILE = re.compile(r"v(\d+)-\w+\.(safetensors|delta)")
 _READ_ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a store has to offer.
+    """The newest version of a store, and how it is read.
 
     Attributes:
         version: the newest.
@@ -91,6 +93,7 @@ class VersionStore:
             raise NotConnected(f"the store {url} cannot be opened: {error}") from error
         self.writer = secrets.token_hex(4)
         self._wrote = False
+        self._undeletable: set[str] = set()  # paths that a warning has named
 
     @property
     def folder(self) -> Path | None:
@@ -108,12 +111,17 @@ class VersionStore:
             content = self._fs.cat_file(f"{self._root}/{MANIFEST}")
         except FileNotFoundError:
             return None
-        except OSError as error:
-            raise WeightSyncError(f"the store {self.url} cannot be read: {error}") from error
+        except Exception as error:  # besides OSError: whatever the library of the file system raises
+            raise WeightSyncError(f"the store {self.url} cannot be read: {type(error).__name__}: {error}") from error
         try:
-            return Manifest(**json.loads(content))
-        except (ValueError, TypeError) as error:
+            manifest = Manifest(**json.loads(content))
+        except (ValueError, TypeError, RecursionError) as error:
             raise WeightSyncError(f"the manifest of the store {self.url} is damaged: {error}") from error
+        types = Manifest.__annotations__  # as text
+        wrong = [name for name, value in vars(manifest).items() if type(value).__name__ != types[name]]
+        if wrong:
+            raise WeightSyncError(f"the manifest of the store {self.url} is damaged: {', '.join(wrong)}")
+        return manifest
 
     def read(self) -> tuple[Manifest, Mapping[str, Tensor]] | None:
         """Return the newest version; None if there is none.
@@ -129,7 +137,7 @@ class VersionStore:
                 return manifest, self._load(manifest.file)
             except FileNotFoundError:  # newer versions have been published since the manifest was read
                 continue
-            except (SafetensorError, OSError) as error:
+            except Exception as error:  # as in ``newest``; and what safetensors raises
                 raise WeightSyncError(
                     f"version {manifest.version} of the store {self.url} cannot be read: {manifest.file}: {error}"
                 ) from error
@@ -147,8 +155,9 @@ class VersionStore:
         """
         try:
             self._fs.makedirs(self._root, exist_ok=True)
-            for path in self._fs.glob(f"{self._root}/*.unfinished"):
-                self._fs.rm_file(path)
+            for path in self._paths():
+                if path.endswith(".unfinished"):
+                    self._fs.rm_file(path)
         except OSError as error:
             raise WeightSyncError(f"the store {self.url} cannot be written: {error}") from error
         manifest = self.newest()
@@ -185,10 +194,12 @@ class VersionStore:
 
         Raises:
             WeightSyncError: it cannot be written (the disk is full), or another trainer writes to this store. Readers
-                keep the version that they have.
+                keep the version that they have. An old version that cannot be deleted is only logged.
         """
         newest = self.newest()
-        if newest is not None and (newest.version >= version or (self._wrote and newest.writer != self.writer)):
+        if newest is not None and newest.writer == self.writer and newest.version >= version:
+            raise WeightSyncError(f"the store {self.url} has version {newest.version} of this trainer already")
+        if newest is not None and newest.writer != self.writer and (self._wrote or newest.version >= version):
             raise WeightSyncError(
                 f"another trainer has published version {newest.version} in the store {self.url}: give each its own url"
             )
@@ -200,11 +211,12 @@ class VersionStore:
             self._write_version(manifest.file, tensors)
             if difference is not None:
                 self._write(manifest.delta, difference.content)
-            self._write(MANIFEST, json.dumps(asdict(manifest)).encode())
-            self._wrote = True
-            self._delete_old()
+            self._flush_folder()
+            self._write_manifest(json.dumps(asdict(manifest)).encode())
         except (OSError, SafetensorError) as error:
             raise WeightSyncError(f"version {version} was not stored in {self.url}: {error}") from error
+        self._wrote = True
+        self._delete_old()
 
     def _write_version(self, file: str, tensors: Mapping[str, Tensor]) -> None:
         if self.folder is None:
@@ -215,8 +227,15 @@ class VersionStore:
     def _write(self, file: str, content: bytes) -> None:
         if self.folder is None:
             self._fs.pipe_file(f"{self._root}/{file}", content)
-            return
-        self._finish(file, lambda path: path.write_bytes(content))
+        else:
+            self._finish(file, lambda path: path.write_bytes(content))
+
+    def _write_manifest(self, content: bytes) -> None:
+        self._write(MANIFEST, content)
+        try:
+            self._flush_folder()
+        except OSError as error:  # readers see the version already, so it has to count as stored
+            _log.warning("the newest version of the store %s may be lost if this machine fails: %s", self.url, error)
 
     def _finish(self, file: str, write: Any) -> None:
         """Write a local file under another name, flush it, and rename it."""
@@ -231,14 +250,37 @@ class VersionStore:
             with suppress(OSError):
                 unfinished.unlink()
             raise
-        if self._durable:
-            _flush(folder)
+
+    def _flush_folder(self) -> None:
+        if self._durable and self.folder is not None:
+            _flush(Path(self._root))
+
+    def _paths(self) -> list[str]:
+        """Return everything in the folder."""
+        try:
+            return list(self._fs.ls(self._root, detail=False))
+        except FileNotFoundError:  # where folders are prefixes of names (S3), an empty one does not exist
+            return []
 
     def _delete_old(self) -> None:
-        for kind in ("safetensors", "delta"):
-            for path in sorted(self._fs.glob(f"{self._root}/v*.{kind}"))[: -self._keep]:
-                with suppress(FileNotFoundError):
-                    self._fs.rm_file(path)
+        """Delete the files of all but the newest versions; log what cannot be deleted."""
+        try:
+            found = [(path, _VERSION_FILE.fullmatch(path.rsplit("/", 1)[-1])) for path in self._paths()]
+        except OSError as error:
+            _log.warning("old versions of the store %s cannot be deleted: %s", self.url, error)
+            return
+        versions = sorted({int(match[1]) for _, match in found if match})[-self._keep :]
+        for path, match in found:
+            if match is None or int(match[1]) in versions:
+                continue
+            try:
+                self._fs.rm_file(path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                if path not in self._undeletable:
+                    _log.warning("an old version of the store %s cannot be deleted: %s", self.url, error)
+                self._undeletable.add(path)
 
 
 def _flush(path: Path) -> None:

@@ -1,23 +1,23 @@
-"""Noticing a new version: by inotify where the folder is local, and by looking, with back-off, everywhere."""
+"""Noticing a new version: by inotify in a local folder, and in any store by reading the manifest, with back-off."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
 import os
-import select
 import threading
 
+from wsync.deadlines import deadline_in, wait_readable
 from wsync.errors import WeightSyncError
 from wsync.store.versions import VersionStore
 
 _log = logging.getLogger(__name__)
-_SHORTEST, _LONGEST = 0.02, 1.0  # seconds between two looks
+_SHORTEST, _LONGEST = 0.02, 1.0  # seconds between two readings of the manifest
 _IN_MOVED_TO, _IN_CLOEXEC, _IN_NONBLOCK = 0x80, os.O_CLOEXEC, os.O_NONBLOCK
 
 
 class Watch:
-    """A thread that looks for new versions.
+    """A thread that looks for new versions. The folder exists already.
 
     Args:
         store: where.
@@ -33,18 +33,18 @@ class Watch:
         self.ready = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._notify = _inotify(store)
+        self._pid = os.getpid()
+        self._trouble = ""  # the last error, which has been logged
         self._thread = threading.Thread(target=self._run, name="wsync-store-watch", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        poller, pause = select.poll(), _SHORTEST
-        for descriptor in (self._stop, self._notify):
-            if descriptor >= 0:
-                poller.register(descriptor, select.POLLIN)
+        descriptors = [descriptor for descriptor in (self._stop, self._notify) if descriptor >= 0]
+        pause = _SHORTEST
         while True:
             if self._look():
                 pause = _SHORTEST
-            happened = [descriptor for descriptor, _ in poller.poll(pause * 1000)]
+            happened = wait_readable(descriptors, deadline_in(pause))
             if self._stop in happened:
                 return
             if self._notify in happened:
@@ -52,11 +52,15 @@ class Watch:
             pause = min(2 * pause, _LONGEST)
 
     def _look(self) -> bool:
+        """Return whether there is a newer version."""
         try:
             newest = self._store.newest()
         except WeightSyncError as error:  # it may be back at the next look
-            _log.warning("%s", error)
+            if str(error) != self._trouble:
+                _log.warning("%s", error)
+            self._trouble = str(error)
             return False
+        self._trouble = ""
         if newest is None or newest.version == self._seen:
             return False
         self._seen = newest.version
@@ -64,9 +68,10 @@ class Watch:
         return True
 
     def close(self) -> None:
-        """End the thread. Called once."""
-        os.eventfd_write(self._stop, 1)
-        self._thread.join()
+        """End the thread. Called once. In a forked child, which has no such thread, only close the descriptors."""
+        if os.getpid() == self._pid:  # an eventfd is shared by parent and child
+            os.eventfd_write(self._stop, 1)
+            self._thread.join()
         for descriptor in (self.ready, self._stop, self._notify):
             if descriptor >= 0:
                 os.close(descriptor)

@@ -9,19 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wsync.loops.tensors import leaders
+
 
 class Buffered(ABC):
-    """A transform that writes into tensors of its own; they are reused while the weights are alike."""
+    """A transform that writes into tensors of its own.
+
+    They are reused while names, shapes, dtypes, devices and ties of the weights stay the same.
+    """
 
     def __init__(self) -> None:
-        self._like: list[tuple[str, torch.Size, torch.dtype, torch.device]] = []
+        self._like: list[tuple[str, torch.Size, torch.dtype, torch.device, int]] = []
         self._buffers: dict[str, Tensor] = {}
 
     def buffers(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors to write into for ``weights``."""
-        like = [(name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in weights.items()]
+        ties = leaders(list(weights.values()))
+        like = [
+            (name, tensor.shape, tensor.dtype, tensor.device, leader)
+            for (name, tensor), leader in zip(weights.items(), ties, strict=True)
+        ]
         if like != self._like:
-            with torch.inference_mode(False):  # autograd may meet them later
+            with torch.inference_mode(False):  # inference tensors could not be used in autograd later
                 self._buffers = self.allocate(weights)
             self._like = like
         return self._buffers
@@ -33,10 +42,3 @@ class Buffered(ABC):
     def __getstate__(self) -> dict[str, Any]:
         """Return the options, without the tensors."""
         return {**self.__dict__, "_like": [], "_buffers": {}}
-
-
-def memory_of(tensor: Tensor) -> object:
-    """Equal for tied tensors."""
-    if not tensor.numel():
-        return id(tensor)
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from wsync.loops.tensors import copy_all
-from wsync.transforms.buffers import Buffered, memory_of
+from wsync.loops.tensors import copy_all, leaders
+from wsync.transforms.buffers import Buffered
 from wsync.transforms.patterns import matches
 
 
@@ -33,14 +33,11 @@ class Cast(Buffered):
 
     def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See ``Buffered``. Tied weights get one tensor."""
-        made: dict[object, Tensor] = {}
-        found: dict[str, Tensor] = {}
-        for name, tensor in weights.items():
-            if self._applies(name, tensor):
-                if memory_of(tensor) not in made:
-                    made[memory_of(tensor)] = torch.empty_like(tensor, dtype=self.dtype)
-                found[name] = made[memory_of(tensor)]
-        return found
+        chosen = {name: tensor for name, tensor in weights.items() if self._applies(name, tensor)}
+        made: list[Tensor] = []
+        for index, (tensor, leader) in enumerate(zip(chosen.values(), leaders(list(chosen.values())), strict=True)):
+            made.append(torch.empty_like(tensor, dtype=self.dtype) if leader == index else made[leader])
+        return dict(zip(chosen, made, strict=True))
 
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights, converted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
@@ -31,12 +32,14 @@ class Rename:
         """
         names = self.names
         if callable(names):
-            renamed = {names(name): tensor for name, tensor in weights.items()}
+            new = [names(name) for name in weights]
         else:
             require(names, weights)
-            renamed = {names.get(name, name): tensor for name, tensor in weights.items()}
+            new = [names.get(name, name) for name in weights]
+        renamed = dict(zip(new, weights.values(), strict=True))
         if len(renamed) < len(weights):
-            raise LayoutMismatch("two weights get the same name")
+            repeated = [name for name, count in Counter(new).items() if count > 1]
+            raise LayoutMismatch(f"two weights get the same name: {listing(repeated)}")
         return renamed
 
 

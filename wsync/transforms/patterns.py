@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import Tensor
@@ -26,6 +26,13 @@ def require(names: Mapping[str, object], weights: Mapping[str, Tensor]) -> None:
         raise LayoutMismatch(f"there is no {listing(missing)}; there are {listing(weights)}")
 
 
+def require_unused(names: Iterable[str], weights: Mapping[str, Tensor]) -> None:
+    """Raise ``LayoutMismatch`` if one of ``names``, which a transform adds, is a weight's name already."""
+    used = [name for name in names if name in weights]
+    if used:
+        raise LayoutMismatch(f"there is another weight named {listing(used)} already")
+
+
 def listing(names: Mapping[str, object] | Sequence[str]) -> str:
     """Return the first names, as text."""
     shown = [f"'{name}'" for name in list(names)[:8]]
@@ -42,8 +49,23 @@ def stem_of(name: str, pattern: str) -> str | None:
     return name[len(before) : len(name) - len(after)]
 
 
+def checked_groups(groups: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    """Return the groups of ``Fuse`` or ``Split``.
+
+    Raises:
+        ValueError: a name has more than one ``*``, or a group is empty.
+    """
+    for one, several in groups.items():
+        if not several:
+            raise ValueError(f"the group of '{one}' is empty; it has at least one name")
+        wrong = [name for name in (one, *several) if name.count("*") > 1]
+        if wrong:
+            raise ValueError(f"a name in a group has at most one '*', which stands for any text: not {listing(wrong)}")
+    return {one: tuple(several) for one, several in groups.items()}
+
+
 def expand(groups: Mapping[str, Sequence[str]], weights: Mapping[str, Tensor]) -> Sequence[tuple[str, tuple[str, ...]]]:
-    """Return each group for each text that its ``*`` stands for.
+    """Return the groups with their ``*`` replaced, once for each text that it stands for in names of ``weights``.
 
     Raises:
         LayoutMismatch: a group matches nothing, or lacks one of its weights.

@@ -10,14 +10,17 @@ from torch import Tensor
 from wsync.errors import LayoutMismatch
 from wsync.transforms.buffers import Buffered
 from wsync.transforms.dtypes import as_dtype
-from wsync.transforms.patterns import listing, matches
+from wsync.transforms.patterns import listing, matches, require_unused
+
+_NARROW = (torch.int8, torch.float8_e4m3fn)
 
 
 class Quantize(Buffered):
     """Converts weights to a narrow dtype and a scale, for ``Dequantize`` (or an engine) at the other end.
 
     ``name`` becomes the quantised tensor, ``name + "_scale"`` its float32 scale: ``weight ≈ quantised × scale``, with
-    ``scale = max|weight| / largest``. For int8 the error of each value is at most half its scale.
+    ``scale = max|weight| / largest``. For int8 the error of each value is at most half its scale. Of tied weights each
+    is quantised and sent.
 
     Args:
         dtype: ``torch.int8`` or ``torch.float8_e4m3fn``, or its name.
@@ -30,7 +33,7 @@ class Quantize(Buffered):
     ) -> None:
         super().__init__()
         self.dtype = as_dtype(dtype)
-        if self.dtype not in (torch.int8, torch.float8_e4m3fn):
+        if self.dtype not in _NARROW:
             raise ValueError(f"weights are quantised to int8 or float8_e4m3fn, not to {self.dtype}")
         self.per_channel = per_channel
         self.only = (only,) if isinstance(only, str) else tuple(only)
@@ -46,14 +49,15 @@ class Quantize(Buffered):
             if tensor.is_floating_point() and tensor.dim() >= 2 and matches(name, self.only):
                 channels = (tensor.shape[0], *(1,) * (tensor.dim() - 1)) if self.per_channel else ()
                 found[name] = torch.empty(tensor.shape, dtype=self.dtype, device=tensor.device)
-                found[name + "_scale"] = torch.empty(channels, device=tensor.device)
+                require_unused([name + "_scale"], weights)
+                found[name + "_scale"] = torch.empty(channels, dtype=torch.float32, device=tensor.device)
         return found
 
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights, quantised, with their scales.
 
         Raises:
-            LayoutMismatch: a weight is infinite or not a number.
+            LayoutMismatch: a weight is infinite or not a number; or the name of a scale is that of another weight.
         """
         buffers = self.buffers(weights)
         for name, tensor in weights.items():
@@ -61,15 +65,18 @@ class Quantize(Buffered):
             if quantised is None:
                 continue
             scale = buffers[name + "_scale"]
-            magnitude = tensor.detach().abs()
+            wide = tensor.detach().float()  # in half precision, the scale and the quotients would be rounded
+            magnitude = wide.abs()
             largest = (
                 magnitude.amax(tuple(range(1, tensor.dim())), keepdim=True) if self.per_channel else magnitude.max()
             )
-            scale.copy_(largest / self._largest)
+            torch.div(largest, self._largest, out=scale)
             if not torch.isfinite(scale).all():
                 raise LayoutMismatch(f"'{name}' has values that are infinite or not numbers, and cannot be quantised")
-            scaled = tensor.detach() / scale.masked_fill(scale == 0, 1.0)
-            quantised.copy_(scaled.round_() if self.dtype is torch.int8 else scaled)
+            scaled = wide / scale.masked_fill(scale == 0, 1.0)
+            if self.dtype is torch.int8:
+                scaled.round_()
+            quantised.copy_(scaled.clamp_(-self._largest, self._largest))
         return {**weights, **buffers}
 
 
@@ -88,6 +95,8 @@ class QuantizeInt8(Quantize):
 class Dequantize(Buffered):
     """Multiplies each quantised weight by its scale: the opposite of ``Quantize``, for ``receive_transform``.
 
+    Those are the weights in int8 or float8 for which there is a ``…_scale``. All others stay as they are.
+
     Args:
         dtype: of the result, or its name.
     """
@@ -101,19 +110,19 @@ class Dequantize(Buffered):
 
     def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See ``Buffered``."""
-        names = [name for name in weights if name + "_scale" in weights]
+        names = [name for name, tensor in weights.items() if tensor.dtype in _NARROW and name + "_scale" in weights]
         return {name: torch.empty(weights[name].shape, dtype=self.dtype, device=weights[name].device) for name in names}
 
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights, without the scales.
 
         Raises:
-            LayoutMismatch: none has a scale.
+            LayoutMismatch: no quantised weight has a scale.
         """
         buffers = self.buffers(weights)
         if not buffers:
-            raise LayoutMismatch(f"no weight has a scale ('…_scale'); there are {listing(weights)}")
+            raise LayoutMismatch(f"no int8 or float8 weight has a scale ('…_scale'); there are {listing(weights)}")
         for name, result in buffers.items():
-            result.copy_(weights[name].to(torch.float32).mul_(weights[name + "_scale"]))
+            torch.mul(weights[name].to(torch.float32), weights[name + "_scale"], out=result)
         scales = {name + "_scale" for name in buffers}
         return {**{name: tensor for name, tensor in weights.items() if name not in scales}, **buffers}

@@ -10,20 +10,25 @@ from torch import Tensor
 from wsync.errors import LayoutMismatch
 from wsync.loops.tensors import copy_all
 from wsync.transforms.buffers import Buffered
-from wsync.transforms.patterns import expand, listing, stem_of
+from wsync.transforms.patterns import checked_groups, expand, listing, require_unused, stem_of
 
 
 class Fuse(Buffered):
     """Joins weights along a dimension: q, k and v to qkv, gate and up to gate_up.
 
+    The joined weight is a new one: it is tied to no other, also where its parts are.
+
     Args:
         groups: ``{new: [old, …]}``. A ``*`` in the names stands for the same text in all of them.
         dim: along which they are joined.
+
+    Raises:
+        ValueError: a name has more than one ``*``, or a group is empty.
     """
 
     def __init__(self, groups: Mapping[str, Sequence[str]], dim: int = 0) -> None:
         super().__init__()
-        self.groups = {new: tuple(old) for new, old in groups.items()}
+        self.groups = checked_groups(groups)
         self.dim = dim
         self._members: dict[str, tuple[str, ...]] = {}
 
@@ -32,14 +37,26 @@ class Fuse(Buffered):
 
     def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See ``Buffered``."""
-        self._members = {new: old for new, old in expand(self.groups, weights) if old}
-        return {new: torch.cat([weights[one].detach() for one in old], self.dim) for new, old in self._members.items()}
+        self._members = dict(expand(self.groups, weights))
+        parts = {one for old in self._members.values() for one in old}
+        require_unused((new for new in self._members if new not in parts), weights)
+        return {new: self._joined([weights[one].detach() for one in old], old) for new, old in self._members.items()}
+
+    def _joined(self, parts: Sequence[Tensor], names: Sequence[str]) -> Tensor:
+        try:
+            return torch.cat(list(parts), self.dim)
+        except (RuntimeError, IndexError) as error:
+            shapes = ", ".join(str(list(part.shape)) for part in parts)
+            raise LayoutMismatch(
+                f"{listing(names)} cannot be joined along dimension {self.dim}: their shapes are {shapes}"
+            ) from error
 
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights, joined ones in the place of their parts.
 
         Raises:
-            LayoutMismatch: a group lacks one of its weights, or matches nothing.
+            LayoutMismatch: a group lacks one of its weights, or matches nothing; the shapes of its weights do not go
+                together; or another weight has the name of the joined one.
         """
         buffers = self.buffers(weights)
         slices, sources = list[Tensor](), list[Tensor]()
@@ -59,10 +76,13 @@ class Split:
         groups: ``{old: [new, …]}``. A ``*`` in the names stands for the same text in all of them.
         sizes: of the parts along ``dim``; by default equal.
         dim: along which they were joined.
+
+    Raises:
+        ValueError: a name has more than one ``*``, or a group is empty.
     """
 
     def __init__(self, groups: Mapping[str, Sequence[str]], sizes: Sequence[int] | None = None, dim: int = 0) -> None:
-        self.groups = {old: tuple(new) for old, new in groups.items()}
+        self.groups = checked_groups(groups)
         self.sizes = None if sizes is None else tuple(sizes)
         self.dim = dim
 
@@ -73,20 +93,29 @@ class Split:
         """Return the weights, views of the parts in the place of the joined ones.
 
         Raises:
-            LayoutMismatch: a name matches nothing; or the sizes do not add up.
+            LayoutMismatch: a name matches nothing; the sizes do not add up; or another weight has the name of a part.
         """
         result = dict(weights)
-        for pattern, news in self.groups.items():
+        for pattern, parts in self.groups.items():
             stems = [stem for name in weights if (stem := stem_of(name, pattern)) is not None]
             if not stems:
                 raise LayoutMismatch(f"no weight matches '{pattern}'; there are {listing(weights)}")
             for stem in stems:
                 name = pattern.replace("*", stem)
-                joined = result.pop(name)
-                length = joined.shape[self.dim]
-                sizes = self.sizes or (length // len(news),) * len(news)
-                if len(sizes) != len(news) or sum(sizes) != length:
-                    raise LayoutMismatch(f"'{name}' has {length} along dimension {self.dim}, not {sizes}")
-                parts = joined.split(sizes, self.dim)
-                result.update({new.replace("*", stem): part for new, part in zip(news, parts, strict=True)})
+                views = self._split(name, result.pop(name), len(parts))
+                names = [part.replace("*", stem) for part in parts]
+                require_unused(names, result)
+                result.update(zip(names, views, strict=True))
         return result
+
+    def _split(self, name: str, joined: Tensor, count: int) -> Sequence[Tensor]:
+        if not -joined.dim() <= self.dim < joined.dim():
+            raise LayoutMismatch(f"'{name}' has {joined.dim()} dimension(s): it cannot be split along {self.dim}")
+        length = joined.shape[self.dim]
+        sizes = self.sizes or (length // count,) * count
+        if len(sizes) != count or sum(sizes) != length:
+            raise LayoutMismatch(
+                f"'{name}' has length {length} along dimension {self.dim}, which is not the sum of {count} parts "
+                f"of lengths {sizes}"
+            )
+        return joined.split(sizes, self.dim)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from wsync.errors import LayoutMismatch
+from wsync.loops.tensors import leaders
 from wsync.weights.overlaps import require_apart
 from wsync.weights.snapshot import Snapshot, describe
 
@@ -62,12 +63,10 @@ class Layout:
         if odd:
             raise LayoutMismatch(describe(odd))
         require_apart(weights.tensors, "these weights")
-        leaders: dict[tuple[object, ...], int] = {}
         offsets: list[int] = []
         ties: list[tuple[int, int]] = []
         end = 0
-        for index, tensor in enumerate(tensors):
-            leader = leaders.setdefault(_identity(tensor, index), index)
+        for index, (tensor, leader) in enumerate(zip(tensors, leaders(tensors), strict=True)):
             if leader != index:
                 ties.append((index, leader))
                 offsets.append(offsets[leader])
@@ -209,13 +208,6 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def _kind(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
-
-
-def _identity(tensor: Tensor, index: int) -> tuple[object, ...]:
-    """Equal for two tensors that are one; empty tensors all have address 0 and are tied to none."""
-    if not tensor.numel():
-        return ("empty", index)
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:

@@ -1,0 +1,161 @@
+"""Faults around a store, and uses that it cannot serve: the right error, and never wrong weights."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wsync
+from wsync.testing.models import Small, fill
+
+
+@contextmanager
+def trainer(url: object, **options: Any) -> Iterator[wsync.StoreWeightSyncScheme]:
+    with wsync.StoreWeightSyncScheme(str(url), timeout=30.0, **options) as scheme:
+        scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=2)
+        scheme.connect()
+        yield scheme
+
+
+@contextmanager
+def reader(url: object, model: Small, **options: Any) -> Iterator[wsync.StoreWeightSyncScheme]:
+    with wsync.StoreWeightSyncScheme(str(url), timeout=30.0, **options) as scheme:
+        scheme.init_on_receiver("policy", model=model, worker_idx=0)
+        scheme.connect()
+        yield scheme
+
+
+def doubled(worker: int, weights: Any) -> Any:
+    return weights.apply(lambda tensor: tensor * (worker + 1))
+
+
+@pytest.mark.parametrize("given", ["params_map", "device_map_fn", "send", "worker_ids"])
+def test_workers_cannot_have_different_weights(tmp_path: Path, given: str) -> None:
+    each = {worker: fill(Small(), worker + 5) for worker in range(2)}
+    initial: dict[str, Any] = {"num_workers": 2, "model": fill(Small(), 1)}
+    if given == "params_map":
+        initial = {"params_map": each}
+    if given == "device_map_fn":
+        initial["device_map_fn"] = doubled
+    sent: dict[str, Any] = {"send": {"weights": each}, "worker_ids": {"worker_ids": [0]}}.get(given, {})
+    with wsync.StoreWeightSyncScheme(str(tmp_path)) as scheme:
+        if not sent:
+            with pytest.raises(ValueError, match="one version for all readers"):
+                scheme.init_on_sender("policy", **initial)
+            return
+        scheme.init_on_sender("policy", **initial)
+        scheme.connect()
+        with pytest.raises(ValueError, match="one version for all readers"):
+            scheme.send(**sent)
+        scheme.send({"weight": torch.zeros(4)}, partial=True)  # nothing was packed
+    newest = wsync.StoreTransport(f"{tmp_path}/policy").receive_weights(0.0)
+    assert newest is not None and torch.equal(newest["weight"], torch.zeros(4))
+
+
+def test_an_old_version_that_cannot_be_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The new version is stored all the same, and so are those after it."""
+    with trainer(tmp_path, keep=1) as scheme:
+        (first,) = (tmp_path / "policy").glob("v*")
+        first.unlink()
+        first.mkdir()  # a folder cannot be deleted as a file
+        for version in (2, 3):
+            report = scheme.send(fill(Small(), version))
+            assert report is not None and report.version == version
+    assert first.name in caplog.text
+    got = wsync.StoreTransport(f"{tmp_path}/policy").receive_weights(0.0)
+    assert got is not None and torch.equal(got["weight"], torch.full((4,), 3.0))
+
+
+def test_a_partial_update_after_a_version_that_was_not_stored(tmp_path: Path) -> None:
+    """The buffer has values that no reader was given: nothing can be completed with them."""
+    with trainer(tmp_path) as scheme:
+        manifest = tmp_path / "policy" / "manifest.json"
+        content = manifest.read_bytes()
+        manifest.write_bytes(b"damaged")
+        with pytest.raises(wsync.WeightSyncError, match="damaged"):
+            scheme.send(fill(Small(), 9))
+        manifest.write_bytes(content)
+        with pytest.raises(ValueError, match="send all first"):
+            scheme.send({"weight": torch.zeros(4)}, partial=True)
+        scheme.send(fill(Small(), 3))
+        scheme.send({"weight": torch.zeros(4)}, partial=True)
+
+
+def test_old_versions_are_deleted_in_a_folder_with_any_name_and_in_order(tmp_path: Path) -> None:
+    url = tmp_path / "run[1]*"
+    with trainer(url, keep=2) as scheme:
+        scheme.continue_from(99_999_997)
+        for _ in range(3):
+            scheme.send()
+    versions = sorted(int(path.name[1:].split("-")[0]) for path in (url / "policy").glob("v*"))
+    assert versions == [99_999_999, 100_000_000]
+
+
+def test_what_an_unfinished_version_left_is_deleted_in_a_folder_with_any_name(tmp_path: Path) -> None:
+    unfinished = tmp_path / "run[1]" / "policy" / "v00000009-0.safetensors.0.unfinished"
+    unfinished.parent.mkdir(parents=True)
+    unfinished.write_bytes(b"half")
+    with trainer(tmp_path / "run[1]"):
+        assert not unfinished.exists()
+
+
+def test_a_forked_child_that_shuts_down_leaves_its_parents_reader_alone(tmp_path: Path) -> None:
+    model = Small()
+    with trainer(tmp_path) as scheme, reader(tmp_path, model) as receiver:
+        child = multiprocessing.get_context("fork").Process(target=receiver.shutdown)
+        child.start()
+        child.join(30)
+        assert child.exitcode == 0
+        scheme.send(fill(Small(), 2))
+        assert receiver.receive(30.0) is not None
+        assert model()[0] == 2
+
+
+def test_an_interrupted_install_is_made_again(tmp_path: Path) -> None:
+    """As by Ctrl-C in the middle of an install: the next forward installs the version."""
+    interrupt, loaded = [True], list[float]()
+
+    def load(pairs: Any) -> None:
+        values = {name: tensor.clone() for name, tensor in pairs}
+        if interrupt[0] and values["weight"][0] == 2:
+            interrupt[0] = False
+            raise KeyboardInterrupt
+        loaded.append(float(values["weight"][0]))
+
+    with trainer(tmp_path) as scheme, wsync.StoreWeightSyncScheme(str(tmp_path), initiator="receiver") as receiver:
+        receiver.init_on_receiver("policy", load=load, worker_idx=0)
+        receiver.connect()
+        scheme.send(fill(Small(), 2))
+        with pytest.raises(KeyboardInterrupt):
+            receiver.pull()
+        with wsync.gate():
+            assert loaded == [1.0, 2.0]
+        assert receiver.version == 2
+
+
+def test_a_watch_survives_whatever_reading_the_manifest_raises(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, manifest = Small(), tmp_path / "policy" / "manifest.json"
+    with trainer(tmp_path) as scheme, reader(tmp_path, model) as receiver:
+        content = manifest.read_bytes()
+        replace(manifest, content.replace(b'"version": 1', b'"version": "one"'))
+        while "damaged" not in caplog.text:
+            assert receiver.receive(0.05) is None
+        replace(manifest, content)
+        scheme.send(fill(Small(), 2))
+        assert receiver.receive(30.0) is not None
+        assert model()[0] == 2
+    assert len([record for record in caplog.records if "damaged" in record.message]) == 1
+
+
+def replace(path: Path, content: bytes) -> None:
+    other = path.with_name("other")
+    other.write_bytes(content)
+    other.replace(path)

@@ -1,0 +1,88 @@
+"""Transforms of weights: their values, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import wsync
+from wsync.transforms import Cast, Dequantize, Fuse, Quantize, QuantizeInt8, Rename, Split
+
+
+def random(*shape: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * scale
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("scale", [1.0, 9e-4, 2e-6])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_quantised_values_are_off_by_half_their_scale_at_most(
+    dtype: torch.dtype, scale: float, per_channel: bool
+) -> None:
+    weight = random(128, 64, scale=scale).to(dtype)
+    sent = QuantizeInt8(per_channel=per_channel)({"weight": weight})
+    got = Dequantize()(sent)["weight"]
+    assert ((got - weight.float()).abs() <= 0.5001 * sent["weight_scale"]).all()
+
+
+def test_every_largest_value_keeps_its_sign() -> None:
+    mantissas = torch.arange(128, 256, dtype=torch.bfloat16)  # all that bfloat16 has
+    for weight in mantissas.view(-1, 1, 1):
+        assert QuantizeInt8(per_channel=False)({"weight": weight})["weight"].item() == 127
+
+
+def test_float8_keeps_the_largest_value() -> None:
+    weight = random(16, 16).half()
+    got = Dequantize()(Quantize("float8_e4m3fn")({"weight": weight}))["weight"]
+    torch.testing.assert_close(got, weight.float(), rtol=2**-4, atol=float(weight.abs().max()) / 448)
+    assert got.abs().max().item() == pytest.approx(weight.abs().max().item(), rel=1e-6)
+
+
+def test_weights_that_are_no_longer_tied_are_cast_apart() -> None:
+    cast, weight = Cast("bfloat16"), random(4)
+    tied = cast({"one": weight, "two": weight})
+    assert tied["one"] is tied["two"]
+    other = cast({"one": weight, "two": weight + 1})
+    assert torch.equal(other["one"], weight.bfloat16()) and torch.equal(other["two"], (weight + 1).bfloat16())
+
+
+def test_dequantize_leaves_float_weights_and_what_it_is_given_alone() -> None:
+    given = {"x": torch.full((2, 2), 3.0), "x_scale": torch.full((2, 1), 2.0), **QuantizeInt8()({"y": random(2, 2)})}
+    before = {name: tensor.clone() for name, tensor in given.items()}
+    got = Dequantize()(given)
+    assert got.keys() == {"x", "x_scale", "y"}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in given.items())
+    assert torch.equal(got["x"], before["x"]) and torch.equal(got["x_scale"], before["x_scale"])
+
+
+@pytest.mark.parametrize(
+    ("transform", "names", "said"),
+    [
+        (QuantizeInt8(only="x"), ["x", "x_scale"], "'x_scale'"),
+        (Fuse({"z": ["x", "y"]}), ["x", "y", "z"], "'z'"),
+        (Split({"x": ["y", "z"]}), ["x", "z"], "'z'"),
+        (Rename({"x": "y"}), ["x", "y"], "'y'"),
+    ],
+)
+def test_no_weight_is_overwritten(transform: Any, names: list[str], said: str) -> None:
+    with pytest.raises(wsync.LayoutMismatch, match=said):
+        transform({name: random(4, 4) for name in names})
+
+
+def test_parts_that_cannot_be_joined_or_taken_apart() -> None:
+    with pytest.raises(wsync.LayoutMismatch, match=r"'x', 'y'.*\[4, 4\].*\[4, 5\]"):
+        Fuse({"z": ["x", "y"]})({"x": random(4, 4), "y": random(4, 5)})
+    with pytest.raises(wsync.LayoutMismatch, match=r"'x' has length 4 along dimension 0"):
+        Split({"x": ["y", "z", "w"]})({"x": random(4, 4)})
+    with pytest.raises(wsync.LayoutMismatch, match=r"'x' has 1 dimension"):
+        Split({"x": ["y", "z"]}, dim=1)({"x": random(4)})
+
+
+@pytest.mark.parametrize("groups", [{"*.z.*": ["*.x.*"]}, {"z": []}])
+def test_groups_that_mean_nothing(groups: dict[str, list[str]]) -> None:
+    for kind in (Fuse, Split):
+        with pytest.raises(ValueError, match=r"'\*'|at least one"):
+            kind(groups)
