@@ -187,8 +187,9 @@ class RayWeightSyncScheme(WeightSyncScheme):
         if self._actors is None or not isinstance(role, SenderRole):
             super().connect(worker_idx=worker_idx, weights=weights)
             return
-        role.channel.drain()  # an actor that has gone meanwhile has to join again
-        missing = [worker for worker in range(len(self._actors)) if worker not in role.channel.workers]
+        with role.sender.exclusive():  # else this could take the acknowledgement that another thread's send waits for
+            role.channel.drain()  # an actor that has gone meanwhile has to join again
+            missing = [worker for worker in range(len(self._actors)) if worker not in role.channel.workers]
         with self._joining(self._actors, missing) as sentinels:
             role.sender.connect(weights, sentinels)
 
@@ -228,8 +229,6 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
     def shutdown(self) -> None:
         """Release everything, also in the actors that the sender had join."""
-        import ray
-
         actors, self._actors = self._actors, None
         if self._role is not None and self._role.inherited:  # the actors are the parent's
             actors = None
@@ -237,7 +236,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         super().shutdown()
         if actors is not None and actors.reachable:
             left = [actors.call(worker, _leave, key, worker) for worker in range(len(actors))]
-            ray.wait(left, num_returns=len(left), timeout=_GRACE)  # an actor that is dead has left
+            actors.wait(left, _GRACE)  # an actor that is dead has left
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options and the sender's address."""
