@@ -53,6 +53,7 @@ class Delivery:
         announced: whether the message about it was sent; it may have been sent twice.
         handed_over: whether the transfer thread has it.
         sent: whether ``send_weights`` has returned.
+        aborted: whether the transaction was aborted while ``send_weights`` ran.
     """
 
     update: QueuedUpdate
@@ -60,6 +61,7 @@ class Delivery:
     announced: bool = False
     handed_over: bool = False
     sent: bool = False
+    aborted: bool = False
 
 
 @dataclass(slots=True)
