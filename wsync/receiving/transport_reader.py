@@ -21,6 +21,7 @@ class TransportReader:
     """The updates of one worker from a transport. Implements ``wsync.receiving.protocols.UpdateReader``.
 
     The receiver thread receives into a buffer that is not in use; the thread that installs the update frees the buffer.
+    The update that is ready needs no lock: the sender sends a version only after the previous one was answered.
 
     Args:
         device: where the receive buffers are.

@@ -33,7 +33,7 @@ class QueuedUpdate:
     checksum: bytes = b""
 
     @property
-    def mark(self) -> bytes:
+    def transaction_prefix(self) -> bytes:
         """The beginning of a ``PREPARE`` payload: the transaction; empty outside a transaction."""
         return TRANSACTION.pack(self.transaction) if self.kind is Kind.PREPARE else b""
 

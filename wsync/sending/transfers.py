@@ -1,6 +1,7 @@
 """Updates to workers that receive them by a transport.
 
-- to a ``FlatTransport``: ``UPDATE`` (or ``PREPARE``), then ``begin_send``
+- to a ``FlatTransport``: ``UPDATE`` (or ``PREPARE``) and ``begin_send``, which comes first if the transport
+  ``receives_ahead``
 - to a ``TransportBackend``: ``FETCH``, then ``send_weights`` in the worker's transfer thread, then ``UPDATE`` (or
   ``PREPARE``)
 """
@@ -34,7 +35,7 @@ class Transfers:
         connections: to all workers.
         num_workers: the number of workers.
         create_transport: the scheme's; None if every worker must use the arena: no update is then sent here.
-        express: ``(update) -> weights`` in the strategy's format, views of the update's buffer.
+        in_format: ``(update) -> weights`` in the strategy's format, views of the update's buffer.
         checksum: whether updates have a checksum; None: they have.
 
     Attributes:
@@ -46,14 +47,14 @@ class Transfers:
         connections: WorkerConnections,
         num_workers: int,
         create_transport: TransportFactory | None,
-        express: Callable[[QueuedUpdate], Any],
+        in_format: Callable[[QueuedUpdate], Any],
         checksum: bool | None,
     ) -> None:
         self.queues = [WorkerQueue() for _ in range(num_workers)]
         self.ending: list[threading.Thread] = []
         self._connections = connections
         self._create_transport = create_transport
-        self._express = express
+        self._in_format = in_format
         self._checksum = checksum
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._abandoned: set[int] = set()  # slots that a transfer to a former worker may still read: never reused
@@ -147,8 +148,8 @@ class Transfers:
     def enqueue(self, update: QueuedUpdate, workers: Iterable[int]) -> None:
         """Send an update to workers that are ready for it; the others get it, or a newer one, later.
 
-        The data is sent to all of them before it is announced: a worker that has begun to receive then wakes once,
-        not once for the message and again for the data.
+        Where transports receive ahead, the data is sent to all workers before it is announced: a worker that has begun
+        to receive then wakes once, not once for the message and again for the data.
         """
         workers = tuple(workers)
         for worker in workers:
@@ -195,14 +196,14 @@ class Transfers:
             return
         if not delivery.announced:
             update = delivery.update
-            kind, mark = (update.kind, update.mark) if queue.thread is None else (Kind.FETCH, b"")
-            payload = mark + update.payload(checked=queue.checked)
+            kind, prefix = (update.kind, update.transaction_prefix) if queue.thread is None else (Kind.FETCH, b"")
+            payload = prefix + update.payload(checked=queue.checked)
             self._connections.send(worker, Message(kind, worker, update.version, payload))
             delivery.announced = True
         if queue.thread is None:
             self._begin_transfer(worker, queue, delivery)
         elif not delivery.handed_over:
-            queue.thread.begin(self._express(delivery.update))
+            queue.thread.begin(self._in_format(delivery.update))
             delivery.handed_over = True
 
     def _begin_ahead(self, worker: int, queue: WorkerQueue) -> None:
@@ -236,7 +237,7 @@ class Transfers:
             delivery.sent = True
             update, error = delivery.update, queue.thread.error
             if error is None:
-                self._connections.send(worker, Message(update.kind, worker, update.version, update.mark))
+                self._connections.send(worker, Message(update.kind, worker, update.version, update.transaction_prefix))
                 if delivery.aborted:
                     self._connections.send(worker, Message(Kind.ABORT, worker, update.transaction))
                 continue
