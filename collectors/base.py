@@ -93,7 +93,7 @@ class BaseCollector(WeightUpdates, ABC):
         self.track_policy_version = track_policy_version
         self.frames = self._batches = 0
         self._seconds = 0.0  # spent in waiting for batches
-        self._last_version = 0  # when this collector was shut down
+        self._version_at_shutdown = 0
         self.closed = False
         self.failures, self.staleness = Failures(), staleness
         self.weight_updater = None if weight_updater is None else make_updater(weight_updater, self, policy)
@@ -145,10 +145,10 @@ class BaseCollector(WeightUpdates, ABC):
     def policy_version(self) -> int:
         """The newest version of the policy that was sent to the workers; 0 if it has no scheme that carries weights.
 
-        Without a scheme for ``"policy"``, it is the version of the first model that is sent to the workers.
+        Without a scheme for ``"policy"``, it is the version of the first scheme that sends weights to the workers.
         """
         scheme = policy_scheme(self._worker_schemes)
-        return self._last_version if self.closed or scheme is None else scheme.version
+        return self._version_at_shutdown if self.closed or scheme is None else scheme.version
 
     def stats(self) -> dict[str, Any]:
         """Return plain values, for a log.
@@ -203,9 +203,9 @@ class BaseCollector(WeightUpdates, ABC):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue where ``state_dict`` was taken: its frames count, and its random frames are not repeated.
 
-        The weights are loaded into the policy and sent to the workers, numbered as they were, or by the next number if
-        that one has been used; later updates count on from there. Without weights, those of the policy are sent, if
-        ``policy_version`` is beyond their number. Only ``frames`` is required.
+        The weights are loaded into the policy and sent to the workers. They get the saved version number, or the next
+        free one if that was used; later updates count on from there. A state without weights has the current policy
+        sent again if the saved number is larger than the newest sent. Only ``frames`` is required.
 
         Raises:
             KeyError, TypeError, ValueError: not a state, or there is no scheme to send its weights by; nothing changed.
@@ -249,15 +249,19 @@ class BaseCollector(WeightUpdates, ABC):
     # --- end ---
 
     def shutdown(self) -> None:
-        """End workers, schemes and environments. Idempotent."""
+        """End workers, schemes and environments. Idempotent; after an error, another call ends what is left."""
         if not self.closed:
-            self._last_version = self.policy_version
+            self._version_at_shutdown = max(self._version_at_shutdown, self.policy_version)
             self.closed = True
-            self._close()
+            try:
+                self._close()
+            except BaseException:
+                self.closed = False
+                raise
 
     @abstractmethod
     def _close(self) -> None:
-        """End everything. Called once, by ``shutdown``."""
+        """End everything. Called by ``shutdown``; again, if it has raised."""
 
     def __enter__(self) -> Self:
         """Return the collector."""

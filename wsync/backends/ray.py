@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # Ray is imported when a scheme is initialised on a sender: m
     from wsync.backends.ray_actors import Actors
     from wsync.backends.ray_objects import ObjectPublisher, RayObjectTransport
 
-_GRACE = 5.0  # seconds in which Ray is to notice that an actor has joined or left; of a busy one it notices later
+_GRACE = 5.0  # seconds to wait for Ray to report the calls as finished; calls of busy actors may finish later
 _joined: dict[tuple[str, int], WeightSyncScheme] = {}  # in an actor: by the sender's token and the worker's index
 
 
@@ -216,8 +216,9 @@ class RayWeightSyncScheme(WeightSyncScheme):
             return
         if processes is not None:
             raise ValueError("the workers are Ray actors, whose end Ray reports: leave processes= out")
-        role.channel.drain()  # an actor that has gone meanwhile has to join again
-        missing = [worker for worker in range(len(self._actors)) if worker not in role.channel.workers]
+        with role.sender.exclusive():  # else this could take the acknowledgement that another thread's send waits for
+            role.channel.drain()  # an actor that has gone meanwhile has to join again
+            missing = [worker for worker in range(len(self._actors)) if worker not in role.channel.workers]
         with self._joining(self._actors, missing) as sentinels:
             role.sender.connect(weights, sentinels)
 
@@ -239,10 +240,10 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
     @contextmanager
     def _joining(self, actors: Actors, workers: Sequence[int], *, rejoin: bool = False) -> Iterator[Mapping[int, int]]:
-        """Call actors to join; yields descriptors that are readable if they fail. Their errors replace others.
+        """Call actors to join. Yields, per worker, a descriptor that becomes readable if its call fails.
 
-        An actor that an earlier attempt gave up is not called again: Ray runs that call once the actor is there, and a
-        second one would undo it.
+        If a call failed, its error is raised instead of the one in the block. An actor whose earlier join call is still
+        queued is not called again: Ray will run that call, and a second one would disconnect the actor.
         """
         from wsync.backends.ray_actors import ActorCalls
 
@@ -257,8 +258,6 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
     def shutdown(self) -> None:
         """Release everything, also in the actors that the sender had join."""
-        import ray
-
         actors, self._actors = self._actors, None
         forked = self._role is not None and self._role.inherited
         if forked:  # the actors are the parent's
@@ -267,7 +266,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         super().shutdown()
         if actors is not None and actors.reachable:
             left = [actors.call(worker, _leave, key, worker) for worker in range(len(actors))]
-            ray.wait(left, num_returns=len(left), timeout=_GRACE)  # an actor that is dead has left
+            actors.wait(left, _GRACE)  # an actor that is dead has left
         publisher, self._publisher = self._publisher, None
         if publisher is not None and not forked:
             publisher.close()

@@ -8,19 +8,26 @@ import socket
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch.distributed import rpc
 
-from wsync.backends.rpc_calls import Inbox, connect, deliver, is_open, own_name, workers
+from wsync.backends.rpc_calls import (
+    Inbox,
+    deliver_to_sender,
+    own_name,
+    register_worker,
+    sender_is_open,
+    worker_endpoints,
+)
 from wsync.control.liveness import PeerProcess, own_identity
 from wsync.control.messages import PROTOCOL, Kind, Message
 from wsync.control.receiver_thread import MessageHandler
 from wsync.deadlines import NOW, remaining, wait_readable
 from wsync.errors import NotConnected, SyncTimeout
 
-_CALL_TIMEOUT = 5.0  # seconds
-_LEAVE_TIMEOUT = 1.0  # seconds in which a sender that is neither stopped nor gone has taken the last message
+_CALL_TIMEOUT = 5.0  # seconds to wait for the sender's answer that it is alive
+_LEAVE_TIMEOUT = 1.0  # seconds to wait for the sender to take the last message, LEAVE
 _NO_TIMEOUT = 0.0  # in RPC's terms
 _TIMED_OUT = "RPCErr:1:"  # how torch begins the message of a call that has timed out
 
@@ -46,26 +53,23 @@ class RpcSenderConnection:
     def __init__(self, key: str, trainer: str, host: str, worker: int, deadline: float | None) -> None:
         name = own_name()
         self.peer = f"RPC worker '{trainer}'"
-        self._end = (key, worker, secrets.token_hex(8))
+        self._id = (key, worker, secrets.token_hex(8))
         self._trainer = trainer
         self._host = host
         self._inbox = Inbox()
         self._opener = os.getpid()
         self._serving = threading.RLock()  # one call is processed at a time
-        self._received = 0
-        self._early: dict[int, Message] = {}  # calls may arrive out of order
         self._handler: MessageHandler | None = None
         self._sending = threading.Lock()
         self._answers: list[bytes] | None = None  # to the call that is being processed
-        self._last_call: Any = None  # the newest call to the sender; it ends within the call timeout
-        self._calling = threading.Lock()  # of it
+        self._sent = 0  # messages to the sender that are no answers
         self._peer = PeerProcess()
-        workers[self._end] = self
+        worker_endpoints[self._id] = self
         left = remaining(deadline)
         timeout = _NO_TIMEOUT if left is None else max(left, 0.001)
         try:
-            arguments = (self._end, PROTOCOL, name, own_identity())
-            identity = rpc.rpc_sync(trainer, connect, args=arguments, timeout=timeout)
+            arguments = (self._id, PROTOCOL, name, own_identity())
+            identity = rpc.rpc_sync(trainer, register_worker, args=arguments, timeout=timeout)
         except RuntimeError as error:
             self._give_up(worker, error)
         self._peer = PeerProcess(identity)
@@ -101,10 +105,7 @@ class RpcSenderConnection:
     def serve(self, number: int, message: Message) -> list[bytes]:
         """See ``WorkerEndpoint``: messages are processed in the order in which they were sent."""
         with self._serving:
-            self._early[number] = message
-            while (following := self._early.pop(self._received + 1, None)) is not None:
-                self._received += 1
-                self._inbox.put(following)
+            self._inbox.put_in_order(number, message)
             return self._process()
 
     def _process(self) -> list[bytes]:
@@ -144,20 +145,18 @@ class RpcSenderConnection:
         self._call(data, last=message.kind is Kind.LEAVE)
 
     def _call(self, data: bytes, last: bool = False) -> None:
-        """Call the sender, after the call before this one has been processed: RPC itself keeps no order.
-
-        The ``last`` call has been processed on return.
-        """
+        """Call the sender, without waiting for it, unless this is the ``last`` call: that has arrived on return."""
         if os.getpid() != self._opener:
             raise ConnectionError("this connection belongs to the parent of this forked process")
+        with self._sending:
+            self._sent += 1
+            arguments = (self._id, self._sent, data)
         try:
-            with self._calling:
-                if self._last_call is not None:
-                    self._last_call.wait()
-                timeout = _LEAVE_TIMEOUT if last else _CALL_TIMEOUT
-                self._last_call = rpc.rpc_async(self._trainer, deliver, args=(self._end, data), timeout=timeout)
-                if last:
-                    self._last_call.wait()
+            future = rpc.rpc_async(
+                self._trainer, deliver_to_sender, args=arguments, timeout=_LEAVE_TIMEOUT if last else _NO_TIMEOUT
+            )
+            if last:
+                future.wait()
         except RuntimeError as error:
             raise ConnectionError(f"{self.peer} cannot be called: {error}") from error
 
@@ -174,14 +173,14 @@ class RpcSenderConnection:
         if self._peer.pid >= 0:
             return bool(self._peer.descriptors) and not wait_readable(self._peer.descriptors, NOW)
         try:
-            return rpc.rpc_sync(self._trainer, is_open, args=(self._end[0],), timeout=_CALL_TIMEOUT)
+            return rpc.rpc_sync(self._trainer, sender_is_open, args=(self._id[0],), timeout=_CALL_TIMEOUT)
         except RuntimeError as error:
             return _has_timed_out(error)  # slow or stopped, but reachable
 
     def close(self) -> None:
         """See ``Connection``."""
         self._peer.close()
-        workers.pop(self._end, None)
+        worker_endpoints.pop(self._id, None)
         self._inbox.close()
 
 

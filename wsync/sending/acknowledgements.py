@@ -55,7 +55,8 @@ class Acknowledgements:
         """
         acks = [ack for ack in self._channel.wait_acks(workers, 0, NOW) if ack.died or ack.error]
         if acks:
-            failed = [ack.version for ack in acks if not ack.died]  # earlier ones: this one may still be installed
+            # The errors are of earlier versions; the oldest of them is named: ``version`` may still be installed.
+            failed = [ack.version for ack in acks if not ack.died]
             self._raise_missing(workers, min([version, *failed]), acks, awaited=False)
 
     def _raise_missing(
@@ -78,7 +79,7 @@ class Acknowledgements:
             return
         if silent:
             _log.debug("workers that did not answer to version %d in time: %s", version, sorted(silent))
-        causes = {**died, **failed, **dict.fromkeys(silent, f"did not answer within {self.timeout} s"), **late}
+        causes = {**died, **failed, **dict.fromkeys(silent, "did not answer before the deadline"), **late}
         outcome = f"is missing on {len(causes)} worker(s); those that have it: {sorted(set(workers) - causes.keys())}"
         if not committed:
             outcome = f"was applied nowhere, because {len(causes)} worker(s) did not confirm that it fits"
