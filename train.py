@@ -55,12 +55,15 @@ from learning.delay import WeightDelay
 from learning.loop import Goal, Training
 from learning.reporting.console import ConsoleReporter
 from learning.reporting.files import Pictures, RunFiles
-from learning.run import reported_errors, resumed_seed, stop_requests
+from learning.run import objective_of, reported_errors, resumed_seed, stop_requests
 from learning.validation import policy_specs
 
 
-def train(cfg: TrainConfig, folder: Path, started: float) -> int:
-    """Run one training into `folder`; return the exit status. `started` is the start of the clock for the summary."""
+def train(cfg: TrainConfig, folder: Path, started: float) -> tuple[int, float]:
+    """Run one training into `folder`; return the exit status, and the objective of a sweeper (``cfg.objective``).
+
+    `started` is the start of the clock for the summary.
+    """
     torch.set_num_threads(cfg.threads)
     torch.manual_seed(cfg.seed)
     scheme = instantiate(cfg.weight_sync)
@@ -100,22 +103,23 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> int:
             raise ConfigError(str(error)) from error
         collector.set_seed(seed)
         collector.load_state_dict({"frames": training.progress.frames, "policy_version": training.progress.version})
-        training.run(collector, stop, OmegaConf.to_container(OmegaConf.structured(cfg)))
-    return stop.exit_status
+        summary = training.run(collector, stop, OmegaConf.to_container(OmegaConf.structured(cfg)))
+    return stop.exit_status, objective_of(summary, cfg.objective)
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
-def main(composed: DictConfig) -> None:
-    """Check what Hydra composed, write it into the run's folder, and train."""
+def main(composed: DictConfig) -> float:
+    """Check what Hydra composed, write it into the run's folder, and train; return the objective, for a sweeper."""
     run = HydraConfig.get()
     sweep = run.mode is RunMode.MULTIRUN
     started = time.perf_counter() if sweep else STARTED
     folder = Path(run.runtime.output_dir)
     with reported_errors(folder, describe_error, sweep=sweep):
         cfg = resolved(composed, run, folder)
-        status = train(cfg, folder, started)
+        status, objective = train(cfg, folder, started)
     if status:
         raise SystemExit(status)
+    return objective
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ class TrainConfig:
         threads: of torch, in the trainer.
         checkpoint_every: seconds.
         resume: folder of an earlier run to continue.
+        objective: entry of ``summary.json`` that a sweeper compares (``hydra/sweeper=optuna``).
     """
 
     num_workers: int = 2
@@ -70,6 +71,7 @@ class TrainConfig:
     threads: int = 1
     checkpoint_every: float = 60.0
     resume: str | None = None
+    objective: str = "episode_return_mean_100"
     weight_sync: Any = MISSING
     collector: Any = MISSING
     env: Any = MISSING
@@ -87,8 +89,18 @@ class SweepReport(Callback):
 
     _pending: ClassVar[list[Path]] = []
 
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """Refuse a folder that has the files of another run, before Hydra writes into it."""
+        folder = Path(config.hydra.run.dir)
+        resume = config.get("resume")
+        if (folder / "metrics.jsonl").exists() and not (resume and Path(resume).resolve() == folder.resolve()):
+            raise _used(f"hydra.run.dir={folder} has a run already", f"continue that one by resume={folder}")
+
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Note the sweep's folder."""
+        """Note the sweep's folder; refuse one that has runs of another sweep."""
+        folder = Path(config.hydra.sweep.dir)
+        if any(folder.glob("*/metrics.jsonl")):
+            raise _used(f"hydra.sweep.dir={folder} has runs already", "leave it out for a new folder")
         self._pending.append(Path(config.hydra.sweep.dir))
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
@@ -110,7 +122,14 @@ class SweepReport(Callback):
                     print(f"no report of the sweep: {error}", file=sys.stderr)  # Hydra has removed its log handlers
 
 
-def run_hydra(main: Callable[[], None]) -> NoReturn:
+def _used(what: str, instead: str) -> SystemExit:
+    """Return the error of a used folder: Hydra turns an ``Exception`` of a callback into a warning."""
+    return SystemExit(
+        f"{Path(sys.argv[0]).name}: {what}: its files would be overwritten; name another one, or {instead}"
+    )
+
+
+def run_hydra(main: Callable[[], Any]) -> NoReturn:
     """Call `main`, a function decorated by ``hydra.main``, and end the process; see ``learning.run.run_command``."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
 

@@ -44,6 +44,24 @@ def hidden_main() -> Iterator[None]:
             names.update(hidden)
 
 
+@contextmanager
+def known_start_method() -> Iterator[None]:
+    """Prevent a new process from being told a start method that it does not know.
+
+    A child is told the default start method of this process. Libraries may have registered one of their own here: in a
+    job of Hydra's joblib launcher it is "loky", and the child would end by a ValueError.
+    """
+    method = multiprocessing.get_start_method(allow_none=True)
+    if method is None or method in multiprocessing.get_all_start_methods():
+        yield
+        return
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(method, force=True)
+
+
 def _context() -> BaseContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -65,7 +83,7 @@ def start(target: Callable[..., None], worker_idx: int, *arguments: Any) -> Base
     process = _context().Process(  # pyright: ignore[reportAttributeAccessIssue]
         target=_run, args=(target, os.getpid(), dict(os.environ), arguments), name=f"collector-worker-{worker_idx}"
     )
-    with hidden_main():
+    with hidden_main(), known_start_method():  # the second one inside the lock of the first
         process.start()
     return process
 

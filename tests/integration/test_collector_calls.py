@@ -158,11 +158,8 @@ def warned(make: Callable[[], BaseCollector]) -> list[str]:
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
 def test_one_warning_before_a_probabilistic_policy_acts_greedily(cls: Any) -> None:
     makers: Any = [make_env]
-    (said,) = warned(
-        lambda: cls(
-            makers if cls is Collector else makers * 2, probabilistic(InteractionType.MODE), frames_per_batch=16
-        )
-    )
+    several: Any = makers if cls is Collector else makers * 2
+    (said,) = warned(lambda: cls(several, probabilistic(InteractionType.MODE), frames_per_batch=16))
     assert "(Categorical)" in said and "default_interaction_type=MODE" in said and "RANDOM" in said
     assert not warned(lambda: cls(makers, probabilistic(InteractionType.RANDOM), frames_per_batch=16))
     with set_interaction_type(InteractionType.DETERMINISTIC):

@@ -1,0 +1,78 @@
+"""Hydra's plugins with train.py, and folders that have a run already."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from learning.run import objective_of
+
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = ("logger=none", "collector=single", "num_envs=4", "frames_per_batch=256", "total_frames=512")
+
+
+def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *SHORT, *overrides],
+        capture_output=True, text=True, timeout=110, cwd=folder, check=False,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+    )  # fmt: skip
+
+
+def test_the_objective_is_an_entry_of_the_summary() -> None:
+    summary = {"frames": 5, "episode_return_mean_100": None, "env": "CartPole-v1", "weight_sync": {"bytes": 64}}
+    assert objective_of(summary, "frames") == 5.0
+    assert objective_of(summary, "weight_sync.bytes") == 64.0
+    assert math.isnan(objective_of(summary, "episode_return_mean_100"))
+    with pytest.raises(KeyError, match="no 'frame' there; entries: frames, "):
+        objective_of(summary, "frame")
+    with pytest.raises(TypeError, match="not a number"):
+        objective_of(summary, "env")
+
+
+def test_a_used_folder_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    done = run(tmp_path, f"hydra.run.dir={tmp_path}")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"train.py: hydra.run.dir={tmp_path} has a run already: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.slow
+def test_a_used_folder_of_a_sweep_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "metrics.jsonl").write_text("{}\n")
+    done = run(tmp_path, f"hydra.sweep.dir={tmp_path}", "-m")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"train.py: hydra.sweep.dir={tmp_path} has runs already: ")
+
+
+@pytest.mark.slow
+def test_joblib_runs_jobs_with_workers_and_the_sweep_is_reported(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="needs pip install -e '.[sweep]'")
+    launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "collector=multi_sync"]
+    done = run(tmp_path, *launcher, "seed=0,1", f"hydra.sweep.dir={tmp_path}/sweep", "-m")
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("sweep/*/summary.json"))]
+    assert [(one["seed"], one["status"]) for one in told] == [(0, "finished"), (1, "finished")]
+    assert "2 runs" in done.stdout and (tmp_path / "sweep" / "sweep.html").is_file()
+
+
+@pytest.mark.slow
+def test_optuna_is_given_the_objective(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs pip install -e '.[sweep]'")
+    sweeper = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1"]
+    direction = ["hydra.sweeper.direction=maximize", "algorithm.lr=interval(1e-4,1e-2)"]
+    done = run(tmp_path, *sweeper, *direction, f"hydra.sweep.dir={tmp_path}/sweep", "-m")
+    assert done.returncode == 0, done.stderr
+    returns = [
+        json.loads(path.read_text())["episode_return_mean_100"] for path in tmp_path.glob("sweep/*/summary.json")
+    ]
+    assert len(returns) == 2
+    assert f"best_value: {max(returns)}" in (tmp_path / "sweep" / "optimization_results.yaml").read_text()
