@@ -167,13 +167,18 @@ class BoxActions:
         self.spec = Spec(torch.Size(space.shape), torch.float32, low, high)
         log_volume = (high - low).log().sum().item()
         self.uniform_log_prob = -log_volume if space.is_bounded() else math.nan
+        self._bounds = (np.empty(0), np.empty(0))  # for all environments, [E, *shape]: no broadcast in each step
 
     def to_env(self, action: Array, num_envs: int) -> Array:
         """Return ``[E, *shape]`` in the space's dtype, clipped; raise ValueError for any other shape."""
-        shape = (num_envs, *self.space.shape)
-        if action.size != num_envs * self.spec.shape.numel():
-            raise ValueError(f"an action for these environments has shape {list(shape)}, not {list(action.shape)}")
-        clipped = np.clip(action.reshape(shape), self.space.low, self.space.high)
+        low, high = self._bounds
+        if len(low) != num_envs:
+            shape, space = (num_envs, *self.space.shape), self.space
+            low, high = self._bounds = tuple(np.full(shape, bound, space.dtype) for bound in (space.low, space.high))
+        if action.size != low.size:
+            raise ValueError(f"an action for these environments has shape {list(low.shape)}, not {list(action.shape)}")
+        clipped = np.maximum(action.reshape(low.shape), low)
+        np.minimum(clipped, high, out=clipped)
         return clipped.astype(self.space.dtype, copy=False)
 
     def from_env(self, action: Array) -> Array:

@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 
 from collectors.staleness import check_count
 from collectors.workers.group import WorkerGroup
+from collectors.workers.joining import JoinedBatch, Joiner, join
 from collectors.workers.pool import WorkerHandle
 
 Admits = Callable[[TensorDictBase, int], bool]
@@ -64,7 +65,8 @@ class SyncGathering:
     def __init__(self, cat_results: int | Literal["stack"]) -> None:
         if cat_results != "stack" and not isinstance(cat_results, int):
             raise ValueError(f"cat_results is a dimension or 'stack', not {cat_results!r}")
-        self._cat_results: Any = cat_results
+        self._cat_results: int | Literal["stack"] = cat_results
+        self._joiner: Joiner | None = None
 
     def share(self, frames: int, workers: int) -> int:
         """Return the share, rounded up; warn if that makes more than ``frames`` in all."""
@@ -81,34 +83,40 @@ class SyncGathering:
         """See Gathering."""
         shapes = [worker.batches[0].batch_size for worker in workers]
         try:
-            self._join([torch.empty(shape, device="meta") for shape in shapes])
+            join([torch.empty(shape, device="meta") for shape in shapes], self._cat_results)
         except (IndexError, RuntimeError) as error:
             listed = ", ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
             raise ValueError(
                 f"cat_results={self._cat_results!r} cannot join workers' batches of shape {listed}"
             ) from error
 
-    def _join(self, batches: Any) -> Any:
-        return torch.stack(batches) if self._cat_results == "stack" else torch.cat(batches, self._cat_results)
-
     def gather(self, group: WorkerGroup[Any], admits: Admits) -> TensorDictBase:
         """See Gathering."""
-        shares: dict[WorkerHandle, TensorDictBase] = {}
-        asked: list[WorkerHandle] = []
-        while not shares:  # again, if all workers that were asked have failed
+        while True:  # again, if all workers that were asked have failed
             asked = missing = group.wait_for_workers()
+            arrived: set[WorkerHandle] = set()
+            joined: JoinedBatch | None = None
             while missing:
                 for worker in missing:
                     group.collect(worker, 0)
-                while not shares.keys() >= set(asked).intersection(group.active_workers):
+                joined = joined or self._begin(asked)  # while the workers collect
+                while not arrived >= set(asked).intersection(group.active_workers):
                     received = group.next_batch()
                     if received is not None and received[0] in asked:  # others are of an earlier batch's failed workers
-                        worker, index = received
-                        shares[worker] = worker.batches[index]
-                missing = [worker for worker, share in shares.items() if not admits(share, worker.worker_idx)]
-                for worker in missing:
-                    del shares[worker]
-        return self._join([shares[worker] for worker in asked if worker in shares])
+                        arrived.add(received[0])
+                        joined.add(received[0])
+                present = [worker for worker in asked if worker in arrived]
+                missing = [worker for worker in present if not admits(worker.batches[0], worker.worker_idx)]
+                arrived.difference_update(missing)
+            if joined is not None and len(arrived) == len(asked):
+                return joined.batch
+            if arrived:
+                return join([worker.batches[0] for worker in asked if worker in arrived], self._cat_results)
+
+    def _begin(self, workers: list[WorkerHandle]) -> JoinedBatch:
+        if self._joiner is None or self._joiner.workers != workers:
+            self._joiner = Joiner(workers, self._cat_results)
+        return self._joiner.begin()
 
 
 class AsyncGathering:
