@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from learning.reporting.console import microseconds
-from learning.reporting.plots import INK, ORANGE, new_figure, say_instead
+from learning.reporting.plots import INK, MUTED, new_figure, say_instead
 from learning.reporting.sweep_runs import common, curves, numeric_setting
 
 if TYPE_CHECKING:
@@ -29,9 +29,7 @@ def returns(groups: Groups) -> Figure:
     runs = [run for group in groups.values() for run in group]
     env, solved_at = common(runs, "env"), common(runs, "solved_at")
     title = "Return over wall-clock time" + ("" if env is None else f", {env}")
-    abreast = max(1, _LETTERS // (max(map(len, groups)) + 8))  # names of groups, with a piece of line before each
-    lines = -(-len(groups) // abreast)
-    figure, (ax,) = new_figure(9, 1, title, "a line for each run", height=4.6 + 0.2 * lines)
+    figure, (ax,) = new_figure(9, 1, title, "a line for each run", height=4.6 + 0.2 * _legend_lines(groups))
     colours = _colours(groups)
     for name, group in groups.items():
         for i, run in enumerate(group):
@@ -49,7 +47,7 @@ def returns(groups: Groups) -> Figure:
     ax.set_ylabel("mean return of the last 100 episodes", color=INK)
     if ax.get_legend_handles_labels()[1]:
         ax.set_xlim(left=0)
-        figure.legend(loc="outside lower left", ncols=abreast, frameon=False, fontsize=9)
+        _legend(figure, ax, groups)
     else:
         say_instead(ax, "No episode has ended.")
         ax.set(xticks=[], yticks=[])
@@ -57,34 +55,60 @@ def returns(groups: Groups) -> Figure:
 
 
 def over_setting(groups: Groups) -> Figure:
-    """Draw the final return over the setting that `numeric_setting` names, a curve for each choice of the others."""
+    """Draw returns over the setting that `numeric_setting` names, a curve for each choice of the others.
+
+    On the left those at the end of each run, on the right those of the whole run, which also tell slow learning.
+    """
     runs = [run for group in groups.values() for run in group]
     setting, env, solved_at = numeric_setting(runs), common(runs, "env"), common(runs, "solved_at")
     assert setting is not None
-    ended = [run for run in runs if run.complete and run.summary["episode_return_mean_100"] is not None]
+    ended = [run for run in runs if run.complete and run.return_over_run is not None]
     subtitle = "line: median of the runs; band: lowest to highest; a dot for each run"
     if missing := len(runs) - len(ended):
         subtitle += f"; without {missing} that failed, were interrupted, or ended no episode"
-    figure, (ax,) = new_figure(9, 1, f"Final return over {setting}" + ("" if env is None else f", {env}"), subtitle)
-    for (name, points), colour in zip(curves(ended, setting).items(), cycle(COLOURS), strict=False):
-        returns = {x: [run.summary["episode_return_mean_100"] for run in at] for x, at in points.items()}
-        at, low, high = list(returns), [min(ys) for ys in returns.values()], [max(ys) for ys in returns.values()]
-        ax.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
-        ax.plot(at, [float(np.median(ys)) for ys in returns.values()], color=colour, linewidth=2, label=name or None)
-        ax.scatter(*zip(*((x, y) for x, ys in returns.items() for y in ys), strict=True), s=14, color=colour)
+    drawn = curves(ended, setting)
+    title = f"Return over {setting}" + ("" if env is None else f", {env}")
+    figure, axes = new_figure(11, 2, title, subtitle, (1, 1), height=4.6 + 0.2 * _legend_lines(drawn))
+    _draw_curves(axes[0], drawn, lambda run: run.summary["episode_return_mean_100"])
+    _draw_curves(axes[1], drawn, lambda run: run.return_over_run)
     values = sorted({float(run.settings[setting]) for run in runs})
-    _space_out(ax, values)
-    ax.set_xticks(values, [f"{value:g}" for value in values])
-    ax.minorticks_off()
+    for ax, name in zip(axes, ("last 100 episodes", "frames of the run"), strict=True):
+        _space_out(ax, values)
+        ax.set_xticks(values, [f"{value:g}" for value in values])
+        ax.minorticks_off()
+        ax.set_xlabel(setting, color=INK)
+        ax.set_ylabel(f"mean return over the {name}", color=INK)
+        if not ended:
+            say_instead(ax, "No run was solved or finished.")
     if solved_at is not None:
-        _threshold(ax, solved_at)
-    ax.set_xlabel(setting, color=INK)
-    ax.set_ylabel("mean return of the last 100 episodes", color=INK)
-    if ax.get_legend_handles_labels()[1]:
-        ax.legend(frameon=False, fontsize=9)
-    if not ended:
-        say_instead(ax, "No run was solved or finished with an episode.")
+        _threshold(axes[0], solved_at)
+    if any(drawn):
+        _legend(figure, axes[0], drawn)
     return figure
+
+
+def _draw_curves(ax: Axes, drawn: Mapping[str, Mapping[float, Sequence[Run]]], figure: Callable[[Run], Any]) -> None:
+    """Draw a figure of the runs, ``{name of the curve: {x: runs}}``: median, lowest and highest for each x."""
+    for (name, points), colour in zip(drawn.items(), cycle(COLOURS), strict=False):
+        figures = {x: [figure(run) for run in at] for x, at in points.items()}
+        at, low, high = list(figures), [min(ys) for ys in figures.values()], [max(ys) for ys in figures.values()]
+        ax.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
+        ax.plot(at, [float(np.median(ys)) for ys in figures.values()], color=colour, linewidth=2, label=name or None)
+        ax.scatter(*zip(*((x, y) for x, ys in figures.items() for y in ys), strict=True), s=14, color=colour)
+
+
+def _abreast(names: Iterable[str]) -> int:
+    """Return how many names fit on a line of the plot, with a piece of line before each."""
+    return max(1, _LETTERS // (max(map(len, names), default=0) + 8))
+
+
+def _legend_lines(names: Collection[str]) -> int:
+    return -(-len(names) // _abreast(names))
+
+
+def _legend(figure: Figure, ax: Axes, names: Collection[str]) -> None:
+    handles = ax.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower left", ncols=_abreast(names), frameon=False, fontsize=9)
 
 
 def _space_out(ax: Axes, values: Sequence[float]) -> None:
@@ -98,9 +122,9 @@ def _space_out(ax: Axes, values: Sequence[float]) -> None:
 
 
 def _threshold(ax: Axes, solved_at: float) -> None:
-    ax.axhline(solved_at, color=ORANGE, linewidth=1.2, linestyle=(0, (5, 3)))
-    ax.text(0.005, solved_at, f"solved at {solved_at:g}", transform=ax.get_yaxis_transform(),
-            va="bottom", color=ORANGE, fontsize=9)  # fmt: skip
+    ax.axhline(solved_at, color=MUTED, linewidth=1.2, linestyle=(0, (5, 3)), zorder=0)
+    ax.text(0.995, solved_at, f"solved at {solved_at:g}", transform=ax.get_yaxis_transform(),
+            va="top", ha="right", color=MUTED, fontsize=9)  # fmt: skip
 
 
 def latencies(groups: Groups) -> Figure:

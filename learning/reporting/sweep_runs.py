@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,18 @@ class Run:
     def seconds_to_solved(self) -> float | None:
         """Seconds from the first step until it was solved for the first time; None if it never was."""
         return next((row["seconds"] for row in self.rows if _solved(row, self.summary.get("solved_at"))), None)
+
+    @property
+    def return_over_run(self) -> float | None:
+        """The mean return of the last 100 episodes, averaged over the frames of the run; None if no episode ended."""
+        frames = [0, *(row["frames"] for row in self.rows)]
+        known = [
+            (row["episode_return_mean_100"], after - before)
+            for row, (before, after) in zip(self.rows, pairwise(frames), strict=True)
+            if row["episode_return_mean_100"] is not None
+        ]
+        total = sum(frames for _, frames in known)
+        return sum(mean * frames for mean, frames in known) / total if total else None
 
 
 def _solved(row: dict[str, Any], goal: float | None) -> bool:

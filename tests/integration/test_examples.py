@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -14,7 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
-NEEDS = {"ray_actors": "ray", "collect": "gymnasium", "own_loop": "gymnasium"}
+NEEDS = {"ray_actors": "ray", "collect": "gymnasium", "own_loop": "gymnasium", "dqn": "gymnasium", "sac": "gymnasium"}
+SHORTER = {"dqn": ["--frames", "2048"], "sac": ["--frames", "1200"]}  # otherwise minutes
 LAST_LINES = {
     "collect": "10 updates, median latency ",
     "failures": "version 7 is in both workers",
@@ -36,7 +38,7 @@ def run(*command: str | Path, folder: Path, **environment: str) -> str:
 def test_an_example_runs_as_a_script(name: str, tmp_path: Path) -> None:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"the example needs {NEEDS[name]}, which is not installed")
-    printed = run(sys.executable, FOLDER / f"{name}.py", folder=tmp_path)
+    printed = run(sys.executable, FOLDER / f"{name}.py", *SHORTER.get(name, ()), folder=tmp_path)
     assert printed.splitlines()[-1].startswith(LAST_LINES.get(name, ""))
 
 
@@ -75,3 +77,10 @@ def test_unlike_ends_with_gpt2(way: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the GPT-2 is one of transformers, which is not installed")
     out = run(sys.executable, FOLDER / "unlike_ends.py", way, folder=tmp_path)
     assert out.count(": 700672 bytes" if way == "int8" else ": 1337600 bytes") == 5
+
+
+def test_dqn_learns_from_what_workers_collect(tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium", reason="the example needs gymnasium, which is not installed")
+    printed = run(sys.executable, FOLDER / "dqn.py", "--frames", "8192", folder=tmp_path)
+    returns = [float(value) for value in re.findall(r"return +([-.0-9]+)", printed)]
+    assert max(returns[1:]) > 2 * returns[0]
