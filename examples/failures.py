@@ -17,18 +17,15 @@ CONTEXT = mp.get_context("spawn")
 
 
 def work(scheme: wsync.WeightSyncScheme, index: int) -> None:
-    """Act with the newest weights until the trainer ends."""
+    """Act with the newest weights until the trainer shuts down."""
     torch.set_num_threads(1)
     model = nn.Linear(4, 2)
     scheme.init_on_receiver("policy", model=model, worker_idx=index)
     scheme.connect()  # a replacement gets the newest weights here
     print(f"worker {index} (process {os.getpid()}) begins with version {scheme.version}")
-    try:
-        while True:
-            scheme.receive()
-            model(torch.ones(4))
-    except wsync.NotConnected:  # the trainer has ended, or has called shutdown()
-        scheme.shutdown()
+    while scheme.receive() is not None:  # if the trainer dies instead, NotConnected is raised
+        model(torch.ones(4))
+    scheme.shutdown()
 
 
 def start(scheme: wsync.WeightSyncScheme, index: int) -> mp.Process:
@@ -42,7 +39,7 @@ if __name__ == "__main__":
     model, scheme = nn.Linear(4, 2), wsync.SharedMemWeightSyncScheme(timeout=30.0)
     scheme.init_on_sender("policy", model=model, num_workers=2)
     workers = [start(scheme, index) for index in range(2)]
-    scheme.connect()
+    scheme.connect(processes=workers)
 
     for update in range(UPDATES):
         if update == KILLED_AT:

@@ -46,7 +46,7 @@ def work(scheme: wsync.WeightSyncScheme, index: int, episodes: mp.Queue, stop) -
         episodes.put((scheme.version, *(part.numpy() for part in play(env, policy, seed))))
         seed += WORKERS
     scheme.shutdown()
-    episodes.cancel_join_thread()  # episodes that nobody reads any more
+    episodes.cancel_join_thread()  # episodes that are not read any more
 
 
 def loss_of(policy: nn.Module, played: list) -> Tensor:
@@ -76,7 +76,7 @@ if __name__ == "__main__":
     workers = [context.Process(target=work, args=(scheme, index, episodes, stop)) for index in range(WORKERS)]
     for worker in workers:
         worker.start()
-    scheme.connect()
+    scheme.connect(processes=workers)
 
     for update in range(1, UPDATES + 1):
         played = [episodes.get() for _ in range(EPISODES)]

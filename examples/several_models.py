@@ -41,7 +41,7 @@ if __name__ == "__main__":
     for worker in workers:
         worker.start()
     for scheme in schemes.values():
-        scheme.connect()
+        scheme.connect(processes=workers)
 
     for value in range(2, 2 + UPDATES):
         for model in models.values():
