@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from collectors.base import BaseCollector
 from collectors.environments.transforms import ModuleTransform
+from collectors.environments.wrappers import ActionMask, PartialObservation
 from collectors.envs import GymEnv
 from collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from collectors.rollouts.sampled import SampledPolicy
@@ -20,6 +21,7 @@ MultiSyncDataCollector = MultiSyncCollector
 MultiaSyncDataCollector = MultiAsyncCollector
 
 __all__ = [
+    "ActionMask",
     "BaseCollector",
     "Collector",
     "GymEnv",
@@ -30,6 +32,7 @@ __all__ = [
     "MultiSyncCollector",
     "MultiSyncDataCollector",
     "MultiaSyncDataCollector",
+    "PartialObservation",
     "RayModuleTransform",
     "RayWeightUpdater",
     "SampledPolicy",
