@@ -43,7 +43,7 @@ Contender = Callable[[], AbstractContextManager[Turn]]
 def policy() -> Policy:
     """Make the policy that acts in every contender."""
     env = GymEnv(ENV)
-    return make_policy(env.observation_spec["observation"].shape[-1], env.action_spec)
+    return make_policy(env.observation_spec["observation"], env.action_spec)
 
 
 @contextmanager
