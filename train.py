@@ -49,14 +49,14 @@ from omegaconf import DictConfig, OmegaConf
 import collectors.config
 from collectors.config import ConfigError
 from collectors.distributed import is_worker, join_trainer
-from learning import make_critic, make_policy
 from learning.config import TrainConfig, describe_error, facts, resolved, run_hydra
 from learning.delay import WeightDelay
 from learning.loop import Goal, Training
+from learning.normalization import RewardNormalizer
 from learning.reporting.console import ConsoleReporter
 from learning.reporting.files import Pictures, RunFiles
 from learning.run import objective_of, reported_errors, resumed_seed, stop_requests
-from learning.validation import policy_specs
+from learning.validation import actor_critic, network_settings
 
 
 def train(cfg: TrainConfig, folder: Path, started: float) -> tuple[int, float]:
@@ -69,14 +69,16 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> tuple[int, float]:
     scheme = instantiate(cfg.weight_sync)
     collectors.config.check(cfg.collector, scheme, cfg.num_workers)
 
-    size, action_spec = policy_specs(cfg.env)
-    policy = make_policy(size, action_spec, cfg.policy.hidden, cfg.policy.activation, cfg.policy.initial_std)
-    critic = make_critic(size, cfg.policy.hidden, cfg.policy.activation)
+    cfg.env = collectors.config.env_config(cfg.env)
+    network, settings = network_settings(cfg.policy)
+    policy, critic, normalizer = actor_critic(instantiate(network, _partial_=True), cfg.env, **settings)
     learner = instantiate(cfg.algorithm, policy, critic)
 
     goal = Goal(cfg.total_frames, collectors.config.solved_at(cfg.env), cfg.stop_when_solved)
     delay = WeightDelay(cfg.staleness)
     training = Training(learner, scheme, goal, folder, cfg.checkpoint_every, delay, started, facts=facts(cfg))
+    training.observations = normalizer
+    training.rewards = RewardNormalizer(cfg.env.rewards, getattr(learner, "gamma", 0.99))
     if cfg.resume is not None:
         training.resume(Path(cfg.resume))
     seed = resumed_seed(cfg.seed, training.progress.frames)

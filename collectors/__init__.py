@@ -13,6 +13,7 @@ except ModuleNotFoundError as error:
 
 from collectors.base import BaseCollector
 from collectors.environments.transforms import ModuleTransform
+from collectors.environments.wrappers import ActionMask, PartialObservation
 from collectors.envs import GymEnv
 from collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from collectors.rollouts.sampled import SampledPolicy
@@ -28,6 +29,7 @@ MultiSyncDataCollector = MultiSyncCollector
 MultiaSyncDataCollector = MultiAsyncCollector
 
 __all__ = [
+    "ActionMask",
     "BaseCollector",
     "Collector",
     "GymEnv",
@@ -38,6 +40,7 @@ __all__ = [
     "MultiSyncCollector",
     "MultiSyncDataCollector",
     "MultiaSyncDataCollector",
+    "PartialObservation",
     "RayModuleTransform",
     "RayWeightUpdater",
     "SampledPolicy",

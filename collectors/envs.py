@@ -12,6 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from collectors.environments.specs import Spec, to_numpy
 from collectors.environments.stepper import Stepper, Steps
 from collectors.environments.transforms import Transform
+from collectors.environments.trees import ArrayTree, as_tensors
 from collectors.environments.vector import EnvSource, ScalarDriver, make_driver
 from collectors.rollouts.rollout import Policy, Rollout
 
@@ -56,7 +57,7 @@ class GymEnv:
             **make_kwargs: for ``gymnasium.make``.
 
         Raises:
-            TypeError: for an observation or action space that cannot be one tensor.
+            TypeError: for an observation or action space that is not made of tensors of a fixed shape.
             ValueError: for arguments that contradict each other, or a vector environment without an autoreset mode.
             gymnasium.error.Error: for an unknown id.
         """
@@ -102,18 +103,24 @@ class GymEnv:
         that was made with the environment before does not apply it.
 
         Raises:
-            TypeError: not a transform, or its function returns no tensor.
+            TypeError: not a transform, or its function returns no tensor, or observations are several tensors.
             ValueError: the function's result has a wrong shape.
         """
         if not isinstance(transform, Transform):
             raise TypeError(f"{transform!r} is not a transform: wrap a module in a ModuleTransform")
+        if isinstance(self.stepper.observation, ArrayTree):
+            names = ", ".join(self.stepper.observation.parts)
+            raise TypeError(
+                f"a transform reads one observation tensor, and there are several ({names}): wrap the environment in "
+                "gymnasium.wrappers.FlattenObservation, or do without the transform"
+            )
         self.stepper = transform.around(self.stepper)
         self.transform.append(transform)
         return self
 
     @property
-    def observation_spec(self) -> dict[str, Spec]:
-        """The spec of one environment's "observation"."""
+    def observation_spec(self) -> dict[str, Any]:
+        """The spec of one environment's "observation"; a Spec, or for a Dict or Tuple space a dictionary of them."""
         return {"observation": self.stepper.observation_spec}
 
     @property
@@ -135,7 +142,7 @@ class GymEnv:
         self.stepper.seed(seed)
 
     def reset(self, seed: int | None = None) -> TensorDict:
-        """Start new episodes; return "observation" ``[*B, *obs]``."""
+        """Start new episodes; return "observation" ``[*B, *obs]``, a TensorDict for Dict and Tuple spaces."""
         self.stepper.reset(seed)
         return self.observe()
 
@@ -143,7 +150,7 @@ class GymEnv:
         """Return the "observation" to act on now: after an episode's end, that of the new episode."""
         if not self.stepper.is_reset:
             self.stepper.reset()
-        return TensorDict({"observation": self._tensor(self.stepper.observation)}, self.batch_size)
+        return TensorDict({"observation": self._observation()}, self.batch_size)
 
     def step(self, td: TensorDictBase) -> TensorDictBase:
         """Apply ``td``'s "action" (index, scores or one-hot; or continuous) and write its ("next", …).
@@ -170,8 +177,8 @@ class GymEnv:
             "episode_return": stepper.episode_return.astype("float32"),
             "episode_length": stepper.episode_length,
         }
-        successor = {key: self._tensor(column[:, None]) for key, column in columns.items()}
-        successor["observation"] = self._tensor(stepper.observation)
+        successor: dict[str, Any] = {key: self._tensor(column[:, None]) for key, column in columns.items()}
+        successor["observation"] = self._observation()
         if stepper.reset_step is not None:
             td.set("mask", self._tensor(~stepper.reset_step))
         td.set("next", TensorDict(successor, self.batch_size))
@@ -192,6 +199,12 @@ class GymEnv:
     def close(self) -> None:
         """Close the environments; may be called twice."""
         self.stepper.driver.close()
+
+    def _observation(self) -> torch.Tensor | TensorDict:
+        observation = as_tensors(
+            self.stepper.observation, self.num_envs
+        ).clone()  # the array is written again in the next step
+        return observation if self.batch_size else observation[0]
 
     def _tensor(self, array: Any) -> torch.Tensor:
         tensor = torch.tensor(array)  # a copy: the array is written again in the next step

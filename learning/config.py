@@ -28,7 +28,7 @@ from learning import validation
 from learning.actor_critic import Diverged
 from learning.checkpoint import CheckpointError
 from learning.config_errors import one_line
-from learning.options import IMPALAConfig, NoLoggerConfig, PolicyConfig, PPOConfig, WandbConfig
+from learning.options import CNNConfig, IMPALAConfig, MLPConfig, NoLoggerConfig, PPOConfig, WandbConfig
 from learning.reporting.files import FolderError, writing
 from learning.reporting.sweep import report
 from learning.run import run_command
@@ -283,7 +283,8 @@ def register_configs(folders: Sequence[Path] = ()) -> None:
     wsync.config.register_configs({"timeout": "${timeout}"}, folders=[_CONF, *folders])
     collectors.config.register_configs()
     store_once(None, "base_train", TrainConfig)
-    store_once("policy", "base_mlp", PolicyConfig)
+    store_once("policy", "base_mlp", MLPConfig)
+    store_once("policy", "base_cnn", CNNConfig)
     store_once("algorithm", "base_ppo", PPOConfig)
     store_once("algorithm", "base_impala", IMPALAConfig)
     store_once("logger", "base_wandb", WandbConfig)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from learning import checkpoint
 from learning.actor_critic import ActorCritic, Diverged
 from learning.delay import WeightDelay
+from learning.normalization import ObservationNormalizer, RewardNormalizer
 from learning.progress import Progress
 from learning.reporting import Reporter
 from learning.run import StopRequest
@@ -22,6 +23,7 @@ from learning.summary import Failures, Limits, summarise
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from tensordict import TensorDictBase
     from torch import nn
 
     from wsync import WeightSyncScheme
@@ -77,6 +79,8 @@ class Training:
         resumed_from: the folder of that checkpoint.
         reporters: receive the rows and the summary.
         chaos: number of injected faults of each kind so far.
+        observations: the normaliser in the learner's networks, which the loop updates; None if there is none.
+        rewards: makes the learner's rewards of those of the environment.
         facts: more entries for the summary (seed, number of workers, ...); ``env`` names the environment.
     """
 
@@ -91,6 +95,8 @@ class Training:
     resumed_from: Path | None = None
     reporters: Sequence[Reporter] = ()
     chaos: Mapping[str, int] = field(default_factory=dict)
+    observations: ObservationNormalizer | None = None
+    rewards: RewardNormalizer = field(default_factory=RewardNormalizer)
     facts: dict[str, Any] = field(default_factory=dict)
 
     def run(self, collector: Collector, stop: StopRequest, config: Any) -> dict[str, Any]:
@@ -148,7 +154,7 @@ class Training:
                 return "interrupted"
             batch = next(batches)
             progress.collected(batch, scheme.version + len(self.delay), collector.staleness)
-            learning = self.learner.update(batch)
+            learning = self._learn(batch)
             if (due := self.delay.exchange(self.learner.policy)) is not None:
                 collector.update_policy_weights_(due)
             row = progress.synchronised(learning, scheme.metrics, scheme.version)
@@ -159,10 +165,29 @@ class Training:
                 saved_at = time.monotonic()
         return status
 
+    def _learn(self, batch: TensorDictBase) -> Mapping[str, float]:
+        """Learn from a batch and update the statistics of observations, which then travel with the new weights.
+
+        The workers acted with the statistics before this update, and so the batch is learnt from with them. Only the
+        first batch sets them beforehand: until then observations are not normalised.
+        """
+        observations, mask = self.observations, batch.get("mask", None)
+        first = observations is not None and observations.is_new
+        if observations is not None and first:
+            observations.update(batch.get("observation"), mask)
+        learning = self.learner.update(self.rewards(batch))
+        if observations is not None and not first:
+            observations.update(batch.get("observation"), mask)
+        return learning
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs, as tensors and plain values."""
-        progress = self.progress.state_dict()
-        return {"learner": self.learner.state_dict(), "progress": progress, "env": self.facts.get("env")}
+        return {
+            "learner": self.learner.state_dict(),
+            "progress": self.progress.state_dict(),
+            "rewards": self.rewards.state_dict(),
+            "env": self.facts.get("env"),
+        }
 
     def resume(self, folder: Path) -> None:
         """Continue from the checkpoint in `folder`.
@@ -174,6 +199,7 @@ class Training:
         try:
             self.learner.load_state_dict(state["learner"])
             self.progress.load_state_dict(state["progress"])
+            self.rewards.load_state_dict(state["rewards"])
             if state["env"] != self.facts.get("env"):
                 self.progress.forget_returns()  # returns in another environment do not count
         except (KeyError, RuntimeError, TypeError, ValueError) as error:

@@ -4,89 +4,85 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor, distributions, nn
 
+from collectors.environments.specs import Spec, SpecTree
 from collectors.rollouts.sampled import SampledPolicy
-
-ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
-
-
-class ActionSpec(Protocol):
-    """The shape, dtype and bounds of one environment's action; an integer ``dtype`` means a discrete action."""
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """``(n,)`` for n choices, ``(dim,)`` for a continuous action."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Floating for continuous actions, integer for discrete ones."""
-        ...
-
-    @property
-    def low(self) -> Tensor | float | None:
-        """Lower bounds of a continuous action, ``[dim]``."""
-        ...
-
-    @property
-    def high(self) -> Tensor | float | None:
-        """Upper bounds of a continuous action, ``[dim]``."""
-        ...
+from learning.distributions import MultiCategorical
+from learning.encoders import ACTION_MASK, MLP, Observation, feature_size, linear
+from learning.normalization import ObservationNormalizer
 
 
-def mlp(sizes: Sequence[int], activation: str = "tanh", last_gain: float = 1.0) -> nn.Sequential:
-    """Return linear layers with activations between them: ``[*B, sizes[0]]`` to ``[*B, sizes[-1]]``.
-
-    Weights are orthogonal (https://arxiv.org/abs/1312.6120) with a gain of the square root of 2; biases are zero.
+class Network(nn.Module):
+    """A network for features, and a linear layer on them; several of these may share the network.
 
     Args:
-        sizes: widths of the input, the hidden layers and the output.
-        activation: one of ``tanh``, ``relu``, ``elu``, ``silu``.
-        last_gain: gain of the last layer's weight.
-
-    Raises:
-        ValueError: an unknown `activation`.
+        trunk: observations ``[*B, *obs]`` to features ``[*B, F]``.
+        head: features to outputs ``[*B, N]``.
+        normalizer: applied to observations first, if there is one.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {activation!r}: one of {', '.join(ACTIVATIONS)}")
-    gains = [math.sqrt(2.0)] * (len(sizes) - 2) + [last_gain]
-    layers: list[nn.Module] = []
-    for (fan_in, fan_out), gain in zip(pairwise(sizes), gains, strict=True):
-        linear = nn.Linear(fan_in, fan_out)
-        nn.init.orthogonal_(linear.weight, gain)
-        nn.init.zeros_(linear.bias)
-        layers += [linear, ACTIVATIONS[activation]()]
-    return nn.Sequential(*layers[:-1])
+
+    def __init__(self, trunk: nn.Module, head: nn.Module, normalizer: ObservationNormalizer | None = None) -> None:
+        super().__init__()
+        self.trunk, self.head, self.normalizer = trunk, head, normalizer
+
+    def features(self, observation: Observation) -> Tensor:
+        """Return the features, which networks with the same trunk and normalizer share."""
+        return self.trunk(observation if self.normalizer is None else self.normalizer(observation))
+
+    def forward(self, observation: Observation) -> Tensor:
+        """Return the outputs."""
+        return self.head(self.features(observation))
 
 
 class Policy(SampledPolicy):
     """A distribution over actions with the output of a network as its parameters; see :class:`SampledPolicy`.
 
+    Where an observation has a part "action_mask", choices at which it is zero are not taken.
+
     Args:
-        network: maps observations ``[*B, obs]`` to the parameters of the distribution.
+        network: maps observations ``[*B, *obs]`` to outputs ``[*B, N]``, one for each parameter.
     """
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
 
+    def distribution_parameters(self, observation: Observation) -> Tensor:
+        """See SampledPolicy."""
+        return self.to_parameters(self.network(observation), action_mask(observation))
+
     @abstractmethod
-    def distribution(self, observation: Tensor) -> distributions.Distribution:
-        """Return the distribution of actions at `observation` ``[*B, obs]``, batch shape ``[*B]``."""
+    def to_parameters(self, output: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the parameters of the distribution for the network's `output`; `mask` is the action mask, bool."""
+
+    @abstractmethod
+    def from_parameters(self, parameters: Tensor) -> distributions.Distribution:
+        """Return the distribution with these parameters ``[*B, P]``, batch shape ``[*B]``."""
+
+    def distribution(self, observation: Observation) -> distributions.Distribution:
+        """Return the distribution of actions at `observation` ``[*B, *obs]``, batch shape ``[*B]``."""
+        return self.from_parameters(self.distribution_parameters(observation))
+
+
+def action_mask(observation: Observation) -> Tensor | None:
+    """Return the action mask of an observation, bool; None if it has none."""
+    if not isinstance(observation, TensorDictBase):
+        return None
+    mask = observation.get(ACTION_MASK, None)
+    return None if mask is None else mask != 0
 
 
 class CategoricalPolicy(Policy):
     """A policy over n choices; ``action`` is an int64 index, ``[*B]``. Its parameters are scores, ``[*B, n]``."""
 
-    def distribution_parameters(self, observation: Tensor) -> Tensor:
-        """See SampledPolicy."""
-        return self.network(observation)
+    def to_parameters(self, output: Tensor, mask: Tensor | None = None) -> Tensor:
+        """See Policy."""
+        return output if mask is None else output.masked_fill(~mask, torch.finfo(output.dtype).min)
 
     def noise(self, parameters: Tensor, *steps: int) -> Tensor:
         """See SampledPolicy: Gumbel noise, -log(-log u)."""
@@ -103,9 +99,37 @@ class CategoricalPolicy(Policy):
         """See SampledPolicy."""
         return parameters.log_softmax(-1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
 
-    def distribution(self, observation: Tensor) -> distributions.Categorical:
-        """Return the distribution over the n choices at `observation` ``[*B, obs]``."""
-        return distributions.Categorical(logits=self.network(observation), validate_args=False)
+    def from_parameters(self, parameters: Tensor) -> distributions.Distribution:
+        """See Policy."""
+        return distributions.Categorical(logits=parameters, validate_args=False)
+
+
+class MultiCategoricalPolicy(CategoricalPolicy):
+    """A policy over several choices at once; ``action`` is int64 indices ``[*B, len(nvec)]``.
+
+    Its parameters are the scores of the options of all choices, end to end, ``[*B, sum(nvec)]``; so is an action mask.
+
+    Args:
+        network: maps observations ``[*B, *obs]`` to scores.
+        nvec: number of options of each choice.
+    """
+
+    def __init__(self, network: nn.Module, nvec: Sequence[int]) -> None:
+        super().__init__(network)
+        self.nvec = list(nvec)
+
+    def choose(self, parameters: Tensor, noise: Tensor | None) -> Tensor:
+        """See SampledPolicy."""
+        scores = parameters if noise is None else parameters + noise
+        return torch.stack([part.argmax(-1) for part in scores.split(self.nvec, -1)], -1)
+
+    def log_prob(self, parameters: Tensor, action: Tensor) -> Tensor:
+        """See SampledPolicy."""
+        return MultiCategorical(parameters, self.nvec).log_prob(action)
+
+    def from_parameters(self, parameters: Tensor) -> distributions.Distribution:
+        """See Policy."""
+        return MultiCategorical(parameters, self.nvec)
 
 
 class GaussianPolicy(Policy):
@@ -133,9 +157,9 @@ class GaussianPolicy(Policy):
         self.register_buffer("half_range", torch.where(bounded, (high - low) / 2, 1.0))
         self.log_std = nn.Parameter(torch.full_like(self.center, math.log(initial_std)))
 
-    def distribution_parameters(self, observation: Tensor) -> Tensor:
-        """See SampledPolicy."""
-        mean = self.center + self.half_range * self.network(observation)
+    def to_parameters(self, output: Tensor, mask: Tensor | None = None) -> Tensor:
+        """See Policy; a mask of choices has no meaning here."""
+        mean = self.center + self.half_range * output
         return torch.cat([mean, (self.half_range * self.log_std.exp()).expand_as(mean)], -1)
 
     def noise(self, parameters: Tensor, *steps: int) -> Tensor:
@@ -152,9 +176,9 @@ class GaussianPolicy(Policy):
         """See SampledPolicy."""
         return _normal(parameters).log_prob(action)
 
-    def distribution(self, observation: Tensor) -> distributions.Independent:
-        """Return the Gaussian over actions at `observation` ``[*B, obs]``, in the environment's units."""
-        return _normal(self.distribution_parameters(observation))
+    def from_parameters(self, parameters: Tensor) -> distributions.Independent:
+        """See Policy; in the environment's units."""
+        return _normal(parameters)
 
 
 def _normal(parameters: Tensor) -> distributions.Independent:
@@ -164,54 +188,105 @@ def _normal(parameters: Tensor) -> distributions.Independent:
 
 
 class Critic(nn.Module):
-    """A value function: observations ``[*B, obs]`` to values ``[*B]``.
+    """A value function: observations ``[*B, *obs]`` to values ``[*B]``.
 
     Args:
-        network: observations ``[*B, obs]`` to ``[*B, 1]``.
+        network: observations ``[*B, *obs]`` to ``[*B, 1]``.
     """
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
 
-    def forward(self, observation: Tensor) -> Tensor:
+    def forward(self, observation: Observation) -> Tensor:
         """Return the value of each observation."""
         return self.network(observation).squeeze(-1)
 
 
+def policy_for(
+    action_spec: Spec, make_network: Callable[[int], nn.Module], initial_std: float = 1.0
+) -> CategoricalPolicy | GaussianPolicy:
+    """Return the policy with the distribution that suits an environment's actions.
+
+    Args:
+        action_spec: the environment's. `n` gives a :class:`CategoricalPolicy`, `nvec` a
+            :class:`MultiCategoricalPolicy`, and a continuous action a :class:`GaussianPolicy`.
+        make_network: makes the network for a given number of outputs.
+        initial_std: standard deviation of a continuous policy at the start, in units of half the action range.
+
+    Raises:
+        ValueError: a continuous action without bounds.
+    """
+    if action_spec.nvec is not None:
+        return MultiCategoricalPolicy(make_network(sum(action_spec.nvec)), action_spec.nvec)
+    if not action_spec.dtype.is_floating_point:
+        return CategoricalPolicy(make_network(action_spec.shape[-1]))
+    if action_spec.low is None or action_spec.high is None:
+        raise ValueError("a continuous action spec needs low and high")
+    low, high = (bound.float().flatten() for bound in (action_spec.low, action_spec.high))
+    return GaussianPolicy(make_network(len(low)), low, high, initial_std)
+
+
 def make_policy(
-    observation_dim: int,
-    action_spec: ActionSpec,
+    observation: int | SpecTree,
+    action_spec: Spec,
     hidden: Sequence[int] = (64, 64),
     activation: str = "tanh",
     initial_std: float = 1.0,
-) -> Policy:
-    """Make a policy network for an environment's actions.
+) -> CategoricalPolicy | GaussianPolicy:
+    """Make a policy with a multilayer perceptron for an environment's actions.
 
     Args:
-        observation_dim: length of a flat observation.
-        action_spec: the environment's; a floating dtype gives a :class:`GaussianPolicy`, another a
-            :class:`CategoricalPolicy`.
+        observation: the spec of an observation, or the length of a flat one.
+        action_spec: the environment's; see :func:`policy_for`.
         hidden: widths of the hidden layers.
         activation: one of ``tanh``, ``relu``, ``elu``, ``silu``.
         initial_std: standard deviation of a continuous policy at the start, in units of half the action range.
 
     Raises:
-        ValueError: an unknown `activation`, a continuous action without bounds, or an action that is not a vector.
+        ValueError: an unknown `activation`, or a continuous action without bounds.
 
     """
-    if len(action_spec.shape) != 1:
-        raise ValueError(f"a policy gives a choice or a vector, not an action of shape {list(action_spec.shape)}")
-    network = mlp([observation_dim, *hidden, action_spec.shape[-1]], activation, last_gain=0.01)
-    if not action_spec.dtype.is_floating_point:
-        return CategoricalPolicy(network)
-    if action_spec.low is None or action_spec.high is None:
-        raise ValueError("a continuous action spec needs low and high")
-    bounds = (action_spec.low, action_spec.high)
-    low, high = (torch.as_tensor(b, dtype=torch.float32).expand(tuple(action_spec.shape)) for b in bounds)
-    return GaussianPolicy(network, low, high, initial_std)
+    trunk = MLP(_spec(observation), hidden, activation)
+    size = feature_size(trunk, _spec(observation))
+    return policy_for(action_spec, lambda outputs: Network(trunk, linear(size, outputs, 0.01)), initial_std)
 
 
-def make_critic(observation_dim: int, hidden: Sequence[int] = (64, 64), activation: str = "tanh") -> Critic:
-    """Make a value network, observations ``[*B, observation_dim]`` to values ``[*B]``; see :func:`make_policy`."""
-    return Critic(mlp([observation_dim, *hidden, 1], activation))
+def make_critic(observation: int | SpecTree, hidden: Sequence[int] = (64, 64), activation: str = "tanh") -> Critic:
+    """Make a value network, observations ``[*B, *obs]`` to values ``[*B]``; see :func:`make_policy`."""
+    trunk = MLP(_spec(observation), hidden, activation)
+    return Critic(Network(trunk, linear(feature_size(trunk, _spec(observation)), 1, 1.0)))
+
+
+def make_actor_critic(
+    make_network: Callable[[SpecTree], nn.Module],
+    observation_spec: SpecTree,
+    action_spec: Spec,
+    initial_std: float = 1.0,
+    shared: bool = False,
+    normalizer: ObservationNormalizer | None = None,
+) -> tuple[Policy, Critic]:
+    """Make a policy and its critic around a network of any kind.
+
+    Args:
+        make_network: makes a module that maps observations to features, for the spec of an observation.
+        observation_spec: the environment's.
+        action_spec: the environment's; see :func:`policy_for`.
+        initial_std: see :func:`policy_for`.
+        shared: whether one network serves both; otherwise each has its own.
+        normalizer: of observations, for both; None: they are used as they are.
+
+    Raises:
+        ValueError: the network does not suit the observations, or a continuous action has no bounds.
+    """
+    trunk = make_network(observation_spec)
+    size = feature_size(trunk, observation_spec)
+    policy = policy_for(
+        action_spec, lambda outputs: Network(trunk, linear(size, outputs, 0.01), normalizer), initial_std
+    )
+    valued = trunk if shared else make_network(observation_spec)
+    return policy, Critic(Network(valued, linear(size, 1, 1.0), normalizer))
+
+
+def _spec(observation: int | SpecTree) -> SpecTree:
+    return Spec(torch.Size([observation]), torch.float32) if isinstance(observation, int) else observation

@@ -7,11 +7,34 @@ from dataclasses import dataclass, field
 
 @dataclass
 class PolicyConfig:
-    """Networks of the policy and of the critic; see ``learning.make_policy``."""
+    """The network of the policy and of the critic, a class or function of the spec of an observation.
 
+    Attributes:
+        initial_std: standard deviation of continuous actions at the start, in units of half the action range.
+        shared: whether one network serves the policy and the critic; otherwise each has its own.
+    """
+
+    _target_: str = "???"  # OmegaConf: a mandatory value
+    initial_std: float = 1.0
+    shared: bool = False
+
+
+@dataclass
+class MLPConfig(PolicyConfig):
+    """See ``learning.MLP``."""
+
+    _target_: str = "learning.MLP"
     hidden: list[int] = field(default_factory=lambda: [64, 64])
     activation: str = "tanh"
-    initial_std: float = 1.0
+
+
+@dataclass
+class CNNConfig(PolicyConfig):
+    """See ``learning.CNN``."""
+
+    _target_: str = "learning.CNN"
+    features: int = 512
+    shared: bool = True
 
 
 @dataclass

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from collectors.config import ConfigError, EnvConfig, MultiAsyncConfig, MultiSyncConfig, RemoteConfig, sample
-from collectors.environments.specs import Spec
+from collectors.environments.specs import SpecTree
 from learning.config_errors import Settings, unknown
-from learning.networks import ACTIVATIONS
+from learning.encoders import ACTIVATIONS
+from learning.networks import Policy, make_actor_critic
+from learning.normalization import ObservationNormalizer
+from learning.options import PolicyConfig
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from learning.config import TrainConfig
 
 Limit = tuple[str, Callable[[float], bool]]
@@ -48,6 +53,7 @@ LIMITS: dict[str, Limit] = {
     "env.max_episode_steps": COUNT,
     "policy.hidden": COUNT,
     "policy.initial_std": FACTOR,
+    "policy.features": COUNT,
     "algorithm.gamma": SHARE,
     "algorithm.gae_lambda": SHARE,
     "algorithm.vtrace_lambda": SHARE,
@@ -138,8 +144,9 @@ def check_combinations(config: TrainConfig) -> None:
         raise ConfigError(
             f"frames_per_batch={config.frames_per_batch} is less than one frame for each of {of} = {rows} environments"
         )
-    if config.policy.activation not in ACTIVATIONS:
-        raise ConfigError(f"policy.activation={config.policy.activation}: it is one of {', '.join(ACTIVATIONS)}")
+    activation = getattr(config.policy, "activation", "tanh")
+    if activation not in ACTIVATIONS:
+        raise ConfigError(f"policy.activation={activation}: it is one of {', '.join(ACTIVATIONS)}")
 
 
 def _check_joining(how: Any, *, batched: bool) -> None:
@@ -158,41 +165,42 @@ def _is_asynchronous(collector: Any) -> bool:
     return isinstance(collector, MultiAsyncConfig) or (isinstance(collector, RemoteConfig) and not collector.sync)
 
 
-def policy_specs(env: EnvConfig) -> tuple[int, Spec]:
-    """Return the length of an observation, and the spec of an action, for the networks; makes an environment for it.
+def network_settings(policy: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of the network itself, and the others of ``PolicyConfig``.
+
+    Args:
+        policy: a ``PolicyConfig``, or a mapping with a ``_target_`` of the user's own.
 
     Raises:
-        ConfigError: there is no such environment, or no policy for it.
+        ConfigError: there is no ``_target_``.
+    """
+    network = {**policy} if isinstance(policy, Mapping) else {name: getattr(policy, name) for name in _names(policy)}
+    if "_target_" not in network:
+        raise ConfigError("policy has no _target_: name a class or function that makes a network for observations")
+    return network, {name: network.pop(name) for name in (_names(PolicyConfig) - {"_target_"}) & network.keys()}
+
+
+def actor_critic(
+    make_network: Callable[[SpecTree], nn.Module], env: EnvConfig, **settings: Any
+) -> tuple[Policy, nn.Module, ObservationNormalizer | None]:
+    """Make the policy, the critic and their normaliser, if any, for an environment; makes one for its specs.
+
+    Args:
+        make_network: makes a network for the spec of an observation.
+        env: the environment.
+        **settings: see ``learning.make_actor_critic``.
+
+    Raises:
+        ConfigError: there is no such environment, or the network does not suit it.
     """
     with closing(sample(env)) as one:
-        size = observation_dim(env.id, one.observation_spec["observation"])
-        check_action(env.id, one.action_spec)
-        return size, one.action_spec
+        observation, action = one.observation_spec["observation"], one.action_spec
+    normalizer = ObservationNormalizer(observation) if env.normalize_observations else None
+    try:
+        return *make_actor_critic(make_network, observation, action, normalizer=normalizer, **settings), normalizer
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"policy with env.id={env.id}: {' '.join(str(error).split())}") from error
 
 
-def observation_dim(env_id: str, spec: Spec) -> int:
-    """Return the length of an observation.
-
-    Raises:
-        ConfigError: the observation is not a vector of floats, which policies need.
-    """
-    if len(spec.shape) != 1 or not spec.dtype.is_floating_point:
-        raise ConfigError(
-            f"env.id={env_id}: the policy reads a vector of floats, and an observation is {spec.dtype} of shape "
-            f"{list(spec.shape)}: register the environment with wrappers that make it one (FlattenObservation, "
-            "RescaleObservation)"
-        )
-    return spec.shape[0]
-
-
-def check_action(env_id: str, spec: Spec) -> None:
-    """Check that a policy can give the action.
-
-    Raises:
-        ConfigError: the action is neither a choice nor a vector.
-    """
-    if len(spec.shape) != 1:
-        raise ConfigError(
-            f"env.id={env_id}: the policy gives a choice or a vector, and an action is of shape {list(spec.shape)}: "
-            "register the environment with a wrapper that makes it one (TransformAction)"
-        )
+def _names(config: Any) -> set[str]:
+    return {field.name for field in fields(config)}

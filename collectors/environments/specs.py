@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from gymnasium import spaces
 
-Array = np.ndarray
+from collectors.environments.trees import Array, ArrayTree, Observation
+
+_NUMPY = {torch.float32: np.float32, torch.uint8: np.uint8}
 
 
 def to_numpy(value: torch.Tensor) -> Array:
@@ -25,6 +28,8 @@ class Spec:
 
     A discrete action of ``n`` choices has ``n`` set, ``dtype`` int64 (it is stored as an index) and ``shape`` ``(n,)``,
     the number of scores that a network has to give. Otherwise ``n`` is None.
+    An action of several choices has ``nvec`` set, the number of options of each choice, and is int64 of ``shape``
+    ``(len(nvec),)``. Otherwise ``nvec`` is None.
     ``low`` and ``high`` are tensors of ``shape``, or None for a discrete action.
     """
 
@@ -33,6 +38,7 @@ class Spec:
     low: torch.Tensor | None = None
     high: torch.Tensor | None = None
     n: int | None = None
+    nvec: tuple[int, ...] | None = None
 
     @property
     def is_discrete(self) -> bool:
@@ -40,13 +46,20 @@ class Spec:
         return self.n is not None
 
 
+SpecTree = Spec | Mapping[str, "SpecTree"]
+"""The spec of an observation: of one tensor, or of several by name, for a Dict or Tuple space."""
+
+
 class ObservationCodec(Protocol):
-    """Writes Gymnasium's batched observations into a float32 (or uint8) array."""
+    """Writes Gymnasium's batched observations into float32 (or uint8) arrays."""
 
-    spec: Spec
+    @property
+    def spec(self) -> SpecTree:
+        """The spec of one environment's observation."""
+        ...
 
-    def write(self, raw: Array, out: Array) -> None:
-        """Write ``raw`` ``[E, *space.shape]`` into ``out`` ``[E, *spec.shape]``."""
+    def write(self, raw: Any, out: Any) -> None:
+        """Write ``raw`` ``[E, *space.shape]`` into ``out`` ``[E, *spec.shape]``; for a tree, each part."""
 
 
 class BoxCodec:
@@ -83,19 +96,47 @@ class OneHotCodec:
         np.put_along_axis(out, raw.reshape(len(out), -1) + self._offsets, 1, axis=1)
 
 
+class TreeCodec:
+    """Dict and Tuple: one part for each entry, under its key; the entries of a Tuple are called "0", "1", …."""
+
+    def __init__(self, space: spaces.Dict | spaces.Tuple) -> None:
+        """Make a codec for each entry of ``space``.
+
+        Raises:
+            TypeError: an entry has no codec, or a key is not a string.
+        """
+        entries = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
+        self._codecs = {key: observation_codec(entry) for key, entry in entries}
+        self.spec: SpecTree = {str(key): codec.spec for key, codec in self._codecs.items()}
+
+    def write(self, raw: Any, out: ArrayTree) -> None:
+        """Write each entry."""
+        for key, codec in self._codecs.items():
+            codec.write(raw[key], out.parts[str(key)])
+
+
+def zeros(spec: SpecTree, *batch: int) -> Observation:
+    """Return zeros of the shape and dtype of `spec` with the leading dimensions `batch`."""
+    if isinstance(spec, Spec):
+        return np.zeros((*batch, *spec.shape), _NUMPY[spec.dtype])
+    return ArrayTree({name: zeros(part, *batch) for name, part in spec.items()})
+
+
 def observation_codec(space: spaces.Space) -> ObservationCodec:
     """Return the codec for ``space``.
 
     Raises:
-        TypeError: for a space that is not one tensor (Dict, Tuple, Text, Graph, Sequence).
+        TypeError: for a space that is not made of tensors of a fixed shape (Text, Graph, Sequence, OneOf).
     """
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        return TreeCodec(space)
     if isinstance(space, spaces.Box | spaces.MultiBinary):
         return BoxCodec(space)
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         return OneHotCodec(space)
     raise TypeError(
-        f"GymEnv gives one observation tensor, and {type(space).__name__} observations are not one: "
-        f"wrap the environment in gymnasium.wrappers.FlattenObservation. The space: {space}"
+        f"GymEnv gives observations as tensors of a fixed shape, and {type(space).__name__} has none: "
+        f"wrap the environment in gymnasium.wrappers.TransformObservation. The space: {space}"
     )
 
 
@@ -186,10 +227,57 @@ class BoxActions:
         return action.astype(np.float32)
 
 
-def action_codec(space: spaces.Space) -> DiscreteActions | BoxActions:
-    """Return the codec for ``space``; raise TypeError for anything but Discrete and Box."""
+class MultiDiscreteActions:
+    """Several choices at once, int64 indices ``[E, k]``; a MultiBinary action is k choices between 0 and 1.
+
+    ``uniform_log_prob`` is that of a random action, in nats.
+    """
+
+    def __init__(self, space: spaces.MultiDiscrete | spaces.MultiBinary) -> None:
+        """Take the number of options of each choice, and its first value, from ``space``."""
+        self.space = space
+        binary = isinstance(space, spaces.MultiBinary)
+        self.nvec = np.full(space.shape, 2).ravel() if binary else space.nvec.ravel().astype(np.int64)
+        self._start = 0 if binary else space.start.ravel()
+        self.spec = Spec(torch.Size(self.nvec.shape), torch.int64, nvec=tuple(self.nvec.tolist()))
+        self.uniform_log_prob = -float(np.log(self.nvec).sum())
+
+    def to_env(self, action: Array, num_envs: int) -> Array:
+        """Return the environment's own numbers, ``[E, *space.shape]`` in the space's dtype.
+
+        Raises:
+            ValueError: another shape, or an index out of range.
+        """
+        if action.size != num_envs * len(self.nvec):
+            shape = [num_envs, len(self.nvec)]
+            raise ValueError(f"an action for these environments is indices {shape}, not {list(action.shape)}")
+        indices = action.reshape(num_envs, len(self.nvec))
+        wrong = ~((indices >= 0) & (indices < self.nvec))  # true for NaN as well
+        if wrong.any():
+            row, choice = np.argwhere(wrong)[0]
+            raise ValueError(
+                f"choice {choice} of the action for environment {row} is {indices[row, choice]}, and an index is "
+                f"0 to {self.nvec[choice] - 1}"
+            )
+        return (indices + self._start).astype(self.space.dtype).reshape(num_envs, *self.space.shape)
+
+    def from_env(self, action: Array) -> Array:
+        """Return indices ``[E, k]``, counted from 0."""
+        return action.reshape(len(action), -1).astype(np.int64) - self._start
+
+
+ActionCodec = DiscreteActions | MultiDiscreteActions | BoxActions
+
+
+def action_codec(space: spaces.Space) -> ActionCodec:
+    """Return the codec for ``space``; raise TypeError for a Dict, Tuple or any other space."""
     if isinstance(space, spaces.Discrete):
         return DiscreteActions(space)
+    if isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary):
+        return MultiDiscreteActions(space)
     if isinstance(space, spaces.Box):
         return BoxActions(space)
-    raise TypeError(f"GymEnv takes Discrete and Box actions, not {space}: wrap the environment to have one of these")
+    raise TypeError(
+        f"GymEnv takes Discrete, MultiDiscrete, MultiBinary and Box actions, not {space}: wrap the environment to have "
+        "one of these"
+    )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from collectors.environments.specs import Spec, action_codec
+from collectors.environments.specs import Spec, SpecTree, action_codec
 from collectors.environments.stepper import Steps
 from collectors.environments.vector import Array
 
@@ -21,9 +21,11 @@ class StepsWrapper:
 
     def __init__(self, inner: Steps) -> None:
         self.inner, self.driver, self.num_envs = inner, inner.driver, inner.num_envs
-        self.observation_spec, self.action_spec = inner.observation_spec, inner.action_spec
+        self.observation_spec: SpecTree = inner.observation_spec
+        self.action_spec = inner.action_spec
         self.uniform_log_prob = inner.uniform_log_prob
         self.observation, self.reward = inner.observation, inner.reward
+        self.is_init = inner.is_init
         self.terminated, self.truncated, self.done = inner.terminated, inner.truncated, inner.done
         self.episode_return, self.episode_length = inner.episode_return, inner.episode_length
 
@@ -80,8 +82,9 @@ class EncodedSteps(StepsWrapper):
         self._encode, self._name = encode, name
         first = probe(inner.observation)
         self._row = first.shape[1:]
-        self.observation_spec = Spec(torch.Size(self._row or (1,)), torch.float32)
-        self.observation = np.zeros((self.num_envs, *self.observation_spec.shape), np.float32)
+        spec = Spec(torch.Size(self._row or (1,)), torch.float32)
+        self.observation_spec: SpecTree = spec
+        self.observation = np.zeros((self.num_envs, *spec.shape), np.float32)
         self._checked(first, self.num_envs)
         self._is_encoded = False
         if inner.is_reset:
@@ -121,7 +124,7 @@ class EncodedSteps(StepsWrapper):
         if encoded.shape != (rows, *self._row):
             message = f"{self._name} gave observations of shape {list(encoded.shape)} for {rows} environment(s)"
             raise ValueError(f"{message}: it has to give one row for each, {[rows, *self._row]}")
-        return encoded.reshape(rows, *self.observation_spec.shape)
+        return encoded.reshape(rows, *(self._row or (1,)))
 
 
 class RewardedSteps(StepsWrapper):

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
-import torch
 
-from collectors.environments.specs import Spec, action_codec, observation_codec
+from collectors.environments.specs import Spec, SpecTree, action_codec, observation_codec, zeros
+from collectors.environments.trees import Observation
 from collectors.environments.vector import Array, Driver
-
-_NUMPY = {torch.float32: np.float32, torch.uint8: np.uint8}
 
 
 class Steps(Protocol):
@@ -18,10 +16,11 @@ class Steps(Protocol):
 
     driver: Driver
     num_envs: int
-    observation_spec: Spec
+    observation_spec: SpecTree
     action_spec: Spec
     uniform_log_prob: float
-    observation: Array
+    observation: Observation
+    is_init: Array
     reward: Array
     terminated: Array
     truncated: Array
@@ -74,7 +73,9 @@ class Stepper:
     All arrays are written in place. After ``step``: ``observation`` ``[E, *obs]`` is the true successor; ``reward``,
     ``terminated``, ``truncated``, ``done``, ``episode_return``, ``episode_length`` (each ``[E]``) belong to this step,
     the last two including it. ``reset_step`` is None, or bool ``[E]``: rows that this step has reset instead of acting
-    in them; the results of these rows are no frame. After ``reset_ended``: ``observation`` is what to act on next.
+    in them; the results of these rows are no frame. After ``reset_ended``: ``observation`` is what to act on next, and
+    ``is_init`` ``[E]`` says where it is the first of an episode. ``observation`` is an ``ArrayTree`` for Dict and Tuple
+    spaces.
 
     If either half raises or is interrupted, the state of the episodes is unknown: ``is_reset`` is false, and a reset
     has to follow.
@@ -84,18 +85,19 @@ class Stepper:
         """Use ``driver``; the first reset uses ``seed``.
 
         Raises:
-            TypeError: for an observation or action space that cannot be one tensor.
+            TypeError: for an observation or action space without a codec.
         """
         self.driver = driver
         self.num_envs = driver.num_envs
         self._observations = observation_codec(driver.observation_space)
         self._actions = action_codec(driver.action_space)
-        self.observation_spec, self.action_spec = self._observations.spec, self._actions.spec
+        self.observation_spec: SpecTree = self._observations.spec
+        self.action_spec = self._actions.spec
         self.uniform_log_prob = self._actions.uniform_log_prob
         # The input of a SampledPolicy is a view of this memory.
-        shape = (self.num_envs, *self.observation_spec.shape)
-        self.observation = np.zeros(shape, _NUMPY[self.observation_spec.dtype])
-        self._started = np.zeros_like(self.observation)
+        self.observation = zeros(self.observation_spec, self.num_envs)
+        self._started = zeros(self.observation_spec, self.num_envs)
+        self.is_init = np.ones(self.num_envs, np.bool_)
         self.reward = np.zeros(self.num_envs, np.float32)
         self.terminated, self.truncated, self.done = (np.zeros(self.num_envs, np.bool_) for _ in range(3))
         self.episode_return = np.zeros(self.num_envs, np.float64)
@@ -137,6 +139,7 @@ class Stepper:
         self._observations.write(self.driver.reset(self._seed), self.observation)
         self.episode_return[:] = 0
         self.episode_length[:] = 0
+        self.is_init[:] = True
         self._seed, self.is_reset = None, True
 
     def sample(self) -> Array:
@@ -171,4 +174,7 @@ class Stepper:
             self.observation[rows] = self._started[rows]
             self.episode_return[rows] = 0
             self.episode_length[rows] = 0
+        self.is_init[:] = self.done
+        if self.reset_step is not None:
+            self.is_init |= self.reset_step
         self.is_reset = True

@@ -17,8 +17,11 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-Array = np.ndarray
-Step = tuple[Array, Any, Any, Any]
+from collectors.environments.trees import Array, map_tree, write_at
+
+Raw = Any
+"""Observations as Gymnasium gives them: an array, or dictionaries and tuples of arrays, each ``[E, *]``."""
+Step = tuple[Raw, Any, Any, Any]
 
 
 class Driver(Protocol):
@@ -41,7 +44,7 @@ class Driver(Protocol):
     can_truncate: bool
     reset_step: Array | None
 
-    def reset(self, seed: int | None) -> Array:
+    def reset(self, seed: int | None) -> Raw:
         """Reset all rows; return observations. Called before the first step and after an error."""
         ...
 
@@ -49,7 +52,7 @@ class Driver(Protocol):
         """Return the true successors, rewards, terminated, truncated. May raise whatever the environment raises."""
         ...
 
-    def reset_rows(self, mask: Array) -> Array:
+    def reset_rows(self, mask: Array) -> Raw:
         """Reset the rows of ``mask``, which include all ended ones; other rows of the result are undefined.
 
         Called after each step in which an episode has ended.
@@ -59,6 +62,10 @@ class Driver(Protocol):
     def close(self) -> None:
         """Close the environments. May be called twice."""
         ...
+
+
+def _row(value: Any) -> Array:
+    return np.asarray(value)[None]
 
 
 class ScalarDriver:
@@ -75,17 +82,17 @@ class ScalarDriver:
         self.actions = batch_space(env.action_space, 1)
         self._scalar_action = isinstance(env.action_space, spaces.Discrete)
 
-    def reset(self, seed: int | None) -> Array:
+    def reset(self, seed: int | None) -> Raw:
         """See Driver."""
-        return np.asarray(self.env.reset(seed=seed)[0])[None]
+        return map_tree(_row, self.env.reset(seed=seed)[0])
 
     def step(self, action: Array) -> Step:
         """See Driver."""
         one = action.item() if self._scalar_action else action[0]
         observation, reward, terminated, truncated, _ = self.env.step(one)
-        return np.asarray(observation)[None], reward, terminated, truncated
+        return map_tree(_row, observation), reward, terminated, truncated
 
-    def reset_rows(self, mask: Array) -> Array:
+    def reset_rows(self, mask: Array) -> Raw:
         """See Driver."""
         return self.reset(None)
 
@@ -106,7 +113,7 @@ class VectorDriver:
         self.observation_space, self.action_space = env.single_observation_space, env.single_action_space
         self.actions = env.action_space
 
-    def reset(self, seed: int | None) -> Array:
+    def reset(self, seed: int | None) -> Raw:
         """See Driver."""
         return self.env.reset(seed=seed)[0]
 
@@ -114,7 +121,7 @@ class VectorDriver:
         """See Driver."""
         return self.env.step(action)[:4]
 
-    def reset_rows(self, mask: Array) -> Array:
+    def reset_rows(self, mask: Array) -> Raw:
         """See Driver."""
         return self.env.reset(options={"reset_mask": mask})[0]
 
@@ -130,26 +137,26 @@ class SameStepDriver(VectorDriver):
         """Drive ``env``."""
         super().__init__(env)
         self.can_truncate = isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv)
-        self._started: Array = np.empty(0)
+        self._started: Raw = np.empty(0)
         self._ended = np.zeros(env.num_envs, dtype=np.bool_)
 
     def step(self, action: Array) -> Step:
         """See Driver."""
         self._started, reward, terminated, truncated, info = self.env.step(action)
         self._ended = np.logical_or(terminated, truncated)
-        successor = self._started.copy()
+        successor = map_tree(np.copy, self._started)
         if self._ended.any() and "final_obs" not in info:
             raise ValueError(f'{self.env} resets in the same step but has no info["final_obs"]')
         for row in np.flatnonzero(self._ended):
-            successor[row] = info["final_obs"][row]
+            write_at(row, successor, info["final_obs"][row])
         return successor, reward, terminated, truncated
 
-    def reset_rows(self, mask: Array) -> Array:
+    def reset_rows(self, mask: Array) -> Raw:
         """See Driver."""
         others = mask & ~self._ended
         if others.any():
             started = super().reset_rows(others)
-            self._started[others] = started[others]
+            write_at(others, self._started, map_tree(lambda part: part[others], started))
         return self._started
 
 
@@ -163,9 +170,9 @@ class NextStepDriver(VectorDriver):
         super().__init__(env)
         self._ended = np.zeros(env.num_envs, dtype=np.bool_)
         self.reset_step = self._ended
-        self._observation: Array = np.empty(0)
+        self._observation: Raw = np.empty(0)
 
-    def reset(self, seed: int | None) -> Array:
+    def reset(self, seed: int | None) -> Raw:
         """See Driver."""
         self._ended = np.zeros_like(self._ended)
         return super().reset(seed)
@@ -176,7 +183,7 @@ class NextStepDriver(VectorDriver):
         self.reset_step, self._ended = self._ended, np.logical_or(terminated, truncated)
         return self._observation, reward, terminated, truncated
 
-    def reset_rows(self, mask: Array) -> Array:
+    def reset_rows(self, mask: Array) -> Raw:
         """Return the last observations: the next step resets the rows."""
         return self._observation
 

@@ -13,6 +13,7 @@ import wsync
 from collectors.environments.probing import without_side_effects
 from collectors.environments.specs import to_numpy
 from collectors.environments.stepper import Steps
+from collectors.environments.trees import as_tensors
 from collectors.rollouts.columns import Columns
 from collectors.rollouts.sampled import SampledPolicy, greedy
 from collectors.rollouts.wrapping import UnusablePolicy, first_output
@@ -108,10 +109,10 @@ class CalledPolicy:
         keys: Collection[str] | None = None,
     ) -> None:
         self._device = device
-        observation = torch.from_numpy(stepper.observation)
+        observation = as_tensors(stepper.observation, stepper.num_envs)
         self._observation = observation if batched else observation[0]
         self._input = TensorDict(
-            {"observation": self._observation}, self._observation.shape[:1] if batched else (), device=device
+            {"observation": self._observation}, (stepper.num_envs,) if batched else (), device=device
         )
         with without_side_effects(policy, device):
             policy, output = first_output(policy, self._input, gate)
@@ -132,7 +133,7 @@ class CalledPolicy:
     def act(self, columns: Columns, t: int) -> tuple[Array, int]:
         """See ActionSource."""
         # A copy: the policy may keep observations (a stack of frames), and the environment overwrites this memory.
-        self._input.set("observation", self._observation.to(self._device, copy=True))
+        self._input.set("observation", self._observation.clone().to(self._device))
         version = self._act(self._input.clone(recurse=False), columns, t)
         return columns.action[t], version
 
@@ -151,7 +152,7 @@ class PolicyInParts:
         self, policy: SampledPolicy, stepper: Steps, batched: bool, device: torch.device, version: Callable[[], int]
     ) -> None:
         self._policy, self._device = policy, device
-        self._observation = torch.from_numpy(stepper.observation)  # always with a leading dimension
+        self._observation = as_tensors(stepper.observation, stepper.num_envs)  # always with a leading dimension
         self._stays = device == self._observation.device
         # The gate of a synchronised module is in its call, which its parts bypass. It is entered without a scheme, too:
         # unlike an arbitrary function, a network does not wait for another thread.

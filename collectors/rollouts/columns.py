@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
+import torch
 from tensordict import TensorDictBase
 
 from collectors.environments.stepper import Steps
+from collectors.environments.trees import ArrayTree
 
 
 class Columns:
@@ -17,15 +20,14 @@ class Columns:
         """Bind to ``batch`` (``[T]``, or ``[E, T]`` where ``batched``), which must be on the CPU."""
 
         def rows(*key: str) -> np.ndarray:
-            array = batch.get(key).numpy()
-            return array.swapaxes(0, 1) if batched else array[:, None]
+            return _rows(batch.get(key), batched)
 
         self.steps = batch.batch_size[-1]
-        self.observation, self.version = rows("observation"), rows("policy_version")
+        self.observation, self.version = _tree(batch.get("observation"), batched), rows("policy_version")
         self.mask = rows("mask") if "mask" in batch.keys() else None  # noqa: SIM118  (a TensorDict is not a dict)
         self.action = rows("action")
         self.others = {key: rows(key) for key in policy_keys if key != "action"}
-        self.successor = rows("next", "observation")
+        self.successor = _tree(batch.get(("next", "observation")), batched)
         self.reward, self.done, self.terminated, self.truncated, self.episode_return, self.episode_length = (
             rows("next", key)[..., 0]
             for key in ("reward", "done", "terminated", "truncated", "episode_return", "episode_length")
@@ -42,3 +44,15 @@ class Columns:
         self.episode_length[t] = stepper.episode_length
         if self.mask is not None and stepper.reset_step is not None:
             self.mask[t] = ~stepper.reset_step
+
+
+def _rows(tensor: torch.Tensor, batched: bool) -> np.ndarray:
+    """Return a view of ``tensor``, ``[T, *]`` or ``[E, T, *]``, as ``[T, E, *]``."""
+    return tensor.numpy().swapaxes(0, 1) if batched else tensor.numpy()[:, None]
+
+
+def _tree(value: Any, batched: bool) -> Any:
+    """Return ``_rows`` of a tensor, or of each tensor of a TensorDict."""
+    if isinstance(value, TensorDictBase):
+        return ArrayTree({name: _tree(part, batched) for name, part in value.items()})
+    return _rows(value, batched)

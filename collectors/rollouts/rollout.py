@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from collectors.environments import specs
 from collectors.environments.stepper import Steps
+from collectors.environments.trees import as_tensors
 from collectors.rollouts.action_source import (
     NO_VERSION,
     ActionSource,
@@ -104,12 +106,14 @@ class Rollout:
         if steps < 1:
             raise ValueError(f"a batch has at least one step, not {steps}")
         size = torch.Size((*self.batch_size, steps))
-        spec = self.stepper.observation_spec
 
         def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.zeros((*size, *shape), dtype=dtype)
 
-        batch = TensorDict({"observation": zeros(spec.dtype, *spec.shape)}, size)
+        def observations() -> torch.Tensor | TensorDict:
+            return as_tensors(specs.zeros(self.stepper.observation_spec, *size), *size)
+
+        batch = TensorDict({"observation": observations()}, size)
         for key, value in self._action_source().outputs.items():
             batch.set(key, zeros(value.dtype, *value.shape[len(self.batch_size) :]))
         batch.set("policy_version", zeros(torch.int64))
@@ -117,8 +121,8 @@ class Rollout:
             batch.set("mask", zeros(torch.bool))
         flags = {key: zeros(torch.bool, 1) for key in ("done", "terminated", "truncated")}
         sums = {"reward": zeros(torch.float32, 1), "episode_return": zeros(torch.float32, 1)}
-        successor = {"observation": torch.zeros_like(batch.get("observation"))}
-        batch.set("next", TensorDict(successor | sums | flags | {"episode_length": zeros(torch.int64, 1)}, size))
+        successor = {"observation": observations(), "episode_length": zeros(torch.int64, 1)}
+        batch.set("next", TensorDict(successor | sums | flags, size))
         return batch
 
     def probe_policy(self) -> None:

@@ -79,7 +79,7 @@ def collect():
     from collectors import GymEnv, MultiSyncCollector
     from learning import make_policy
     env = GymEnv("CartPole-v1")
-    policy = make_policy(env.observation_spec["observation"].shape[-1], env.action_spec)
+    policy = make_policy(env.observation_spec["observation"], env.action_spec)
     schemes = {"policy": wsync.SharedMemWeightSyncScheme()}
     envs = [lambda: GymEnv("CartPole-v1")]
     for _ in MultiSyncCollector(envs, policy, frames_per_batch=8, weight_sync_schemes=schemes):

@@ -27,7 +27,7 @@ ENVS = ["CartPole-v1", "Acrobot-v1", "Pendulum-v1"]
 def policy_for(env: GymEnv) -> Policy:
     """A policy with opinions, which a fresh one has not."""
     torch.manual_seed(0)
-    policy = make_policy(env.observation_spec["observation"].shape[-1], env.action_spec, (16,))
+    policy = make_policy(env.observation_spec["observation"], env.action_spec, (16,))
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))

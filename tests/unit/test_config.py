@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
-import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
@@ -18,11 +17,10 @@ import learning.config
 import learning.validation
 import wsync
 from collectors.config import ConfigError, EnvConfig, MultiSyncConfig
-from collectors.environments.specs import Spec
-from learning import PPO, make_policy
+from learning import CNN, MLP, PPO
 from learning.config import TrainConfig
 from learning.config_errors import one_line
-from learning.options import PolicyConfig, PPOConfig, WandbConfig
+from learning.options import CNNConfig, MLPConfig, PolicyConfig, PPOConfig, WandbConfig
 from learning.reporting.wandb_logger import WandbLogger
 from learning.validation import LIMITS
 from wsync.config import config_of
@@ -148,9 +146,10 @@ def test_a_config_has_the_arguments_of_its_class(dataclass: type, target: Callab
     assert {field.name for field in fields(dataclass)} - {"_target_"} == arguments
 
 
-def test_the_policy_config_has_the_arguments_of_make_policy() -> None:
-    arguments = list(inspect.signature(make_policy).parameters)[2:]
-    assert [field.name for field in fields(PolicyConfig)] == arguments
+@pytest.mark.parametrize(("dataclass", "target"), [(MLPConfig, MLP), (CNNConfig, CNN)])
+def test_a_policy_config_has_the_arguments_of_its_network(dataclass: type, target: Callable[..., object]) -> None:
+    arguments = set(list(inspect.signature(target).parameters)[1:])
+    assert {field.name for field in fields(dataclass)} - {field.name for field in fields(PolicyConfig)} == arguments
 
 
 @pytest.mark.parametrize(
@@ -291,22 +290,6 @@ def test_a_batch_may_be_joined_along_a_dimension() -> None:
         possible = config("collector.cat_results=0", f"weight_sync={option}")
         check(possible)
         assert possible.collector.cat_results == 0
-
-
-@pytest.mark.parametrize("spec", [Spec(torch.Size([4, 4, 3]), torch.uint8), Spec(torch.Size([2, 3]), torch.float32)])
-def test_an_observation_that_no_policy_reads_is_refused(spec: Spec) -> None:
-    with pytest.raises(ConfigError, match=r"env\.id=Mine-v0: the policy reads a vector of floats"):
-        learning.validation.observation_dim("Mine-v0", spec)
-    assert learning.validation.observation_dim("Mine-v0", Spec(torch.Size([6]), torch.float32)) == 6
-
-
-@pytest.mark.parametrize("shape", [(), (2, 3)])
-def test_an_action_that_no_policy_gives_is_refused(shape: tuple[int, ...]) -> None:
-    bounds = torch.zeros(shape), torch.ones(shape)
-    with pytest.raises(ConfigError, match=r"env\.id=Mine-v0: the policy gives a choice or a vector"):
-        learning.validation.check_action("Mine-v0", Spec(torch.Size(shape), torch.float32, *bounds))
-    with pytest.raises(ValueError, match="a choice or a vector"):
-        make_policy(4, Spec(torch.Size(shape), torch.float32, *bounds))
 
 
 def test_the_numbers_that_have_a_limit_are_settings_and_infinity_is_possible_where_it_is_a_limit_itself() -> None:

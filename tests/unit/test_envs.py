@@ -15,8 +15,9 @@ from gymnasium.vector import AutoresetMode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
+from torch import nn
 
-from collectors import GymEnv
+from collectors import GymEnv, ModuleTransform
 
 SCALAR_IDS = ["CartPole-v1", "Acrobot-v1", "Pendulum-v1", "MountainCarContinuous-v0", "FrozenLake-v1"]
 
@@ -284,6 +285,82 @@ def test_observation_spaces(num_envs: int, space: spaces.Space, shape: tuple[int
         assert np.array_equal(out[0], spaces.flatten(space, raw))
 
 
+TREE = spaces.Dict(
+    {
+        "image": spaces.Box(0, 255, (8, 8, 3), np.uint8),
+        "goal": spaces.Tuple((spaces.Box(-1, 1, (2,)), spaces.Discrete(3))),
+    }
+)
+
+
+def same_step(make: Callable[[], gym.Env]) -> GymEnv:
+    return GymEnv(gym.vector.SyncVectorEnv([make] * 3, autoreset_mode=AutoresetMode.SAME_STEP))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda env: GymEnv(env), lambda env: GymEnv(env, 3), same_step],
+    ids=["one", "several", "same step"],
+)
+def test_dict_and_tuple_observations_are_nested_tensors(make: Callable[[Callable[[], gym.Env]], GymEnv]) -> None:
+    env = make(lambda: Scripted(TREE))
+    batch = env.rollout(9)
+    shapes = {"image": (8, 8, 3), ("goal", "0"): (2,), ("goal", "1"): (3,)}
+    for part in (batch["observation"], batch["next", "observation"], env.observe()["observation"]):
+        assert {*part.keys(True, True)} == {*shapes}
+        for key, shape in shapes.items():
+            assert part[key].shape == (*part.batch_size, *shape)
+            assert part[key].dtype == (torch.uint8 if key == "image" else torch.float32)
+    assert bool((batch["next", "observation"][..., 0] == batch["observation"][..., 1]).all())
+    ended = batch["next", "done"][..., 3, 0]
+    assert bool(ended.all())
+    assert not torch.equal(batch["next", "observation", "image"][..., 3, :, :, :], batch["observation", "image"][..., 4, :, :, :])  # fmt: skip  # noqa: E501
+    assert bool((batch["observation", "goal", "1"].sum(-1) == 1).all())
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize(
+    ("space", "nvec"),
+    [
+        (spaces.MultiDiscrete([2, 3], start=[1, -1]), (2, 3)),
+        (spaces.MultiDiscrete([[2, 3], [4, 5]]), (2, 3, 4, 5)),
+        (spaces.MultiBinary(3), (2, 2, 2)),
+    ],
+    ids=str,
+)
+def test_several_choices_at_once(space: spaces.Space, nvec: tuple[int, ...], num_envs: int) -> None:
+    env = GymEnv(lambda: Scripted(actions=space), num_envs, seed=0)  # its step asserts that the space has the action
+    spec = env.action_spec
+    assert (spec.nvec, spec.dtype, tuple(spec.shape)) == (nvec, torch.int64, (len(nvec),))
+    batch = env.rollout(50)
+    assert batch["action"].shape == (*batch.batch_size, len(nvec))
+    taken = batch["action"].reshape(-1, len(nvec))
+    assert taken.min(0).values.tolist() == [0] * len(nvec)
+    assert taken.max(0).values.tolist() == [n - 1 for n in nvec]
+
+    def act(td: TensorDict) -> TensorDict:
+        return td.set("action", (torch.tensor(nvec) - 1).expand(*td.batch_size, len(nvec)))
+
+    assert bool((env.rollout(4, act)["action"] == torch.tensor(nvec) - 1).all())
+    env.reset()
+    with pytest.raises(ValueError, match=r"choice 0 of the action for environment 0 is 2, and an index is 0 to 1"):
+        env.step(TensorDict({"action": torch.full((*env.batch_size, len(nvec)), 2)}, env.batch_size))
+
+
+def test_the_first_observation_of_an_episode_is_marked() -> None:
+    for env in (GymEnv(Scripted), GymEnv(Scripted, 2), GymEnv("CartPole-v1", 2, vectorization_mode="auto")):
+        env.reset()
+        assert env.stepper.is_init.all()
+        ended, first = False, []
+        for _ in range(60):
+            env.stepper.step(env.stepper.sample())
+            done, skipped = env.stepper.done.copy(), env.stepper.reset_step
+            env.stepper.reset_ended()
+            assert (env.stepper.is_init == (done if skipped is None else done | skipped)).all()
+            ended, first = ended or bool(done.any()), [*first, env.stepper.is_init.any()]
+        assert ended and not all(first)
+
+
 def test_the_same_seed_gives_the_same_rollout() -> None:
     for env_id, num_envs in (("CartPole-v1", 1), ("CartPole-v1", 4), ("Pendulum-v1", 2)):
         rollouts = [GymEnv(env_id, num_envs, seed=seed).rollout(60) for seed in (1, 1, 2)]
@@ -296,9 +373,13 @@ def test_the_same_seed_gives_the_same_rollout() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], GymEnv], type[Exception], str]] = {
-    "tuple": (lambda: GymEnv("Blackjack-v1"), TypeError, "FlattenObservation"),
-    "dict": (lambda: GymEnv(Scripted(spaces.Dict({"a": spaces.Discrete(2)}))), TypeError, "FlattenObservation"),
-    "actions": (lambda: GymEnv(Scripted(actions=spaces.MultiDiscrete([2, 2]))), TypeError, "Discrete and Box"),
+    "text": (lambda: GymEnv(Scripted(spaces.Text(3))), TypeError, "TransformObservation"),
+    "actions": (lambda: GymEnv(Scripted(actions=spaces.Dict({"a": spaces.Discrete(2)}))), TypeError, "MultiBinary and"),
+    "transform": (
+        lambda: GymEnv("Blackjack-v1", transforms=[ModuleTransform(nn.Identity(), ["observation"], ["observation"])]),
+        TypeError,
+        "FlattenObservation",
+    ),
     "id": (lambda: GymEnv("NoSuchEnv-v0"), gym.error.Error, "NoSuchEnv"),
     "none": (lambda: GymEnv("CartPole-v1", 0), ValueError, "at least 1"),
     "width": (lambda: GymEnv(Scripted(), 2), ValueError, "num_envs=2"),

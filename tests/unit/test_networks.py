@@ -132,7 +132,7 @@ def test_a_range_without_a_width_or_beyond_float32_has_a_density_all_the_same() 
 def test_critic_shapes_and_orthogonal_layers() -> None:
     critic = make_critic(4, (32, 32))
     assert critic(torch.randn(2, 3, 4)).shape == (2, 3)
-    weight = critic.get_parameter("network.2.weight")
+    weight = critic.get_parameter("network.trunk.layers.2.weight")
     torch.testing.assert_close(weight @ weight.T, 2.0 * torch.eye(32), atol=1e-5, rtol=0.0)
 
 

@@ -1,0 +1,203 @@
+"""Networks that turn the observations of any space into features: ``mlp`` and ``cnn``.
+
+A network of a policy is a module that maps observations ``[*B, *obs]`` (a tensor, or a TensorDict for a Dict or Tuple
+space) to features ``[*B, F]``. It is made with the spec of an observation as its first argument.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from collectors.environments import specs
+from collectors.environments.probing import without_side_effects
+from collectors.environments.specs import Spec, SpecTree
+from collectors.environments.trees import as_tensors
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
+ACTION_MASK = "action_mask"
+"""The part of an observation that says which choices are possible; it is no input of a network."""
+
+Observation = Any
+"""A tensor ``[*B, *obs]``, or a TensorDict of such tensors."""
+
+
+def linear(fan_in: int, fan_out: int, gain: float = math.sqrt(2.0)) -> nn.Linear:
+    """Return a linear layer with orthogonal weights (https://arxiv.org/abs/1312.6120) and biases of zero."""
+    layer = nn.Linear(fan_in, fan_out)
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def activation_of(name: str) -> type[nn.Module]:
+    """Return the class of an activation.
+
+    Raises:
+        ValueError: it is not one of ``tanh``, ``relu``, ``elu``, ``silu``.
+    """
+    if name not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {name!r}: one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def leaves(spec: SpecTree, *path: str) -> Iterator[tuple[tuple[str, ...], Spec]]:
+    """Yield the path and the spec of each tensor that is an input of a network: all but the action mask."""
+    if isinstance(spec, Spec):
+        yield path, spec
+        return
+    for name, part in spec.items():
+        if (*path, name) != (ACTION_MASK,):
+            yield from leaves(part, *path, name)
+
+
+def feature_size(network: nn.Module, spec: SpecTree) -> int:
+    """Return the number of features that `network` gives for observations of `spec`; calls it once with zeros.
+
+    Raises:
+        ValueError: the result is not one vector for each observation.
+    """
+    observation = as_tensors(specs.zeros(spec, 2), 2)
+    with torch.no_grad(), without_side_effects(network):
+        features = network(observation)
+    if not isinstance(features, Tensor) or features.ndim != 2 or len(features) != 2:
+        got = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
+        raise ValueError(
+            f"{type(network).__name__} has to give one vector of features for each observation, [2, F] for two of "
+            f"them, and it gave {got}"
+        )
+    return features.shape[1]
+
+
+class Flatten(nn.Module):
+    """All tensors of an observation as one vector of floats, ``[*B, size]``; images (uint8) divided by 255.
+
+    Args:
+        paths: path and spec of each tensor, see `leaves`.
+    """
+
+    def __init__(self, paths: Sequence[tuple[tuple[str, ...], Spec]]) -> None:
+        super().__init__()
+        self.paths = [(path, len(spec.shape)) for path, spec in paths]
+        self.size = sum(spec.shape.numel() for _, spec in paths)
+
+    def forward(self, observation: Observation) -> Tensor:
+        """Return the vectors."""
+        parts = [_unit(_at(observation, path)).flatten(-dims) for path, dims in self.paths]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+class MLP(nn.Module):
+    """Linear layers, each followed by the activation, on all tensors of an observation as one vector.
+
+    Weights are orthogonal with a gain of the square root of 2; biases are zero.
+
+    Args:
+        observation_spec: of an observation.
+        hidden: widths of the layers.
+        activation: one of ``tanh``, ``relu``, ``elu``, ``silu``.
+
+    Raises:
+        ValueError: an unknown `activation`.
+    """
+
+    def __init__(self, observation_spec: SpecTree, hidden: Sequence[int] = (64, 64), activation: str = "tanh") -> None:
+        super().__init__()
+        make = activation_of(activation)
+        flatten = Flatten([*leaves(observation_spec)])
+        layers = [layer for sizes in pairwise([flatten.size, *hidden]) for layer in (linear(*sizes), make())]
+        self.layers = nn.Sequential(*([] if _is_vector(observation_spec) else [flatten]), *layers)
+
+    def forward(self, observation: Observation) -> Tensor:
+        """Return features ``[*B, hidden[-1]]``."""
+        return self.layers(observation)
+
+
+class NatureCNN(nn.Module):
+    """Three convolutions and a linear layer for images, as in https://www.nature.com/articles/nature14236.
+
+    Args:
+        spec: of an image, uint8 ``[C, H, W]`` or ``[H, W, C]``; the smallest dimension is taken for the channels.
+        features: width of the last layer.
+
+    Raises:
+        ValueError: the image is smaller than 36 by 36.
+    """
+
+    def __init__(self, spec: Spec, features: int = 512) -> None:
+        super().__init__()
+        self.channels_last = spec.shape[-1] < spec.shape[0]
+        channels, height, width = (spec.shape[i] for i in ((2, 0, 1) if self.channels_last else (0, 1, 2)))
+        if min(height, width) < 36:
+            raise ValueError(
+                f"an image of {height} × {width} is too small for policy=cnn, which needs 36 × 36: policy=mlp"
+            )
+        layers: list[nn.Module] = []
+        for fan_in, fan_out, kernel, stride in ((channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)):
+            convolution = nn.Conv2d(fan_in, fan_out, kernel, stride)
+            nn.init.orthogonal_(convolution.weight, math.sqrt(2.0))
+            nn.init.constant_(convolution.get_parameter("bias"), 0.0)
+            layers += [convolution, nn.ReLU()]
+            height, width = ((side - kernel) // stride + 1 for side in (height, width))
+        self.layers = nn.Sequential(*layers, nn.Flatten(), linear(64 * height * width, features), nn.ReLU())
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Return features ``[*B, features]`` of images ``[*B, *spec.shape]``."""
+        flat = _unit(image.flatten(0, -4) if image.ndim > 3 else image.unsqueeze(0))
+        features = self.layers(flat.movedim(-1, 1) if self.channels_last else flat)
+        return features.reshape(*image.shape[:-3], features.shape[-1])
+
+
+class CNN(nn.Module):
+    """A `NatureCNN` for each image (uint8, three dimensions) of an observation; all other tensors follow as they are.
+
+    Args:
+        observation_spec: of an observation.
+        features: number of features of each image.
+
+    Raises:
+        ValueError: there is no image, or it is too small.
+    """
+
+    def __init__(self, observation_spec: SpecTree, features: int = 512) -> None:
+        super().__init__()
+        paths = [*leaves(observation_spec)]
+        images = [(path, spec) for path, spec in paths if is_image(spec)]
+        others = [(path, spec) for path, spec in paths if not is_image(spec)]
+        if not images:
+            raise ValueError(
+                "policy=cnn reads images (uint8, three dimensions), and observations have none: policy=mlp"
+            )
+        self.paths = [path for path, _ in images]
+        self.images = nn.ModuleList(NatureCNN(spec, features) for _, spec in images)
+        self.others = Flatten(others) if others else None
+
+    def forward(self, observation: Observation) -> Tensor:
+        """Return features ``[*B, F]``."""
+        parts = [network(_at(observation, path)) for path, network in zip(self.paths, self.images, strict=True)]
+        if self.others is not None:
+            parts.append(self.others(observation))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def is_image(spec: Spec) -> bool:
+    """Whether `spec` is that of an image: uint8, three dimensions."""
+    return spec.dtype == torch.uint8 and len(spec.shape) == 3
+
+
+def _is_vector(spec: SpecTree) -> bool:
+    return isinstance(spec, Spec) and len(spec.shape) == 1 and spec.dtype.is_floating_point
+
+
+def _at(observation: Observation, path: tuple[str, ...]) -> Tensor:
+    return observation.get(path) if isinstance(observation, TensorDictBase) else observation
+
+
+def _unit(tensor: Tensor) -> Tensor:
+    return tensor.float() / 255 if tensor.dtype == torch.uint8 else tensor

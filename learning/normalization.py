@@ -1,0 +1,147 @@
+"""Normalisation of observations and rewards: one set of statistics over all environments and workers.
+
+The trainer updates the statistics from its batches. Those of observations are buffers of the policy, so that they are
+checkpointed with it and travel to the workers with its weights; those of rewards are used by the trainer alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from collectors.environments.specs import Spec, SpecTree
+from learning.encoders import Observation, leaves
+
+CLIP = 10.0
+"""Normalised values are clipped to ± this, as in Stable-Baselines3's VecNormalize and in CleanRL."""
+
+
+class Moments(nn.Module):
+    """Running mean and variance of rows ``[n, *shape]`` (Chan et al., 1979), as buffers."""
+
+    mean: Tensor
+    var: Tensor
+    count: Tensor
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape))
+        self.register_buffer("var", torch.ones(shape))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    @torch.no_grad()
+    def update(self, rows: Tensor) -> None:
+        """Take `rows` into account."""
+        rows, before, n = rows.double(), self.count.item(), len(rows)
+        if n == 0:
+            return
+        difference, share = rows.mean(0) - self.mean, n / (before + n)
+        squares = self.var.double() * (1 - share) + rows.var(0, correction=0) * share
+        self.var.copy_(squares + difference.square() * share * (1 - share))
+        self.mean.add_(difference * share)
+        self.count.add_(n)
+
+
+class ObservationNormalizer(nn.Module):
+    """Observations with mean 0 and standard deviation 1, clipped; images, choices and action masks are left.
+
+    Without an update, observations are only clipped to the range.
+
+    Args:
+        spec: of an observation.
+    """
+
+    def __init__(self, spec: SpecTree) -> None:
+        super().__init__()
+        self.paths = [path for path, leaf in leaves(spec) if _is_measured(leaf)]
+        shapes = [leaf.shape for _, leaf in leaves(spec) if _is_measured(leaf)]
+        self.moments = nn.ModuleList(Moments(*shape) for shape in shapes)
+
+    def forward(self, observation: Observation) -> Observation:
+        """Return normalised observations."""
+        if not isinstance(observation, TensorDictBase):
+            return self._normalized(0, observation) if self.paths else observation
+        result = observation.copy()
+        for i, path in enumerate(self.paths):
+            result.set(path, self._normalized(i, observation.get(path)))
+        return result
+
+    def update(self, observation: Observation, mask: Tensor | None = None) -> None:
+        """Take observations ``[*B]`` into account; only those at which `mask` ``[*B]`` is true, if it is given."""
+        for path, moments in zip(self.paths, self._moments(), strict=True):
+            part = observation.get(path) if isinstance(observation, TensorDictBase) else observation
+            moments.update(part.reshape(-1, *moments.mean.shape) if mask is None else part[mask])
+
+    @property
+    def is_new(self) -> bool:
+        """Whether there was no update yet."""
+        return any(moments.count.item() == 0 for moments in self._moments())
+
+    def _moments(self) -> list[Moments]:
+        return [one for one in self.moments if isinstance(one, Moments)]
+
+    def _normalized(self, i: int, part: Tensor) -> Tensor:
+        moments = self._moments()[i]
+        return ((part - moments.mean) * (moments.var + 1e-8).rsqrt()).clamp(-CLIP, CLIP)
+
+
+def _is_measured(spec: Spec) -> bool:
+    """Whether `spec` is that of a quantity; one-hot and binary vectors are not."""
+    if not spec.dtype.is_floating_point:
+        return False
+    return spec.low is None or spec.high is None or not (bool((spec.low == 0).all()) and bool((spec.high == 1).all()))
+
+
+class RewardNormalizer:
+    """What the learner gets as rewards: ``raw``, ``normalized`` or ``sign``.
+
+    ``normalized``: divided by the standard deviation of the discounted sum of rewards so far, and clipped, as in
+    Stable-Baselines3's VecNormalize. The sums continue from batch to batch, row for row; in asynchronous collection,
+    where a batch is one worker's, a row may continue another worker's sum.
+
+    Args:
+        how: one of the three.
+        gamma: discount per step.
+    """
+
+    def __init__(self, how: str = "raw", gamma: float = 0.99) -> None:
+        self.how, self.gamma = how, gamma
+        self.moments = Moments()
+        self._sums = np.zeros(0)
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        """Return `batch` ``[*B, T]`` with the learner's rewards; the given one is unchanged."""
+        if self.how == "raw":
+            return batch
+        step = batch.get("next").copy()
+        reward = step.get("reward")
+        if self.how == "sign":
+            step.set("reward", reward.sign())
+        else:
+            self._update(reward.squeeze(-1), step.get("done").squeeze(-1), batch.get("mask", None))
+            step.set("reward", (reward * (self.moments.var + 1e-8).rsqrt()).clamp(-CLIP, CLIP))
+        return batch.copy().set("next", step)
+
+    def _update(self, reward: Tensor, done: Tensor, mask: Tensor | None) -> None:
+        rewards, ended = (x.reshape(-1, x.shape[-1]).numpy(force=True).T for x in (reward.double(), done))  # time first
+        if self._sums.shape != rewards.shape[1:]:
+            self._sums = np.zeros(rewards.shape[1:])
+        sums = np.empty_like(rewards)
+        for t, (reward_t, ended_t) in enumerate(zip(rewards, ended, strict=True)):
+            sums[t] = self._sums = self._sums * self.gamma + reward_t
+            self._sums = np.where(ended_t, 0.0, self._sums)
+        seen = torch.from_numpy(sums.T.copy()).flatten()
+        self.moments.update(seen if mask is None else seen[mask.flatten().cpu()])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the statistics; the sums of unfinished episodes are not part of them."""
+        return dict(self.moments.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the statistics of `state_dict`."""
+        self.moments.load_state_dict(state)

@@ -1,0 +1,139 @@
+"""Policies for observations and actions of every space: their shapes, masks and distributions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import pytest
+import torch
+from gymnasium import spaces
+from tensordict import TensorDict
+
+from collectors import ActionMask, GymEnv, PartialObservation
+from collectors.environments.specs import observation_codec
+from collectors.environments.trees import as_tensors
+from learning import CNN, MLP, make_actor_critic, make_policy
+from learning.encoders import feature_size
+from learning.networks import Network
+
+IMAGE = spaces.Box(0, 255, (4, 40, 44), "uint8")
+ARM = spaces.Tuple((spaces.Box(-1, 1, (2,)), spaces.Discrete(3)))
+MIXED = spaces.Dict({"pixels": spaces.Box(0, 255, (40, 44, 3), "uint8"), "arm": ARM})
+
+
+class Bandit(gym.Env):
+    """Two choices at once; a mask in its info allows one option of the first. Ends after one step."""
+
+    action_space = spaces.MultiDiscrete([3, 2])
+
+    def __init__(self, space: spaces.Space = MIXED) -> None:
+        self.observation_space = space
+        self.allowed = 0
+
+    def _info(self) -> dict[str, Any]:
+        self.allowed = int(self.np_random.integers(3))
+        first = [int(i == self.allowed) for i in range(3)]
+        return {"action_mask": (first, [1, 1])}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return self.observation_space.sample(), self._info()
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        right = action[0] == self.allowed
+        return self.observation_space.sample(), float(right), True, False, self._info()
+
+
+@pytest.mark.parametrize(
+    ("make", "space", "size"),
+    [
+        (MLP, spaces.Box(-1, 1, (5,)), 64),
+        (MLP, MIXED, 64),
+        (MLP, IMAGE, 64),
+        (CNN, IMAGE, 512),
+        (CNN, MIXED, 512 + 5),
+    ],
+    ids=str,
+)
+def test_features_of_every_space_for_every_batch_shape(make: Any, space: spaces.Space, size: int) -> None:
+    env = GymEnv(lambda: Bandit(space), 3)
+    network = make(env.observation_spec["observation"])
+    assert feature_size(network, env.observation_spec["observation"]) == size
+    batch = env.rollout(4)
+    features = network(batch["observation"])
+    assert features.shape == (3, 4, size)
+    torch.testing.assert_close(network(batch["observation"][1, 2]), features[1, 2], atol=1e-5, rtol=1e-4)
+
+
+def test_a_channel_may_come_first_or_last() -> None:
+    for shape, channels in (((4, 40, 44), 4), ((40, 44, 3), 3)):
+        network = CNN(observation_codec(spaces.Box(0, 255, shape, "uint8")).spec)
+        assert network.images[0].layers[0].in_channels == channels
+
+
+@pytest.mark.parametrize(
+    ("space", "said"),
+    [
+        (spaces.Box(-1, 1, (5,)), "observations have none: policy=mlp"),
+        (spaces.Box(0, 255, (20, 20, 3), "uint8"), "20 × 20 is too small"),
+    ],
+)
+def test_convolutions_need_images_that_are_large_enough(space: spaces.Space, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        CNN(observation_codec(space).spec)
+
+
+def test_a_network_that_gives_no_features_is_named() -> None:
+    with pytest.raises(ValueError, match=r"Identity has to give one vector of features .* it gave \[2, 4, 40, 44\]"):
+        make_actor_critic(lambda spec: torch.nn.Identity(), observation_codec(IMAGE).spec, GymEnv(Bandit).action_spec)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_network_may_be_shared_with_the_critic(shared: bool) -> None:
+    env = GymEnv(Bandit)
+    policy, critic = make_actor_critic(MLP, env.observation_spec["observation"], env.action_spec, shared=shared)
+    assert isinstance(policy.network, Network) and isinstance(critic.network, Network)
+    assert (policy.network.trunk is critic.network.trunk) == shared
+
+
+def test_several_choices_are_distributed_as_torch_says_and_a_mask_is_kept() -> None:
+    env = GymEnv(lambda: ActionMask(Bandit()), 4, seed=0)
+    torch.manual_seed(0)
+    policy, critic = make_actor_critic(MLP, env.observation_spec["observation"], env.action_spec)
+    batch = env.rollout(64, policy)
+    assert batch["observation", "action_mask"].shape == (4, 64, 5)
+    assert batch["action"].shape == (4, 64, 2) and batch["next", "reward"].min() == 1.0  # the first choice is allowed
+    assert critic(batch["observation"]).shape == (4, 64)
+    distribution = policy.distribution(batch["observation"])
+    torch.testing.assert_close(distribution.log_prob(batch["action"]), batch["action_log_prob"], atol=1e-5, rtol=1e-4)
+    assert bool((distribution.entropy() < torch.tensor(2.0).log() + 1e-3).all())  # only the second is open
+    free = policy.from_parameters(torch.zeros(5))
+    assert free.entropy().item() == pytest.approx(torch.tensor(6.0).log().item())
+    share = (free.sample((20_000,)) == 0).float().mean(0)
+    torch.testing.assert_close(share, torch.tensor([1 / 3, 1 / 2]), atol=0.02, rtol=0.0)
+    assert free.mode.shape == (2,)
+
+
+def test_a_mask_belongs_to_choices_and_has_to_be_there() -> None:
+    with pytest.raises(TypeError, match="an action mask is for Discrete and MultiDiscrete actions"):
+        ActionMask(gym.make("Pendulum-v1"))
+    with pytest.raises(KeyError, match="no 'action_mask' in its info"):
+        ActionMask(gym.make("CartPole-v1")).reset()
+
+
+def test_a_part_of_an_observation_may_be_hidden() -> None:
+    env = PartialObservation(gym.make("CartPole-v1"), keep=[0, 2])
+    whole, _ = gym.make("CartPole-v1").reset(seed=3)
+    assert env.reset(seed=3)[0].tolist() == [whole[0], whole[2]]
+    assert env.observation_space.contains(env.reset()[0])
+    with pytest.raises(TypeError, match="vector observations"):
+        PartialObservation(gym.make("FrozenLake-v1"), keep=[0])
+
+
+def test_a_policy_takes_a_tree_of_observations_in_one_call() -> None:
+    env = GymEnv(Bandit)
+    policy = make_policy(env.observation_spec["observation"], env.action_spec)
+    td = policy(TensorDict({"observation": env.observe()["observation"]}, []))
+    assert td["action"].shape == (2,)
+    assert as_tensors(env.stepper.observation, 1).batch_size == (1,)
