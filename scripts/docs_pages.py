@@ -127,7 +127,7 @@ def _settings(group: str, node: Any, path: Path, skip: Collection[Any] = ()) -> 
         yield ""
     if not names:
         return
-    said = {**_arguments(target), **_arguments(kind)}
+    said = {**_arguments(target), **_arguments(_seen(kind)), **_arguments(kind)}
     types = {field.name: field.type for field in fields(kind)} if kind not in (None, dict) else {}
     yield "| setting | type | default | |"
     yield "| --- | --- | --- | --- |"
@@ -150,10 +150,17 @@ def _type(annotation: Any) -> str:
     return shown.replace("typing.", "").replace(" | ", " or ")
 
 
+def _seen(config: Any) -> Any:
+    """Return the function that the docstring of a config refers to (see ``package.function``); None if to none."""
+    found = re.search(r"[Ss]ee ``([\w.]+\.\w+)``", getattr(config, "__doc__", None) or "")
+    return get_object(found[1]) if found else None
+
+
 def _arguments(documented: Any) -> dict[str, str]:
     """Return ``{name: description}`` of the sections Args and Attributes of a class and of its bases."""
     found: dict[str, str] = {}
-    for one in inspect.getmro(documented) if inspect.isclass(documented) else [documented]:
+    classes = inspect.getmro(documented) if inspect.isclass(documented) else ()
+    for one in [part for each in classes for part in (each, each.__init__)] or [documented]:
         text = inspect.cleandoc(getattr(one, "__doc__", None) or "")
         for section in griffe.Docstring(text).parse("google", warnings=False):
             if section.kind in (griffe.DocstringSectionKind.parameters, griffe.DocstringSectionKind.attributes):

@@ -12,7 +12,19 @@ import pytest
 import wsync
 
 ROOT = Path(__file__).parents[2]
-OPTIONAL = ("cloudpickle", "gymnasium", "hydra", "matplotlib", "omegaconf", "pytest", "ray", "rich", "typer", "wandb")
+OPTIONAL = (
+    "cloudpickle",
+    "gymnasium",
+    "hydra",
+    "matplotlib",
+    "omegaconf",
+    "pytest",
+    "ray",
+    "rich",
+    "typer",
+    "wandb",
+    "zstandard",
+)
 PROGRAM = f"""
 import sys
 from importlib import import_module
