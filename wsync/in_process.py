@@ -174,6 +174,14 @@ class InProcessChannel:
         """See ``ReceiveChannel``."""
         self._acks.append(ack)
 
+    def newest_version(self) -> int:
+        """See ``ReceiveChannel``: ``send`` has installed it."""
+        return 0
+
+    def request_newest(self) -> int:
+        """See ``ReceiveChannel``."""
+        return 0
+
     def carried_bytes(self, version: int) -> int:
         """See ``SendChannel``."""
         return self._buffer.flat.numel() if self._buffer else 0

@@ -19,14 +19,17 @@ from typing import Any
 from wsync.deadlines import deadline_in
 from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
 from wsync.gate import gate_model, process_gate, ungate_model
+from wsync.loops.gate_lock import Feed
 from wsync.receiving import prepared
 from wsync.receiving.forking import gated_receivers
+from wsync.receiving.on_request import OnRequest
 from wsync.receiving.protocols import (
     CheckLayout,
     Closed,
     Decision,
     Event,
     Failed,
+    Newest,
     Poller,
     Prepare,
     ReceiveChannel,
@@ -62,6 +65,7 @@ class Receiver(VersionState):
         cascade: Callable[[], object] | None = None,
     ) -> None:
         super().__init__(channel)
+        self._on_request: OnRequest | None = None
         self.destination = destination
         self.worker_idx = -1
         self.announced_at = 0.0
@@ -69,6 +73,7 @@ class Receiver(VersionState):
         # Registered twice: with the gate (polled before each forward) and with the receiver thread (called per
         # message). A channel may substitute a compiled one.
         self._poller: Poller = self
+        self._feed: Feed = self  # what the gate polls: the poller, or what stands before it
         self._cascade = cascade
         self._unacknowledged: Update | None = None  # installed; acknowledged after the cascade
         self._target: Target | None = None
@@ -77,6 +82,10 @@ class Receiver(VersionState):
         self._attached = False
         self._in_forked_child = False
         self._error = ""
+
+    def fetch_on_request(self, max_staleness: int | None, timeout: float | None) -> None:
+        """From the next ``connect`` on, install versions only when they are asked for: see ``OnRequest``."""
+        self._on_request = OnRequest(self._channel, self, max_staleness, timeout)
 
     def begin_connect(self, worker_idx: int, timeout: float | None) -> Sequence[int]:
         """Begin ``connect`` without waiting for the sender.
@@ -120,12 +129,15 @@ class Receiver(VersionState):
             raise
         gate = process_gate()
         self._poller = self._channel.poller(self)
-        gate.attach(self._poller)
+        self._feed = self._poller if self._on_request is None else self._on_request.over(self._poller)
+        gate.attach(self._feed)
         memory = self._channel.registered()
         if memory is not None:
             self._follower = RegisteredFollower(memory, self)
             gate.attach(self._follower)
         gate.gate_lock.pass_through()  # installs the first weights, if there are any
+        if self._on_request is not None:
+            gate.call(self._on_request.install)
         error = self._error if self._channel.first_version else ""  # without a first version: of a later update
         self._acknowledge_after_cascade()
         self._seen = min(self.version, self._channel.first_version)  # `receive` returns a newer one
@@ -159,7 +171,9 @@ class Receiver(VersionState):
             if self.destination.module is not None:
                 unshare(self.destination.module)
             self._target = self.destination.target(layout, bind=self._channel.binds)
-            if self._target.may_refuse:  # keep the previous version's slot so that a failed install can roll back
+            if (
+                self._target.may_refuse or self._on_request is not None
+            ):  # keep the previous version's slot so that a failed install can roll back
                 self._channel.hold_previous()
         return self._target
 
@@ -196,6 +210,8 @@ class Receiver(VersionState):
         if isinstance(self._target, Binding) and not (self._error or update.extra or self._cascade):
             self._channel.enable_fast_path(self._target)
         self.announced_at = 0.0
+        if self._on_request is not None:
+            self._on_request.on_tried(update.version)
         if not self._error:
             self.set_version(update.version)
             if self._cascade is not None:
@@ -216,11 +232,23 @@ class Receiver(VersionState):
         for event in events:
             if isinstance(event, Closed):
                 self.end(finished=event.finished)
+                if self._on_request is not None:
+                    self._on_request.on_closed()
                 return False
             self.announced_at = time.perf_counter()
-            process_gate().call(self._process, event)
+            if self._on_request is None:
+                process_gate().call(self._process, event)
+            else:
+                self._process_on_request(self._on_request, event)
             self._acknowledge_after_cascade()
         return True
+
+    def _process_on_request(self, on_request: OnRequest, event: Event) -> None:
+        on_request.begin_processing()
+        try:
+            process_gate().call(self._process, event)
+        finally:
+            on_request.end_processing()
 
     def _process(self, event: Event) -> None:
         # ``Published`` needs no branch: entering the gate has already polled the feed and installed the update.
@@ -230,7 +258,11 @@ class Receiver(VersionState):
             prepared.decide(event.transaction, event.commit)
         elif isinstance(event, CheckLayout):
             self._check_layout(event)
+        elif isinstance(event, Newest) and self._on_request is not None:
+            self._on_request.on_newest(event.version, event.request)
         elif isinstance(event, Failed):
+            if self._on_request is not None:
+                self._on_request.on_tried(event.version)
             self._channel.answer(Ack(self.worker_idx, event.version, event.error))
         # Clear it: if the acting thread already installed this update, this timestamp must not count in the next
         # update's wait.
@@ -288,18 +320,21 @@ class Receiver(VersionState):
         return self.version if model is None else self._strategy.extract_weights(model)
 
     def pull(self, timeout: float | None) -> int:
-        """Install the newest version that can be had now; waits ``timeout`` seconds for the first one.
+        """Install the newest version that can be had now; waits ``timeout`` seconds for it, or for the first one.
 
         Raises:
             NotConnected: the sender is gone, and there has been no version.
-            SyncTimeout: there is no version yet.
+            SyncTimeout: there is no version yet, or the sender did not send it in time.
             RuntimeError: called inside the gate.
         """
         self._require_connecting()
         if process_gate().held_here:
             raise RuntimeError("call pull() outside any forward and any wsync.gate() block")
         self.process(self._channel.fetch_newest())
-        process_gate().gate_lock.pass_through()
+        if self._on_request is None:
+            process_gate().gate_lock.pass_through()
+        elif not self._on_request.pull(timeout):
+            raise SyncTimeout(f"worker {self.worker_idx}: the newest version did not come within {timeout} s")
         if not self.version and self.wait_next(timeout, lambda: True) is None:
             if self.finished:
                 raise no_more_weights(finished=True)
@@ -356,7 +391,7 @@ class Receiver(VersionState):
         self._channel.detach(self._poller)
         gate = process_gate()
         with gate.hold():
-            gate.detach(self._poller)
+            gate.detach(self._feed)
             if self._follower is not None:
                 gate.detach(self._follower)
                 self._follower = None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self
 
 import torch
 from tensordict import TensorDictBase
@@ -73,6 +73,11 @@ class WeightSyncScheme(ABC):
         bind: whether a worker's model may be bound (see the module); False if the worker writes to its parameters.
         send_transform: what is done to weights before they are sent: a function, or a list (``wsync.transforms``).
         receive_transform: what is done to them in the worker, before they are installed; picklable.
+        initiator: ``"sender"``: ``send`` has workers install each version. ``"receiver"``: it only makes the version
+            available, and a worker installs the newest one when it calls ``pull``. First weights that the sender has
+            when it connects are installed by ``connect`` in any case.
+        max_staleness: with ``initiator="receiver"``: a worker whose model is more versions behind fetches the newest
+            before its next forward; None for no limit.
 
     Attributes:
         metrics: what each update has cost.
@@ -104,7 +109,15 @@ class WeightSyncScheme(ABC):
         bind: bool = True,
         send_transform: Transform | Sequence[Transform] | None = None,
         receive_transform: Transform | Sequence[Transform] | None = None,
+        initiator: Literal["sender", "receiver"] = "sender",
+        max_staleness: int | None = None,
     ) -> None:
+        if initiator not in ("sender", "receiver"):
+            raise ValueError(f"initiator is 'sender' or 'receiver', not {initiator!r}")
+        if max_staleness is not None and (initiator == "sender" or max_staleness < 0):
+            raise ValueError("max_staleness is a number of versions, 0 or more, and needs initiator='receiver'")
+        self.initiator: Literal["sender", "receiver"] = initiator
+        self.max_staleness = max_staleness
         self._role: SenderRole | ReceiverRole | None = None
         self._address: Any = None  # of the sender; travels in the pickle
         self._strategy = WeightStrategy(strategy)
@@ -129,7 +142,7 @@ class WeightSyncScheme(ABC):
     @property
     def acknowledges(self) -> bool:
         """Whether a finished ``send`` means that every worker has acknowledged the update."""
-        return True
+        return self.initiator == "sender"
 
     @property
     def device(self) -> torch.device:
@@ -225,6 +238,7 @@ class WeightSyncScheme(ABC):
             checksum=self.checksum,
             device=self.device,
             delta=delta_of(self.send_transform),
+            on_request=self.initiator == "receiver",
         )
         sender = Sender(
             channel,
@@ -233,6 +247,7 @@ class WeightSyncScheme(ABC):
             self.timeout,
             delivers_at_connect=self.delivers_at_connect,
             finishes_on_publish=not self.acknowledges,
+            on_request=self.initiator == "receiver",
             record=self.metrics.record,
         )
         return sender, channel
@@ -281,6 +296,8 @@ class WeightSyncScheme(ABC):
         transform = compose(self.receive_transform, "receive_transform")
         destination = Destination(model, load=load, chunk_bytes=chunk_bytes, transform=transform)
         receiver = Receiver(destination, self._strategy, channel, cascade=cascade)
+        if self.initiator == "receiver":
+            receiver.fetch_on_request(self.max_staleness, self.timeout)
         self._role = ReceiverRole(model_id, context, model, receiver, worker_idx)
 
     def _open_receiver(self, model_id: str) -> ReceiveChannel:
@@ -474,11 +491,11 @@ class WeightSyncScheme(ABC):
         """On a receiver: install the newest version that can be had now; return the model's version.
 
         Args:
-            timeout: seconds to wait if there is no version yet; None for no limit.
+            timeout: seconds to wait for it, or for the first version; None for no limit.
 
         Raises:
             NotConnected: before ``connect``; or the sender is gone and there has been no version.
-            SyncTimeout: there is no version yet.
+            SyncTimeout: there is no version yet, or the sender did not send it in time.
             RuntimeError: called inside a forward, or ``wsync.gate()``.
         """
         return self._receiver_role("pull").receiver.pull(timeout)

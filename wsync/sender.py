@@ -40,6 +40,7 @@ class Sender:
         delivers_at_connect: whether the first weights are delivered by ``connect``, or by the first ``send``.
         finishes_on_publish: whether a send finishes once the update is published, because every later forward is
             guaranteed to use it; no acknowledgements are awaited.
+        on_request: whether workers fetch updates: ``send`` waits for none.
         record: called with the report of each finished update.
 
     Attributes:
@@ -57,6 +58,7 @@ class Sender:
         *,
         delivers_at_connect: bool = True,
         finishes_on_publish: bool = False,
+        on_request: bool = False,
         record: Callable[[SyncReport], None],
     ) -> None:
         self.version = 0
@@ -66,6 +68,7 @@ class Sender:
         self._channel = channel
         self._delivers_at_connect = delivers_at_connect
         self._finishes_on_publish = finishes_on_publish
+        self._on_request = on_request
         self._record = record
         self._members = Membership(num_workers)
         self._acks = Acknowledgements(channel, self._members, timeout)
@@ -259,7 +262,8 @@ class Sender:
             # Two cases need acknowledgements in any mode: extra state, because set_extra_state may raise; and workers
             # that may not have mapped the arena yet: until they have answered, their forwards do not read it.
             unsure = not self._not_yet_mapped.isdisjoint(workers) or any([extra for _, _, extra in packed])
-            update.acknowledge = acknowledge = acknowledge or unsure or not update.live
+            must = (unsure or not update.live) and not self._on_request
+            update.acknowledge = acknowledge = acknowledge or must
             self._announce_registered(update)
             for part, buffer, extra in packed:
                 self._channel.publish(buffer, update.version, extra, part.workers, acknowledge)

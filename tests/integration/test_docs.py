@@ -45,7 +45,13 @@ def run(folder: Path, *command: str) -> str:
 @pytest.mark.parametrize(
     "name",
     # The README's first program does the same with another backend.
-    ["run_collector.py", "run_engine.py", "run_store.py", pytest.param("run_files.py", marks=pytest.mark.slow)],
+    [
+        "run_collector.py",
+        "run_engine.py",
+        "run_pull.py",
+        "run_store.py",
+        pytest.param("run_files.py", marks=pytest.mark.slow),
+    ],
 )
 def test_a_program_runs(folder: Path, name: str) -> None:
     assert run(folder, name) != ""
@@ -56,6 +62,7 @@ def test_every_program_is_run() -> None:
         "run_collector.py",
         "run_engine.py",
         "run_files.py",
+        "run_pull.py",
         "run_store.py",
     }
 

@@ -20,6 +20,7 @@ import wsync
 from wsync.testing import ProcessWorker, WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import EveryTensorKind, Small, WithExtraState, fill, longer, scramble
+from wsync.testing.pull import catch_up
 
 ROOT = Path(__file__).parents[2]
 
@@ -118,6 +119,15 @@ def test_workers_that_pull(tmp_path: Path, pool: WorkerPool) -> None:
         assert workers[0].call(commands.output) == [1.0] * 4
         assert workers[0].call(pull) == 3
         assert workers[0].call(commands.output) == [3.0] * 4
+
+
+def test_a_reader_that_is_too_far_behind_installs_before_its_next_forward(tmp_path: Path, pool: WorkerPool) -> None:
+    with trainer(tmp_path) as scheme, pool.group(1) as workers:
+        workers[0].call(read, str(tmp_path), initiator="receiver", max_staleness=1)
+        scheme.send(fill(Small(), 2))
+        assert workers[0].call(commands.output) == [1.0] * 4
+        scheme.send(fill(Small(), 3))
+        assert workers[0].call(catch_up, 3) == [3.0] * 4
 
 
 def test_old_versions_are_deleted(tmp_path: Path) -> None:

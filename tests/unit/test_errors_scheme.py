@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from striking import struck_at
+from tensordict import TensorDict
 from torch import nn
 
 import wsync
@@ -78,3 +79,17 @@ def test_a_scheme_that_another_thread_shuts_down_at_any_point_is_not_connected(a
             scheme.init_on_sender("policy", weights={"weight": torch.ones(2)})
             with suppress(wsync.NotConnected):
                 struck_at(point, partial(ask, scheme), scheme.shutdown)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"initiator": "both"}, "'sender' or 'receiver'"),
+        ({"max_staleness": 2}, "needs initiator='receiver'"),
+        ({"initiator": "receiver", "max_staleness": -1}, "0 or more"),
+        ({"initiator": "receiver", "policy_weights": {"policy": TensorDict({})}}, "policy_weights"),
+    ],
+)
+def test_options_of_workers_that_fetch(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        wsync.SharedMemWeightSyncScheme(**options)

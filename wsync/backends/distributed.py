@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import distributed as dist
@@ -46,6 +46,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             connected. So a second scheme of the same name in one process gets the second sender, and a restarted
             worker gets the newest sender if the older ones have ended.
         send_transform, receive_transform: see ``WeightSyncScheme`` and ``wsync.transforms``.
+        initiator, max_staleness: see ``WeightSyncScheme``.
     """
 
     name = "distributed"
@@ -75,6 +76,8 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         store: Store | None = None,
         send_transform: Transform | Sequence[Transform] | None = None,
         receive_transform: Transform | Sequence[Transform] | None = None,
+        initiator: Literal["sender", "receiver"] = "sender",
+        max_staleness: int | None = None,
     ) -> None:
         super().__init__(
             strategy,
@@ -83,6 +86,8 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             bind=bind,
             send_transform=send_transform,
             receive_transform=receive_transform,
+            initiator=initiator,
+            max_staleness=max_staleness,
         )
         self.backend = check_backend(backend)
         self.host = host

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import traceback
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from torch import nn
 
@@ -151,6 +151,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         timeout: seconds for ``connect`` and ``send``; None for no limit.
         checksum: whether each update carries a checksum, which a worker checks before it prepares or installs it.
         send_transform, receive_transform: see ``WeightSyncScheme`` and ``wsync.transforms``.
+        initiator, max_staleness: see ``WeightSyncScheme``.
     """
 
     name = "multiprocess"
@@ -166,6 +167,8 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         checksum: bool = False,
         send_transform: Transform | Sequence[Transform] | None = None,
         receive_transform: Transform | Sequence[Transform] | None = None,
+        initiator: Literal["sender", "receiver"] = "sender",
+        max_staleness: int | None = None,
     ) -> None:
         super().__init__(
             strategy,
@@ -174,6 +177,8 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
             bind=False,
             send_transform=send_transform,
             receive_transform=receive_transform,
+            initiator=initiator,
+            max_staleness=max_staleness,
         )
         self.checksum = checksum
         self._pipes: list[Any] = []  # of the older API

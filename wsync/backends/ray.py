@@ -87,6 +87,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         transport: ``"group"``: shared memory on the sender's machine, a process group for each actor elsewhere.
             ``"object_store"``: Ray's object store, one ``ray.put`` for each update: for many actors on many nodes.
         send_transform, receive_transform: see ``WeightSyncScheme`` and ``wsync.transforms``.
+        initiator, max_staleness: see ``WeightSyncScheme``.
 
     Raises:
         ValueError: an unknown backend or transport; or ``"nccl"`` with the object store, which has no GPU memory.
@@ -110,6 +111,8 @@ class RayWeightSyncScheme(WeightSyncScheme):
         transport: Literal["group", "object_store"] = "group",
         send_transform: Transform | Sequence[Transform] | None = None,
         receive_transform: Transform | Sequence[Transform] | None = None,
+        initiator: Literal["sender", "receiver"] = "sender",
+        max_staleness: int | None = None,
     ) -> None:
         super().__init__(
             strategy,
@@ -118,6 +121,8 @@ class RayWeightSyncScheme(WeightSyncScheme):
             bind=bind,
             send_transform=send_transform,
             receive_transform=receive_transform,
+            initiator=initiator,
+            max_staleness=max_staleness,
         )
         self.backend = check_backend(backend)
         self.host = host

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -118,6 +118,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
             False sends to all by gloo, as over a network; nccl always does.
         trainer: the sender's name in RPC.
         send_transform, receive_transform: see ``WeightSyncScheme`` and ``wsync.transforms``.
+        initiator, max_staleness: see ``WeightSyncScheme``.
     """
 
     name = "rpc"
@@ -139,6 +140,8 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         trainer: str = "trainer",
         send_transform: Transform | Sequence[Transform] | None = None,
         receive_transform: Transform | Sequence[Transform] | None = None,
+        initiator: Literal["sender", "receiver"] = "sender",
+        max_staleness: int | None = None,
     ) -> None:
         super().__init__(
             strategy,
@@ -147,6 +150,8 @@ class RPCWeightSyncScheme(WeightSyncScheme):
             bind=bind,
             send_transform=send_transform,
             receive_transform=receive_transform,
+            initiator=initiator,
+            max_staleness=max_staleness,
         )
         self.backend = check_backend(backend)
         self.host = host

@@ -101,6 +101,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             raised by the next ``send``. Each worker then keeps the slot that its model is bound to, so there may be one
             more slot for each worker that has not installed the newest version.
         send_transform, receive_transform: see ``WeightSyncScheme`` and ``wsync.transforms``.
+        initiator, max_staleness: see ``WeightSyncScheme``.
     """
 
     name = "shared_mem"
@@ -122,6 +123,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         checksum: bool = False,
         send_transform: Transform | Sequence[Transform] | None = None,
         receive_transform: Transform | Sequence[Transform] | None = None,
+        initiator: Literal["sender", "receiver"] = "sender",
+        max_staleness: int | None = None,
     ) -> None:
         if acknowledge not in ("installed", "published"):
             raise ValueError(f"acknowledge is 'installed' or 'published', not {acknowledge!r}")
@@ -132,9 +135,13 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             bind=bind,
             send_transform=send_transform,
             receive_transform=receive_transform,
+            initiator=initiator,
+            max_staleness=max_staleness,
         )
         self.auto_register = auto_register
         self.per_worker_weights = per_worker_weights
+        if initiator == "receiver" and policy_weights:
+            raise ValueError("policy_weights are shared with workers at once: leave them out with initiator='receiver'")
         self.acknowledge = acknowledge
         self.checksum = checksum
         self._registered: dict[str, TensorDictBase] = dict(policy_weights or {})
@@ -223,7 +230,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     @property
     def acknowledges(self) -> bool:
         """See ``WeightSyncScheme``."""
-        return self.acknowledge == "installed"
+        return self.acknowledge == "installed" and super().acknowledges
 
     def _transport_factory(self) -> None:
         return None

@@ -44,10 +44,11 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         keep: how many versions are kept.
         durable: whether each version is flushed to the disk (local file systems).
         initiator: ``"sender"``: workers install versions as they appear; ``"receiver"``: only when they ``pull``.
+        max_staleness: see ``WeightSyncScheme``; of the versions that a worker has noticed.
         send_transform, receive_transform: see ``WeightSyncScheme`` and ``wsync.transforms``.
 
     Raises:
-        ValueError: ``keep`` is below 1, or the initiator is unknown.
+        ValueError: ``keep`` is below 1; or see ``WeightSyncScheme``.
     """
 
     name = "store"
@@ -63,20 +64,24 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         keep: int = 3,
         durable: bool = True,
         initiator: Literal["sender", "receiver"] = "sender",
+        max_staleness: int | None = None,
         send_transform: Transform | Sequence[Transform] | None = None,
         receive_transform: Transform | Sequence[Transform] | None = None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep is at least 1, not {keep}")
-        if initiator not in ("sender", "receiver"):
-            raise ValueError(f"initiator is 'sender' or 'receiver', not {initiator!r}")
         super().__init__(
-            strategy, timeout=timeout, bind=bind, send_transform=send_transform, receive_transform=receive_transform
+            strategy,
+            timeout=timeout,
+            bind=bind,
+            send_transform=send_transform,
+            receive_transform=receive_transform,
+            initiator=initiator,
+            max_staleness=max_staleness,
         )
         self.url = url
         self.keep = keep
         self.durable = durable
-        self.initiator = initiator
         self._first_version = 1  # the oldest that a worker begins with; 0: without weights. Travels in the pickle
 
     @property
@@ -111,7 +116,7 @@ class StoreWeightSyncScheme(WeightSyncScheme):
 
     def _open_receiver(self, model_id: str) -> StoreReceiveChannel:
         store = VersionStore(self._folder(model_id))
-        watches = self.initiator == "sender"
+        watches = self.initiator == "sender" or self.max_staleness is not None
         return StoreReceiveChannel(store, self._first_version, binds=self.bind, watches=watches)
 
     def shutdown(self) -> None:

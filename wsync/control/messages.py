@@ -9,9 +9,10 @@ from typing import NamedTuple
 from wsync.loops.messages import HEADER
 from wsync.types import Ack
 
-PROTOCOL = 11  # version of the messages; both sides must have the same
+PROTOCOL = 12  # version of the messages; both sides must have the same
 HEADER_SIZE = HEADER.size
 TRANSACTION = struct.Struct("<Q")  # number of a transaction, at the beginning of a payload
+REQUEST = struct.Struct("<Q")  # number of a request, in the payload of its answer
 
 
 class Kind(IntEnum):
@@ -32,6 +33,7 @@ class Kind(IntEnum):
     CHECK_LAYOUT = 9  # answer whether weights of a layout would fit; payload: SenderSettings
     FETCH = 10  # begin to receive a version, before its UPDATE or PREPARE; payload: checksum and extra state
     DELTA = 11  # a version that comes by no transport, before its UPDATE or PREPARE; payload: wsync.transforms.delta
+    NEWEST = 12  # the newest version, where workers fetch; payload: the number of the REQUEST that it answers, or 0
     # from a worker to the sender
     HELLO = 16  # the first message; version: PROTOCOL; payload: credentials, the worker's process, the user's payload
     ACK = 17  # a version is installed
@@ -39,6 +41,7 @@ class Kind(IntEnum):
     FAILED = 19  # a version was not installed, or not kept; payload: the traceback
     SLOT_FREED = 20  # a slot of the arena that the sender waits for is free
     JOINED = 21  # how the worker receives weights; version: 1 for the arena, 0 for a transport
+    REQUEST = 22  # send the newest version, where workers fetch; version: the number of this request
     # both ways
     LEAVE = 32  # this side closes the connection on purpose; version: 1 if it is a sender that shuts down, else 0
     STORE = 33  # a key and its value, while a process group is being formed; payload: see forming.py

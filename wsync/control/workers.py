@@ -17,7 +17,7 @@ from wsync.types import Ack
 
 _log = logging.getLogger(__name__)
 # What ``read`` accepts. JOINED and STORE are read by ``on_accepted``, inside ``reading_directly``.
-_ANSWERS = frozenset((Kind.ACK, Kind.PREPARED, Kind.FAILED, Kind.SLOT_FREED))
+_ANSWERS = frozenset((Kind.ACK, Kind.PREPARED, Kind.FAILED, Kind.SLOT_FREED, Kind.REQUEST))
 
 
 class WorkerConnections:
@@ -260,7 +260,9 @@ class WorkerConnections:
                 self.mark_dead(worker, _disconnect_reason(connection, message))
                 continue
             known = self._answers.get(worker)  # a repeated answer may arrive after a newer one
-            if message.kind is not Kind.SLOT_FREED and (known is None or known.version <= message.version):
+            if message.kind not in (Kind.SLOT_FREED, Kind.REQUEST) and (
+                known is None or known.version <= message.version
+            ):
                 error = message.payload.decode(errors="replace") if message.kind is Kind.FAILED else ""
                 self._answers[worker] = Ack(worker, message.version, error, wait=message.wait, apply=message.apply)
             self._callbacks.on_answer(worker, message)

@@ -8,6 +8,7 @@ from wsync.control.messages import unpack_exactly
 from wsync.errors import NotConnected
 from wsync.gate import process_gate
 from wsync.loops import Installer, WorkerSlot
+from wsync.loops.words import PUBLISHED, version_in
 from wsync.receiving.prepared import updates_by_transaction
 from wsync.receiving.protocols import Event, Poller, Prepare, Published, UpdateReceiver
 from wsync.shm.arena import PREPARE, Arena
@@ -113,6 +114,13 @@ class ArenaReader:
         """See ``ReceiveChannel``."""
         taken = self._slot.take(self.binds) if self._has_layout else None
         return None if taken is None else self._update(*taken)
+
+    @property
+    def newest_version(self) -> int:
+        """The version that the sender has published for this worker; 0 for none."""
+        if not self._has_layout:
+            return 0
+        return version_in(self._arena.words[self._arena.first_word_of(self._worker) + PUBLISHED])
 
     def on_installed(self, update: Update, error: str) -> None:
         """See ``ReceiveChannel``: record the slot that the model is bound to."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from wsync.control import Connection, Kind, Message
 from wsync.control.handshake import SenderSettings, layout_in
+from wsync.control.messages import REQUEST, unpack_exactly
 from wsync.control.receiver_thread import MessageHandler
 from wsync.deadlines import wait_readable
 from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
@@ -18,6 +19,7 @@ from wsync.receiving.protocols import (
     Decision,
     Event,
     Failed,
+    Newest,
     Poller,
     UpdateReader,
     UpdateReceiver,
@@ -59,6 +61,8 @@ class SenderChannel:
         self.first_version = 0
         self._wakeups = True
         self._last_answer: Message | None = None
+        self._newest = 0  # the newest version that the sender has named, where workers fetch
+        self._requests = 0
 
     @property
     def layout(self) -> Layout | None:
@@ -186,6 +190,19 @@ class SenderChannel:
         """See ``ReceiveChannel``: the sender announces its updates."""
         return ()
 
+    def newest_version(self) -> int:
+        """See ``ReceiveChannel``."""
+        reader = self._reader
+        return reader.newest_version if isinstance(reader, ArenaReader) else self._newest
+
+    def request_newest(self) -> int:
+        """See ``ReceiveChannel``."""
+        if self._connection is None or isinstance(self._reader, ArenaReader):
+            return 0
+        self._requests += 1
+        self._send(Message(Kind.REQUEST, self._worker, self._requests))
+        return self._requests
+
     def sender_is_alive(self) -> bool:
         """See ``ReceiveChannel``."""
         return self._connection is None or self._connection.peer_is_alive()
@@ -235,6 +252,10 @@ class SenderChannel:
         if kind is Kind.LAYOUT:
             self._set_layout(SenderSettings.load(message.payload))
             return []
+        if kind is Kind.NEWEST:
+            (request,) = unpack_exactly(REQUEST, message.payload)
+            self._newest = max(self._newest, message.version)
+            return [Newest(message.version, request)]
         if kind is Kind.RESEND:
             if self._last_answer is not None:
                 self._open().send(self._last_answer)

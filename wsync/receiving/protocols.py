@@ -46,6 +46,19 @@ class CheckLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class Newest:
+    """The newest version that can be requested.
+
+    Attributes:
+        version: its number.
+        request: the number of the request that this answers; 0 for none.
+    """
+
+    version: int
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """A version did not arrive: acknowledge it with the error."""
 
@@ -64,7 +77,7 @@ class Closed:
     finished: bool = False
 
 
-Event = Published | Prepare | Decision | CheckLayout | Failed | Closed
+Event = Published | Prepare | Decision | CheckLayout | Newest | Failed | Closed
 
 
 class Poller(Feed, MessageHandler, Protocol):
@@ -195,6 +208,21 @@ class ReceiveChannel(Protocol):
         """Stage the newest version now. Called outside the gate, by a thread in ``pull``.
 
         A sender that announces its updates has nothing more to give: the result is empty.
+        """
+        ...
+
+    def newest_version(self) -> int:
+        """Return the newest version that is known to be available; 0 for none. Called inside the gate, per forward.
+
+        Only asked for where workers fetch.
+        """
+        ...
+
+    def request_newest(self) -> int:
+        """Request the newest version, where it has to be sent. Called with the gate's bare lock.
+
+        Returns:
+            The number of the request, which a ``Newest`` event answers; 0 if there is nothing to wait for.
         """
         ...
 

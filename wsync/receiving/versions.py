@@ -74,6 +74,11 @@ class VersionState:
             self._changed.notify_all()
 
     @property
+    def closed(self) -> bool:
+        """Whether there will be no more versions."""
+        return self._closed
+
+    @property
     def finished(self) -> bool:
         """Whether there will be no more versions because an end has shut down; False after a death."""
         return self._closed and self._finished

@@ -17,6 +17,7 @@ from wsync.control.handshake import SenderSettings
 from wsync.control.interfaces import ConnectionSource
 from wsync.control.messages import Kind, Message
 from wsync.control.workers import WorkerConnections
+from wsync.errors import WeightSyncError
 from wsync.fast_path import FastCalls
 from wsync.sending.general_update import GeneralUpdate
 from wsync.sending.queues import QueuedUpdate
@@ -50,6 +51,7 @@ class WorkerChannel:
         checksum: whether updates have a checksum; None: only those that a transport carries.
         device: where weights are packed if there is no arena.
         delta: makes the differences that transports' workers are sent; None: they are sent the full weights.
+        on_request: whether workers fetch: they are sent an update when they request it.
     """
 
     def __init__(
@@ -64,12 +66,15 @@ class WorkerChannel:
         checksum: bool | None,
         device: torch.device,
         delta: Delta | None = None,
+        on_request: bool = False,
     ) -> None:
         checksum = None if delta is not None and checksum is False else checksum  # it proves that the result is exact
         self._num_workers = num_workers
         self._strategy = strategy
         self._checksum = checksum
         self._delta = delta
+        self._on_request = on_request
+        retains = retains or on_request  # a worker may copy its slot at any time
         self._passes_descriptors = source.passes_descriptors
         self._lock = threading.RLock()
         self._connections = WorkerConnections(source, num_workers, self)
@@ -78,13 +83,19 @@ class WorkerChannel:
         self._slots = Slots(self._connections, num_workers, retains=retains, checksum=checksum) if arena else None
         difference = None if delta is None else self._difference
         self._transfers = Transfers(
-            self._connections, num_workers, create_transport, self._in_format, checksum, difference
+            self._connections,
+            num_workers,
+            create_transport,
+            self._in_format,
+            checksum,
+            difference,
+            on_request=on_request,
         )
         self._reserved: set[int] = set()
         # The last update to all workers outside the fast path; None if a later one went to some of them.
         self._newest: Buffer | None = None
         self._prepared: dict[int, dict[int, QueuedUpdate]] = {}  # by transaction, then worker
-        self._loop = SendLoop(self._connections, self._lock, lambda: self._transfers.unfinished)
+        self._loop = SendLoop(self._connections, self._lock, self._must_read)
         self._closed = False
 
     @property
@@ -96,6 +107,10 @@ class WorkerChannel:
         assert self._layout is not None, "set_layout() comes first"
         views = dict(zip(self._layout.names, update.buffer.views, strict=True))
         return self._strategy.extract_weights(views)
+
+    def _must_read(self) -> bool:
+        """Whether messages are to be read while the trainer does other work."""
+        return self._transfers.unfinished or (self._on_request and bool(self.workers))
 
     def _difference(self, base: QueuedUpdate, update: QueuedUpdate) -> bytes | None:
         assert self._delta is not None and self._layout is not None, "set_layout() comes first"
@@ -174,6 +189,7 @@ class WorkerChannel:
                 slots.clear(worker)
             self._transfers.connect(worker, deadline)
         self._loop.connections_changed()
+        self._loop.start_if_needed()
 
     def on_disconnected(self, worker: int) -> None:
         """See ``ConnectionCallbacks``: free what the worker used; keep the version that its replacement will get."""
@@ -187,13 +203,21 @@ class WorkerChannel:
 
     def on_answer(self, worker: int, message: Message) -> None:
         """See ``ConnectionCallbacks``."""
-        if self._slots is None or worker not in self._slots.workers:
+        if message.kind is Kind.REQUEST:
+            self._transfers.request(worker, message.version)
+        elif self._slots is None or worker not in self._slots.workers:
             self._transfers.answered(worker, message.version, installed=message.kind is Kind.ACK)
 
     # --- buffers ---
 
     def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
-        """See ``SendChannel``."""
+        """See ``SendChannel``.
+
+        Raises:
+            WeightSyncError: ``keep``, for a transaction, where workers fetch.
+        """
+        if keep and self._on_request:
+            raise WeightSyncError("workers that fetch cannot switch several models at once: send them one by one")
         with self._lock:
             assert self._layout is not None, "set_layout() comes first"
             busy = self._reserved | self._transfers.busy_slots

@@ -88,6 +88,7 @@ class WorkerQueue:
         generation: how many workers have connected with this index.
         checked: whether updates have a checksum.
         base: the version that the worker has installed last, if differences are sent.
+        requested: whether the worker waits for a version, where workers fetch; the first one is sent at once.
         overdue: whether the answer to the current update did not arrive in time, or may have been lost.
     """
 
@@ -100,6 +101,7 @@ class WorkerQueue:
     generation: int = 0
     checked: bool = False
     base: QueuedUpdate | None = None
+    requested: bool = True
     overdue: bool = False
 
     def append(self, update: QueuedUpdate) -> None:

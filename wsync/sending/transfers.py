@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from wsync.control.messages import Kind, Message
+from wsync.control.messages import REQUEST, Kind, Message
 from wsync.control.workers import WorkerConnections
 from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
 from wsync.forming import Forming
@@ -40,6 +40,7 @@ class Transfers:
         in_format: ``(update) -> weights`` in the strategy's format, views of the update's buffer.
         checksum: whether updates have a checksum; None: they have.
         difference: ``(base, update) -> difference``, see ``Delta.difference``; None: the full weights are sent.
+        on_request: whether an update waits until its worker requests it.
 
     Attributes:
         ending: threads that end soon: of closed transports, and of set-ups that have failed.
@@ -53,6 +54,8 @@ class Transfers:
         in_format: Callable[[QueuedUpdate], Any],
         checksum: bool | None,
         difference: Callable[[QueuedUpdate, QueuedUpdate], bytes | None] | None = None,
+        *,
+        on_request: bool = False,
     ) -> None:
         self.queues = [WorkerQueue() for _ in range(num_workers)]
         self.ending: list[threading.Thread] = []
@@ -61,6 +64,7 @@ class Transfers:
         self._in_format = in_format
         self._checksum = checksum
         self._difference = difference
+        self._on_request = on_request
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._abandoned: set[int] = set()  # slots that a transfer to a former worker may still read: never reused
         connections.watch(self._wake, self._calls_ended)
@@ -123,7 +127,7 @@ class Transfers:
         flat, thread, current = queue.flat, queue.thread, queue.current
         queue.transport = queue.flat = queue.thread = None
         queue.restart(None)
-        queue.base = None
+        queue.base, queue.requested = None, True
         if thread is not None:
             if thread.busy and current is not None:
                 self._abandoned.add(current.update.buffer.slot)  # send_weights may still read it
@@ -165,8 +169,18 @@ class Transfers:
                 queue.overdue = False
                 self._connections.send(worker, Message(Kind.RESEND, worker))
             self._begin_ahead(worker, queue)
+            if self._on_request and queue.transport is not None:
+                self._connections.send(worker, Message(Kind.NEWEST, worker, update.version, REQUEST.pack(0)))
         for worker in workers:
             self.advance(worker)
+
+    def request(self, worker: int, number: int) -> None:
+        """Send a worker the newest version, which it has requested. What is sent already is not sent again."""
+        queue = self.queues[worker]
+        newest = queue.latest.version if queue.latest is not None else 0
+        self._connections.send(worker, Message(Kind.NEWEST, worker, newest, REQUEST.pack(number)))
+        queue.requested = bool(queue.waiting)
+        self.advance(worker)
 
     def commit(self, worker: int, prepared: QueuedUpdate) -> None:
         """Have a worker install what it has prepared."""
@@ -230,11 +244,12 @@ class Transfers:
         """Take the next update, if none is being sent; begin its transfer, if the worker has begun to receive."""
         if queue.transport is None:
             return
-        if queue.current is None and queue.waiting:
+        if queue.current is None and queue.waiting and (queue.requested or not self._on_request):
             update = queue.waiting[0]
             difference = self._find_difference(queue.base, update)
             update.carried = max(update.carried, update.buffer.flat.numel() if difference is None else len(difference))
             queue.current = Delivery(queue.waiting.popleft(), difference=difference)
+            queue.requested = False
         if queue.current is not None and queue.flat is not None and queue.flat.receives_ahead:
             self._begin_transfer(worker, queue, queue.current)
 

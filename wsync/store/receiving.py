@@ -206,6 +206,14 @@ class StoreReceiveChannel:
             return ()
         return (Published(),)
 
+    def newest_version(self) -> int:
+        """See ``ReceiveChannel``: as far as the store has been looked at."""
+        return self._version
+
+    def request_newest(self) -> int:
+        """See ``ReceiveChannel``: readers read."""
+        return 0
+
     def sender_is_alive(self) -> bool:
         """See ``ReceiveChannel``: a store outlives its trainer."""
         return True

@@ -7,7 +7,18 @@ try:
 except ModuleNotFoundError as error:
     raise missing_extra(error, "testing") from error
 
-_PARTS = ("delivery", "faults", "restarts", "session", "shutdowns", "transactions", "unlike", "updates", "workers")
+_PARTS = (
+    "delivery",
+    "faults",
+    "pull",
+    "restarts",
+    "session",
+    "shutdowns",
+    "transactions",
+    "unlike",
+    "updates",
+    "workers",
+)
 pytest.register_assert_rewrite(*(f"wsync.testing.{part}" for part in _PARTS))  # before they are imported
 
 from wsync.testing.contract import BackendContract  # noqa: E402

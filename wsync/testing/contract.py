@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from wsync.testing.delivery import Delivery
 from wsync.testing.faults import Faults
+from wsync.testing.pull import Pull
 from wsync.testing.restarts import Restarts
 from wsync.testing.shutdowns import Shutdowns
 from wsync.testing.transactions import Transactions
@@ -23,5 +24,5 @@ from wsync.testing.unlike import UnlikeEnds
 from wsync.testing.updates import Updates
 
 
-class BackendContract(Delivery, Updates, Faults, Restarts, Transactions, UnlikeEnds, Shutdowns):
+class BackendContract(Delivery, Updates, Faults, Restarts, Transactions, UnlikeEnds, Pull, Shutdowns):
     """The promises of every backend, as tests. See ``BackendHooks`` for what a backend overrides."""
