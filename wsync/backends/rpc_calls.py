@@ -29,8 +29,8 @@ class SenderEndpoint(Protocol):
         """A worker connects. Called once per connection."""
         ...
 
-    def deliver(self, end: End, data: bytes) -> None:
-        """A worker has sent a message by itself."""
+    def deliver(self, end: End, number: int, data: bytes) -> None:
+        """A worker has sent a message by itself; ``number`` counts them from 1."""
         ...
 
 
@@ -75,11 +75,11 @@ def is_open(key: str) -> bool:
     return key in senders
 
 
-def deliver(end: End, data: bytes) -> None:
+def deliver(end: End, number: int, data: bytes) -> None:
     """Take a message that a worker has sent by itself. Called in the sender's process."""
     sender = senders.get(end[0])
     if sender is not None:
-        sender.deliver(end, data)
+        sender.deliver(end, number, data)
 
 
 def _receive_weights_scheme(end: End, number: int, data: bytes) -> list[bytes]:
@@ -113,6 +113,8 @@ class Inbox:
 
     def __init__(self) -> None:
         self._messages: deque[Message | None] = deque()
+        self._early: dict[int, Message] = {}  # by number: messages that wait for one with a smaller number
+        self._numbered = 0  # the number of the last message that was added in order
         self._count = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
         self._lock = threading.Lock()
 
@@ -128,9 +130,23 @@ class Inbox:
     def put(self, message: Message | None) -> None:
         """Add a message, or (None) the end of the connection; nothing happens once closed."""
         with self._lock:
-            if self._count >= 0:
-                self._messages.append(message)
-                os.eventfd_write(self._count, 1)
+            self._append(message)
+
+    def put_in_order(self, number: int, message: Message) -> None:
+        """Add a message after those with smaller numbers. The first has number 1.
+
+        A message that arrives early is kept until those before it have arrived: RPC keeps no order.
+        """
+        with self._lock:
+            self._early[number] = message
+            while (following := self._early.pop(self._numbered + 1, None)) is not None:
+                self._numbered += 1
+                self._append(following)
+
+    def _append(self, message: Message | None) -> None:
+        if self._count >= 0:
+            self._messages.append(message)
+            os.eventfd_write(self._count, 1)
 
     def get(self) -> Message | None:
         """Remove and return the oldest."""

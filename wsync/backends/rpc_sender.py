@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import deque
@@ -18,6 +19,7 @@ from wsync.control.receiver_thread import MessageHandler
 from wsync.deadlines import NOW, wait_readable
 from wsync.errors import NotConnected
 
+_log = logging.getLogger(__name__)
 _NO_TIMEOUT = 0.0  # in RPC's terms: the sender has a deadline of its own
 
 
@@ -69,6 +71,7 @@ class RpcWorkerConnection:
             arguments = (self._end, self._sent, message.pack())
             future = rpc.rpc_async(self._name, receive_weights_scheme, args=arguments, timeout=_NO_TIMEOUT)
         except RuntimeError as error:
+            self._inbox.put(None)  # the worker would wait for the message with this number
             raise ConnectionError(f"{self.peer} cannot be called: {error}") from error
         future.add_done_callback(self._answered)
 
@@ -77,20 +80,26 @@ class RpcWorkerConnection:
         self.send(message)
 
     def _answered(self, future: Any) -> None:
+        """Take the answers to a call. Called by a thread of RPC."""
         try:
-            answers = future.value()
-        except RuntimeError:  # the call failed: the worker is gone
-            self._inbox.put(None)
+            answers = [decode(data) for data in future.value()]
+        except Exception as error:  # noqa: BLE001  torch raises what the call has raised in the worker, with its type
+            self._end_after(error)
             return
         for answer in answers:
-            self.deliver(answer)
+            self._inbox.put(answer)
 
-    def deliver(self, data: bytes) -> None:
-        """Take a message of the worker; garbage ends the connection."""
+    def deliver(self, number: int, data: bytes) -> None:
+        """Take a message that the worker has sent by itself; garbage ends the connection."""
         try:
-            self._inbox.put(decode(data))
-        except ValueError:
-            self._inbox.put(None)
+            self._inbox.put_in_order(number, decode(data))
+        except ValueError as error:
+            self._end_after(error)
+
+    def _end_after(self, error: Exception) -> None:
+        """End the connection: the worker is gone, or has raised, or has sent garbage."""
+        _log.debug("%s: the connection ends: %s", self.peer, error)
+        self._inbox.put(None)
 
     def receive(self) -> Message | None:
         """See ``Connection``."""
@@ -148,11 +157,11 @@ class RpcListener:
             self._pending.append(connection)
             self._arrivals.put(Message(Kind.HELLO, end[1], protocol))
 
-    def deliver(self, end: End, data: bytes) -> None:
+    def deliver(self, end: End, number: int, data: bytes) -> None:
         """See ``SenderEndpoint``."""
         connection = self._connections.get(end)
         if connection is not None:
-            connection.deliver(data)
+            connection.deliver(number, data)
 
     def fileno(self) -> int:
         """See ``ConnectionSource``."""

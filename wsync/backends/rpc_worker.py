@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch.distributed import rpc
 
@@ -19,8 +19,8 @@ from wsync.control.receiver_thread import MessageHandler
 from wsync.deadlines import NOW, remaining, wait_readable
 from wsync.errors import NotConnected, SyncTimeout
 
-_CALL_TIMEOUT = 5.0  # seconds
-_LEAVE_TIMEOUT = 1.0  # seconds in which a sender that is neither stopped nor gone has taken the last message
+_CALL_TIMEOUT = 5.0  # seconds to wait for the sender's answer that it is alive
+_LEAVE_TIMEOUT = 1.0  # seconds to wait for the sender to take the last message, LEAVE
 _NO_TIMEOUT = 0.0  # in RPC's terms
 _TIMED_OUT = "RPCErr:1:"  # how torch begins the message of a call that has timed out
 
@@ -52,13 +52,10 @@ class RpcSenderConnection:
         self._inbox = Inbox()
         self._opener = os.getpid()
         self._serving = threading.RLock()  # one call is processed at a time
-        self._received = 0
-        self._early: dict[int, Message] = {}  # calls may arrive out of order
         self._handler: MessageHandler | None = None
         self._sending = threading.Lock()
         self._answers: list[bytes] | None = None  # to the call that is being processed
-        self._last_call: Any = None  # the newest call to the sender; it ends within the call timeout
-        self._calling = threading.Lock()  # of it
+        self._sent = 0  # messages to the sender that are no answers
         self._peer = PeerProcess()
         workers[self._end] = self
         left = remaining(deadline)
@@ -101,10 +98,7 @@ class RpcSenderConnection:
     def serve(self, number: int, message: Message) -> list[bytes]:
         """See ``WorkerEndpoint``: messages are processed in the order in which they were sent."""
         with self._serving:
-            self._early[number] = message
-            while (following := self._early.pop(self._received + 1, None)) is not None:
-                self._received += 1
-                self._inbox.put(following)
+            self._inbox.put_in_order(number, message)
             return self._process()
 
     def _process(self) -> list[bytes]:
@@ -144,20 +138,18 @@ class RpcSenderConnection:
         self._call(data, last=message.kind is Kind.LEAVE)
 
     def _call(self, data: bytes, last: bool = False) -> None:
-        """Call the sender, after the call before this one has been processed: RPC itself keeps no order.
-
-        The ``last`` call has been processed on return.
-        """
+        """Call the sender, without waiting for it, unless this is the ``last`` call: that has arrived on return."""
         if os.getpid() != self._opener:
             raise ConnectionError("this connection belongs to the parent of this forked process")
+        with self._sending:
+            self._sent += 1
+            arguments = (self._end, self._sent, data)
         try:
-            with self._calling:
-                if self._last_call is not None:
-                    self._last_call.wait()
-                timeout = _LEAVE_TIMEOUT if last else _CALL_TIMEOUT
-                self._last_call = rpc.rpc_async(self._trainer, deliver, args=(self._end, data), timeout=timeout)
-                if last:
-                    self._last_call.wait()
+            future = rpc.rpc_async(
+                self._trainer, deliver, args=arguments, timeout=_LEAVE_TIMEOUT if last else _NO_TIMEOUT
+            )
+            if last:
+                future.wait()
         except RuntimeError as error:
             raise ConnectionError(f"{self.peer} cannot be called: {error}") from error
 
