@@ -191,9 +191,8 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def wait_async(self) -> None:
         """Return at once."""
 
-    def receive(self, timeout: float | None = None) -> bool:
-        """Return False at once: nothing ever arrives."""
-        return False
+    def receive(self, timeout: float | None = None) -> None:
+        """Return None at once: nothing ever arrives."""
 
     def prepare_weights(self, weights: Any, model_id: str, strategy: Any = None, context: Any = None) -> Any:
         """See ``WeightSyncScheme.prepare_weights``."""
