@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import wsync
 
 ROOT = Path(__file__).parents[2]
@@ -17,6 +19,8 @@ from importlib import import_module
 
 optional = {OPTIONAL}
 import tensordict  # needs cloudpickle itself
+import pytest
+
 import wsync
 
 print("imported:", [name for name in optional if name in sys.modules and name != "cloudpickle"])
@@ -66,3 +70,10 @@ def test_train_names_all_that_is_missing_at_once(tmp_path: Path) -> None:
 def test_the_command_prints_the_version(tmp_path: Path) -> None:
     done = run("-m", "wsync", "--version", folder=tmp_path)
     assert done.stdout == f"wsync {wsync.__version__}\n"
+
+
+def test_a_ray_scheme_is_shut_down_where_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    scheme = wsync.RayWeightSyncScheme()
+    scheme.shutdown()
+    scheme.shutdown()

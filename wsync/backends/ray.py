@@ -216,8 +216,9 @@ class RayWeightSyncScheme(WeightSyncScheme):
             return
         if processes is not None:
             raise ValueError("the workers are Ray actors, whose end Ray reports: leave processes= out")
-        role.channel.drain()  # an actor that has gone meanwhile has to join again
-        missing = [worker for worker in range(len(self._actors)) if worker not in role.channel.workers]
+        with role.sender.exclusive():  # else this could take the acknowledgement that another thread's send waits for
+            role.channel.drain()  # an actor that has gone meanwhile has to join again
+            missing = [worker for worker in range(len(self._actors)) if worker not in role.channel.workers]
         with self._joining(self._actors, missing) as sentinels:
             role.sender.connect(weights, sentinels)
 
@@ -257,8 +258,6 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
     def shutdown(self) -> None:
         """Release everything, also in the actors that the sender had join."""
-        import ray
-
         actors, self._actors = self._actors, None
         forked = self._role is not None and self._role.inherited
         if forked:  # the actors are the parent's
@@ -267,7 +266,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         super().shutdown()
         if actors is not None and actors.reachable:
             left = [actors.call(worker, _leave, key, worker) for worker in range(len(actors))]
-            ray.wait(left, num_returns=len(left), timeout=_GRACE)  # an actor that is dead has left
+            actors.wait(left, _GRACE)  # an actor that is dead has left
         publisher, self._publisher = self._publisher, None
         if publisher is not None and not forked:
             publisher.close()

@@ -57,6 +57,10 @@ class Actors:
             pending = self._pending[worker] = self.call(worker, function, *args, retries=-1)
         return pending
 
+    def wait(self, calls: Sequence[ray.ObjectRef], timeout: float) -> None:
+        """Wait until Ray reports all ``calls`` as finished, or ``timeout`` seconds have passed."""
+        ray.wait(list(calls), num_returns=len(calls), timeout=timeout)
+
     def _require_reachable(self) -> None:
         if not self.reachable:
             raise NotConnected(
