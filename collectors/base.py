@@ -93,7 +93,7 @@ class BaseCollector(WeightUpdates, ABC):
         self.track_policy_version = track_policy_version
         self.frames = self._batches = 0
         self._seconds = 0.0  # spent in waiting for batches
-        self._last_version = 0  # when this collector was shut down
+        self._version_at_shutdown = 0
         self.closed = False
         self.failures, self.staleness = Failures(), staleness
         self.weight_updater = None if weight_updater is None else make_updater(weight_updater, self, policy)
@@ -148,7 +148,7 @@ class BaseCollector(WeightUpdates, ABC):
         Without a scheme for ``"policy"``, it is the version of the first model that is sent to the workers.
         """
         scheme = policy_scheme(self._worker_schemes)
-        return self._last_version if self.closed or scheme is None else scheme.version
+        return self._version_at_shutdown if self.closed or scheme is None else scheme.version
 
     def stats(self) -> dict[str, Any]:
         """Return plain values, for a log.
@@ -249,15 +249,19 @@ class BaseCollector(WeightUpdates, ABC):
     # --- end ---
 
     def shutdown(self) -> None:
-        """End workers, schemes and environments. Idempotent."""
+        """End workers, schemes and environments. Idempotent; after an error, another call ends what is left."""
         if not self.closed:
-            self._last_version = self.policy_version
+            self._version_at_shutdown = max(self._version_at_shutdown, self.policy_version)
             self.closed = True
-            self._close()
+            try:
+                self._close()
+            except BaseException:
+                self.closed = False
+                raise
 
     @abstractmethod
     def _close(self) -> None:
-        """End everything. Called once, by ``shutdown``."""
+        """End everything. Called by ``shutdown``; again, if it has raised."""
 
     def __enter__(self) -> Self:
         """Return the collector."""

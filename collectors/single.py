@@ -149,6 +149,8 @@ class Collector(BaseCollector):
         """Do nothing: a batch does not wait for workers."""
 
     def _close(self) -> None:
-        for scheme in self.weight_sync_schemes.values():
-            scheme.shutdown()
-        self.env.close()
+        try:
+            for scheme in self.weight_sync_schemes.values():
+                scheme.shutdown()
+        finally:
+            self.env.close()

@@ -342,6 +342,30 @@ def single(**options):
     return Collector(cartpole(), policy(), frames_per_batch=16, **options)
 
 
+class ClosedLater(GymEnv):
+    """Cannot be closed at once."""
+
+    attempts = 0
+
+    def close(self) -> None:
+        self.attempts += 1
+        if self.attempts == 1:
+            raise OSError("still in use")
+        super().close()
+
+
+def test_a_collector_that_could_not_be_shut_down_can_be_shut_down_later():
+    env = ClosedLater("CartPole-v1")
+    collector = Collector(env, policy(), frames_per_batch=16)
+    collector.update_policy_weights_()
+    version = collector.policy_version
+    with pytest.raises(OSError, match="still in use"):
+        collector.shutdown()
+    collector.shutdown()
+    collector.shutdown()
+    assert env.attempts == 2 and collector.closed and collector.policy_version == version > 0
+
+
 def middle(make, scheme, line):
     """A worker of the trainer's that has a collector of its own."""
     with make() as inner:
