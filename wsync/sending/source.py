@@ -172,7 +172,9 @@ class Source:
         """Return ``weights`` as they are sent. A chain's result is valid until its next call: one chain per worker."""
         if self._transform is None:
             return weights
-        transform = self._chains.setdefault(worker, copy.deepcopy(self._transform))
+        if worker not in self._chains:
+            self._chains[worker] = copy.deepcopy(self._transform)
+        transform = self._chains[worker]
         extra = None if transform.selects else weights.extra
         return Snapshot(transform(weights.tensors), extra, weights.optional, transform.selects)
 
