@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
 
 from wsync.control.workers import WorkerConnections
 from wsync.deadlines import NOW, wait_readable
+
+_log = logging.getLogger(__name__)
 
 
 class SendLoop:
@@ -29,7 +32,7 @@ class SendLoop:
 
     def start_if_needed(self) -> None:
         """Start the thread, unless it runs or nothing waits."""
-        running = self._thread is not None and self._thread.ident is not None  # None: a signal handler raised first
+        running = self._thread is not None and self._thread.is_alive()  # it ends by itself, or after an error
         if not running and not self._closed and self._needed():
             self._thread = threading.Thread(target=self._run, name="wsync-send-loop", daemon=True)
             self._thread.start()
@@ -40,6 +43,12 @@ class SendLoop:
             os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
+        try:
+            self._send_what_waits()
+        except Exception:  # noqa: BLE001  of a user's transport; ``start_if_needed`` starts the thread again
+            _log.exception("the thread that sends waiting updates has ended by an error")
+
+    def _send_what_waits(self) -> None:
         while True:
             with self._lock:
                 descriptors = [self._wake, *self._connections.readable_descriptors]
