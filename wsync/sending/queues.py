@@ -61,6 +61,7 @@ class Delivery:
         handed_over: whether the transfer thread has it.
         sent: whether ``send_weights`` has returned.
         difference: what travels in the place of the weights; None: the weights, by the transport.
+        aborted: whether the transaction was aborted while ``send_weights`` ran.
     """
 
     update: QueuedUpdate
@@ -69,6 +70,7 @@ class Delivery:
     handed_over: bool = False
     sent: bool = False
     difference: bytes | None = None
+    aborted: bool = False
 
 
 @dataclass(slots=True)

@@ -101,8 +101,7 @@ class Transfers:
                 try:
                     forming.wait()
                 finally:
-                    if forming.thread.is_alive():
-                        self.ending.append(forming.thread)
+                    self._keep(forming.thread)
         except NotConnected as error:
             self._connections.mark_dead(worker, str(error))
             return
@@ -127,11 +126,15 @@ class Transfers:
         if thread is not None:
             if thread.busy and current is not None:
                 self._abandoned.add(current.update.buffer.slot)  # send_weights may still read it
-            self.ending.append(thread.close())
+            self._keep(thread.close())
         elif flat is not None:
             pending = current.transfers[0] if current is not None and current.transfers else None
             if flat.close(pending) and current is not None:
                 self._abandoned.add(current.update.buffer.slot)
+
+    def _keep(self, thread: threading.Thread) -> None:
+        """Add a thread to ``ending``, and drop those that have ended."""
+        self.ending = [one for one in (*self.ending, thread) if one.is_alive()]
 
     # --- updates ---
 
@@ -170,8 +173,15 @@ class Transfers:
         self._connections.send(worker, Message(Kind.COMMIT, worker, prepared.transaction))
 
     def abort(self, worker: int, transaction: int) -> None:
-        """Have a worker drop what it has prepared."""
-        self.queues[worker].abort(transaction)
+        """Have a worker drop what it has prepared, or will have prepared when the current transfer has ended."""
+        queue = self.queues[worker]
+        queue.abort(transaction)
+        delivery = queue.current
+        if delivery is not None and delivery.update.transaction == transaction:
+            self.advance(worker)  # a signal handler may have raised before ``PREPARE`` was sent
+            if queue.thread is not None and not delivery.sent:
+                delivery.aborted = True  # ``PREPARE`` follows the transfer, and ``ABORT`` follows ``PREPARE``
+                return
         self._connections.send(worker, Message(Kind.ABORT, worker, transaction))
 
     def carried_bytes(self, version: int) -> int:
@@ -260,6 +270,8 @@ class Transfers:
             update, error = delivery.update, queue.thread.error
             if error is None:
                 self._connections.send(worker, Message(update.kind, worker, update.version, update.mark))
+                if delivery.aborted:
+                    self._connections.send(worker, Message(Kind.ABORT, worker, update.transaction))
                 continue
             _log.debug("worker %d: send_weights of version %d failed", worker, update.version)
             self._connections.send(worker, Message(Kind.ABORT, worker, update.version))

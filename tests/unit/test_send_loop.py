@@ -1,0 +1,156 @@
+"""What a sender does with updates beside the call that sends them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import wsync
+from wsync.backends.none import NoTransport
+from wsync.receiving import prepared
+from wsync.sending.send_loop import SendLoop
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class FailingOnce:
+    """In the place of ``WorkerConnections``: something arrives, and the first attempt to read it fails."""
+
+    def __init__(self) -> None:
+        self.arrived = os.eventfd(1)
+        self.readable_descriptors = [self.arrived]
+        self.reads = 0
+
+    def read(self, _: float | None) -> bool:
+        self.reads += 1
+        if self.reads == 1:
+            raise ArithmeticError("of a user's transport")
+        return True
+
+
+def end_of(name: str) -> None:
+    """Wait until this process has no thread ``name``."""
+    for thread in threading.enumerate():
+        if thread.name == name:
+            thread.join()
+
+
+def test_the_send_loop_starts_again_after_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    connections: Any = FailingOnce()
+    loop = SendLoop(connections, threading.RLock(), lambda: connections.reads < 2)
+    for reads in (1, 2):
+        loop.start_if_needed()
+        end_of("wsync-send-loop")
+        assert connections.reads == reads
+    assert "of a user's transport" in caplog.text
+    loop.close()
+    os.close(connections.arrived)
+
+
+class Interrupting(NoTransport):
+    """The trainer is interrupted while ``send_weights`` runs, which returns when the trainer has aborted."""
+
+    aborted: ClassVar = threading.Event()
+    wanted: ClassVar = False
+    weights: ClassVar[Any] = None
+
+    def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
+        Interrupting.weights = {name: tensor.clone() for name, tensor in weights.items()}
+        if self.wanted:
+            os.kill(os.getpid(), signal.SIGINT)
+            self.aborted.wait()
+
+    def receive_weights(self, timeout: float | None = None, **_: Any) -> Any:
+        return self.weights
+
+
+class Scheme(wsync.WeightSyncScheme):
+    name = "interrupting"
+
+    def __init__(self, transport: Callable[[], Any]) -> None:
+        super().__init__("state_dict", timeout=30.0)
+        self.transport = transport
+
+    def create_transport(self, worker_idx: int | None = None) -> Any:
+        return self.transport()
+
+
+def connected(sender: Scheme, model: nn.Module) -> Scheme:
+    """A worker in this process."""
+    worker = pickle.loads(pickle.dumps(sender))
+    worker.init_on_receiver("policy", model=model, worker_idx=0)
+    joining = threading.Thread(target=worker.connect)
+    joining.start()
+    if sender.sender.connected:
+        sender.readmit(0)
+    else:
+        sender.connect()
+    joining.join()
+    return worker
+
+
+def model_of(value: float) -> nn.Linear:
+    model = nn.Linear(2, 2)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    return model
+
+
+def test_an_update_that_is_aborted_while_it_is_sent_is_dropped_by_the_worker() -> None:
+    model = nn.Linear(2, 2)
+    with Scheme(Interrupting) as sender:
+        sender.init_on_sender("policy", model=model_of(1.0), num_workers=1)
+        with connected(sender, model):
+            Interrupting.wanted = True
+            with pytest.raises(KeyboardInterrupt):
+                wsync.synchronize({sender: model_of(2.0)})
+            Interrupting.wanted = False
+            Interrupting.aborted.set()
+            sender.send(model_of(3.0))
+            assert torch.all(model.weight == 3.0)
+            assert prepared.prepared == {}
+
+
+def test_threads_of_former_connections_are_not_kept() -> None:
+    def ended() -> int:
+        gc.collect()
+        found = [one for one in gc.get_objects() if type(one) is threading.Thread and not one.is_alive()]
+        return sum(thread.name == "wsync-transfer" for thread in found)
+
+    before = ended()
+    with Scheme(NoTransport) as sender:
+        sender.init_on_sender("policy", num_workers=1)
+        for _ in range(5):
+            connected(sender, nn.Linear(2, 2)).shutdown()
+        assert ended() - before <= 2
+
+
+class Counted:
+    """A transform that counts its copies."""
+
+    copies = 0
+
+    def __call__(self, weights: Any) -> Any:
+        return weights
+
+    def __deepcopy__(self, _: Any) -> Counted:
+        Counted.copies += 1
+        return Counted()
+
+
+def test_a_transform_is_not_copied_at_every_send() -> None:
+    with wsync.SharedMemWeightSyncScheme(send_transform=Counted()) as scheme:
+        scheme.init_in_process("policy", nn.Linear(2, 2), model_of(1.0))
+        copies = Counted.copies
+        for value in (2.0, 3.0, 4.0):
+            scheme.send(model_of(value))
+        assert Counted.copies == copies
