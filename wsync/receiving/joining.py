@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from wsync.control.receiver_thread import receiver_thread
+from wsync.errors import NotConnected
 
 
 class BackgroundConnect:
@@ -21,7 +22,7 @@ class BackgroundConnect:
     def __init__(self, descriptors: Sequence[int], connect: Callable[[], None]) -> None:
         self._connect = connect
         self._finished = threading.Event()
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._lock = threading.Lock()
         with self._lock:  # the thread may call before all descriptors are registered
             for descriptor in descriptors:
@@ -35,7 +36,7 @@ class BackgroundConnect:
             try:
                 self._connect()
                 receiver_thread().unregister(self)
-            except Exception as error:  # noqa: BLE001  raised by wait(), in the worker's own thread
+            except BaseException as error:  # noqa: BLE001  raised by wait(), in the worker's own thread
                 self._error = error
             self._finished.set()
             return self._error is None
@@ -44,7 +45,8 @@ class BackgroundConnect:
         """Return whether the worker is connected, after at most ``timeout`` seconds (None: no limit).
 
         Raises:
-            Exception: whatever ``WeightSyncScheme.connect`` raised.
+            NotConnected: ``close`` was called first.
+            BaseException: whatever ``WeightSyncScheme.connect`` raised.
         """
         if not self._finished.wait(timeout):
             return False
@@ -53,5 +55,8 @@ class BackgroundConnect:
         return True
 
     def close(self) -> None:
-        """Stop waiting for the sender. On return no call of ``connect`` is running."""
+        """Stop waiting for the sender, and end ``wait`` in other threads. On return no ``connect`` is running."""
         receiver_thread().unregister(self)
+        if not self._finished.is_set():
+            self._error = NotConnected("this worker was shut down before the sender had accepted it")
+            self._finished.set()
