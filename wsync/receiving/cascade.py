@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 
 from wsync.gate import process_gate
 from wsync.types import CascadingContext, UpdatableContext
@@ -16,16 +16,22 @@ from wsync.weights.strategy import WeightStrategy
 Call = tuple[tuple[object, ...], dict[str, object]]
 
 
-def cascade_of(
-    context: object, model_id: str, model: nn.Module, strategy: WeightStrategy
-) -> Callable[[], object] | None:
+def cascade_of(context: object, model_id: str, model: object, strategy: WeightStrategy) -> Callable[[], object] | None:
     """Return what passes an update of ``model`` on to the workers of ``context``; None if it has no such method.
 
-    ``cascade_weights`` is preferred. ``update_policy_weights_`` is called with a copy of the weights, of one version,
-    in the strategy's format, and ``model_id=``; or with as many of these as it takes.
+    ``cascade_weights(model_id)`` is preferred. Otherwise ``update_policy_weights_`` is called in the first of these
+    forms that it accepts: ``(weights, model_id=model_id)``, ``(weights=weights, model_id=model_id)``, ``(weights)``,
+    or without arguments. The weights are a copy, of one version, in the strategy's format.
+
+    Args:
+        context: of the worker.
+        model_id: the model's name.
+        model: a module or a mapping of tensors, from which the copy is made; None with ``load=`` alone.
+        strategy: the format.
 
     Raises:
-        TypeError: ``update_policy_weights_`` takes neither these arguments nor none.
+        TypeError: ``update_policy_weights_`` accepts none of the forms.
+        ValueError: it needs weights, and there is no model to copy them from.
     """
     if isinstance(context, CascadingContext):
         return lambda: context.cascade_weights(model_id)
@@ -43,7 +49,12 @@ def cascade_of(
     if form is None:
         raise TypeError(
             f"an update of '{model_id}' cannot be passed on to {type(context).__name__}: "
-            f"update_policy_weights_{signature} takes neither (weights, model_id=…) nor (weights) nor nothing"
+            f"update_policy_weights_{signature} must accept (weights, model_id=…), (weights) or no argument"
+        )
+    if model is None and form is not forms[-1]:
+        raise ValueError(
+            f"{type(context).__name__}.update_policy_weights_{signature} needs the weights of '{model_id}', and with "
+            "load= alone there is no model to copy them from: give model= too, or a context with cascade_weights()"
         )
 
     def cascade() -> None:
@@ -62,7 +73,7 @@ def _binds(signature: inspect.Signature, call: Call) -> bool:
     return True
 
 
-def _copied(extract: Callable[[nn.Module], Any], model: nn.Module) -> Any:
+def _copied(extract: Callable[[Any], Any], model: object) -> Any:
     weights = extract(model)
     if isinstance(weights, TensorDictBase):
         return weights.clone()
