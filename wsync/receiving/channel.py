@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 
 from wsync.control import Connection, Kind, Message
@@ -79,16 +80,15 @@ class SenderChannel:
     def connect(self, worker_idx: int, deadline: float | None) -> None:
         """See ``ReceiveChannel``."""
         connection, self._pending = self._pending or self._dial(worker_idx, deadline), None
-        self._worker = worker_idx
+        self._worker, self._connection = worker_idx, connection
         try:
             self._join(connection, deadline)
+        except ConnectionError as error:
+            self.close()
+            raise _went_away(worker_idx) from error
         except BaseException:
-            _leave(connection)
-            if self._reader is not None:
-                self._reader.close()
-                self._reader = None
+            self.close()
             raise
-        self._connection = connection
         self._connected(worker_idx)
         _log.debug("worker %d is connected to %s", worker_idx, connection.peer)
 
@@ -98,17 +98,35 @@ class SenderChannel:
             raise NotConnected(f"worker {self._worker} was refused: {accepted.payload.decode(errors='replace')}")
         self.first_version = accepted.version
         try:
-            settings = SenderSettings.load(accepted.payload)
+            settings = self._settings_in(accepted)
             self._reader, early = self._readers.open(connection, self._worker, settings, accepted.fds, deadline)
             self._reader.set_wakeups(self._wakeups)
             if settings.layout is not None:
                 self._set_layout(settings)
             if accepted.version and isinstance(self._reader, TransportReader):  # the first weights follow at once
                 self._first_update(connection, early, deadline)
-        except (WeightSyncError, ConnectionError):
+        except WeightSyncError:  # also a LayoutMismatch, which is a ValueError
             raise
         except ValueError as error:
-            raise NotConnected(f"worker {self._worker} got an invalid message of the sender: {error}") from error
+            reason = f"got an invalid message of the sender: {error}"
+            self._send(Message.answer(Ack(self._worker, ANY_VERSION, f"it {reason}")))
+            raise NotConnected(f"worker {self._worker} {reason}") from error
+
+    def _settings_in(self, accepted: Message) -> SenderSettings:
+        """Return the settings in an ``ACCEPTED`` message; if they are invalid, close the descriptors that came along.
+
+        Raises:
+            ValueError: they are malformed, or not for this worker.
+        """
+        try:
+            settings = SenderSettings.load(accepted.payload)
+            if self._worker >= settings.workers:
+                raise ValueError(f"there is no worker {self._worker} of {settings.workers}")
+        except ValueError:
+            for descriptor in accepted.fds:
+                os.close(descriptor)
+            raise
+        return settings
 
     def _set_layout(self, settings: SenderSettings) -> None:
         if self._reader is None or settings.layout is None:
@@ -121,9 +139,7 @@ class SenderChannel:
         waiting = list(early)
         while True:
             message = waiting.pop(0) if waiting else self._wait_message(connection, deadline)
-            for event in self._events(message):
-                if isinstance(event, Closed):
-                    raise NotConnected(f"worker {self._worker}: the sender has gone")
+            for event in self._events_of(message):
                 if isinstance(event, Failed):
                     connection.send(Message.answer(Ack(self._worker, event.version, event.error)))
                     raise WeightSyncError(f"worker {self._worker} did not get its first weights:\n{event.error}")
@@ -156,7 +172,10 @@ class SenderChannel:
 
     def attach(self, handler: MessageHandler) -> None:
         """See ``ReceiveChannel``."""
-        self._open().attach(handler)
+        try:
+            self._open().attach(handler)
+        except ConnectionError as error:
+            raise _went_away(self._worker) from error
 
     def detach(self, handler: MessageHandler) -> None:
         """See ``ReceiveChannel``."""
@@ -295,6 +314,10 @@ class SenderChannel:
             self._reader.close()
             self._reader = None
         self._layout = self._last_answer = None
+
+
+def _went_away(worker: int) -> NotConnected:
+    return NotConnected(f"worker {worker}: the sender went away while this worker connected")
 
 
 def _leave(connection: Connection) -> None:

@@ -158,7 +158,11 @@ class ReceiveChannel(Protocol):
         ...
 
     def attach(self, handler: MessageHandler) -> None:
-        """From now on ``handler.on_readable()`` is called for each message, and when the sender exits."""
+        """From now on ``handler.on_readable()`` is called for each message, and when the sender exits.
+
+        Raises:
+            NotConnected: the sender has gone.
+        """
         ...
 
     def detach(self, handler: MessageHandler) -> None:

@@ -63,10 +63,7 @@ class ReaderFactory:
             NotConnected: the arena cannot be mapped and there is no transport, or its set-up failed; or the sender
                 sends differences, which cannot be read here.
             SyncTimeout: the transport was not set up in time.
-            ValueError: the settings are not for this worker.
         """
-        if worker >= settings.workers:
-            raise ValueError(f"there is no worker {worker} of {settings.workers}")
         files = (fds[0], fds[1]) if len(fds) == 2 else None
         if settings.memory is not None:
             files = open_handle(settings.memory) if self.arena else None

@@ -1,0 +1,144 @@
+"""A worker that connects to a sender that breaks the protocol, or goes away meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import wsync
+from wsync.backends.none import NoTransport
+from wsync.control import Connection, Kind, Listener, Message, connect
+from wsync.control.handshake import SenderSettings
+from wsync.deadlines import deadline_in, wait_readable
+from wsync.receiving.joining import BackgroundConnect
+from wsync.rendezvous import SocketRendezvous
+from wsync.weights.layout import Layout
+from wsync.weights.snapshot import snapshot
+
+Script = Callable[[Connection], object]
+NO_MEMORY = (os.getpid(), 0, 0, "no arena")
+SETTINGS = SenderSettings(Layout.of(snapshot(nn.Linear(2, 2))), None)
+
+
+class ScriptedRendezvous(SocketRendezvous):
+    """The sender accepts a connection as soon as the worker makes it, and follows the script."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__()
+        self._script = script
+        self._listener = Listener()
+
+    def can_look_up(self) -> bool:
+        return True
+
+    def dial(self, address: Any | None, model_id: str, worker: int, deadline: float | None) -> Connection:
+        connection = connect(self._listener.address, worker, deadline)
+        accepted = None
+        while accepted is None:
+            assert wait_readable([self._listener.fileno()], deadline_in(30.0))
+            accepted = self._listener.accept()
+        self._script(accepted[0])
+        return connection
+
+
+class Scripted(wsync.WeightSyncScheme):
+    name = "scripted"
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(timeout=30.0)
+        self._rendezvous = ScriptedRendezvous(script)
+
+    def create_transport(self, worker_idx: int | None = None) -> NoTransport:
+        return NoTransport()
+
+    def create_rendezvous(self) -> ScriptedRendezvous:
+        return self._rendezvous
+
+
+def connect_by(script: Script) -> None:
+    with Scripted(script) as worker:
+        worker.init_on_receiver("policy", model=nn.Linear(2, 2), worker_idx=0)
+        worker.connect()
+
+
+def test_a_malformed_message_while_a_worker_connects_is_named_at_both_ends() -> None:
+    ends: list[Connection] = []
+
+    def script(sender: Connection) -> None:
+        ends.append(sender)
+        sender.send(Message(Kind.ACCEPTED, 0, 1, SETTINGS.dump()))
+        sender.send(Message(Kind.FETCH, 0, 1, b"no"))
+
+    with pytest.raises(wsync.NotConnected, match="invalid message of the sender: 2 bytes where"):
+        connect_by(script)
+    answer = ends[0].receive()
+    assert answer is not None and answer.kind is Kind.FAILED
+    assert "2 bytes where" in answer.payload.decode()
+
+
+def test_a_sender_that_dies_after_it_has_accepted_a_worker_is_not_connected() -> None:
+    def script(sender: Connection) -> None:
+        sender.send(Message(Kind.ACCEPTED, 0, 0, SenderSettings(None, None, memory=NO_MEMORY).dump()))
+        sender.close()
+
+    with pytest.raises(wsync.NotConnected, match="worker 0: the sender went away"):
+        connect_by(script)
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    descriptors = os.pipe()
+    yield descriptors
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("settings", [b"[]", SenderSettings(None, None, workers=1).dump().replace(b"1", b"-1")])
+def test_descriptors_that_come_with_invalid_settings_are_closed(settings: bytes, pipe: tuple[int, int]) -> None:
+    targets = {os.readlink(f"/proc/self/fd/{descriptor}") for descriptor in pipe}
+
+    def script(sender: Connection) -> None:
+        sender.send(Message(Kind.ACCEPTED, 0, 0, settings, fds=pipe))
+
+    with pytest.raises(wsync.NotConnected, match="invalid message"):
+        connect_by(script)
+    copies = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink() and str(path.readlink()) in targets]
+    assert len(copies) == 2
+
+
+def test_closing_ends_the_wait_for_a_connection_in_the_background(pipe: tuple[int, int]) -> None:
+    joining = BackgroundConnect([pipe[0]], lambda: None)
+    assert not joining.wait(0.0)
+    joining.close()
+    with pytest.raises(wsync.NotConnected, match="shut down"):
+        joining.wait(0.0)
+
+
+def test_whatever_ends_a_connection_in_the_background_ends_the_wait(pipe: tuple[int, int]) -> None:
+    def leave() -> None:
+        raise SystemExit("of a model's hook")
+
+    joining = BackgroundConnect([pipe[0]], leave)
+    os.write(pipe[1], b".")
+    with pytest.raises(SystemExit, match="hook"):
+        joining.wait(30.0)
+
+
+class Outer:
+    """A context with workers of its own, which are given weights."""
+
+    def __init__(self) -> None:
+        self.updates: list[Any] = []
+
+    def update_policy_weights_(self, weights: Any) -> None:
+        self.updates.append(weights)
+
+
+def test_load_in_a_context_that_needs_weights_to_pass_on_is_refused() -> None:
+    with Scripted(lambda _: None) as worker, pytest.raises(ValueError, match="give model="):
+        worker.init_on_receiver("policy", Outer(), load=lambda pairs: None)
