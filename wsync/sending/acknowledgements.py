@@ -78,7 +78,7 @@ class Acknowledgements:
             return
         if silent:
             _log.debug("workers that did not answer to version %d in time: %s", version, sorted(silent))
-        causes = {**died, **failed, **dict.fromkeys(silent, f"did not answer within {self.timeout} s"), **late}
+        causes = {**died, **failed, **dict.fromkeys(silent, "did not answer before the deadline"), **late}
         outcome = f"is missing on {len(causes)} worker(s); those that have it: {sorted(set(workers) - causes.keys())}"
         if not committed:
             outcome = f"was applied nowhere, because {len(causes)} worker(s) did not confirm that it fits"
