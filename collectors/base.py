@@ -145,7 +145,7 @@ class BaseCollector(WeightUpdates, ABC):
     def policy_version(self) -> int:
         """The newest version of the policy that was sent to the workers; 0 if it has no scheme that carries weights.
 
-        Without a scheme for ``"policy"``, it is the version of the first model that is sent to the workers.
+        Without a scheme for ``"policy"``, it is the version of the first scheme that sends weights to the workers.
         """
         scheme = policy_scheme(self._worker_schemes)
         return self._version_at_shutdown if self.closed or scheme is None else scheme.version
@@ -203,9 +203,9 @@ class BaseCollector(WeightUpdates, ABC):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue where ``state_dict`` was taken: its frames count, and its random frames are not repeated.
 
-        The weights are loaded into the policy and sent to the workers, numbered as they were, or by the next number if
-        that one has been used; later updates count on from there. Without weights, those of the policy are sent, if
-        ``policy_version`` is beyond their number. Only ``frames`` is required.
+        The weights are loaded into the policy and sent to the workers. They get the saved version number, or the next
+        free one if that was used; later updates count on from there. A state without weights has the current policy
+        sent again if the saved number is larger than the newest sent. Only ``frames`` is required.
 
         Raises:
             KeyError, TypeError, ValueError: not a state, or there is no scheme to send its weights by; nothing changed.

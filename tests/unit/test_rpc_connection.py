@@ -99,17 +99,17 @@ class Stopped:
         self.register = listener.register
         self.goes_on = threading.Event()
 
-    def deliver(self, end: Any, *message: Any) -> None:
+    def deliver(self, connection_id: rpc_calls.ConnectionId, number: int, data: bytes) -> None:
         if self._first.acquire(blocking=False):
             self.goes_on.wait()
-        self._listener.deliver(end, *message)
+        self._listener.deliver(connection_id, number, data)
 
 
 def versions_while_the_sender_is_stopped(path: Path) -> list[int]:
     with listening(path) as listener:
         worker, connection = connect(listener)
         stopped = Stopped(listener)
-        rpc_calls.senders["key"] = stopped
+        rpc_calls.sender_endpoints["key"] = stopped
         try:
             for version in (1, 2, 3):
                 worker.send(Message(Kind.ACK, 0, version))

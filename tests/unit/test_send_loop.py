@@ -56,21 +56,29 @@ def test_the_send_loop_starts_again_after_an_error(caplog: pytest.LogCaptureFixt
     os.close(connections.arrived)
 
 
-class Interrupting(NoTransport):
+class FromMemory(NoTransport):
+    """Carries weights from one thread of this process to another."""
+
+    weights: ClassVar[Any] = None
+
+    def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
+        FromMemory.weights = {name: tensor.clone() for name, tensor in weights.items()}
+
+    def receive_weights(self, timeout: float | None = None, **_: Any) -> Any:
+        return self.weights
+
+
+class Interrupting(FromMemory):
     """The trainer is interrupted while ``send_weights`` runs, which returns when the trainer has aborted."""
 
     aborted: ClassVar = threading.Event()
     wanted: ClassVar = False
-    weights: ClassVar[Any] = None
 
     def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
-        Interrupting.weights = {name: tensor.clone() for name, tensor in weights.items()}
+        super().send_weights(weights)
         if self.wanted:
             os.kill(os.getpid(), signal.SIGINT)
             self.aborted.wait()
-
-    def receive_weights(self, timeout: float | None = None, **_: Any) -> Any:
-        return self.weights
 
 
 class Scheme(wsync.WeightSyncScheme):
@@ -84,7 +92,7 @@ class Scheme(wsync.WeightSyncScheme):
         return self.transport()
 
 
-def connected(sender: Scheme, model: nn.Module) -> Scheme:
+def connected(sender: wsync.WeightSyncScheme, model: nn.Module) -> wsync.WeightSyncScheme:
     """A worker in this process."""
     worker = pickle.loads(pickle.dumps(sender))
     worker.init_on_receiver("policy", model=model, worker_idx=0)
@@ -117,7 +125,18 @@ def test_an_update_that_is_aborted_while_it_is_sent_is_dropped_by_the_worker() -
             Interrupting.aborted.set()
             sender.send(model_of(3.0))
             assert torch.all(model.weight == 3.0)
-            assert prepared.prepared == {}
+            assert prepared.updates_by_transaction == {}
+
+
+@pytest.mark.parametrize("kind", [wsync.SharedMemWeightSyncScheme, lambda: Scheme(FromMemory)])
+def test_a_partial_update_may_follow_a_transaction(kind: Callable[[], Any]) -> None:
+    model = nn.Linear(2, 2)
+    with kind() as sender:
+        sender.init_on_sender("policy", model=model_of(1.0), num_workers=1)
+        with connected(sender, model):
+            wsync.synchronize({sender: model_of(2.0)})
+            sender.send({"bias": torch.full((2,), 3.0)}, partial=True)
+            assert model.weight.eq(2.0).all() and model.bias.eq(3.0).all()
 
 
 def test_threads_of_former_connections_are_not_kept() -> None:

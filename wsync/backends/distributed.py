@@ -41,9 +41,10 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             False sends to all by gloo, as over a network; nccl, and a user's group, always do.
         group: a process group of the user's with the sender and all workers in it, to carry the weights: worker 0 is
             its first rank that is not the sender's, and so on. By default each worker has a group of its own.
-        store: where the sender's address is looked up by processes without a pickled scheme. A worker connects to the
-            first sender of its model there that is open and that it has not been connected to: a second scheme of one
-            name finds the second sender, and a restarted worker the newest.
+        store: where the sender's address is looked up by processes without a pickled scheme. The store may list several
+            senders of one model. A worker takes the oldest that is still open and to which this process has not been
+            connected. So a second scheme of the same name in one process gets the second sender, and a restarted
+            worker gets the newest sender if the older ones have ended.
         send_transform, receive_transform: see ``WeightSyncScheme`` and ``wsync.transforms``.
     """
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
-from wsync.deadlines import deadline_in, remaining
+from wsync.deadlines import as_timeout, deadline_in, remaining
 from wsync.errors import SyncTimeout, WorkerFailed
 from wsync.gate import process_gate
 from wsync.legacy.names import weights_of
@@ -107,7 +107,7 @@ class MPTransport:
     ) -> Any | None:
         """Return the next weights, applied to ``model`` (inside the gate) and ``weights``; None if none came."""
         try:
-            number, received = self._weights.get(timeout=remaining(deadline_in(timeout)))
+            number, received = self._weights.get(timeout=as_timeout(timeout))
         except queue.Empty:
             return None
         chosen = strategy or WeightStrategy()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # Ray is imported when a scheme is initialised on a sender: m
     from wsync.backends.ray_actors import Actors
     from wsync.backends.ray_objects import ObjectPublisher, RayObjectTransport
 
-_GRACE = 5.0  # seconds in which Ray is to notice that an actor has joined or left; of a busy one it notices later
+_GRACE = 5.0  # seconds to wait for Ray to report the calls as finished; calls of busy actors may finish later
 _joined: dict[tuple[str, int], WeightSyncScheme] = {}  # in an actor: by the sender's token and the worker's index
 
 
@@ -240,10 +240,10 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
     @contextmanager
     def _joining(self, actors: Actors, workers: Sequence[int], *, rejoin: bool = False) -> Iterator[Mapping[int, int]]:
-        """Call actors to join; yields descriptors that are readable if they fail. Their errors replace others.
+        """Call actors to join. Yields, per worker, a descriptor that becomes readable if its call fails.
 
-        An actor that an earlier attempt gave up is not called again: Ray runs that call once the actor is there, and a
-        second one would undo it.
+        If a call failed, its error is raised instead of the one in the block. An actor whose earlier join call is still
+        queued is not called again: Ray will run that call, and a second one would disconnect the actor.
         """
         from wsync.backends.ray_actors import ActorCalls
 

@@ -14,7 +14,7 @@ from wsync.errors import NotConnected, WeightSyncError, WorkerFailed
 
 
 class Actors:
-    """Actors by worker index. Ray accepts a handle only in the connection in which it was given."""
+    """Actors by worker index. A handle is valid only in the ``ray.init()`` session in which it was created."""
 
     def __init__(self, handles: Sequence[ActorHandle] = ()) -> None:
         self._handles = list(handles)
@@ -35,9 +35,10 @@ class Actors:
 
         Args:
             worker: its index.
-            function: may run again where the actor dies during it, if there are ``retries``.
+            function: called with the actor's object first.
             args: for ``function``.
-            retries: without them, Ray refuses a call while it restarts the actor (``max_restarts``); -1: no limit.
+            retries: how often Ray may run it again if the actor dies; -1: no limit. With 0 Ray refuses calls while it
+                restarts the actor (``max_restarts``).
 
         Raises:
             NotConnected: Ray was shut down meanwhile. (A call would start another Ray.)
@@ -89,6 +90,7 @@ class ActorCalls:
             ref.future().add_done_callback(lambda future, worker=worker: self._done(worker, future.exception()))
 
     def _done(self, worker: int, error: BaseException | None) -> None:
+        """Record the end of a call. Called by a thread of Ray."""
         with self._lock:
             if error is not None and worker in self.sentinels:
                 self._errors[worker] = error

@@ -1,6 +1,6 @@
 """The calls that ``torch.distributed.rpc`` makes between a sender and its workers, and the objects that serve them.
 
-A message of the sender is a call of ``_receive_weights_scheme`` in the worker, which processes it (inside the gate) in
+A message of the sender is a call of ``serve_message`` in the worker, which processes it (inside the gate) in
 the thread of the call, and returns what the worker answers. What a worker sends by itself is a call in the other
 direction.
 """
@@ -18,18 +18,18 @@ from wsync.control.liveness import own_identity
 from wsync.control.messages import HEADER_SIZE, Kind, Message, payload_length, unpack
 from wsync.errors import NotConnected
 
-End = tuple[str, int, str]
+ConnectionId = tuple[str, int, str]
 """Of one connection: the sender's key, the worker's index, and a random name of the connection."""
 
 
 class SenderEndpoint(Protocol):
     """Serves the workers' calls in the sender's process, for one sender. Called by RPC's threads."""
 
-    def register(self, end: End, protocol: int, name: str, identity: bytes) -> None:
+    def register(self, connection_id: ConnectionId, protocol: int, name: str, identity: bytes) -> None:
         """A worker connects. Called once per connection."""
         ...
 
-    def deliver(self, end: End, number: int, data: bytes) -> None:
+    def deliver(self, connection_id: ConnectionId, number: int, data: bytes) -> None:
         """A worker has sent a message by itself; ``number`` counts them from 1."""
         ...
 
@@ -42,8 +42,8 @@ class WorkerEndpoint(Protocol):
         ...
 
 
-senders: dict[str, SenderEndpoint] = {}  # by key
-workers: dict[End, WorkerEndpoint] = {}
+sender_endpoints: dict[str, SenderEndpoint] = {}  # by key
+worker_endpoints: dict[ConnectionId, WorkerEndpoint] = {}
 
 
 def decode(data: bytes) -> Message:
@@ -57,41 +57,38 @@ def decode(data: bytes) -> Message:
     return unpack(data, data[HEADER_SIZE:])
 
 
-def connect(end: End, protocol: int, name: str, identity: bytes) -> bytes:
+def register_worker(connection_id: ConnectionId, protocol: int, name: str, identity: bytes) -> bytes:
     """Register a worker. Called in the sender, by the worker; returns the sender's identity.
 
     Raises:
         NotConnected: there is no such sender.
     """
-    sender = senders.get(end[0])
+    sender = sender_endpoints.get(connection_id[0])
     if sender is None:
         raise NotConnected("there is no such sender here (any more)")
-    sender.register(end, protocol, name, identity)
+    sender.register(connection_id, protocol, name, identity)
     return own_identity()
 
 
-def is_open(key: str) -> bool:
+def sender_is_open(key: str) -> bool:
     """Return whether a sender is there. Called in the sender's process, by a worker."""
-    return key in senders
+    return key in sender_endpoints
 
 
-def deliver(end: End, number: int, data: bytes) -> None:
+def deliver_to_sender(connection_id: ConnectionId, number: int, data: bytes) -> None:
     """Take a message that a worker has sent by itself. Called in the sender's process."""
-    sender = senders.get(end[0])
+    sender = sender_endpoints.get(connection_id[0])
     if sender is not None:
-        sender.deliver(end, number, data)
+        sender.deliver(connection_id, number, data)
 
 
-def _receive_weights_scheme(end: End, number: int, data: bytes) -> list[bytes]:
+def serve_message(connection_id: ConnectionId, number: int, data: bytes) -> list[bytes]:
     """Process a message of the sender; weights that it announces take their own way. Called in a worker.
 
     A worker that has left answers that it has left, if the sender has not received its message about that.
     """
-    worker = workers.get(end)
+    worker = worker_endpoints.get(connection_id)
     return [Message(Kind.LEAVE).pack()] if worker is None else worker.serve(number, decode(data))
-
-
-receive_weights_scheme = _receive_weights_scheme
 
 
 def own_name() -> str:

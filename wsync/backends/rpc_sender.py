@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed import rpc
 
-from wsync.backends.rpc_calls import End, Inbox, decode, receive_weights_scheme, senders
+from wsync.backends.rpc_calls import ConnectionId, Inbox, decode, sender_endpoints, serve_message
 from wsync.control.connection import Connection
 from wsync.control.liveness import PeerProcess
 from wsync.control.messages import Kind, Message
@@ -27,7 +27,7 @@ class RpcWorkerConnection:
     """The sender's end of the connection to one worker (a ``Connection``).
 
     Args:
-        end: of the connection.
+        connection_id: of the connection.
         name: the worker's, in RPC.
         identity: the worker's process.
         host: the sender's address for process groups.
@@ -36,9 +36,9 @@ class RpcWorkerConnection:
     socket_fd = -1
     busy = False
 
-    def __init__(self, end: End, name: str, identity: bytes, host: str) -> None:
+    def __init__(self, connection_id: ConnectionId, name: str, identity: bytes, host: str) -> None:
         self.local_host = host
-        self._end = end
+        self._id = connection_id
         self._name = name
         self._peer = PeerProcess(identity)
         self._inbox = Inbox()
@@ -47,11 +47,11 @@ class RpcWorkerConnection:
 
     @property
     def peer(self) -> str:
-        """See ``Connection``. TensorPipe aborts a process that gets garbage on its port: the only trace is a death."""
+        """See ``Connection``. Of a process that has died, with a possible cause that leaves no other trace here."""
         name = f"RPC worker '{self._name}'"
         if not wait_readable(self._peer.descriptors, NOW):
             return name
-        return f"{name} (see its output: garbage that another program sends to its RPC port makes torch abort it)"
+        return f"{name} (see its output; garbage that a program sends to its RPC port may have made torch abort it)"
 
     @property
     def descriptors(self) -> Sequence[int]:
@@ -68,8 +68,8 @@ class RpcWorkerConnection:
             raise ConnectionError("this connection belongs to the parent of this forked process")
         self._sent += 1
         try:
-            arguments = (self._end, self._sent, message.pack())
-            future = rpc.rpc_async(self._name, receive_weights_scheme, args=arguments, timeout=_NO_TIMEOUT)
+            arguments = (self._id, self._sent, message.pack())
+            future = rpc.rpc_async(self._name, serve_message, args=arguments, timeout=_NO_TIMEOUT)
         except RuntimeError as error:
             self._inbox.put(None)  # the worker would wait for the message with this number
             raise ConnectionError(f"{self.peer} cannot be called: {error}") from error
@@ -142,24 +142,24 @@ class RpcListener:
         self._host = host
         self._arrivals = Inbox()
         self._pending: deque[RpcWorkerConnection] = deque()
-        self._connections: dict[End, RpcWorkerConnection] = {}
+        self._connections: dict[ConnectionId, RpcWorkerConnection] = {}
         self._lock = threading.Lock()  # calls come on several threads
-        senders[key] = self
+        sender_endpoints[key] = self
 
-    def register(self, end: End, protocol: int, name: str, identity: bytes) -> None:
+    def register(self, connection_id: ConnectionId, protocol: int, name: str, identity: bytes) -> None:
         """See ``SenderEndpoint``."""
         with self._lock:
             if self._arrivals.fileno() < 0:
                 raise NotConnected("there is no such sender here any more")
-            connection = RpcWorkerConnection(end, name, identity, self._host)
+            connection = RpcWorkerConnection(connection_id, name, identity, self._host)
             self._connections = {other: one for other, one in self._connections.items() if one.fileno() >= 0}
-            self._connections[end] = connection
+            self._connections[connection_id] = connection
             self._pending.append(connection)
-            self._arrivals.put(Message(Kind.HELLO, end[1], protocol))
+            self._arrivals.put(Message(Kind.HELLO, connection_id[1], protocol))
 
-    def deliver(self, end: End, number: int, data: bytes) -> None:
+    def deliver(self, connection_id: ConnectionId, number: int, data: bytes) -> None:
         """See ``SenderEndpoint``."""
-        connection = self._connections.get(end)
+        connection = self._connections.get(connection_id)
         if connection is not None:
             connection.deliver(number, data)
 
@@ -175,7 +175,7 @@ class RpcListener:
 
     def close(self) -> None:
         """See ``ConnectionSource``."""
-        senders.pop(self._key, None)
+        sender_endpoints.pop(self._key, None)
         with self._lock:
             self._arrivals.close()
             pending, self._pending = self._pending, deque()

@@ -12,7 +12,14 @@ from typing import NoReturn
 
 from torch.distributed import rpc
 
-from wsync.backends.rpc_calls import Inbox, connect, deliver, is_open, own_name, workers
+from wsync.backends.rpc_calls import (
+    Inbox,
+    deliver_to_sender,
+    own_name,
+    register_worker,
+    sender_is_open,
+    worker_endpoints,
+)
 from wsync.control.liveness import PeerProcess, own_identity
 from wsync.control.messages import PROTOCOL, Kind, Message
 from wsync.control.receiver_thread import MessageHandler
@@ -46,7 +53,7 @@ class RpcSenderConnection:
     def __init__(self, key: str, trainer: str, host: str, worker: int, deadline: float | None) -> None:
         name = own_name()
         self.peer = f"RPC worker '{trainer}'"
-        self._end = (key, worker, secrets.token_hex(8))
+        self._id = (key, worker, secrets.token_hex(8))
         self._trainer = trainer
         self._host = host
         self._inbox = Inbox()
@@ -57,12 +64,12 @@ class RpcSenderConnection:
         self._answers: list[bytes] | None = None  # to the call that is being processed
         self._sent = 0  # messages to the sender that are no answers
         self._peer = PeerProcess()
-        workers[self._end] = self
+        worker_endpoints[self._id] = self
         left = remaining(deadline)
         timeout = _NO_TIMEOUT if left is None else max(left, 0.001)
         try:
-            arguments = (self._end, PROTOCOL, name, own_identity())
-            identity = rpc.rpc_sync(trainer, connect, args=arguments, timeout=timeout)
+            arguments = (self._id, PROTOCOL, name, own_identity())
+            identity = rpc.rpc_sync(trainer, register_worker, args=arguments, timeout=timeout)
         except RuntimeError as error:
             self._give_up(worker, error)
         self._peer = PeerProcess(identity)
@@ -143,10 +150,10 @@ class RpcSenderConnection:
             raise ConnectionError("this connection belongs to the parent of this forked process")
         with self._sending:
             self._sent += 1
-            arguments = (self._end, self._sent, data)
+            arguments = (self._id, self._sent, data)
         try:
             future = rpc.rpc_async(
-                self._trainer, deliver, args=arguments, timeout=_LEAVE_TIMEOUT if last else _NO_TIMEOUT
+                self._trainer, deliver_to_sender, args=arguments, timeout=_LEAVE_TIMEOUT if last else _NO_TIMEOUT
             )
             if last:
                 future.wait()
@@ -166,14 +173,14 @@ class RpcSenderConnection:
         if self._peer.pid >= 0:
             return bool(self._peer.descriptors) and not wait_readable(self._peer.descriptors, NOW)
         try:
-            return rpc.rpc_sync(self._trainer, is_open, args=(self._end[0],), timeout=_CALL_TIMEOUT)
+            return rpc.rpc_sync(self._trainer, sender_is_open, args=(self._id[0],), timeout=_CALL_TIMEOUT)
         except RuntimeError as error:
             return _has_timed_out(error)  # slow or stopped, but reachable
 
     def close(self) -> None:
         """See ``Connection``."""
         self._peer.close()
-        workers.pop(self._end, None)
+        worker_endpoints.pop(self._id, None)
         self._inbox.close()
 
 

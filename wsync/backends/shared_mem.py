@@ -152,13 +152,15 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         ``send``, as always. With ``bind=False`` or ``per_worker_weights`` workers see what is sent.
 
         Raises:
-            RuntimeError: the model has buffers already.
+            RuntimeError: the model has buffers already, or the scheme is initialised already.
             TypeError: ``weights`` are not a TensorDict.
         """
         if not isinstance(weights, TensorDictBase):
             raise TypeError(f"shared weights are a TensorDict, not a {type(weights).__name__}")
-        if model_id in self._registered or self._role is not None:
-            raise RuntimeError(f"'{model_id}' has its buffers already: register them once, before init_on_sender()")
+        if model_id in self._registered:
+            raise RuntimeError(f"'{model_id}' has its buffers already: register them once")
+        if self._role is not None:
+            raise RuntimeError(f"this scheme is initialised already: register '{model_id}' before init_on_sender()")
         self._registered[model_id] = weights
 
     def init_on_sender(
@@ -234,7 +236,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             weights,
             self.strategy,
             device_map_fn=device_map_fn,
-            apart=self.per_worker_weights,
+            own_buffers=self.per_worker_weights,
             mirror=mirror,
             transform=compose(self.send_transform, "send_transform"),
         )

@@ -8,7 +8,7 @@ from wsync.control.messages import unpack_exactly
 from wsync.errors import NotConnected
 from wsync.gate import process_gate
 from wsync.loops import Installer, WorkerSlot
-from wsync.receiving.prepared import prepared
+from wsync.receiving.prepared import updates_by_transaction
 from wsync.receiving.protocols import Event, Poller, Prepare, Published, UpdateReceiver
 from wsync.shm.arena import PREPARE, Arena
 from wsync.shm.registered import RegisteredView
@@ -60,7 +60,7 @@ class ArenaReader:
         self._slot.disable_fast_path()
         if not self._checksum and not self._slot.hold:
             self._slot.install_fast_path(
-                binding.installer, self._arena.plans, prepared, socket_fd, self._worker, self.binds
+                binding.installer, self._arena.plans, updates_by_transaction, socket_fd, self._worker, self.binds
             )
 
     def disable_fast_path(self) -> None:

@@ -18,7 +18,7 @@ from wsync.weights.packing import Buffer
 from wsync.weights.snapshot import Snapshot, snapshot
 from wsync.weights.strategy import WeightStrategy
 
-_ATTEMPTS = 8  # calls of receive_weights for one version, if they return other versions
+_ATTEMPTS = 8  # calls of receive_weights for one version, after that at its FETCH, if they return other versions
 
 
 @dataclass(slots=True)
@@ -39,6 +39,8 @@ class _Fetched:
 
 class BackendReader(TransportReader):
     """The weights of a version are received at its ``FETCH`` message, and used at its ``UPDATE`` or ``PREPARE``.
+
+    ``receive_weights`` runs in the process's receiver thread: while it waits, messages for other models wait too.
 
     Args:
         transport: connected; owned by this object.

@@ -241,7 +241,7 @@ class SenderChannel:
             return []
         raise ValueError(f"an unexpected message {kind.name}")
 
-    # --- called inside the gate ---
+    # --- updates: see ``ReceiveChannel`` for the threads ---
 
     def poller(self, receiver: UpdateReceiver) -> Poller:
         """See ``ReceiveChannel``."""
@@ -273,6 +273,7 @@ class SenderChannel:
 
     def on_installed(self, update: Update, error: str) -> None:
         """See ``ReceiveChannel``."""
+        # Also of an update that is not acknowledged: RESEND may ask for its answer.
         self._last_answer = Message.answer(Ack(self._worker, update.version, error))
         if self._reader is None:
             return

@@ -10,8 +10,8 @@ from wsync.gate import process_gate
 from wsync.receiving.protocols import UpdateReceiver
 
 gated_receivers: WeakSet[UpdateReceiver] = WeakSet()
-"""The receivers of this process. Used inside the gate only."""
-_held: list[Any] = []  # the gate's lock, while this process forks
+"""The receivers of this process. Changed inside the gate only; the functions below also read it outside."""
+_locked_for_fork: list[Any] = []  # the gate's lock, from before a fork until after it; else empty
 
 
 def _own_memory() -> None:
@@ -24,13 +24,13 @@ def _before_fork() -> None:
     if gated_receivers:
         gate_lock = process_gate().gate_lock
         gate_lock.lock.acquire()
-        _held.append(gate_lock)
+        _locked_for_fork.append(gate_lock)
         gate_lock.call(_own_memory)
 
 
 def _after_in_parent() -> None:
-    if _held:
-        _held.pop().lock.release()
+    if _locked_for_fork:
+        _locked_for_fork.pop().lock.release()
 
 
 def _after_in_child() -> None:
@@ -39,8 +39,8 @@ def _after_in_child() -> None:
     A child that was forked inside a forward still leaves its copy of the parent's gate. That copy has no feeds, so the
     end of the forward is not reported to the sender.
     """
-    if _held:
-        gate_lock = _held.pop()
+    if _locked_for_fork:
+        gate_lock = _locked_for_fork.pop()
         gate_lock.feeds = ()
         gate_lock.lock.release()
     for receiver in gated_receivers:

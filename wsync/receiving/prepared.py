@@ -7,18 +7,18 @@ import os
 from wsync.receiving.protocols import UpdateReceiver
 from wsync.types import Update
 
-prepared: dict[int, list[tuple[UpdateReceiver, Update]]] = {}
-os.register_at_fork(after_in_child=prepared.clear)
+updates_by_transaction: dict[int, list[tuple[UpdateReceiver, Update]]] = {}
+os.register_at_fork(after_in_child=updates_by_transaction.clear)
 
 
 def keep(transaction: int, receiver: UpdateReceiver, update: Update) -> None:
     """Keep an update until its transaction is committed or aborted."""
-    prepared.setdefault(transaction, []).append((receiver, update))
+    updates_by_transaction.setdefault(transaction, []).append((receiver, update))
 
 
 def decide(transaction: int, commit: bool) -> None:
     """Install all updates of a transaction (``commit``), or drop them."""
-    for receiver, update in prepared.pop(transaction, []):
+    for receiver, update in updates_by_transaction.pop(transaction, []):
         if commit:
             receiver.install(update)
 
@@ -29,7 +29,7 @@ def commit_if_prepared(receiver: UpdateReceiver, version: int) -> bool:
     Returns:
         True if it has been committed: the updates of all its receivers are installed. False if there is none.
     """
-    for transaction, updates in prepared.items():
+    for transaction, updates in updates_by_transaction.items():
         if any(one is receiver and update.version == version for one, update in updates):
             decide(transaction, commit=True)
             return True
@@ -38,7 +38,7 @@ def commit_if_prepared(receiver: UpdateReceiver, version: int) -> bool:
 
 def forget(receiver: UpdateReceiver) -> None:
     """Drop all updates of a receiver that is closed."""
-    for transaction, updates in list(prepared.items()):
+    for transaction, updates in list(updates_by_transaction.items()):
         updates[:] = [(one, update) for one, update in updates if one is not receiver]
         if not updates:
-            del prepared[transaction]
+            del updates_by_transaction[transaction]

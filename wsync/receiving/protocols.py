@@ -18,7 +18,7 @@ from wsync.weights.targets import Destination
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A version can be installed, on the way into the gate."""
+    """A version is ready; entering the gate installs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +101,11 @@ class UpdateReceiver(SlotReceiver, Protocol):
 
 
 class ReceiveChannel(Protocol):
-    """A worker's channel to its sender: ``SenderChannel``, or ``InProcessChannel``.
+    """A worker's channel to its sender: ``SenderChannel``, ``InProcessChannel`` or ``StoreReceiveChannel``.
 
-    ``begin_connect``, ``connect``, ``attach``, ``detach`` and ``close`` are called outside the gate, by the thread that
-    connects or shuts down, once per connection. ``receive_events`` is called by the receiver thread (with RPC, by the
-    thread of the incoming call). The others are called inside the gate, by the acting thread (which runs the model's
-    forward) or the receiver thread, unless stated otherwise. Without ``Raises`` a method raises nothing by design.
+    It is called by the thread that connects or shuts down, by the acting thread (which runs the model's forward) and by
+    the receiver thread (with RPC: the thread of the incoming call). Each method states by which of them, and whether
+    the gate is held. Without ``Raises`` a method raises nothing by design.
     """
 
     @property
@@ -125,11 +124,14 @@ class ReceiveChannel(Protocol):
         ...
 
     def registered(self) -> RegisteredView | None:
-        """Return the user's registered buffers, to which the model stays bound, if any. Called by ``connect``."""
+        """Return the user's registered buffers, to which the model stays bound, if any.
+
+        Called once, by the connecting thread, outside the gate.
+        """
         ...
 
     def begin_connect(self, worker_idx: int, deadline: float | None) -> Sequence[int]:
-        """Begin ``connect`` without waiting for the sender.
+        """Begin ``connect`` without waiting for the sender. Called outside the gate.
 
         Returns:
             File descriptors to poll; one of them is readable when the sender has answered, or has gone.
@@ -143,6 +145,8 @@ class ReceiveChannel(Protocol):
     def connect(self, worker_idx: int, deadline: float | None) -> None:
         """Connect; return when the sender has accepted this worker.
 
+        Called outside the gate; by the receiver thread after ``begin_connect``.
+
         Raises:
             NotConnected: there is no sender, or it refused this worker.
             SyncTimeout: it did not answer in time.
@@ -150,15 +154,23 @@ class ReceiveChannel(Protocol):
         ...
 
     def poller(self, receiver: UpdateReceiver) -> Poller:
-        """Return the object to register with the gate and the receiver thread. Called once, when connected."""
+        """Return the object to register with the gate and the receiver thread.
+
+        Called once, when connected, by the connecting thread, outside the gate.
+        """
         ...
 
     def enable_fast_path(self, binding: Binding) -> None:
-        """Let the ``Poller`` install the next update itself, if possible. Called after each installed update."""
+        """Let the ``Poller`` install the next update itself, if possible.
+
+        Called after each installed update, inside the gate, by the thread that has installed it.
+        """
         ...
 
     def attach(self, handler: MessageHandler) -> None:
         """From now on ``handler.on_readable()`` is called for each message, and when the sender exits.
+
+        Called once, by the connecting thread, outside the gate.
 
         Raises:
             NotConnected: the sender has gone.
@@ -166,11 +178,17 @@ class ReceiveChannel(Protocol):
         ...
 
     def detach(self, handler: MessageHandler) -> None:
-        """Undo ``attach``. On return no call of the handler is running, except one that this call is part of."""
+        """Undo ``attach``. On return no call of the handler is running, except one that this call is part of.
+
+        Called outside the gate, by the thread that shuts down.
+        """
         ...
 
     def receive_events(self) -> Sequence[Event]:
-        """Read one message and return its events. Called when the connection is readable."""
+        """Read one message and return its events.
+
+        Called when the connection is readable, by the receiver thread, outside the gate.
+        """
         ...
 
     def fetch_newest(self) -> Sequence[Event]:
@@ -181,7 +199,10 @@ class ReceiveChannel(Protocol):
         ...
 
     def sender_is_alive(self) -> bool:
-        """Return False if the sender is known to be gone. Called every few seconds by a thread in ``receive``."""
+        """Return False if the sender is known to be gone.
+
+        Called every few seconds by a thread in ``receive``, outside the gate.
+        """
         ...
 
     def set_wakeups(self, wanted: bool) -> None:
@@ -189,27 +210,47 @@ class ReceiveChannel(Protocol):
         ...
 
     def hold_previous(self) -> None:
-        """Keep the previous version's slot until the next successful install, so that a failed one can roll back."""
+        """Keep the previous version's slot until the next successful install, so that a failed one can roll back.
+
+        Called once, when the layout is known: by the connecting thread outside the gate, or before the first install
+        inside it.
+        """
         ...
 
     def poll_update(self) -> Update | None:
-        """Return the version to install before the next forward; None if it is installed. Called per forward."""
+        """Return the version to install before the next forward; None if it is installed.
+
+        Called inside the gate: per forward by the acting thread, per message by the receiver thread.
+        """
         ...
 
     def on_installed(self, update: Update, error: str) -> None:
-        """Record that an update was installed, or was not (``error``). Called once per update."""
+        """Record that an update was installed, or was not (``error``).
+
+        Called once per update, inside the gate, by the thread that has installed it.
+        """
         ...
 
     def forward_ended(self) -> None:
-        """Release the slot that the forward used. Called after each forward; idempotent."""
+        """Release the slot that the forward used. Idempotent.
+
+        Called inside the gate, after each forward by the acting thread, and by the thread that shuts down.
+        """
         ...
 
     def answer(self, ack: Ack, *, prepared: bool = False) -> None:
-        """Send an acknowledgement; nothing happens if the sender is gone."""
+        """Send an acknowledgement; nothing happens if the sender is gone.
+
+        Called by any of the threads: inside the gate by the one that has installed or checked an update, outside it
+        after a cascade or a failed ``connect``.
+        """
         ...
 
     def close(self) -> None:
-        """Close the connection and release everything. Idempotent."""
+        """Close the connection and release everything. Idempotent.
+
+        Called outside the gate, by the thread that connects or shuts down.
+        """
         ...
 
 
@@ -227,7 +268,10 @@ class UpdateReader(Protocol):
     binds: bool
 
     def set_layout(self, layout: Layout, checksum: bool | None, *, delta: bool) -> None:
-        """Called once, when the layout is known.
+        """Use this layout from now on.
+
+        Called once, outside the gate: by the connecting thread, or by the receiver thread while the acting thread may
+        poll.
 
         Args:
             layout: of the weights.

@@ -67,7 +67,7 @@ class ReaderFactory:
         files = (fds[0], fds[1]) if len(fds) == 2 else None
         if settings.memory is not None:
             files = open_handle(settings.memory) if self.arena else None
-            connection.send(Message(Kind.JOINED, worker, int(files is not None)))
+            connection.send(Message(Kind.JOINED, worker, int(files is not None)))  # see ``Kind.JOINED``
         if files is not None:
             return ArenaReader(Arena(settings.workers, files), worker, binds=self.binds_arena), ()
         if self.create_transport is None:

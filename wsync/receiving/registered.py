@@ -37,12 +37,12 @@ class RegisteredFollower:
     def __init__(self, memory: RegisteredView, receiver: BoundReceiver) -> None:
         self._memory = memory
         self._receiver = receiver
-        self._left = 0
+        self._left_at_version = 0  # the model has weights of its own while it has this version
 
     def poll_update(self) -> bool:
         """See ``Feed``: the buffers may have been changed in place, so casts of them are dropped each time."""
-        version, binding = self._memory.version, self._receiver.binding
-        if version and version == self._receiver.version != self._left and binding is not None:
+        version, binding = self._receiver.version, self._receiver.binding
+        if version and version == self._memory.version and version != self._left_at_version and binding is not None:
             binding.rebind(self._memory.tensors)
             torch.clear_autocast_cache()
         return False
@@ -52,4 +52,4 @@ class RegisteredFollower:
 
     def leave_until_next_version(self) -> None:
         """The worker has applied weights of its own. Called inside the gate."""
-        self._left = self._receiver.version
+        self._left_at_version = self._receiver.version

@@ -24,6 +24,7 @@ class TransportReader:
     A version may also come as a difference to the one that is installed.
 
     The receiver thread receives into a buffer that is not in use; the thread that installs the update frees the buffer.
+    The update that is ready needs no lock: the sender sends a version only after the previous one was answered.
 
     Args:
         device: where the receive buffers are.

@@ -55,7 +55,8 @@ class Acknowledgements:
         """
         acks = [ack for ack in self._channel.wait_acks(workers, 0, NOW) if ack.died or ack.error]
         if acks:
-            failed = [ack.version for ack in acks if not ack.died]  # earlier ones: this one may still be installed
+            # The errors are of earlier versions; the oldest of them is named: ``version`` may still be installed.
+            failed = [ack.version for ack in acks if not ack.died]
             self._raise_missing(workers, min([version, *failed]), acks, awaited=False)
 
     def _raise_missing(

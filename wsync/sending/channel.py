@@ -78,10 +78,11 @@ class WorkerChannel:
         self._slots = Slots(self._connections, num_workers, retains=retains, checksum=checksum) if arena else None
         difference = None if delta is None else self._difference
         self._transfers = Transfers(
-            self._connections, num_workers, create_transport, self._express, checksum, difference
+            self._connections, num_workers, create_transport, self._in_format, checksum, difference
         )
         self._reserved: set[int] = set()
-        self._newest: Buffer | None = None  # that all workers were sent, if there is one; fast updates come after it
+        # The last update to all workers outside the fast path; None if a later one went to some of them.
+        self._newest: Buffer | None = None
         self._prepared: dict[int, dict[int, QueuedUpdate]] = {}  # by transaction, then worker
         self._loop = SendLoop(self._connections, self._lock, lambda: self._transfers.unfinished)
         self._closed = False
@@ -91,7 +92,7 @@ class WorkerChannel:
         """See ``SendChannel``."""
         return self._connections.workers
 
-    def _express(self, update: QueuedUpdate) -> Any:
+    def _in_format(self, update: QueuedUpdate) -> Any:
         assert self._layout is not None, "set_layout() comes first"
         views = dict(zip(self._layout.names, update.buffer.views, strict=True))
         return self._strategy.extract_weights(views)
@@ -214,8 +215,10 @@ class WorkerChannel:
     def newest_views(self) -> Sequence[Tensor] | None:
         """See ``SendChannel``."""
         with self._lock:
-            if self._newest is None or self._slots is None:
-                return self._newest and self._newest.views
+            if self._newest is None:
+                return None
+            if self._slots is None:
+                return self._newest.views
             published = self._slots.arena.published_slots()
             return self._slots.arena.buffer(published[0]).views if len(published) == 1 else None
 
@@ -292,15 +295,20 @@ class WorkerChannel:
             for worker in others:
                 self._transfers.commit(worker, prepared[worker])
             self._reserved.difference_update(update.buffer.slot for update in prepared.values())
+            updates = set(prepared.values())
+            if len(prepared) == self._num_workers and len(updates) == 1:
+                self._newest = updates.pop().buffer
 
     def abort(self, workers: Collection[int], transaction: int) -> None:
         """See ``SendChannel``."""
         with self._lock:
             prepared = self._prepared.pop(transaction, {})
+            if not prepared:
+                return  # nothing of it was sent
             in_arena, others = self._split(workers)
             for worker in in_arena:  # may be dropped: without a commit nothing is installed
                 self._connections.notify(worker, Message(Kind.ABORT, worker, transaction))
-            for worker in others if prepared else ():
+            for worker in others:
                 self._transfers.abort(worker, transaction)
             self._reserved.difference_update(update.buffer.slot for update in prepared.values())
 

@@ -14,7 +14,9 @@ from wsync.weights.packing import Buffer
 
 
 class SendChannel(Protocol):
-    """How a sender reaches the workers of one model: ``WorkerChannel``, or ``InProcessChannel``.
+    """How a sender reaches the workers of one model.
+
+    Implemented by ``WorkerChannel``, ``InProcessChannel``, ``StoreSendChannel`` and ``EngineSendChannel``.
 
     All methods are called by the thread that calls the scheme, under the sender's lock; ``close`` also at exit.
     ``reserve``, ``publish`` and ``wait_acks`` are called once per update outside the fast path.

@@ -40,7 +40,7 @@ class QueuedUpdate:
     differences: dict[int, bytes | None] = field(default_factory=dict)
 
     @property
-    def mark(self) -> bytes:
+    def transaction_prefix(self) -> bytes:
         """The beginning of a ``PREPARE`` payload: the transaction; empty outside a transaction."""
         return TRANSACTION.pack(self.transaction) if self.kind is Kind.PREPARE else b""
 

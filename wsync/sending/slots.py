@@ -64,9 +64,10 @@ class Slots:
             SyncTimeout: there was none before ``deadline``; names the workers that use them.
         """
         arena, everyone = self.arena, range(self._num_workers)
-        again = list(everyone) if self._retains or keep else sorted({*everyone} - {*workers})
+        keep_published_of = list(everyone) if self._retains or keep else sorted({*everyone} - {*workers})
         while True:
-            named, used, held = (set(slots) for slots in arena.writer.occupied(again))
+            # Slots that published words name, that forwards use, and that models are bound to.
+            named, used, held = (set(slots) for slots in arena.writer.occupied(keep_published_of))
             named |= busy
             slot = arena.free_slot(named | used | held)
             if slot is None and arena.slots < len(named | held) + (2 if self._retains else 1):
@@ -134,7 +135,7 @@ class Slots:
         if message is None or message.kind is not Kind.JOINED:
             self._connections.mark_dead(worker, f"{connection.peer} left while it was joining")
             return False
-        return message.version == 1
+        return message.version == 1  # see ``Kind.JOINED``
 
     def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
         """See ``SendChannel``: it needs all workers in the arena, and updates without checksum."""

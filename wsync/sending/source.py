@@ -20,7 +20,7 @@ from wsync.weights.listing import Listing
 from wsync.weights.snapshot import ModuleIndex, Snapshot, describe, no_weights, snapshot
 from wsync.weights.strategy import WeightStrategy
 
-_PARTIAL = -1  # in the place of a worker's index: the transforms of partial updates
+_PARTIAL = -1  # the key in ``_chains`` of the transform for partial updates
 
 DeviceMap = Callable[[int, Any], Any]
 """``(worker_idx, weights) -> weights`` for that worker."""
@@ -120,8 +120,9 @@ class Source:
         weights: module, TensorDict, state dict or ``{worker: any of these}``; None if every send is given its own.
         strategy: the format that ``device_map_fn`` is given; also writes the mirror.
         device_map_fn: ``(worker_idx, weights) -> weights``, applied for each worker.
-        apart: whether every worker gets a part (and so a buffer) of its own, even if all parts are equal.
-        mirror: the user's own buffers; everything that is sent is also written into them.
+        own_buffers: whether every worker gets a part (and so a buffer) of its own, even if all parts are equal.
+        mirror: the user's own buffers. Weights that are the same for all workers are also written into them, as they
+            are before the transform.
         transform: applied to the weights before they are packed.
 
     Raises:
@@ -135,7 +136,7 @@ class Source:
         strategy: WeightStrategy | None = None,
         *,
         device_map_fn: DeviceMap | None = None,
-        apart: bool = False,
+        own_buffers: bool = False,
         mirror: TensorDictBase | None = None,
         transform: Chain | None = None,
     ) -> None:
@@ -150,13 +151,13 @@ class Source:
         self.registered: RegisteredBuffers | None = None  # where the mirror lies in shared memory: the sender writes it
         self._strategy = strategy or WeightStrategy()
         self._device_map_fn = device_map_fn
-        self._apart = apart
+        self._own_buffers = own_buffers
         self._transform = transform
         self._chains: dict[int, Chain] = {}  # by worker, where workers get different weights
         self._reader = Reader()
-        self._own = Reader()
+        self._fallback_reader = Reader()  # of tensors that optional names of an update may lack
         # One part for all workers, and no other work.
-        self._alike = device_map_fn is None and mirror is None and transform is None and not apart
+        self._alike = device_map_fn is None and mirror is None and transform is None and not own_buffers
 
     def first(self, weights: object) -> Snapshot:
         """Return one worker's weights, which define the layout.
@@ -165,8 +166,8 @@ class Source:
             NotConnected: there are none yet.
         """
         given = self._given(weights)
-        apart = per_worker(given)
-        return self._transformed(self._reader.read(given if apart is None else next(iter(apart.values()))))
+        by_worker = per_worker(given)
+        return self._transformed(self._reader.read(given if by_worker is None else next(iter(by_worker.values()))))
 
     def _transformed(self, weights: Snapshot, worker: int = 0) -> Snapshot:
         """Return ``weights`` as they are sent. A chain's result is valid until its next call: one chain per worker."""
@@ -212,14 +213,14 @@ class Source:
             ValueError: weights per worker lack one of ``workers``, or name another.
         """
         given = self._given(weights)
-        apart = per_worker(given)
-        if apart is not None:
+        by_worker = per_worker(given)
+        if by_worker is not None:
             if weights is None:
-                apart = {worker: own for worker, own in apart.items() if worker in workers or worker in absent}
-            odd = sorted((apart.keys() ^ set(workers)) - set(absent))
-            if odd:
-                raise ValueError(f"weights per worker must be for workers {list(workers)}; worker(s) {odd} differ")
-            return [self._part([worker], own, layout) for worker, own in apart.items()]
+                by_worker = {worker: own for worker, own in by_worker.items() if worker in workers or worker in absent}
+            wrong = sorted((by_worker.keys() ^ set(workers)) - set(absent))
+            if wrong:
+                raise ValueError(f"weights per worker must be for workers {list(workers)}; worker(s) {wrong} differ")
+            return [self._part([worker], own, layout) for worker, own in by_worker.items()]
         everyone = [*workers, *absent] if absent else workers
         if rest is not None:
             return [self._completed(everyone, given, layout, rest)]
@@ -227,22 +228,20 @@ class Source:
             part = self._part(everyone, given, layout)
             if self.mirror is not None and given is not self.mirror and self.registered is None:
                 self._strategy.apply_weights(self.mirror, given)
-            return [Part([worker], part.tensors, part.extra) for worker in everyone] if self._apart else [part]
+            return [Part([worker], part.tensors, part.extra) for worker in everyone] if self._own_buffers else [part]
         expressed = self._strategy.express(self._reader.read(given))
         return [self._part([worker], self._device_map_fn(worker, expressed), layout) for worker in everyone]
 
     def _completed(self, workers: Sequence[int], given: object, layout: Layout, rest: Sequence[Tensor]) -> Part:
         """Return a part of a model, completed by ``rest``."""
-        if self.mirror is not None or self._device_map_fn is not None or self._apart:
+        if self.mirror is not None or self._device_map_fn is not None or self._own_buffers:
             raise ValueError("a partial update needs a scheme without registered buffers or weights per worker")
         some = self._transformed(snapshot(given), _PARTIAL).tensors
         unknown = [name for name in some if name not in layout.names]
-        if unknown or not some:
-            raise LayoutMismatch(
-                f"a partial update has weights that are not the model's: unknown {describe(unknown)}"
-                if unknown
-                else "no weights"
-            )
+        if unknown:
+            raise LayoutMismatch(f"a partial update has weights that are not the model's: unknown {describe(unknown)}")
+        if not some:
+            raise LayoutMismatch("a partial update has no weights")
         tensors = [some.get(name, old) for name, old in zip(layout.names, rest, strict=True)]
         layout.check(tensors)
         return Part(workers, tensors, None)
@@ -257,5 +256,5 @@ class Source:
         weights = self._reader.read(given)
         fallback = None
         if layout.optional and self.weights is not None and per_worker(self.weights) is None:
-            fallback = self._own.read(self.weights)
+            fallback = self._fallback_reader.read(self.weights)
         return Part(workers, layout.order(weights, fallback), weights.extra)

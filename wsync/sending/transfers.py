@@ -1,6 +1,7 @@
 """Updates to workers that receive them by a transport.
 
-- to a ``FlatTransport``: ``UPDATE`` (or ``PREPARE``), then ``begin_send``
+- to a ``FlatTransport``: ``UPDATE`` (or ``PREPARE``) and ``begin_send``, which comes first if the transport
+  ``receives_ahead``
 - to a ``TransportBackend``: ``FETCH``, then ``send_weights`` in the worker's transfer thread, then ``UPDATE`` (or
   ``PREPARE``)
 - as a difference to the version that the worker has, over the control connection: ``DELTA``, then ``UPDATE`` (or
@@ -36,7 +37,7 @@ class Transfers:
         connections: to all workers.
         num_workers: the number of workers.
         create_transport: the scheme's; None if every worker must use the arena: no update is then sent here.
-        express: ``(update) -> weights`` in the strategy's format, views of the update's buffer.
+        in_format: ``(update) -> weights`` in the strategy's format, views of the update's buffer.
         checksum: whether updates have a checksum; None: they have.
         difference: ``(base, update) -> difference``, see ``Delta.difference``; None: the full weights are sent.
 
@@ -49,7 +50,7 @@ class Transfers:
         connections: WorkerConnections,
         num_workers: int,
         create_transport: TransportFactory | None,
-        express: Callable[[QueuedUpdate], Any],
+        in_format: Callable[[QueuedUpdate], Any],
         checksum: bool | None,
         difference: Callable[[QueuedUpdate, QueuedUpdate], bytes | None] | None = None,
     ) -> None:
@@ -57,7 +58,7 @@ class Transfers:
         self.ending: list[threading.Thread] = []
         self._connections = connections
         self._create_transport = create_transport
-        self._express = express
+        self._in_format = in_format
         self._checksum = checksum
         self._difference = difference
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
@@ -153,8 +154,8 @@ class Transfers:
     def enqueue(self, update: QueuedUpdate, workers: Iterable[int]) -> None:
         """Send an update to workers that are ready for it; the others get it, or a newer one, later.
 
-        The data is sent to all of them before it is announced: a worker that has begun to receive then wakes once,
-        not once for the message and again for the data.
+        Where transports receive ahead, the data is sent to all workers before it is announced: a worker that has begun
+        to receive then wakes once, not once for the message and again for the data.
         """
         workers = tuple(workers)
         for worker in workers:
@@ -179,7 +180,7 @@ class Transfers:
         delivery = queue.current
         if delivery is not None and delivery.update.transaction == transaction:
             self.advance(worker)  # a signal handler may have raised before ``PREPARE`` was sent
-            if queue.thread is not None and not delivery.sent:
+            if delivery.handed_over and not delivery.sent:
                 delivery.aborted = True  # ``PREPARE`` follows the transfer, and ``ABORT`` follows ``PREPARE``
                 return
         self._connections.send(worker, Message(Kind.ABORT, worker, transaction))
@@ -208,11 +209,11 @@ class Transfers:
             return
         if not delivery.announced:
             update = delivery.update
-            kind, mark = (update.kind, update.mark) if queue.thread is None else (Kind.FETCH, b"")
+            kind, prefix = (update.kind, update.transaction_prefix) if queue.thread is None else (Kind.FETCH, b"")
             if delivery.difference is not None:
                 self._connections.send(worker, Message(Kind.DELTA, worker, update.version, delivery.difference))
-                kind, mark = update.kind, update.mark
-            payload = mark + update.payload(checked=queue.checked)
+                kind, prefix = update.kind, update.transaction_prefix
+            payload = prefix + update.payload(checked=queue.checked)
             self._connections.send(worker, Message(kind, worker, update.version, payload))
             delivery.announced = True
         if delivery.difference is not None:
@@ -221,7 +222,7 @@ class Transfers:
             self._begin_transfer(worker, queue, delivery)
         elif not delivery.handed_over:
             if delivery.update.expressed is None:
-                delivery.update.expressed = self._express(delivery.update)
+                delivery.update.expressed = self._in_format(delivery.update)
             queue.thread.begin(delivery.update.expressed)
             delivery.handed_over = True
 
@@ -269,7 +270,7 @@ class Transfers:
             delivery.sent = True
             update, error = delivery.update, queue.thread.error
             if error is None:
-                self._connections.send(worker, Message(update.kind, worker, update.version, update.mark))
+                self._connections.send(worker, Message(update.kind, worker, update.version, update.transaction_prefix))
                 if delivery.aborted:
                     self._connections.send(worker, Message(Kind.ABORT, worker, update.transaction))
                 continue
