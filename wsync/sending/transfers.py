@@ -194,7 +194,7 @@ class Transfers:
         delivery = queue.current
         if delivery is not None and delivery.update.transaction == transaction:
             self.advance(worker)  # a signal handler may have raised before ``PREPARE`` was sent
-            if queue.thread is not None and delivery.difference is None and not delivery.sent:
+            if delivery.handed_over and not delivery.sent:
                 delivery.aborted = True  # ``PREPARE`` follows the transfer, and ``ABORT`` follows ``PREPARE``
                 return
         self._connections.send(worker, Message(Kind.ABORT, worker, transaction))
