@@ -33,14 +33,14 @@ from wsync.scheme import WeightSyncScheme
 from wsync.sending.membership import worker_list
 from wsync.sending.source import per_worker
 from wsync.transaction import synchronize
-from wsync.transport import Closing, FlatTransport, TransportBackend
+from wsync.transport import Closable, FlatTransport, TransportBackend
 from wsync.types import CascadingContext, CollectorContext, RemoteWorker, SyncReport
 from wsync.weights.strategy import WeightStrategy
 
 __version__ = "0.1.0"
 __all__ = [
     "CascadingContext",
-    "Closing",
+    "Closable",
     "CollectorContext",
     "DistributedTransport",
     "DistributedWeightSyncScheme",

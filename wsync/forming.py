@@ -19,7 +19,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from wsync.control import Connection, Kind, Message
 from wsync.deadlines import deadline_in, remaining, wait_readable
 from wsync.errors import NotConnected, SyncTimeout
-from wsync.transport import Closing, FlatTransport, TransportBackend
+from wsync.transport import Closable, FlatTransport, TransportBackend
 
 _KEY_LENGTH = struct.Struct("<H")
 _LONGEST = 600.0  # seconds, where there is no deadline
@@ -163,7 +163,7 @@ class Forming:
         try:
             return self._wait()
         except BaseException:
-            if not isinstance(self._transport, FlatTransport) and isinstance(self._transport, Closing):
+            if not isinstance(self._transport, FlatTransport) and isinstance(self._transport, Closable):
                 self._transport.close()  # ends a set-up that blocks
             raise
         finally:

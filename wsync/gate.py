@@ -5,7 +5,8 @@ model has a *feed* (the object that checks for a pending update and installs it)
 enters it from outside, and only then; so a forward sees one version from its first layer to its last.
 
 The receiver thread installs by passing through the gate too. It blocks on the lock, so a pending update is installed as
-soon as the running forward ends, even if no other forward follows.
+soon as the running forward ends, even if no other forward follows. With ``acknowledge="published"`` the sender wakes a
+worker only while a thread of it waits in ``receive``; otherwise the next forward installs the update.
 
 What bypasses the gate: ``model.forward(...)`` called directly; a submodule called on its own; a copy made by
 ``torch.jit.trace`` or ``torch.export``, which has the model's parameters, but not its gate; and plain reads of

@@ -72,7 +72,9 @@ class WeightSyncScheme(ABC):
         timeout: seconds for ``connect`` and for ``send``; None for no limit.
         bind: whether a worker's model may be bound (see the module); False if the worker writes to its parameters.
         send_transform: what is done to weights before they are sent: a function, or a list (``wsync.transforms``).
-        receive_transform: what is done to them in the worker, before they are installed; picklable.
+            Called by the thread that calls ``send``.
+        receive_transform: what is done to them in the worker, before they are installed; picklable. Called inside the
+            gate, by the thread that installs.
         initiator: ``"sender"``: ``send`` has workers install each version. ``"receiver"``: it only makes the version
             available, and a worker installs the newest one when it calls ``pull``. First weights that the sender has
             when it connects are installed by ``connect`` in any case.
@@ -92,7 +94,10 @@ class WeightSyncScheme(ABC):
     sends_weights: ClassVar[bool] = True
     """Whether anything is sent at all."""
     sender_driven: ClassVar[bool] = False
-    """Whether the sender alone drives both ends, given a context with ``actors``; a collector's workers are neither."""
+    """Whether the sender also connects the receiving ends, which are in the actors that its context names.
+
+    Such a scheme does not update the workers of a collector.
+    """
     delivers_at_connect: ClassVar[bool] = True
     """Whether the first weights are delivered by ``connect``; otherwise by the first ``send``."""
     arena: ClassVar[bool] = False
@@ -133,7 +138,11 @@ class WeightSyncScheme(ABC):
 
     @abstractmethod
     def create_transport(self, worker_idx: int | None = None) -> TransportBackend | FlatTransport:
-        """Return a new transport to (or in) worker ``worker_idx``. Called once per connection, at both ends."""
+        """Return a new transport to (or in) worker ``worker_idx``.
+
+        Called once per connection: on the sender by the thread in ``connect`` or ``readmit``, in the worker by the
+        thread in ``connect`` (with ``init_on_worker``: by the receiver thread).
+        """
 
     def create_rendezvous(self) -> Rendezvous:
         """Return how workers find the sender; by default by the address in the pickled scheme, on one machine."""
@@ -184,7 +193,7 @@ class WeightSyncScheme(ABC):
         params_map: Mapping[int, Any] | None = None,
         pipes: Sequence[Any] | None = None,
     ) -> None:
-        """Set up the trainer's end. Nothing is sent, and nothing is copied.
+        """Set up the trainer's end. No weights are sent or copied; with ``pipes``, workers are told where to connect.
 
         Args:
             model_id: the model's name, and its path in ``context``.
@@ -234,7 +243,7 @@ class WeightSyncScheme(ABC):
             self._transport_factory(),
             self._strategy,
             arena=self._uses_arena(),
-            retains=self.binds_arena,  # a bound model uses its slot until the next update
+            retains=self.binds_arena,  # workers' models stay bound to the published slot: it must not be written
             checksum=self.checksum,
             device=self.device,
             delta=delta_of(self.send_transform),
@@ -270,7 +279,8 @@ class WeightSyncScheme(ABC):
                 is called after each update; or else ``context.update_policy_weights_(weights, model_id=model_id)``.
             model: the model itself, or a mapping of tensors into which weights are copied. If a module's parameters are
                 in memory shared with another process, they are copied first.
-            load: for an inference engine: called inside the gate with an iterator over the ``(name, tensor)`` pairs of
+            load: for an inference engine: called inside the gate, by the acting thread or the receiver thread,
+                whichever enters the gate first, with an iterator over the ``(name, tensor)`` pairs of
                 each version; the tensors are valid during the call. ``model`` is then optional; its forwards are gated.
             chunk_bytes: call ``load`` several times for one version, with at most so many bytes (or one tensor) each.
             worker_idx: this worker's index; otherwise ``connect`` is given it.
@@ -391,23 +401,25 @@ class WeightSyncScheme(ABC):
                 raise ValueError("worker_idx is missing: give it to init_on_receiver() or connect()")
             role.receiver.connect(index, self.timeout)
             if not self.acknowledges:
-                role.receiver.wake_only_for_receive()  # else the next forward installs
+                role.receiver.wake_only_for_receive()  # without a message, the next forward installs the update
         else:
-            raise NotConnected("call init_on_sender() or init_on_receiver() before connect(), also after shutdown()")
+            raise NotConnected(
+                "call init_on_sender() or init_on_receiver() before connect(); after shutdown(), once more"
+            )
 
     def synchronize_weights(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
         """Connect: the older name of ``connect``, which delivers the first weights."""
         self.connect(worker_idx=worker_idx, weights=weights)
 
     def disconnect(self, worker_idx: int) -> None:
-        """On the sender: treat a worker as dead: stop sending to it.
+        """On the sender: treat a worker as dead, and send it nothing more.
 
         Its replacement gets the last update sent to this index: see ``readmit``.
         """
         self._sender_role("disconnect").sender.disconnect(worker_idx)
 
     def readmit(self, worker_idx: int, sentinel: int | None = None, timeout: float | None = None) -> None:
-        """On the sender: accept a replacement, which calls ``connect``, for a worker that has died.
+        """On the sender: accept the process that replaces a dead worker; that process calls ``connect`` meanwhile.
 
         It gets the last update sent to its index, whether to it alone or to all workers, even if sent while no worker
         had that index. Other workers are not affected. A worker still connected under this index is disconnected first.
@@ -419,11 +431,14 @@ class WeightSyncScheme(ABC):
 
         Raises:
             SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or not with these weights.
+            ValueError: there is no such worker.
         """
         self._sender_role("readmit").sender.readmit(worker_idx, sentinel, timeout)
 
     def continue_from(self, version: int) -> None:
-        """On the sender: number the next update ``version + 1``, unless versions are beyond that; for a resumed run.
+        """On the sender: continue numbering after ``version``, e.g. that of a resumed run.
+
+        It has no effect if a newer version has been sent.
 
         Raises:
             ValueError: it is not a version: negative, or too large.
@@ -433,7 +448,7 @@ class WeightSyncScheme(ABC):
     def send(
         self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, partial: bool = False
     ) -> SyncReport | None:
-        """Deliver an update. When this returns, every forward that starts in a worker uses it.
+        """Deliver an update. When this returns (and ``sync`` is true), every forward that starts later uses it.
 
         Args:
             weights: module, TensorDict, state dict, or ``{worker: any of these}``; None reads the model (or the
@@ -464,6 +479,9 @@ class WeightSyncScheme(ABC):
 
     def wait_async(self) -> SyncReport | None:
         """Wait until everything that was sent without waiting is installed.
+
+        Returns:
+            The report of the newest of these updates; None if there was none.
 
         Raises:
             WorkerDied, WorkerFailed, SyncTimeout: errors of the oldest failed update; call again for the rest.

@@ -32,6 +32,9 @@ from wsync.weights.layout import Layout
 class Sender:
     """One model, and all workers that act with copies of it. Any thread may call; one call runs at a time.
 
+    There are two locks: the *sender's lock*, held here for the whole of a call, and the *channel's lock* inside
+    ``WorkerChannel``, which calls and the send-loop thread take for each step.
+
     Args:
         channel: the connections to the workers, and the memory or transports that carry the weights.
         source: where weights come from when a call is given none.

@@ -12,8 +12,8 @@ A custom backend is a class with the four methods of ``TransportBackend``, and a
 Versions, acknowledgements, deadlines, deaths, restarts and all-or-nothing updates are not a transport's concern: the
 scheme handles them.
 
-``Closing`` is an optional addition to a ``TransportBackend``; a ``FlatTransport`` takes its place. Which of them a
-transport is, is found out once, when a worker connects.
+``Closable`` is an optional addition to a ``TransportBackend``; a ``FlatTransport`` takes its place. The library tests
+with ``isinstance``, once per connection, which of these protocols a transport has.
 """
 
 from __future__ import annotations
@@ -103,8 +103,10 @@ class TransportBackend(Protocol):
 
         Under a scheme it is called when the sender has announced an update, while ``send_weights`` runs or after it has
         returned, by the thread that reads the sender's messages: the receiver thread or, for the first weights, the
-        thread in ``connect``. If it returned None, or another version (detected by the checksum), it is called again
-        when ``send_weights`` has returned. What it raises is raised in the trainer as ``WorkerFailed``.
+        thread in ``connect``. While it waits, that thread serves no other model of the process. If it returned None, or
+        another version (detected by the checksum), it is called again when ``send_weights`` has returned: up to eight
+        times while another version arrives; None is then an error. What it raises is raised in the trainer as
+        ``WorkerFailed``.
 
         Args:
             timeout: seconds; None for no limit.
@@ -117,7 +119,7 @@ class TransportBackend(Protocol):
 
 
 @runtime_checkable
-class Closing(Protocol):
+class Closable(Protocol):
     """A ``TransportBackend`` that has resources to release; ``FlatTransport`` has a ``close`` of its own."""
 
     def close(self) -> None:
@@ -171,14 +173,15 @@ class FlatTransport(Protocol):
     def begin_send(self, flat: Tensor, transfers: list[Transfer]) -> None:
         """Begin to send, and append the transfer to ``transfers``.
 
-        Called under the sender's lock, by the thread that called the scheme or, for an update that had to wait for the
-        worker, by the send-loop thread.
+        Called under the channel's lock (one call at a time), by the thread that called the scheme or, for an update
+        that had to wait for the worker, by the send-loop thread.
 
         Args:
             flat: ``uint8[nbytes]``; unchanged until the worker has answered.
             transfers: an empty list. The transfer counts as begun if and only if the list is filled: if a signal
                 handler raises while it is empty, ``begin_send`` is called again. So no Python code may run between
-                sending and appending. For one send: ``transfers.extend(map(group.send, [[flat]], [rank], [tag]))``.
+                sending and appending. For one send: ``transfers.extend(map(group.send, [[flat]], [rank], [tag]))``,
+                which runs in one C call: signal handlers run before or after it.
 
         Raises:
             RuntimeError: the connection has broken: the scheme then treats the worker as dead.

@@ -40,8 +40,8 @@ class Connection(Protocol):
     """One side of the connection between a sender and one worker.
 
     Any thread may call ``send`` and ``notify``; a lock inside keeps messages whole. One thread at a time calls
-    ``receive``: on the sender the thread that holds the sender's lock; in a worker the thread that connects, and
-    afterwards the receiver thread.
+    ``receive``: on the sender the thread that holds the channel's lock (``WorkerChannel``); in a worker the thread that
+    connects, and afterwards the receiver thread. The first message is sent by ``send``.
     """
 
     @property
@@ -89,7 +89,14 @@ class Connection(Protocol):
         ...
 
     def receive(self) -> Message | None:
-        """Return the next message, once ``fileno()`` is readable; None if the peer disconnected or sent garbage."""
+        """Return the next message, once ``fileno()`` is readable.
+
+        Returns:
+            None if the peer has disconnected, has sent something unreadable, or has stopped inside a message.
+
+        Raises:
+            NotConnected: the peer did not prove that it has the token.
+        """
         ...
 
     def attach(self, handler: MessageHandler) -> None:
@@ -97,11 +104,11 @@ class Connection(Protocol):
         ...
 
     def detach(self, handler: MessageHandler) -> None:
-        """Undo ``attach``. On return no call of the handler is running, except one that this call is part of."""
+        """Undo ``attach``. On return no call of the handler is running, unless the handler itself called ``detach``."""
         ...
 
     def peer_is_alive(self) -> bool:
-        """Return False if the peer is known to have exited. Polled by threads of a worker in ``receive()``."""
+        """Return False if the peer is known to have exited. Polled by threads in ``WeightSyncScheme.receive``."""
         ...
 
     def close(self) -> None:

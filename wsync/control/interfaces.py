@@ -11,7 +11,7 @@ from wsync.control.messages import Message
 class ConnectionSource(Protocol):
     """Where workers connect: a ``Listener``, or the RPC backend's equivalent.
 
-    Called under the sender's lock, by the thread that has called ``connect`` or readmits a worker; ``close``: by any.
+    Called under the channel's lock, by the thread that has called ``connect`` or readmits a worker; ``close``: by any.
     """
 
     @property
@@ -35,7 +35,7 @@ class ConnectionSource(Protocol):
 class ConnectionCallbacks(Protocol):
     """Called by ``WorkerConnections`` as workers connect, answer and disconnect.
 
-    Called under the sender's lock, by the thread that is calling a method of ``WorkerConnections``.
+    Called by the thread that is calling a method of ``WorkerConnections``, under the lock that it holds.
     """
 
     def accept_message(self, worker: int, rejoined: bool) -> Message:

@@ -25,9 +25,9 @@ class Kind(IntEnum):
     ACCEPTED = 1  # the worker is registered; version: of the weights that follow at once, or 0; payload: SenderSettings
     REFUSED = 2  # the worker is not registered; payload: the reason
     LAYOUT = 3  # the layout of the weights; payload: SenderSettings
-    UPDATE = 4  # install a version; payload: by a transport, checksum and extra state
+    UPDATE = 4  # install a version; payload: for a FlatTransport, checksum and extra state (for others: see FETCH)
     PREPARE = 5  # check and keep a version; payload: the transaction, then the arena's slot, or UPDATE's payload
-    ABORT = 6  # drop what was prepared (version: the transaction) or fetched (version: as in FETCH)
+    ABORT = 6  # drop what was prepared (version: the transaction, a random number) or fetched (version: as in FETCH)
     COMMIT = 7  # install what was prepared; version: the transaction. In the arena the published word is the commit
     RESEND = 8  # repeat the last answer: it did not arrive in time, or an exception interrupted the sender's reading
     CHECK_LAYOUT = 9  # answer whether weights of a layout would fit; payload: SenderSettings
@@ -37,7 +37,7 @@ class Kind(IntEnum):
     # from a worker to the sender
     HELLO = 16  # the first message; version: PROTOCOL; payload: credentials, the worker's process, the user's payload
     ACK = 17  # a version is installed
-    PREPARED = 18  # a version is checked and kept
+    PREPARED = 18  # a version was checked (after PREPARE: and kept), or a layout fits (after CHECK_LAYOUT)
     FAILED = 19  # a version was not installed, or not kept; payload: the traceback
     SLOT_FREED = 20  # a slot of the arena that the sender waits for is free
     JOINED = 21  # how the worker receives weights; version: 1 for the arena, 0 for a transport

@@ -59,7 +59,7 @@ class _Update:
 
 
 class ArenaWriter:
-    """Writes the words of all workers of one sender. Used in the sender's process, under the sender's lock.
+    """Writes the words of all workers of one sender. Used in the sender's process, under the channel's lock.
 
     Args:
         words: of the arena, in items of 8 bytes.

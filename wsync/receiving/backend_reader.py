@@ -12,7 +12,7 @@ from wsync.checksum import checksum_of
 from wsync.loops.tensors import copy_all
 from wsync.receiving.protocols import Event, Failed
 from wsync.receiving.transport_reader import TransportReader
-from wsync.transport import Closing, TransportBackend
+from wsync.transport import Closable, TransportBackend
 from wsync.types import Update
 from wsync.weights.packing import Buffer
 from wsync.weights.snapshot import Snapshot, snapshot
@@ -114,6 +114,6 @@ class BackendReader(TransportReader):
 
     def close(self) -> None:
         """See ``UpdateReader``."""
-        if isinstance(self._transport, Closing):
+        if isinstance(self._transport, Closable):
             self._transport.close()
         super().close()

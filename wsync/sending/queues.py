@@ -78,7 +78,7 @@ class WorkerQueue:
     """The updates of one worker: at most one is being sent; of those that wait, a newer version replaces an older one.
 
     So a slow worker delays no other, gets the newest version when it is ready, and memory is bounded. Used under the
-    sender's lock.
+    channel's lock.
 
     Attributes:
         latest: the newest version that was queued or committed, for a replacement of this worker.

@@ -22,7 +22,7 @@ _MUTEX_TIMEOUT = 5.0  # seconds; a worker holds its mutex for a microsecond, unl
 
 
 class Slots:
-    """The slots of one sender's arena. All methods are called under the sender's lock.
+    """The slots of one sender's arena. All methods are called under the channel's lock.
 
     The published word of a worker that is not connected names the version for its replacement, even if the replacement
     will use a transport.

@@ -8,11 +8,11 @@ import traceback
 from queue import SimpleQueue
 from typing import Any
 
-from wsync.transport import Closing, TransportBackend
+from wsync.transport import Closable, TransportBackend
 
 
 class TransferThread:
-    """Calls ``send_weights``, one call at a time. The public methods are called under the sender's lock.
+    """Calls ``send_weights``, one call at a time. The public methods are called under the channel's lock.
 
     Args:
         transport: of one worker.
@@ -51,7 +51,7 @@ class TransferThread:
 
     def close(self) -> threading.Thread:
         """Close the transport, which ends a blocking call; return the thread, which then ends."""
-        if isinstance(self._transport, Closing):
+        if isinstance(self._transport, Closable):
             self._transport.close()
         self._calls.put(None)
         return self._thread

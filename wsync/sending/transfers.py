@@ -31,7 +31,7 @@ _MAX_EXTRA = 1000 << 20  # bytes of extra state, or of a difference, in one mess
 
 
 class Transfers:
-    """The queues of all workers. All methods are called under the sender's lock.
+    """The queues of all workers. All methods are called under the channel's lock.
 
     Args:
         connections: to all workers.

@@ -68,7 +68,7 @@ EXTRA_END = _MAX_SLOTS * _EXTRA_SPAN
 class Arena:
     """One process's mapping of the shared slots. The sender creates the arena; each of its workers opens it.
 
-    On the sender it is used under the sender's lock; in a worker by the acting thread (which runs the forwards) and the
+    On the sender it is used under the channel's lock; in a worker by the acting thread (which runs the forwards) and the
     receiver thread.
 
     Args:

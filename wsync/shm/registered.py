@@ -71,7 +71,7 @@ def _open(mapping: _Mapping) -> int | None:
 
 
 class RegisteredBuffers:
-    """The sender's end. Called under the sender's lock.
+    """The sender's end. Called under the channel's lock.
 
     Args:
         arena: of the sender.
