@@ -177,7 +177,7 @@ class Receiver(VersionState):
                 self._channel.hold_previous()
         return self._target
 
-    # --- called inside the gate, by the thread that enters it from outside: the acting or the receiver thread mostly ---
+    # --- called inside the gate, by the thread that enters it from outside: acting or receiver thread mostly ---
 
     def poll_update(self) -> bool:
         """Install the version that the next forward must use. Implements ``wsync.loops.gate_lock.Feed``.
@@ -221,7 +221,7 @@ class Receiver(VersionState):
             apply = time.perf_counter() - started
             self._channel.answer(Ack(self.worker_idx, update.version, self._error, wait=wait, apply=apply))
 
-    # --- called outside the gate, by the receiver thread, by a thread in ``pull``, or (in one process) by the sender's ---
+    # --- called outside the gate: by the receiver thread, a thread in ``pull``, or (in one process) the sender ---
 
     def on_readable(self) -> bool:
         """Process one message. Implements ``wsync.control.receiver_thread.MessageHandler``."""

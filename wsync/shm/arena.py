@@ -68,8 +68,8 @@ EXTRA_END = _MAX_SLOTS * _EXTRA_SPAN
 class Arena:
     """One process's mapping of the shared slots. The sender creates the arena; each of its workers opens it.
 
-    On the sender it is used under the channel's lock; in a worker by the acting thread (which runs the forwards) and the
-    receiver thread.
+    On the sender it is used under the channel's lock; in a worker by the acting thread (which runs the forwards) and
+    the receiver thread.
 
     Args:
         workers: the number of workers.
