@@ -62,14 +62,14 @@ def over_setting(groups: Groups) -> Figure:
     runs = [run for group in groups.values() for run in group]
     setting, env, solved_at = numeric_setting(runs), common(runs, "env"), common(runs, "solved_at")
     assert setting is not None
-    ended = [run for run in runs if run.complete and run.return_over_run is not None]
+    ended = [run for run in runs if run.complete and None not in (run.final_return, run.return_over_run)]
     subtitle = "line: median of the runs; band: lowest to highest; a dot for each run"
     if missing := len(runs) - len(ended):
         subtitle += f"; without {missing} that failed, were interrupted, or ended no episode"
     drawn = curves(ended, setting)
     title = f"Return over {setting}" + ("" if env is None else f", {env}")
     figure, axes = new_figure(11, 2, title, subtitle, (1, 1), height=4.6 + 0.2 * _legend_lines(drawn))
-    _draw_curves(axes[0], drawn, lambda run: run.summary["episode_return_mean_100"])
+    _draw_curves(axes[0], drawn, lambda run: run.final_return)
     _draw_curves(axes[1], drawn, lambda run: run.return_over_run)
     values = sorted({float(run.settings[setting]) for run in runs})
     for ax, name in zip(axes, ("last 100 episodes", "frames of the run"), strict=True):

@@ -49,6 +49,11 @@ class Run:
         return next((row["seconds"] for row in self.rows if _solved(row, self.summary.get("solved_at"))), None)
 
     @property
+    def final_return(self) -> float | None:
+        """The mean return of the last 100 episodes at the end; None if no episode ended."""
+        return self.summary["episode_return_mean_100"]
+
+    @property
     def return_over_run(self) -> float | None:
         """The mean return of the last 100 episodes, averaged over the frames of the run; None if no episode ended."""
         frames = [0, *(row["frames"] for row in self.rows)]
@@ -73,7 +78,7 @@ Column = tuple[Figure, Callable[[Any], str]]
 _DEFAULT = "default"  # of a setting that only other runs' command lines name
 FIGURES: dict[str, Column] = {
     "s to solved": (lambda run: run.seconds_to_solved, number),
-    "return": (lambda run: run.summary["episode_return_mean_100"], number),
+    "return": (lambda run: run.final_return, number),
     "frames/s": (lambda run: run.summary["frames_per_second"], lambda value: number(value, 0)),
     "sync p50": (lambda run: run.sync["latency_us"].get("p50"), microseconds),
     "sync p95": (lambda run: run.sync["latency_us"].get("p95"), microseconds),
