@@ -11,7 +11,8 @@ from wsync.control.receiver_thread import MessageHandler
 from wsync.fast_path import FastCalls
 from wsync.gate import process_gate
 from wsync.receiving import prepared
-from wsync.receiving.protocols import CheckLayout, Event, Poller, Prepare, UpdateReceiver
+from wsync.receiving.events import CheckLayout, Event, Prepare
+from wsync.receiving.protocols import Poller, UpdateReceiver
 from wsync.types import Ack, Update
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout

@@ -21,19 +21,10 @@ from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
 from wsync.gate import gate_model, process_gate, ungate_model
 from wsync.loops.gate_lock import Feed
 from wsync.receiving import prepared
+from wsync.receiving.events import CheckLayout, Closed, Decision, Event, Failed, Newest, Prepare
 from wsync.receiving.forking import gated_receivers
 from wsync.receiving.on_request import OnRequest
-from wsync.receiving.protocols import (
-    CheckLayout,
-    Closed,
-    Decision,
-    Event,
-    Failed,
-    Newest,
-    Poller,
-    Prepare,
-    ReceiveChannel,
-)
+from wsync.receiving.protocols import Poller, ReceiveChannel
 from wsync.receiving.registered import RegisteredFollower
 from wsync.receiving.versions import VersionState, no_more_weights
 from wsync.types import ANY_VERSION, Ack, Update

@@ -9,8 +9,9 @@ from wsync.errors import NotConnected
 from wsync.gate import process_gate
 from wsync.loops import Installer, WorkerSlot
 from wsync.loops.words import PUBLISHED, version_in
+from wsync.receiving.events import Event, Prepare, Published
 from wsync.receiving.prepared import updates_by_transaction
-from wsync.receiving.protocols import Event, Poller, Prepare, Published, UpdateReceiver
+from wsync.receiving.protocols import Poller, UpdateReceiver
 from wsync.shm.arena import PREPARE, Arena
 from wsync.shm.registered import RegisteredView
 from wsync.types import Update

@@ -10,7 +10,7 @@ import torch
 
 from wsync.checksum import checksum_of
 from wsync.loops.tensors import copy_all
-from wsync.receiving.protocols import Event, Failed
+from wsync.receiving.events import Event, Failed
 from wsync.receiving.transport_reader import TransportReader
 from wsync.transport import Closable, TransportBackend
 from wsync.types import Update

@@ -13,17 +13,8 @@ from wsync.control.receiver_thread import MessageHandler
 from wsync.deadlines import wait_readable
 from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
 from wsync.receiving.arena_reader import ArenaReader
-from wsync.receiving.protocols import (
-    CheckLayout,
-    Closed,
-    Decision,
-    Event,
-    Failed,
-    Newest,
-    Poller,
-    UpdateReader,
-    UpdateReceiver,
-)
+from wsync.receiving.events import CheckLayout, Closed, Decision, Event, Failed, Newest
+from wsync.receiving.protocols import Poller, UpdateReader, UpdateReceiver
 from wsync.receiving.readers import ReaderFactory
 from wsync.receiving.transport_reader import TransportReader
 from wsync.shm.registered import RegisteredView

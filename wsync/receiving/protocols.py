@@ -1,83 +1,19 @@
-"""The events and interfaces between a ``Receiver`` and the channel that delivers its updates."""
+"""The interfaces between a ``Receiver`` and the channel that delivers its updates."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from wsync.control.receiver_thread import MessageHandler
 from wsync.loops.gate_lock import Feed
 from wsync.loops.worker_slot import SlotReceiver
+from wsync.receiving.events import Event
 from wsync.shm.registered import RegisteredView
 from wsync.types import Ack, Update
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
 from wsync.weights.targets import Destination
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """A version is ready; entering the gate installs it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prepare:
-    """Check an update and keep it for the transaction's commit."""
-
-    transaction: int
-    update: Update
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Install (``commit``) or drop what was prepared in a transaction."""
-
-    transaction: int
-    commit: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CheckLayout:
-    """Answer, under ``version``, whether weights of a layout would fit."""
-
-    version: int
-    layout: Layout
-
-
-@dataclass(frozen=True, slots=True)
-class Newest:
-    """The newest version that can be requested.
-
-    Attributes:
-        version: its number.
-        request: the number of the request that this answers; 0 for none.
-    """
-
-    version: int
-    request: int
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A version did not arrive: acknowledge it with the error."""
-
-    version: int
-    error: str
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """The sender has gone.
-
-    Attributes:
-        finished: whether it has shut down; otherwise it died, or has disconnected this worker.
-    """
-
-    finished: bool = False
-
-
-Event = Published | Prepare | Decision | CheckLayout | Newest | Failed | Closed
 
 
 class Poller(Feed, MessageHandler, Protocol):

@@ -10,7 +10,8 @@ import torch
 from wsync.checksum import CHECKSUM, find_damage
 from wsync.control.messages import TRANSACTION, unpack_exactly
 from wsync.errors import NotConnected
-from wsync.receiving.protocols import Event, Failed, Poller, Prepare, Published, UpdateReceiver
+from wsync.receiving.events import Event, Failed, Prepare, Published
+from wsync.receiving.protocols import Poller, UpdateReceiver
 from wsync.transforms.delta import apply_difference, base_of
 from wsync.types import Update
 from wsync.weights.binding import Binding

@@ -17,7 +17,8 @@ from wsync.control.receiver_thread import MessageHandler, receiver_thread
 from wsync.deadlines import remaining
 from wsync.errors import LayoutMismatch, SyncTimeout, WeightSyncError
 from wsync.loops.tensors import copy_all
-from wsync.receiving.protocols import Event, Poller, Published, UpdateReceiver
+from wsync.receiving.events import Event, Published
+from wsync.receiving.protocols import Poller, UpdateReceiver
 from wsync.shm.registered import RegisteredView
 from wsync.store.versions import Manifest, VersionStore
 from wsync.store.watch import Watch

@@ -1,0 +1,72 @@
+"""What a channel delivers to a ``Receiver``: versions, decisions, questions, and the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wsync.types import Update
+from wsync.weights.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A version is ready; entering the gate installs it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Check an update and keep it for the transaction's commit."""
+
+    transaction: int
+    update: Update
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Install (``commit``) or drop what was prepared in a transaction."""
+
+    transaction: int
+    commit: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CheckLayout:
+    """Answer, under ``version``, whether weights of a layout would fit."""
+
+    version: int
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """The newest version that can be requested.
+
+    Attributes:
+        version: its number.
+        request: the number of the request that this answers; 0 for none.
+    """
+
+    version: int
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A version did not arrive: acknowledge it with the error."""
+
+    version: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The sender has gone.
+
+    Attributes:
+        finished: whether it has shut down; otherwise it died, or has disconnected this worker.
+    """
+
+    finished: bool = False
+
+
+Event = Published | Prepare | Decision | CheckLayout | Newest | Failed | Closed
