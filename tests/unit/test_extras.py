@@ -31,11 +31,11 @@ from importlib import import_module
 
 optional = {OPTIONAL}
 import tensordict  # needs cloudpickle itself
-import pytest
-
+import fsspec  # imports zstandard if it is installed
 import wsync
 
-print("imported:", [name for name in optional if name in sys.modules and name != "cloudpickle"])
+used_by_others = ("cloudpickle", "zstandard")
+print("imported:", [name for name in optional if name in sys.modules and name not in used_by_others])
 for name in optional:
     sys.modules[name] = None  # as if it were not installed
 for module in ("wsync.config", "wsync.testing", "collectors"):
