@@ -132,7 +132,11 @@ class Receiver(VersionState):
         error = self._error if self._channel.first_version else ""  # without a first version: of a later update
         self._acknowledge_after_cascade()
         self._seen = min(self.version, self._channel.first_version)  # `receive` returns a newer one
-        self._channel.attach(self._poller)
+        try:
+            self._channel.attach(self._poller)
+        except NotConnected:  # the sender went meanwhile
+            self.close()
+            raise
         self._attached = True
         if error:
             self.close()
