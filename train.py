@@ -89,6 +89,7 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> tuple[int, float]:
         ConsoleReporter(title, cfg.total_frames),
         Pictures(),
         instantiate(cfg.logger, _convert_="all"),
+        *instantiate(cfg.callbacks, _convert_="all"),
     ]
 
     with stop_requests() as stop, ExitStack() as running:

@@ -6,7 +6,7 @@ import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -28,6 +28,7 @@ from learning import validation
 from learning.actor_critic import Diverged
 from learning.checkpoint import CheckpointError
 from learning.config_errors import one_line
+from learning.help import print_help
 from learning.options import CNNConfig, IMPALAConfig, MLPConfig, NoLoggerConfig, PPOConfig, WandbConfig
 from learning.reporting.files import FolderError, writing
 from learning.reporting.sweep import report
@@ -58,6 +59,7 @@ class TrainConfig:
         checkpoint_every: seconds.
         resume: folder of an earlier run to continue.
         objective: entry of ``summary.json`` that a sweeper compares (``hydra/sweeper=optuna``).
+        callbacks: reporters of your own, each with a _target_: see learning.reporting.Reporter.
     """
 
     num_workers: int = 2
@@ -79,6 +81,7 @@ class TrainConfig:
     algorithm: Any = MISSING
     logger: Any = MISSING
     chaos: Any = MISSING
+    callbacks: list[Any] = field(default_factory=list)
 
 
 class SweepReport(Callback):
@@ -135,8 +138,11 @@ def run_hydra(main: Callable[[], Any]) -> NoReturn:
 
     def command() -> None:
         register_configs(_config_folders(sys.argv[1:]))
-        sys.argv[1:] = stored_overrides(sys.argv[1:])
-        main()
+        if {"--help", "-h"}.isdisjoint(sys.argv):
+            sys.argv[1:] = stored_overrides(sys.argv[1:])
+            main()
+        else:
+            print_help(_CONF, [argument for argument in sys.argv[1:] if not argument.startswith("-")])
 
     run_command(command, describe_error, on_error=SweepReport.write)
 

@@ -72,6 +72,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]
     return dict(zip(schemes, zip(folders, printed[1:], strict=True), strict=True))
 
 
+def test_help_lists_the_options_and_explains_every_setting(tmp_path: Path) -> None:
+    done = run(tmp_path, "weight_sync=distributed", "--help", COLUMNS="200")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert "base_" not in done.stdout
+    assert any(line[:2] == ["algorithm", "impala,"] for line in lines)
+    explained = {line[0].partition("=")[0]: line[1:] for line in lines if line and "=" in line[0]}
+    unexplained = {name for name, text in explained.items() if not text}
+    assert not unexplained and {"seed", "weight_sync.backend", "collector.max_staleness", "env.id"} <= explained.keys()
+
+
 @pytest.mark.parametrize("scheme", ["shared_mem", "multiprocess", "none"])
 def test_a_run_leaves_everything_in_its_folder(runs: dict[str, tuple[Path, str]], scheme: str) -> None:
     folder, printed = runs[scheme]

@@ -1,0 +1,105 @@
+"""The text of ``python train.py --help``: the groups with their options, and every setting with its explanation."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+
+USAGE = """\
+python train.py group=option … setting=value …     one run; its folder is under outputs/
+python train.py -m seed=0,1,2 …                    a sweep: every combination of the values
+python train.py resume=<folder of a run>           continues that run
+python train.py --config-dir <folder> …            adds options of your own: <folder>/<group>/<option>.yaml
+python train.py --hydra-help                       the options of the command itself
+"""
+_HIDDEN = ("hydra", "collector/for", "weight_sync/schema")
+_SECTION = re.compile(r"^(Args|Attributes):\n((?:(?: {4}.*)?\n?)+)", re.MULTILINE)
+_ENTRY = re.compile(r"^ {4}(\w[\w, ]*): (.*(?:\n {8}.*)*)", re.MULTILINE)
+
+
+def print_help(conf: Path, overrides: Sequence[str], console: Console | None = None) -> None:
+    """Print the usage, the groups, and the settings that `overrides` compose.
+
+    Args:
+        conf: the folder of the project's configs; the configs of the ConfigStore are registered.
+        overrides: of the command line, so that the settings are those of the chosen options.
+        console: where to print; the terminal by default.
+    """
+    console = console or Console(highlight=False)
+    console.print(USAGE, markup=False)
+    console.print("[bold]Groups and their options[/bold]")
+    table = Table(box=None, show_header=False, padding=(0, 2))
+    for group, options in _groups(conf):
+        table.add_row(group, ", ".join(options))
+    console.print(table)
+    with initialize_config_dir(str(conf), version_base="1.3"):
+        cfg = compose("train", overrides=list(overrides))
+    console.print("\n[bold]Settings of this choice[/bold]")
+    _print_settings(console, "", cfg)
+
+
+def _groups(conf: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield each group with its options, from the folder and the ConfigStore; without those that are not chosen."""
+    found: dict[str, set[str]] = {}
+    for path in conf.rglob("*.yaml"):
+        group = str(path.parent.relative_to(conf))
+        if group != ".":
+            top, _, nested = group.partition("/")
+            found.setdefault(top, set()).add(f"{nested}/{path.stem}" if nested else path.stem)
+    for group, options in ConfigStore.instance().repo.items():
+        if isinstance(options, dict) and group in {*found, "weight_sync"}:
+            names = {name.removesuffix(".yaml") for name, node in options.items() if hasattr(node, "node")}
+            found.setdefault(group, set()).update(name for name in names if not name.startswith("base_"))
+    for group in sorted(found):
+        hidden = [path.partition("/")[2] + "/" for path in _HIDDEN if path.startswith(f"{group}/")]
+        options = [name for name in sorted(found[group]) if not name.startswith(tuple(hidden))]
+        if group not in _HIDDEN and options:
+            yield group, options
+
+
+def _print_settings(console: Console, prefix: str, cfg: DictConfig) -> None:
+    target = OmegaConf.select(cfg, "_target_")
+    explained = {**_explanations(get_object(target) if target else None), **_explanations(OmegaConf.get_type(cfg))}
+    plain = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
+    assert isinstance(plain, dict)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    groups: dict[str, DictConfig] = {}
+    for name, value in ((str(key), value) for key, value in plain.items()):
+        node = None if OmegaConf.is_missing(cfg, name) or OmegaConf.is_interpolation(cfg, name) else cfg[name]
+        if isinstance(node, DictConfig) and not prefix:
+            groups[name] = node
+        elif not name.startswith("_"):
+            table.add_row(f"{prefix}{name}={_shown(value)}", explained.get(name, ""))
+    console.print(Padding(table, (0, 0, 1, 2)))
+    for group, node in groups.items():
+        called = OmegaConf.select(node, "_target_")
+        console.print(f"  [bold]{group}[/bold]  {called or ''}")
+        _print_settings(console, f"{group}.", node)
+
+
+def _shown(value: Any) -> str:
+    """Return a value as the command line takes it: as YAML, on one line."""
+    return " ".join(yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").split())
+
+
+def _explanations(documented: Any) -> dict[str, str]:
+    """Return ``{name: text}`` of the sections Args and Attributes of a docstring, and of those of base classes."""
+    found: dict[str, str] = {}
+    for one in inspect.getmro(documented) if inspect.isclass(documented) else [documented]:
+        for _, body in _SECTION.findall(inspect.cleandoc(getattr(one, "__doc__", None) or "") + "\n"):
+            for names, text in _ENTRY.findall(body):
+                for name in names.split(","):
+                    found.setdefault(name.strip(), " ".join(re.sub("`+", "", text).split()))
+    return found
