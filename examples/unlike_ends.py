@@ -1,6 +1,6 @@
 """A trainer and an inference engine that differ in library, names, shapes and precision, in two processes.
 
-    python examples/unlike_ends.py [shared_mem] [store] [http] [int8]
+    python examples/unlike_ends.py [shared_mem] [store] [http] [int8] [ray]
 
 Trainer: a GPT-2 of ``transformers`` from a config: float32, tied embeddings, weights ``[in, out]`` (without that: the
 engine's class in float32). Engine: PyTorch's layers, bfloat16, weights ``[out, in]``, other names; it generates all the
@@ -11,6 +11,7 @@ import multiprocessing
 import sys
 import tempfile
 from functools import reduce
+from multiprocessing.connection import Client, Listener
 
 import torch
 from torch import nn
@@ -78,6 +79,21 @@ def generate(pipe, scheme, receive_transform):
         tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1) if len(tokens[0]) < LENGTH else tokens[:, :1]
 
 
+def start_ray_task(scheme):
+    """Generate in a Ray task; return the pipe to it."""
+    import ray
+
+    key = bytes(multiprocessing.current_process().authkey)
+
+    def task(address):
+        multiprocessing.current_process().authkey = key  # of tensors in the pipe as well
+        generate(Client(address, authkey=key), scheme, [])
+
+    with Listener(("127.0.0.1", 0), authkey=key) as listener:
+        ray.remote(num_cpus=1, max_retries=0)(task).remote(listener.address)
+        return listener.accept()
+
+
 def main(name):
     """Train, send, compare."""
     torch.manual_seed(0)
@@ -87,12 +103,20 @@ def main(name):
     send.append(QuantizeInt8() if name == "int8" else Cast("bfloat16"))
     receive = [Dequantize("bfloat16"), Cast("bfloat16")] if name == "int8" else []
     (pipe, theirs), scheme = multiprocessing.Pipe(), None
-    if name in ("shared_mem", "store"):
+    if name == "ray":
+        import ray
+
+        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    if name in ("shared_mem", "store", "ray"):
         url = {"url": tempfile.mkdtemp()} if name == "store" else {}
         scheme = wsync.WeightSyncScheme.from_backend(name, send_transform=send, **url)
         scheme.init_on_sender("policy", model=model)
-    process = multiprocessing.get_context("spawn").Process(target=generate, args=(theirs, scheme, receive), daemon=True)
-    process.start()
+    if name == "ray":
+        pipe = start_ray_task(scheme)
+    else:
+        context = multiprocessing.get_context("spawn")
+        process = context.Process(target=generate, args=(theirs, scheme, receive), daemon=True)
+        process.start()
     if scheme is None:
         scheme = wsync.HTTPWeightSyncScheme(pipe.recv(), token=TOKEN, send_transform=send)
         scheme.init_on_sender("policy", model=model)
@@ -110,7 +134,10 @@ def main(name):
             off, off_float32 = ((logits - one(tokens)).abs().max().item() for one in (reference, forward))
         print(f"{name} {version}: {report.bytes} bytes; {off} off the reference, {off_float32:.4f} off the trainer")
         assert version == report.version and off == 0 and off_float32 < 0.05 * logits.abs().max()
-    process.kill()
+    if name == "ray":
+        ray.shutdown()
+    else:
+        process.kill()
 
 
 if __name__ == "__main__":
