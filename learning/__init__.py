@@ -2,27 +2,31 @@
 
 from learning.encoders import CNN, MLP
 from learning.gae import gae
+from learning.making import make_actor_critic
 from learning.networks import (
     CategoricalPolicy,
     Critic,
     GaussianPolicy,
     MultiCategoricalPolicy,
     Policy,
-    make_actor_critic,
     make_critic,
     make_policy,
 )
 from learning.ppo import PPO
+from learning.recurrent import RNN, RecurrentNetwork, RecurrentPolicy
 
 __all__ = [
     "CNN",
     "MLP",
     "PPO",
+    "RNN",
     "CategoricalPolicy",
     "Critic",
     "GaussianPolicy",
     "MultiCategoricalPolicy",
     "Policy",
+    "RecurrentNetwork",
+    "RecurrentPolicy",
     "gae",
     "make_actor_critic",
     "make_critic",

@@ -28,7 +28,7 @@ from learning import validation
 from learning.actor_critic import Diverged
 from learning.checkpoint import CheckpointError
 from learning.config_errors import one_line
-from learning.options import CNNConfig, MLPConfig, NoLoggerConfig, PPOConfig, WandbConfig
+from learning.options import CNNConfig, MLPConfig, NoLoggerConfig, PPOConfig, RNNConfig, WandbConfig
 from learning.reporting.files import FolderError, writing
 from learning.reporting.sweep import report
 from learning.run import run_command
@@ -113,7 +113,7 @@ def run_hydra(main: Callable[[], None]) -> NoReturn:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
 
     def command() -> None:
-        register_configs(_config_folders(sys.argv[1:]))
+        register_configs(config_folders(sys.argv[1:]))
         sys.argv[1:] = stored_overrides(sys.argv[1:])
         main()
 
@@ -249,7 +249,7 @@ def _stored(folder: str, name: str) -> Path:
     return path
 
 
-def _config_folders(argv: Sequence[str]) -> list[Path]:
+def config_folders(argv: Sequence[str]) -> list[Path]:
     """Return the user's config folder, if the command line `argv` has one."""
     parser = ArgumentParser(add_help=False)
     parser.add_argument("--config-dir", "-cd", type=Path)
@@ -264,6 +264,7 @@ def register_configs(folders: Sequence[Path] = ()) -> None:
     store_once(None, "base_train", TrainConfig)
     store_once("policy", "base_mlp", MLPConfig)
     store_once("policy", "base_cnn", CNNConfig)
+    store_once("policy", "base_rnn", RNNConfig)
     store_once("algorithm", "base_ppo", PPOConfig)
     store_once("logger", "base_wandb", WandbConfig)
     store_once("logger", "base_none", NoLoggerConfig)
