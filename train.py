@@ -49,7 +49,7 @@ from omegaconf import DictConfig, OmegaConf
 import collectors.config
 from collectors.config import ConfigError
 from collectors.distributed import is_worker, join_trainer
-from learning.config import TrainConfig, describe_error, facts, resolved, run_hydra
+from learning.config import TrainConfig, config_folders, describe_error, facts, resolved, run_hydra
 from learning.delay import WeightDelay
 from learning.loop import Goal, Training
 from learning.normalization import RewardNormalizer
@@ -126,7 +126,8 @@ def main(composed: DictConfig) -> float:
 
 
 if __name__ == "__main__":
-    sys.path.append(os.getcwd())  # settings may name modules of the current folder: weight_sync._target_, env.id
+    # Settings may name modules of the current folder and of --config-dir: policy._target_, env.id, …
+    sys.path += [os.getcwd(), *(str(folder.resolve()) for folder in config_folders(sys.argv[1:]))]
     if is_worker():  # torchrun starts all ranks alike: those above 0 collect
         sys.exit(join_trainer())
     run_hydra(main)

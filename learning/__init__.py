@@ -3,17 +3,18 @@
 from learning.encoders import CNN, MLP
 from learning.gae import gae
 from learning.impala import IMPALA
+from learning.making import make_actor_critic
 from learning.networks import (
     CategoricalPolicy,
     Critic,
     GaussianPolicy,
     MultiCategoricalPolicy,
     Policy,
-    make_actor_critic,
     make_critic,
     make_policy,
 )
 from learning.ppo import PPO
+from learning.recurrent import RNN, RecurrentNetwork, RecurrentPolicy
 from learning.vtrace import vtrace
 
 __all__ = [
@@ -21,11 +22,14 @@ __all__ = [
     "IMPALA",
     "MLP",
     "PPO",
+    "RNN",
     "CategoricalPolicy",
     "Critic",
     "GaussianPolicy",
     "MultiCategoricalPolicy",
     "Policy",
+    "RecurrentNetwork",
+    "RecurrentPolicy",
     "gae",
     "make_actor_critic",
     "make_critic",

@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from learning.networks import Policy
+from learning.recurrent import RecurrentPolicy
 
 
 class Diverged(FloatingPointError):
@@ -29,7 +30,7 @@ class ActorCritic(ABC):
 
     def __init__(
         self,
-        policy: Policy,
+        policy: Policy | RecurrentPolicy,
         critic: nn.Module,
         *,
         epochs: int,

@@ -29,7 +29,7 @@ from learning.actor_critic import Diverged
 from learning.checkpoint import CheckpointError
 from learning.config_errors import one_line
 from learning.help import print_help
-from learning.options import CNNConfig, IMPALAConfig, MLPConfig, NoLoggerConfig, PPOConfig, WandbConfig
+from learning.options import CNNConfig, IMPALAConfig, MLPConfig, NoLoggerConfig, PPOConfig, RNNConfig, WandbConfig
 from learning.reporting.files import FolderError, writing
 from learning.reporting.sweep import report
 from learning.run import run_command
@@ -137,12 +137,15 @@ def run_hydra(main: Callable[[], Any]) -> NoReturn:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
 
     def command() -> None:
-        register_configs(_config_folders(sys.argv[1:]))
+        register_configs(config_folders(sys.argv[1:]))
         if {"--help", "-h"}.isdisjoint(sys.argv):
             sys.argv[1:] = stored_overrides(sys.argv[1:])
             main()
         else:
-            print_help(_CONF, [argument for argument in sys.argv[1:] if not argument.startswith("-")])
+            added = [f"hydra.searchpath=[{folder.resolve()}]" for folder in config_folders(sys.argv[1:])]
+            print_help(
+                _CONF, [*added, *(argument for argument in sys.argv[1:] if "=" in argument and argument[0] != "-")]
+            )
 
     run_command(command, describe_error, on_error=SweepReport.write)
 
@@ -276,7 +279,7 @@ def _stored(folder: str, name: str) -> Path:
     return path
 
 
-def _config_folders(argv: Sequence[str]) -> list[Path]:
+def config_folders(argv: Sequence[str]) -> list[Path]:
     """Return the user's config folder, if the command line `argv` has one."""
     parser = ArgumentParser(add_help=False)
     parser.add_argument("--config-dir", "-cd", type=Path)
@@ -291,6 +294,7 @@ def register_configs(folders: Sequence[Path] = ()) -> None:
     store_once(None, "base_train", TrainConfig)
     store_once("policy", "base_mlp", MLPConfig)
     store_once("policy", "base_cnn", CNNConfig)
+    store_once("policy", "base_rnn", RNNConfig)
     store_once("algorithm", "base_ppo", PPOConfig)
     store_once("algorithm", "base_impala", IMPALAConfig)
     store_once("logger", "base_wandb", WandbConfig)

@@ -83,6 +83,8 @@ class IMPALA(ActorCritic):
         max_grad_norm: float = 40.0,
         adam_eps: float = 1e-5,
     ) -> None:
+        if not isinstance(policy, Policy):
+            raise ValueError("IMPALA learns policies without a state; a recurrent one needs algorithm=ppo")
         super().__init__(
             policy, critic,
             epochs=epochs, epochs_final=epochs_final, minibatch_size=minibatch_size, lr=lr, lr_final=lr_final,
@@ -139,6 +141,7 @@ class IMPALA(ActorCritic):
 
     def _step(self, x: Trajectories) -> Tensor:
         """Do one gradient step; return the statistics named by `STATS`."""
+        assert isinstance(self.policy, Policy)
         distribution = self.policy.distribution(x.observation)
         log_prob, value = distribution.log_prob(x.action), self.critic(x.observation)
         with torch.no_grad():

@@ -30,9 +30,13 @@ class Network(nn.Module):
         super().__init__()
         self.trunk, self.head, self.normalizer = trunk, head, normalizer
 
+    def normalized(self, observation: Observation) -> Observation:
+        """Return the observations as the trunk gets them."""
+        return observation if self.normalizer is None else self.normalizer(observation)
+
     def features(self, observation: Observation) -> Tensor:
         """Return the features, which networks with the same trunk and normalizer share."""
-        return self.trunk(observation if self.normalizer is None else self.normalizer(observation))
+        return self.trunk(self.normalized(observation))
 
     def forward(self, observation: Observation) -> Tensor:
         """Return the outputs."""
@@ -203,6 +207,16 @@ class Critic(nn.Module):
         return self.network(observation).squeeze(-1)
 
 
+def evaluate(policy: Policy, critic: nn.Module, observation: Observation) -> tuple[distributions.Distribution, Tensor]:
+    """Return the distribution of actions and the value at each observation; a shared network is called once."""
+    actor, valued = policy.network, getattr(critic, "network", None)
+    if not isinstance(actor, Network) or not isinstance(valued, Network) or actor.trunk is not valued.trunk:
+        return policy.distribution(observation), critic(observation)
+    features = actor.features(observation)
+    parameters = policy.to_parameters(actor.head(features), action_mask(observation))
+    return policy.from_parameters(parameters), valued.head(features).squeeze(-1)
+
+
 def policy_for(
     action_spec: Spec, make_network: Callable[[int], nn.Module], initial_std: float = 1.0
 ) -> CategoricalPolicy | GaussianPolicy:
@@ -256,36 +270,6 @@ def make_critic(observation: int | SpecTree, hidden: Sequence[int] = (64, 64), a
     """Make a value network, observations ``[*B, *obs]`` to values ``[*B]``; see :func:`make_policy`."""
     trunk = MLP(_spec(observation), hidden, activation)
     return Critic(Network(trunk, linear(feature_size(trunk, _spec(observation)), 1, 1.0)))
-
-
-def make_actor_critic(
-    make_network: Callable[[SpecTree], nn.Module],
-    observation_spec: SpecTree,
-    action_spec: Spec,
-    initial_std: float = 1.0,
-    shared: bool = False,
-    normalizer: ObservationNormalizer | None = None,
-) -> tuple[Policy, Critic]:
-    """Make a policy and its critic around a network of any kind.
-
-    Args:
-        make_network: makes a module that maps observations to features, for the spec of an observation.
-        observation_spec: the environment's.
-        action_spec: the environment's; see :func:`policy_for`.
-        initial_std: see :func:`policy_for`.
-        shared: whether one network serves both; otherwise each has its own.
-        normalizer: of observations, for both; None: they are used as they are.
-
-    Raises:
-        ValueError: the network does not suit the observations, or a continuous action has no bounds.
-    """
-    trunk = make_network(observation_spec)
-    size = feature_size(trunk, observation_spec)
-    policy = policy_for(
-        action_spec, lambda outputs: Network(trunk, linear(size, outputs, 0.01), normalizer), initial_std
-    )
-    valued = trunk if shared else make_network(observation_spec)
-    return policy, Critic(Network(valued, linear(size, 1, 1.0), normalizer))
 
 
 def _spec(observation: int | SpecTree) -> SpecTree:

@@ -38,6 +38,18 @@ class CNNConfig(PolicyConfig):
 
 
 @dataclass
+class RNNConfig(PolicyConfig):
+    """See ``learning.RNN``."""
+
+    _target_: str = "learning.RNN"
+    cell: str = "lstm"
+    size: int = 128
+    hidden: list[int] = field(default_factory=lambda: [64])
+    activation: str = "tanh"
+    shared: bool = True
+
+
+@dataclass
 class PPOConfig:
     """See ``learning.PPO``."""
 

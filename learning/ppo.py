@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from learning.actor_critic import ActorCritic
 from learning.gae import gae
-from learning.networks import Policy
+from learning.networks import Policy, evaluate
+from learning.recurrent import STATE, RecurrentCritic, RecurrentPolicy
 
 STATS = ("loss_policy", "loss_value", "entropy", "kl", "clip_fraction", "grad_norm")
 KL = STATS.index("kl")
 
 
 class Frames(NamedTuple):
-    """Frames to learn from, ``[n, ...]`` each; ``log_prob`` and ``value`` are from before the update."""
+    """Frames to learn from, ``[n, ...]`` each; ``log_prob`` and ``value`` are from before the update.
 
-    observation: Tensor
+    Those of a recurrent policy are sequences ``[R, T, ...]``, with the policy's ``state``; ``is_init`` is true where an
+    episode starts, and only where ``mask`` is true there is a frame. All three are None for any other policy.
+    """
+
+    observation: Any
     action: Tensor
     log_prob: Tensor
     advantage: Tensor
     target: Tensor
     value: Tensor
+    state: Tensor | None = None
+    is_init: Tensor | None = None
+    mask: Tensor | None = None
+
+    def map(self, function: Callable[[Any], Any]) -> Frames:
+        """Apply `function` to all that is not None."""
+        applied: Any = [None if x is None else function(x) for x in self]
+        return Frames(*applied)
 
 
 class PPO(ActorCritic):
@@ -38,7 +53,8 @@ class PPO(ActorCritic):
         reward_scale: factor on rewards before anything is computed from them, so that returns are of the order of one.
         epochs: passes over each batch, at most; at the start.
         epochs_final: the same, after `anneal_frames` frames; it falls linearly in between.
-        minibatch_size: frames per gradient step; the last minibatch of a pass may be smaller.
+        minibatch_size: frames per gradient step; the last minibatch of a pass may be smaller. Sequences of a recurrent
+            policy (the frames of one environment in one batch) are not cut: at least one is a minibatch.
         lr: learning rate of Adam, at the start.
         lr_final: the same, at the end of the schedule.
         clip: the probability ratio counts between ``1 - clip`` and ``1 + clip``, at the start.
@@ -59,7 +75,7 @@ class PPO(ActorCritic):
 
     def __init__(
         self,
-        policy: Policy,
+        policy: Policy | RecurrentPolicy,
         critic: nn.Module,
         *,
         gamma: float = 0.99,
@@ -113,7 +129,6 @@ class PPO(ActorCritic):
             passes += 1
             if self.target_kl is not None and steps[-1][KL].item() > self.target_kl:
                 break
-        self.frames += len(frames.value)
         stats = dict(zip(STATS, torch.stack(steps).mean(0).tolist(), strict=True)) | summary
         self._check_finite(stats, batch, lr)
         return stats | {"epochs": float(passes), "lr": lr, "clip": clip}
@@ -122,11 +137,11 @@ class PPO(ActorCritic):
     def _prepare(self, batch: TensorDictBase) -> tuple[Frames, dict[str, float]]:
         """Return the frames of a batch with advantages and targets, and statistics of the values before the update."""
         observation, step = batch.get("observation"), batch.get("next")
-        value = self.critic(observation)
+        value = self._value(batch)
         advantage = gae(
             self.reward_scale * step.get("reward").squeeze(-1),
             value,
-            self.critic(step.get("observation")),
+            self._value(step),
             step.get("terminated").squeeze(-1),
             step.get("done").squeeze(-1),
             gamma=self.gamma,
@@ -135,30 +150,55 @@ class PPO(ActorCritic):
         log_prob = batch.get("action_log_prob")
         columns = (observation, batch.get("action"), log_prob, advantage, advantage + value, value)
         mask = batch.get("mask", None)
-        last = batch.ndim - 1
-        frames = Frames(*(x.flatten(0, last) if mask is None else x[mask] for x in columns))
-        explained = 1.0 - frames.advantage.var(correction=0) / frames.target.var(correction=0).clamp_min(1e-8)
-        summary = {"explained_variance": explained.item(), "value": frames.value.mean().item()}
+        state, last = batch.get(STATE, None), batch.ndim - 1
+        if state is None:
+            frames = Frames(*(x.flatten(0, last) if mask is None else x[mask] for x in columns))
+        else:
+            valid = torch.ones_like(advantage, dtype=torch.bool) if mask is None else mask
+            sequences = Frames(*columns, state, batch.get("is_init").squeeze(-1), valid)
+            frames = sequences.map(lambda x: x.flatten(0, last - 1) if last else x.unsqueeze(0))
+        flat = _flat(frames)
+        explained = 1.0 - flat.advantage.var(correction=0) / flat.target.var(correction=0).clamp_min(1e-8)
+        summary = {"explained_variance": explained.item(), "value": flat.value.mean().item()}
         if self.normalize_advantage:
-            centred = frames.advantage - frames.advantage.mean()
-            frames = frames._replace(advantage=centred / (centred.std(correction=0) + 1e-8))
+            mean, std = flat.advantage.mean(), flat.advantage.std(correction=0)
+            frames = frames._replace(advantage=(frames.advantage - mean) / (std + 1e-8))
+        self.frames += len(flat.value)
         return frames, summary
+
+    def _value(self, step: TensorDictBase) -> Tensor:
+        """Return the values of the observations of `step`; those of a recurrent critic depend on the state as well."""
+        state = step.get(STATE, None)
+        inputs = (step.get("observation"),) if state is None else (step.get("observation"), state)
+        return self.critic(*inputs)
+
+    def _evaluate(self, frames: Frames) -> tuple[Distribution, Tensor, Frames]:
+        """Return the distributions of actions, the values and the frames, ``[n, ...]`` each."""
+        if frames.state is None or frames.is_init is None:
+            assert isinstance(self.policy, Policy)
+            return *evaluate(self.policy, self.critic, frames.observation), frames
+        assert isinstance(self.policy, RecurrentPolicy) and isinstance(self.critic, RecurrentCritic)
+        parameters, features = self.policy.sequence(frames.observation, frames.state, frames.is_init)
+        value, mask = self.critic.of_features(features), frames.mask
+        return self.policy.from_parameters(parameters[mask]), value[mask], _flat(frames)
 
     def _epoch(self, frames: Frames, clip: float) -> list[Tensor]:
         """Pass once over all frames in random order; return the statistics of each gradient step."""
         order = torch.randperm(len(frames.value), device=frames.value.device)
-        shuffled = (x[order].split(self.minibatch_size) for x in frames)
-        return [self._step(Frames(*minibatch), clip) for minibatch in zip(*shuffled, strict=True)]
+        length = 1 if frames.state is None else frames.value.shape[1]  # sequences are not cut
+        minibatches = order.split(max(1, self.minibatch_size // length))
+        shuffled = frames.map(lambda x: x[order].split(len(minibatches[0])))
+        parts = [[None] * len(minibatches) if x is None else x for x in shuffled]
+        return [self._step(Frames(*minibatch), clip) for minibatch in zip(*parts, strict=True)]
 
     def _step(self, frames: Frames, clip: float) -> Tensor:
         """Do one gradient step; return the statistics named by `STATS`."""
-        distribution = self.policy.distribution(frames.observation)
+        distribution, value, frames = self._evaluate(frames)
         log_ratio = distribution.log_prob(frames.action) - frames.log_prob
         ratio = log_ratio.exp()
         unclipped, clipped = frames.advantage * ratio, frames.advantage * ratio.clamp(1.0 - clip, 1.0 + clip)
         loss_policy = -torch.min(unclipped, clipped).mean()
 
-        value = self.critic(frames.observation)
         squared_error = (value - frames.target).square()
         if self.value_clip is not None:
             near = frames.value + (value - frames.value).clamp(-self.value_clip, self.value_clip)
@@ -173,3 +213,11 @@ class PPO(ActorCritic):
             kl = (ratio - 1.0 - log_ratio).mean()  # low variance, never negative: http://joschu.net/blog/kl-approx.html
             clip_fraction = ((ratio - 1.0).abs() > clip).float().mean()
             return torch.stack([loss_policy, loss_value, entropy, kl, clip_fraction, grad_norm])
+
+
+def _flat(frames: Frames) -> Frames:
+    """Return sequences as frames ``[n, ...]``; frames are returned as they are."""
+    if frames.mask is None:
+        return frames
+    rest = (frames.action, frames.log_prob, frames.advantage, frames.target, frames.value)
+    return Frames(None, *(x[frames.mask] for x in rest))

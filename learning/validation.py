@@ -12,7 +12,7 @@ from collectors.config import ConfigError, EnvConfig, MultiAsyncConfig, MultiSyn
 from collectors.environments.specs import SpecTree
 from learning.config_errors import Settings, unknown
 from learning.encoders import ACTIVATIONS
-from learning.networks import Policy, make_actor_critic
+from learning.making import make_actor_critic
 from learning.normalization import ObservationNormalizer
 from learning.options import PolicyConfig
 
@@ -54,6 +54,7 @@ LIMITS: dict[str, Limit] = {
     "policy.hidden": COUNT,
     "policy.initial_std": FACTOR,
     "policy.features": COUNT,
+    "policy.size": COUNT,
     "algorithm.gamma": SHARE,
     "algorithm.gae_lambda": SHARE,
     "algorithm.vtrace_lambda": SHARE,
@@ -182,7 +183,7 @@ def network_settings(policy: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def actor_critic(
     make_network: Callable[[SpecTree], nn.Module], env: EnvConfig, **settings: Any
-) -> tuple[Policy, nn.Module, ObservationNormalizer | None]:
+) -> tuple[nn.Module, nn.Module, ObservationNormalizer | None]:
     """Make the policy, the critic and their normaliser, if any, for an environment; makes one for its specs.
 
     Args:

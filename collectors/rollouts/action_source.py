@@ -14,7 +14,8 @@ from collectors.environments.probing import without_side_effects
 from collectors.environments.specs import to_numpy
 from collectors.environments.stepper import Steps
 from collectors.environments.trees import as_tensors
-from collectors.rollouts.columns import Columns
+from collectors.rollouts.columns import Columns, Key
+from collectors.rollouts.recurrence import IS_INIT, RecurrentState, states_of
 from collectors.rollouts.sampled import SampledPolicy, greedy
 from collectors.rollouts.wrapping import UnusablePolicy, first_output
 
@@ -40,7 +41,7 @@ class ActionSource(Protocol):
     """Gives the actions of a rollout. All methods are called by the acting thread, under ``torch.no_grad()``."""
 
     @property
-    def outputs(self) -> Mapping[str, torch.Tensor]:
+    def outputs(self) -> Mapping[Key, torch.Tensor]:
         """One example of each output that is stored, by key, for the environment's batch size."""
         ...
 
@@ -68,7 +69,9 @@ class RandomActions:
         self._stepper = stepper
         spec = stepper.action_spec
         size = (stepper.num_envs,) if batched else ()
-        self.outputs = {"action": torch.zeros(size if spec.is_discrete else (*size, *spec.shape), dtype=spec.dtype)}
+        self.outputs: Mapping[Key, torch.Tensor] = {
+            "action": torch.zeros(size if spec.is_discrete else (*size, *spec.shape), dtype=spec.dtype)
+        }
 
     def begin(self, steps: int) -> None:
         """See ActionSource."""
@@ -80,7 +83,7 @@ class RandomActions:
         one_hot = n > 0 and row.ndim > 1 and row.shape[-1] == n
         columns.action[t] = np.arange(n) == action[:, None] if one_hot else action.reshape(row.shape)
         for key, rows in columns.others.items():
-            rows[t] = self._stepper.uniform_log_prob if key == "action_log_prob" else 0
+            rows[t] = self._stepper.uniform_log_prob if key == "action_log_prob" else key == IS_INIT
         return action, NO_VERSION
 
     def finish(self, columns: Columns, first: int) -> None:
@@ -90,8 +93,8 @@ class RandomActions:
 class CalledPolicy:
     """Any function of a TensorDict, or module of a tensor; its outputs are stored as they are, all or only ``keys``.
 
-    Each call gets a new TensorDict that holds only a copy of the current "observation": outputs of earlier steps, which
-    may be of another episode, are not in it.
+    Each call gets a new TensorDict that holds a copy of the current "observation", and the state of a recurrent policy;
+    other outputs of earlier steps, which may be of another episode, are not in it. The first call has no state.
 
     Raises:
         UnusablePolicy: it returns no TensorDict, or a module takes neither a tensor nor a TensorDict.
@@ -106,7 +109,7 @@ class CalledPolicy:
         device: torch.device,
         version: Callable[[], int],
         gate: Gate,
-        keys: Collection[str] | None = None,
+        keys: Collection[Key] | None = None,
     ) -> None:
         self._device = device
         observation = as_tensors(stepper.observation, stepper.num_envs)
@@ -115,14 +118,19 @@ class CalledPolicy:
             {"observation": self._observation}, (stepper.num_envs,) if batched else (), device=device
         )
         with without_side_effects(policy, device):
-            policy, output = first_output(policy, self._input, gate)
-        self.outputs, read = _outputs(output, keys)
+            policy, output = first_output(policy, _with_flag(self._input, policy), gate)
+        written, read = _outputs(output, keys)
+        self._state = state = RecurrentState(output, stepper, batched) if states_of(output) else None
+        self.outputs: Mapping[Key, torch.Tensor] = written if state is None else {**written, **state.columns}
 
         def act(observation: TensorDict, columns: Columns, t: int) -> int:
             output = policy(observation)
-            for key, rows in columns.others.items():
-                rows[t] = read(output.get(key))
+            for key in written:
+                if key != "action":
+                    columns.others[key][t] = read(output.get(key))
             columns.action[t] = read(output.get("action"))
+            if state is not None:
+                state.take(output, columns, t)
             return version()
 
         self._act = gate(act)
@@ -134,7 +142,10 @@ class CalledPolicy:
         """See ActionSource."""
         # A copy: the policy may keep observations (a stack of frames), and the environment overwrites this memory.
         self._input.set("observation", self._observation.clone().to(self._device))
-        version = self._act(self._input.clone(recurse=False), columns, t)
+        inputs = self._input.clone(recurse=False)
+        if self._state is not None:
+            self._state.give(inputs, columns, t)
+        version = self._act(inputs, columns, t)
         return columns.action[t], version
 
     def finish(self, columns: Columns, first: int) -> None:
@@ -171,8 +182,10 @@ class PolicyInParts:
             return version()
 
         self._act = wsync.gated(act)
-        outputs = {key: torch.from_numpy(to_numpy(value)) for key, value in chosen.items()}
-        self.outputs = outputs if batched else {key: value[0] for key, value in outputs.items()}
+        outputs: dict[Key, torch.Tensor] = {key: torch.from_numpy(to_numpy(value)) for key, value in chosen.items()}
+        self.outputs: Mapping[Key, torch.Tensor] = (
+            outputs if batched else {key: value[0] for key, value in outputs.items()}
+        )
 
     def begin(self, steps: int) -> None:
         """See ActionSource."""
@@ -202,14 +215,22 @@ class PolicyInParts:
         columns.others["action_log_prob"][first:] = to_numpy(self._policy.log_prob(self._parameters, actions))
 
 
-def _outputs(output: TensorDictBase, keys: Collection[str] | None) -> tuple[Mapping[str, torch.Tensor], Read]:
+def _with_flag(inputs: TensorDict, policy: Policy) -> TensorDict:
+    """Return `inputs`, with "is_init" for a module that has it among its ``in_keys``."""
+    if IS_INIT not in getattr(policy, "in_keys", ()):
+        return inputs
+    flag = torch.ones((*inputs.batch_size, 1), dtype=torch.bool, device=inputs.device)
+    return inputs.clone(recurse=False).set(IS_INIT, flag)
+
+
+def _outputs(output: TensorDictBase, keys: Collection[Key] | None) -> tuple[dict[Key, torch.Tensor], Read]:
     """Return the outputs of a policy that are stored, and the function that reads them."""
     if not isinstance(output, TensorDictBase | Mapping):
         raise UnusablePolicy(f"the policy returned a {type(output).__name__}, not the TensorDict that it was given")
-    outputs: dict[str, torch.Tensor] = {
+    outputs: dict[Key, torch.Tensor] = {
         key: value
         for key, value in output.items()
-        if isinstance(value, torch.Tensor) and key not in ("observation", "policy_version")
+        if isinstance(value, torch.Tensor) and key not in ("observation", "policy_version", IS_INIT)
         if keys is None or key in keys
     }
     if "action" not in outputs:

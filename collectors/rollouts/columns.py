@@ -12,11 +12,13 @@ from tensordict import TensorDictBase
 from collectors.environments.stepper import Steps
 from collectors.environments.trees import ArrayTree
 
+Key = str | tuple[str, ...]
+
 
 class Columns:
     """Numpy views ``[T, E, *]`` of a batch's tensors: a step writes one row of each."""
 
-    def __init__(self, batch: TensorDictBase, policy_keys: Iterable[str], batched: bool) -> None:
+    def __init__(self, batch: TensorDictBase, policy_keys: Iterable[Key], batched: bool) -> None:
         """Bind to ``batch`` (``[T]``, or ``[E, T]`` where ``batched``), which must be on the CPU."""
 
         def rows(*key: str) -> np.ndarray:
@@ -26,7 +28,7 @@ class Columns:
         self.observation, self.version = _tree(batch.get("observation"), batched), rows("policy_version")
         self.mask = rows("mask") if "mask" in batch.keys() else None  # noqa: SIM118  (a TensorDict is not a dict)
         self.action = rows("action")
-        self.others = {key: rows(key) for key in policy_keys if key != "action"}
+        self.others = {key: rows(*((key,) if isinstance(key, str) else key)) for key in policy_keys if key != "action"}
         self.successor = _tree(batch.get(("next", "observation")), batched)
         self.reward, self.done, self.terminated, self.truncated, self.episode_return, self.episode_length = (
             rows("next", key)[..., 0]

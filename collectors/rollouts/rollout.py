@@ -24,7 +24,7 @@ from collectors.rollouts.action_source import (
     no_gate,
     no_version,
 )
-from collectors.rollouts.columns import Columns
+from collectors.rollouts.columns import Columns, Key
 from collectors.rollouts.sampled import SampledPolicy, acts_in_parts
 
 __all__ = ["NO_VERSION", "Policy", "Rollout", "Steppable"]
@@ -61,8 +61,9 @@ class Rollout:
             env: the environments; only the rollout may step them afterwards.
             policy: reads "observation" and writes "action" (``[*B]`` index, ``[*B, n]`` scores or one-hot,
                 ``[*B, dim]`` continuous) and other outputs, or a module that maps one tensor to the other; None for
-                random actions. Its earlier outputs are not passed to it again: there is no recurrence. A
-                ``SampledPolicy`` is used in parts, which takes a third less time.
+                random actions. What it writes under ("next", key) is its input ``key`` in the next step: see
+                ``RecurrentState``; other outputs are not passed to it again. A ``SampledPolicy`` is used in parts,
+                which takes a third less time.
             device: device of the policy's input; outputs are copied to the CPU.
             version: called after each step's policy call, inside the gate; stored as ``policy_version``.
             gate: wraps a function so that it runs inside a gate; applied to the policy call and the reading of its
@@ -114,8 +115,9 @@ class Rollout:
             return as_tensors(specs.zeros(self.stepper.observation_spec, *size), *size)
 
         batch = TensorDict({"observation": observations()}, size)
-        for key, value in self._action_source().outputs.items():
-            batch.set(key, zeros(value.dtype, *value.shape[len(self.batch_size) :]))
+        outputs = self._action_source().outputs
+        written = {key: zeros(value.dtype, *value.shape[len(self.batch_size) :]) for key, value in outputs.items()}
+        batch.update({key: value for key, value in written.items() if isinstance(key, str)})
         batch.set("policy_version", zeros(torch.int64))
         if self.stepper.reset_step is not None:
             batch.set("mask", zeros(torch.bool))
@@ -123,6 +125,8 @@ class Rollout:
         sums = {"reward": zeros(torch.float32, 1), "episode_return": zeros(torch.float32, 1)}
         successor = {"observation": observations(), "episode_length": zeros(torch.int64, 1)}
         batch.set("next", TensorDict(successor | sums | flags, size))
+        for key in written.keys() - batch.keys():  # the state of a recurrent policy, ("next", …)
+            batch.set(key, written[key])
         return batch
 
     def probe_policy(self) -> None:
@@ -179,7 +183,7 @@ class Rollout:
         self._source = source
         return source
 
-    def _probe(self, in_parts: bool, keys: Collection[str] | None = None) -> ActionSource:
+    def _probe(self, in_parts: bool, keys: Collection[Key] | None = None) -> ActionSource:
         if self.policy is None:
             return self._at_random
         if not self.stepper.is_reset:

@@ -17,10 +17,10 @@ import learning.config
 import learning.validation
 import wsync
 from collectors.config import ConfigError, EnvConfig, MultiSyncConfig
-from learning import CNN, MLP, PPO
+from learning import CNN, MLP, PPO, RNN
 from learning.config import TrainConfig
 from learning.config_errors import one_line
-from learning.options import CNNConfig, MLPConfig, PolicyConfig, PPOConfig, WandbConfig
+from learning.options import CNNConfig, MLPConfig, PolicyConfig, PPOConfig, RNNConfig, WandbConfig
 from learning.reporting.wandb_logger import WandbLogger
 from learning.validation import LIMITS
 from wsync.config import config_of
@@ -146,7 +146,7 @@ def test_a_config_has_the_arguments_of_its_class(dataclass: type, target: Callab
     assert {field.name for field in fields(dataclass)} - {"_target_"} == arguments
 
 
-@pytest.mark.parametrize(("dataclass", "target"), [(MLPConfig, MLP), (CNNConfig, CNN)])
+@pytest.mark.parametrize(("dataclass", "target"), [(MLPConfig, MLP), (CNNConfig, CNN), (RNNConfig, RNN)])
 def test_a_policy_config_has_the_arguments_of_its_network(dataclass: type, target: Callable[..., object]) -> None:
     arguments = set(list(inspect.signature(target).parameters)[1:])
     assert {field.name for field in fields(dataclass)} - {field.name for field in fields(PolicyConfig)} == arguments

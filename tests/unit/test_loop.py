@@ -17,6 +17,7 @@ from collectors.staleness import Staleness
 from learning import PPO, checkpoint, make_critic, make_policy
 from learning.actor_critic import Diverged
 from learning.loop import Goal, Training
+from learning.normalization import ObservationNormalizer
 from learning.reporting import Reporter
 from learning.reporting.files import RunFiles
 from learning.run import StopRequest
@@ -107,3 +108,26 @@ def test_returns_of_another_environment_do_not_count(tmp_path: Path) -> None:
     other.resume(tmp_path)
     assert same.progress.solved(475.0) and not other.progress.solved(195.0)
     assert same.facts["resumed_from"] == other.facts["resumed_from"]
+
+
+def test_statistics_are_set_before_the_first_batch_is_learnt_from_and_resumed(tmp_path: Path) -> None:
+    one = training(tmp_path)
+    one.observations = ObservationNormalizer(Spec(torch.Size([4]), torch.float32))
+    seen: list[int] = []
+
+    class Learner(PPO):
+        def update(self, batch: Any) -> dict[str, float]:
+            assert one.observations is not None
+            seen.append(int(one.observations.moments[0].count))
+            return super().update(batch)
+
+    one.learner = Learner(one.learner.policy, one.learner.critic)
+    collector = FakeCollector(one.learner.policy)
+    with pytest.raises(Diverged):
+        one.run(collector, StopRequest(), {})
+    assert seen[:2] == [16, 16] and seen[2] == 32  # afterwards a batch is learnt from as it was acted on
+    one.rewards.moments.count.fill_(7)
+    checkpoint.save(tmp_path, one.state_dict())
+    again = training(tmp_path)
+    again.resume(tmp_path)
+    assert again.rewards.moments.count.item() == 7

@@ -1,0 +1,67 @@
+"""The state of a recurrent policy: handed from step to step, and zero at the start of an episode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from tensordict import TensorDictBase
+
+from collectors.environments.specs import to_numpy
+from collectors.environments.stepper import Steps
+from collectors.rollouts.columns import Columns, Key
+
+IS_INIT = "is_init"
+"""Whether a frame is the first of an episode: bool ``[*B, 1]``, an input of a recurrent policy."""
+
+
+class RecurrentState:
+    """What a policy writes under ``("next", key)`` is its input ``key`` in the next step.
+
+    At the start of an episode the input is zero, and "is_init" is true. Inputs and outputs are stored with the batch.
+
+    Args:
+        output: of the policy's first call, which has no state as its input.
+        stepper: the environments.
+        batched: whether the environment has a batch dimension.
+    """
+
+    def __init__(self, output: TensorDictBase, stepper: Steps, batched: bool) -> None:
+        self._stepper, self._batched = stepper, batched
+        self._state = {key: torch.zeros_like(value) for key, value in states_of(output).items()}
+        self._is_fresh = True
+
+    @property
+    def columns(self) -> Mapping[Key, torch.Tensor]:
+        """One example of each tensor that is stored, by key."""
+        state = {key: torch.from_numpy(to_numpy(value)) for key, value in self._state.items()}
+        flag = torch.zeros((self._stepper.num_envs, 1) if self._batched else (1,), dtype=torch.bool)
+        return {**state, **{("next", key): value for key, value in state.items()}, IS_INIT: flag}
+
+    def give(self, inputs: TensorDictBase, columns: Columns, t: int) -> None:
+        """Set the state and "is_init" in `inputs`, and write them to row ``t``. Called before each step."""
+        started = torch.from_numpy(self._stepper.is_init) | self._is_fresh
+        columns.others[IS_INIT][t] = started.numpy()[:, None]
+        started = started if self._batched else started[0]
+        inputs.set(IS_INIT, started.unsqueeze(-1).to(inputs.device))
+        for key, value in self._state.items():
+            rows = started.to(value.device).reshape(*started.shape, *[1] * (value.ndim - started.ndim))
+            current = value.masked_fill(rows, 0)
+            inputs.set(key, current)
+            columns.others[key][t] = to_numpy(current)
+        self._is_fresh = False
+
+    def take(self, output: TensorDictBase, columns: Columns, t: int) -> None:
+        """Keep the state that the policy wrote, a copy, and write it to row ``t``. Called after each step."""
+        for key in self._state:
+            value = output.get(("next", key))
+            self._state[key] = value.clone()
+            columns.others["next", key][t] = to_numpy(value)
+
+
+def states_of(output: TensorDictBase | Mapping) -> dict[str, torch.Tensor]:
+    """Return the tensors under "next" in a policy's output; none if it is not recurrent."""
+    step = output.get("next", None)
+    if not isinstance(step, TensorDictBase | Mapping):
+        return {}
+    return {str(key): value for key, value in step.items() if isinstance(value, torch.Tensor)}

@@ -1,0 +1,71 @@
+"""Making a policy and its critic around a network of any kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from collectors.environments.specs import Spec, SpecTree
+from learning.encoders import Observation, feature_size, linear
+from learning.networks import Critic, Network, Policy, policy_for
+from learning.normalization import ObservationNormalizer
+from learning.recurrent import RecurrentCritic, RecurrentNetwork, RecurrentPolicy
+
+
+def make_actor_critic(
+    make_network: Callable[[SpecTree], nn.Module],
+    observation_spec: SpecTree,
+    action_spec: Spec,
+    initial_std: float = 1.0,
+    shared: bool = False,
+    normalizer: ObservationNormalizer | None = None,
+) -> tuple[Policy | RecurrentPolicy, nn.Module]:
+    """Make a policy and its critic around a network of any kind.
+
+    Args:
+        make_network: makes a module that maps observations to features, for the spec of an observation.
+        observation_spec: the environment's.
+        action_spec: the environment's; see :func:`policy_for`.
+        initial_std: see :func:`policy_for`.
+        shared: whether one network serves both; otherwise each has its own. A recurrent one is always shared.
+        normalizer: of observations, for both; None: they are used as they are.
+
+    Raises:
+        ValueError: the network does not suit the observations, or a continuous action has no bounds.
+    """
+    trunk = make_network(observation_spec)
+    if isinstance(trunk, RecurrentNetwork):
+        return _recurrent(trunk, observation_spec, action_spec, initial_std, normalizer)
+    size = feature_size(trunk, observation_spec)
+    policy = policy_for(
+        action_spec, lambda outputs: Network(trunk, linear(size, outputs, 0.01), normalizer), initial_std
+    )
+    valued = trunk if shared else make_network(observation_spec)
+    return policy, Critic(Network(valued, linear(size, 1, 1.0), normalizer))
+
+
+def _recurrent(
+    trunk: RecurrentNetwork,
+    observation_spec: SpecTree,
+    action_spec: Spec,
+    initial_std: float,
+    normalizer: ObservationNormalizer | None,
+) -> tuple[RecurrentPolicy, RecurrentCritic]:
+    size = feature_size(_FirstStep(trunk), observation_spec)
+    actions = policy_for(action_spec, lambda outputs: linear(size, outputs, 0.01), initial_std)
+    policy = RecurrentPolicy(Network(trunk, actions.network, normalizer), actions)
+    return policy, RecurrentCritic(Network(trunk, linear(size, 1, 1.0), normalizer))
+
+
+class _FirstStep(nn.Module):
+    """The features of a recurrent network for the first observation of an episode."""
+
+    def __init__(self, network: RecurrentNetwork) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, observation: Observation) -> Tensor:
+        rows = len(observation)
+        return self.network(observation, torch.zeros(rows, self.network.state_size))[0]

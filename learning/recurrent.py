@@ -1,0 +1,178 @@
+"""Recurrent networks, and policies and critics with one: ``policy=lstm`` and ``policy=gru``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor, distributions, nn
+
+from collectors.environments.specs import SpecTree
+from collectors.rollouts.sampled import greedy
+from learning.encoders import CNN, MLP, Observation, feature_size, is_image, leaves
+from learning.networks import Network, Policy, action_mask
+
+STATE = "recurrent_state"
+
+
+class RecurrentNetwork(nn.Module, ABC):
+    """A network with a state: derive a network of your own from it for a policy that remembers.
+
+    Attributes:
+        state_size: length of the state, a vector of floats; zero at the start of an episode.
+    """
+
+    state_size: int
+
+    @abstractmethod
+    def forward(self, observation: Observation, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Do one step: observations ``[*B, *obs]`` and states ``[*B, S]`` to features ``[*B, F]`` and new states."""
+
+    def sequence(self, observation: Observation, state: Tensor, is_init: Tensor) -> Tensor:
+        """Do the steps of sequences: observations ``[R, T, *obs]`` to features ``[R, T, F]``, with gradients in time.
+
+        Args:
+            observation: of the frames.
+            state: ``[R, T, S]``; only those at the start of a sequence are used.
+            is_init: bool ``[R, T]``, where an episode starts, with a state of zero.
+        """
+        features, current = [], state[:, 0]
+        for t in range(is_init.shape[1]):
+            current = current.masked_fill(is_init[:, t, None], 0.0)
+            feature, current = self(observation[:, t], current)
+            features.append(feature)
+        return torch.stack(features, 1)
+
+
+class RNN(RecurrentNetwork):
+    """An LSTM or a GRU on the features of an `MLP`, or where there are images of a `CNN`.
+
+    Args:
+        observation_spec: of an observation.
+        cell: ``lstm`` or ``gru``.
+        size: number of features.
+        hidden: widths of the layers before the cell.
+        activation: of these layers.
+
+    Raises:
+        ValueError: an unknown `cell` or `activation`.
+    """
+
+    def __init__(
+        self,
+        observation_spec: SpecTree,
+        cell: str = "lstm",
+        size: int = 128,
+        hidden: Sequence[int] = (64,),
+        activation: str = "tanh",
+    ) -> None:
+        super().__init__()
+        cells: dict[str, type[nn.LSTM | nn.GRU]] = {"lstm": nn.LSTM, "gru": nn.GRU}
+        if cell not in cells:
+            raise ValueError(f"unknown cell {cell!r}: one of {', '.join(cells)}")
+        images = any(is_image(spec) for _, spec in leaves(observation_spec))
+        self.encoder = CNN(observation_spec) if images else MLP(observation_spec, hidden, activation)
+        self.cell = cells[cell](feature_size(self.encoder, observation_spec), size, batch_first=True)
+        for name, weight in self.cell.named_parameters():
+            nn.init.zeros_(weight) if "bias" in name else nn.init.orthogonal_(weight)
+        self.state_size = 2 * size if cell == "lstm" else size
+
+    def forward(self, observation: Observation, state: Tensor) -> tuple[Tensor, Tensor]:
+        """See RecurrentNetwork."""
+        encoded = self.encoder(observation)
+        features, new = self._run(encoded.reshape(-1, 1, encoded.shape[-1]), state.reshape(-1, self.state_size))
+        assert isinstance(features, Tensor)
+        return features.reshape(*encoded.shape[:-1], -1), new.reshape(state.shape)
+
+    def sequence(self, observation: Observation, state: Tensor, is_init: Tensor) -> Tensor:
+        """See RecurrentNetwork: each episode of each sequence is a row, all rows run at once."""
+        starts = is_init.clone()
+        starts[:, 0] = True
+        first = starts.flatten().nonzero().squeeze(-1)
+        lengths = torch.diff(first, append=first.new_tensor([starts.numel()])).tolist()
+        rows = self.encoder(observation).flatten(0, 1).split(lengths)
+        packed = nn.utils.rnn.pack_sequence(list(rows), enforce_sorted=False)
+        begin = state.masked_fill(is_init.unsqueeze(-1), 0.0).flatten(0, 1)[first]
+        output, _ = self._run(packed, begin)
+        features = nn.utils.rnn.unpack_sequence(output)  # pyright: ignore[reportArgumentType]  (packed, as its input)
+        return torch.cat(features).reshape(*is_init.shape, -1)
+
+    def _run(
+        self, inputs: Tensor | nn.utils.rnn.PackedSequence, state: Tensor
+    ) -> tuple[Tensor | nn.utils.rnn.PackedSequence, Tensor]:
+        """Run the cell from `state` ``[n, S]``; return its outputs and the new state."""
+        if isinstance(self.cell, nn.GRU):
+            output, new = self.cell(inputs, state.unsqueeze(0).contiguous())
+            return output, new[0]
+        output, new = self.cell(inputs, tuple(part.unsqueeze(0).contiguous() for part in state.chunk(2, -1)))
+        return output, torch.cat([new[0][0], new[1][0]], -1)
+
+
+class RecurrentPolicy(TensorDictModuleBase):
+    """A policy that remembers: reads "recurrent_state" ``[*B, S]``, and writes it under "next" for the next step.
+
+    Without a state it starts from zero. A collector hands the state back, see its ``RecurrentState``.
+
+    Args:
+        network: its trunk is a `RecurrentNetwork`.
+        actions: the policy whose distribution is used, with the head of `network`.
+    """
+
+    def __init__(self, network: Network, actions: Policy) -> None:
+        super().__init__()
+        self.in_keys = ["observation", STATE]
+        outputs: Any = ["action", "action_log_prob", ("next", STATE)]
+        self.out_keys = outputs
+        self.network, self.actions = network, actions
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Act on a batch of observations; returns the same `tensordict`."""
+        observation = tensordict.get("observation")
+        state = tensordict.get(STATE, None)
+        if state is None:
+            trunk = self.network.trunk
+            assert isinstance(trunk, RecurrentNetwork)
+            state = torch.zeros(*tensordict.batch_size, trunk.state_size, device=next(self.parameters()).device)
+        features, state = self.network.trunk(self.network.normalized(observation), state)
+        parameters = self.actions.to_parameters(self.network.head(features), action_mask(observation))
+        action = self.actions.choose(parameters, None if greedy() else self.actions.noise(parameters))
+        tensordict.set("action", action)
+        tensordict.set("action_log_prob", self.actions.log_prob(parameters, action))
+        tensordict.set(("next", STATE), state)
+        return tensordict
+
+    def from_parameters(self, parameters: Tensor) -> distributions.Distribution:
+        """See Policy."""
+        return self.actions.from_parameters(parameters)
+
+    def sequence(self, observation: Observation, state: Tensor, is_init: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the distributions' parameters and the features, ``[R, T, *]``; see ``RecurrentNetwork.sequence``."""
+        trunk = self.network.trunk
+        assert isinstance(trunk, RecurrentNetwork)
+        features = trunk.sequence(self.network.normalized(observation), state, is_init)
+        return self.actions.to_parameters(self.network.head(features), action_mask(observation)), features
+
+
+class RecurrentCritic(nn.Module):
+    """A value function that shares the network, and so the state, of a `RecurrentPolicy`.
+
+    Args:
+        network: with the trunk and the normaliser of the policy's, and a head for the value.
+    """
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, observation: Observation, state: Tensor) -> Tensor:
+        """Return the values ``[*B]`` of observations ``[*B, *obs]`` in states ``[*B, S]``."""
+        features, _ = self.network.trunk(self.network.normalized(observation), state)
+        return self.of_features(features)
+
+    def of_features(self, features: Tensor) -> Tensor:
+        """Return the values for the features of the shared network."""
+        return self.network.head(features).squeeze(-1)

@@ -1,0 +1,45 @@
+"""The folder of docs/training.md, with a policy and an environment of a user's own, in train.py."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from learning import checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = ("logger=none", "num_envs=4", "frames_per_batch=256", "total_frames=512", "hydra.run.dir=first")
+NORMALIZED = ("+env.normalize_observations=true", "+env.rewards=normalized")
+
+
+def train(folder: Path, *arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *arguments],
+        capture_output=True, text=True, timeout=110, stdin=subprocess.DEVNULL, cwd=folder, check=False,
+        env={**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.slow  # tests/unit has its parts
+def test_a_policy_and_an_environment_of_ones_own_train_and_resume_with_their_statistics(tmp_path: Path) -> None:
+    for path, text in re.findall(
+        r"```(?:python|yaml)\n# (my/\S+)\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL
+    ):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    own = ("--config-dir", "my", "env=gate", "policy=wide")
+    train(tmp_path, *own, *QUICK, *NORMALIZED)
+    train(tmp_path, "--config-dir", "my", "resume=first", "total_frames=1024", "hydra.run.dir=second")
+    counts = []
+    for run in ("first", "second"):
+        state = checkpoint.load(tmp_path / run)
+        assert any("layers" in name for name in state["learner"]["policy"])
+        name = "network.normalizer.moments.0.count"
+        statistics = state["learner"]["policy"][name], state["rewards"]["count"]
+        counts.append((*map(int, statistics), state["progress"]["frames"]))
+    assert counts == [(512, 512, 512), (1024, 1024, 1024)]
