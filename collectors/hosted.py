@@ -1,4 +1,4 @@
-"""Models that workers use and do not have: a module in an actor, which all environments share."""
+"""Hosted models: modules in Ray actors that all environments call. No worker has a copy of such a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import wsync
 
 @runtime_checkable
 class ModelHost(Protocol):
-    """An object in an environment, with a model in actors: a ``RayModuleTransform``."""
+    """An object in an environment that calls a model in actors: a ``RayModuleTransform``."""
 
     @property
     def actors(self) -> Sequence[Any]:
@@ -18,8 +18,8 @@ class ModelHost(Protocol):
         ...
 
 
-class Hosts:
-    """The actors of some hosts, each once; the context of a scheme that its sender drives alone.
+class HostedModelContext:
+    """The actors that have one hosted model, each once: the context of a scheme that has no receiver of its own.
 
     Args:
         hosts: the objects at one path in all environments.
@@ -41,10 +41,10 @@ class Hosts:
 
 
 def connect_hosted(schemes: Mapping[str, wsync.WeightSyncScheme], find: Callable[[str], Iterable[Any]]) -> None:
-    """Initialise and connect sender-driven schemes.
+    """Initialise and connect the schemes of hosted models.
 
     Args:
-        schemes: ``{"env.transform[0].module": scheme}``: the path of a host, and of the model in its actors.
+        schemes: ``{"env.transform[0].module": scheme}``: the path of a ``ModelHost``, and of the model in its actors.
         find: returns the objects at a path in all environments.
 
     Raises:
@@ -57,5 +57,5 @@ def connect_hosted(schemes: Mapping[str, wsync.WeightSyncScheme], find: Callable
         if not path:
             raise ValueError(f"'{model_id}' names no transform: a {type(scheme).__name__} is for a path like "
                              '"env.transform[0].module"')  # fmt: skip
-        scheme.init_on_sender(name, context=Hosts(find(path), path))
+        scheme.init_on_sender(name, context=HostedModelContext(find(path), path))
         scheme.connect()

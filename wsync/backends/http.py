@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, NoReturn
 
-import torch
 from torch import nn
 
 from wsync.deadlines import deadline_in
 from wsync.engine.channel import EngineSendChannel
 from wsync.engine.client import EngineClient, checked_url
-from wsync.engine.protocol import PAUSE_MODES
+from wsync.engine.protocol import PAUSE_MODES, PauseMode, require_valid_token
 from wsync.engine.transfers import BodyTransfer, MakeTransfer, Transfer, VersionSource
 from wsync.errors import NotConnected, SyncTimeout, WorkerDied, WorkerFailed
 from wsync.scheme import WeightSyncScheme
@@ -20,9 +19,7 @@ from wsync.sender import Sender
 from wsync.sending.protocols import SendChannel
 from wsync.sending.source import Source
 from wsync.transforms.chain import Transform
-from wsync.weights.layout import Layout
-from wsync.weights.packing import Buffer, Packer
-from wsync.weights.snapshot import snapshot
+from wsync.weights.packing import packed
 from wsync.weights.strategy import WeightStrategy
 
 _RECEIVER = "the receiving end over HTTP is wsync.engine_app(load=…), in the engine's process"
@@ -77,7 +74,7 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         urls: str | Sequence[str],
         *,
         token: str | None = None,
-        pause: Literal["abort", "wait", "keep"] | None = None,
+        pause: PauseMode | None = None,
         chunk_bytes: int = 64 << 20,
         cafile: str | None = None,
         transfer: MakeTransfer | None = None,
@@ -91,12 +88,11 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
             raise ValueError(f"urls has each engine once, and at least one: {self.urls}")
         if pause is not None and pause not in PAUSE_MODES:
             raise ValueError(f"pause is {', '.join(map(repr, PAUSE_MODES))} or None, not {pause!r}")
-        if token is not None and not (token and token.isascii() and token.isprintable()):
-            raise ValueError("a token has printable ASCII characters, at least one")
+        require_valid_token(token)
         if chunk_bytes < 1:
             raise ValueError(f"chunk_bytes is at least 1, not {chunk_bytes}")
         self.token = token
-        self.pause: Literal["abort", "wait", "keep"] | None = pause
+        self.pause: PauseMode | None = pause
         self.chunk_bytes = chunk_bytes
         self.cafile = cafile
         self.transfer = transfer
@@ -163,13 +159,10 @@ class HTTPTransport:
                 f"{self._scheme.urls[self._worker]} is not connected: call setup_connection_and_weights_on_sender() "
                 "first, and again after an engine has died"
             )
-        given, deadline = snapshot(weights), deadline_in(self._scheme.timeout)
-        layout = Layout.of(given)
+        deadline = deadline_in(self._scheme.timeout)
+        layout, buffer = packed(weights)
         self._version += 1
         self._channel.set_layout(layout)
-        flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
-        buffer = Buffer.over(layout, flat)
-        Packer(layout).pack(layout.order(given), buffer)
         self._channel.publish(buffer, self._version, b"", [self._worker], True)
         (ack,) = self._channel.wait_acks([self._worker], self._version, deadline)
         if ack.error:

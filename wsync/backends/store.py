@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
 
 from wsync.deadlines import deadline_in
@@ -22,8 +21,7 @@ from wsync.store.versions import VersionStore
 from wsync.transforms.chain import Transform, compose
 from wsync.transforms.delta import delta_of
 from wsync.weights.layout import Layout
-from wsync.weights.packing import Buffer, Packer
-from wsync.weights.snapshot import snapshot
+from wsync.weights.packing import packed
 from wsync.weights.strategy import Format, WeightStrategy
 
 
@@ -166,10 +164,7 @@ class StoreTransport:
 
     def send_weights(self, weights: Any) -> None:
         """Store ``weights`` (a module, a TensorDict or a state dict) as the next version."""
-        given = snapshot(weights)
-        layout = Layout.of(given)
-        buffer = Buffer.over(layout, torch.zeros(layout.nbytes, dtype=torch.uint8))
-        Packer(layout).pack(layout.order(given), buffer)
+        layout, buffer = packed(weights)
         publish(self._store, self._version + 1, layout, buffer)
         self._version += 1
 

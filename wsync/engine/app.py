@@ -28,9 +28,9 @@ Send = Callable[[Mapping[str, Any]], Awaitable[None]]
 Pause = Callable[[protocol.PauseMode], Awaitable[object] | object]
 Resume = Callable[[], Awaitable[object] | object]
 
-_LAYOUT_BYTES = 64 << 20  # of ``init_info``
-_FIELDS_BYTES = 64 << 10  # of other requests with JSON
-_STALLED = 60.0  # seconds without a byte of a body
+_LAYOUT_BYTES = 64 << 20  # largest body of /init_weight_transfer_engine, which has the layout
+_FIELDS_BYTES = 64 << 10  # largest body of the other requests with JSON
+_STALLED = 60.0  # longest time without a byte of a body, in seconds
 
 
 class EngineApp:
@@ -261,9 +261,10 @@ def engine_app(
 
     Args:
         model: a module (its forwards are gated), or a mapping of tensors, into which weights are copied.
-        load: for an inference engine: see ``WeightSyncScheme.init_on_receiver``. Called in a thread of its own.
-        token: requests without this bearer token are refused before their bodies are read. None: any process that
-            reaches the port can change the weights.
+        load: for an inference engine: see ``WeightSyncScheme.init_on_receiver``. Called in a worker thread, not always
+            the same: it has to set the CUDA device, if it needs one.
+        token: requests without this bearer token are refused before their bodies are read, except ``/health``. None:
+            any process that reaches the port can change the weights.
         pause: called with the mode (``"abort"``, ``"wait"`` or ``"keep"``) for ``/pause``; returns, or is awaited, when
             generation has paused. By default ``app.generation()`` is paused.
         resume: called for ``/resume``; goes with ``pause``.
@@ -279,8 +280,7 @@ def engine_app(
     """
     if (pause is None) != (resume is None):
         raise ValueError("pause and resume go together")
-    if token is not None and not (token and token.isascii() and token.isprintable()):
-        raise ValueError("a token has printable ASCII characters, at least one; None is for no token")
+    protocol.require_valid_token(token)
     transform = compose(receive_transform, "receive_transform")
     destination = Destination(model, load=load, chunk_bytes=chunk_bytes, transform=transform)
     if destination.module is not None:

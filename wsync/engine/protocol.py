@@ -51,11 +51,12 @@ NOT_INITIALISED = "not_initialised"
 """``reason`` in the answer of an engine that knows no layout: it has been started again."""
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""What happens to generations in flight: they end at once; the pause waits for their end; or they stop and go on."""
+"""What happens to generations in flight. abort: end them. wait: let them finish. keep: suspend them, and continue them
+with the new weights."""
 PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 
 HEADER_BYTES = 1 << 20
-"""Room for what a body has besides its tensors' bytes."""
+"""The largest size of what a body has besides its tensors' bytes."""
 _LENGTH = 8  # a safetensors file begins with the length of its header
 _SMALL = 64 << 10  # smaller tensors are copied together, to be sent by one call
 _DTYPES = {
@@ -79,16 +80,20 @@ _DTYPES = {
 """Names of dtypes in safetensors files."""
 
 
+def require_valid_token(token: str | None) -> None:
+    """Raise ``ValueError`` unless ``token`` can be a bearer token, or is None."""
+    if token is not None and not (token and token.isascii() and token.isprintable()):
+        raise ValueError("a token has printable ASCII characters, at least one; None is for no token")
+
+
 def groups_of(layout: Layout, chunk_bytes: int) -> Iterator[list[int]]:
     """Return the entries of ``layout`` that travel in each body: at most ``chunk_bytes`` bytes, or one tensor.
 
     Tied entries travel once.
     """
-    followers = {follower for follower, _ in layout.ties}
-    group, size = list[int](), 0
-    for index, (_, nbytes) in enumerate(layout.places):
-        if index in followers:
-            continue
+    group, size, places = list[int](), 0, layout.places
+    for index in layout.leaders:
+        nbytes = places[index][1]
         if group and size + nbytes > chunk_bytes:
             yield group
             group, size = [], 0

@@ -60,12 +60,12 @@ class VersionSource:
         return [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in entries]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the ``(name, tensor)`` pairs of the version."""
+        """Yield the ``(name, tensor)`` pairs of the version. Called by the engine's thread, within ``send_weights``."""
         for name, view in zip(self.layout.names, self.views, strict=True):
             yield name, view if self.device is None else view.to(self.device)
 
     def held_names(self) -> None:
-        """Return None: this process has all tensors."""
+        """Return None: this process has all tensors. vLLM asks for the names of those that it has."""
 
 
 MakeTransfer = Callable[[EngineClient, VersionSource], Transfer]

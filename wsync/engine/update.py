@@ -20,7 +20,7 @@ from wsync.weights.targets import Destination, Target
 
 
 class Refused(Exception):
-    """A request is not done; nothing has changed.
+    """A request is refused; no weights have changed. After a refused *init* the engine is not initialised.
 
     Attributes:
         status: of the answer.
@@ -50,8 +50,7 @@ class _Session:
         self.body = bytearray(protocol.body_limit(layout, chunk_bytes))  # each body is read into it
         self.flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
         self.views = layout.views(self.flat)
-        followers = {follower for follower, _ in layout.ties}
-        self.indices = {name: index for index, name in enumerate(layout.names) if index not in followers}
+        self.indices = {layout.names[index]: index for index in layout.leaders}
         self.version: str | None = None  # that is being received
         self.missing: set[str] = set()
 

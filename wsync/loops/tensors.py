@@ -17,7 +17,7 @@ def copy_all(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(destinations), list(sources))  # pyright: ignore[reportPrivateImportUsage]
 
 
-def leaders(tensors: Sequence[Tensor]) -> list[int]:
+def tie_leaders(tensors: Sequence[Tensor]) -> list[int]:
     """Return for each tensor the index of the first one that it is tied to: that has the same memory and form.
 
     An empty tensor is tied to none: all of them have address 0.

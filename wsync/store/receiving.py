@@ -153,12 +153,7 @@ class StoreReceiveChannel:
 
     def _fill(self, buffer: Buffer, tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
         assert self.layout is not None, "_set_layout() comes first"
-        followers = {follower for follower, _ in self.layout.ties}
-        own = {
-            name: view
-            for index, (name, view) in enumerate(zip(self.layout.names, buffer.views, strict=True))
-            if index not in followers
-        }
+        own = {self.layout.names[index]: buffer.views[index] for index in self.layout.leaders}
         wrong = [name for name, view in own.items() if name not in tensors or tensors[name].shape != view.shape]
         wrong += tensors.keys() - own.keys()
         if wrong:

@@ -31,9 +31,7 @@ def publish(
     """
     if layout.extra:
         raise LayoutMismatch(f"extra state cannot be stored: {', '.join(sorted(layout.extra))}")
-    followers = {follower for follower, _ in layout.ties}
-    pairs = enumerate(zip(layout.names, buffer.views, strict=True))
-    tensors = {name: view.contiguous() for index, (name, view) in pairs if index not in followers}
+    tensors = {layout.names[index]: buffer.views[index].contiguous() for index in layout.leaders}
     settings = SenderSettings(layout, checksum=True).dump().decode()
     store.publish(version, tensors, settings, checksum_of(buffer.flat, b""), layout.nbytes, difference)
 

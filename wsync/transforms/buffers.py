@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wsync.loops.tensors import leaders
+from wsync.loops.tensors import tie_leaders
 
 
 class Buffered(ABC):
@@ -24,7 +24,7 @@ class Buffered(ABC):
 
     def buffers(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors to write into for ``weights``."""
-        ties = leaders(list(weights.values()))
+        ties = tie_leaders(list(weights.values()))
         like = [
             (name, tensor.shape, tensor.dtype, tensor.device, leader)
             for (name, tensor), leader in zip(weights.items(), ties, strict=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from wsync.loops.tensors import copy_all, leaders
+from wsync.loops.tensors import copy_all, tie_leaders
 from wsync.transforms.buffers import Buffered
 from wsync.transforms.patterns import matches
 
@@ -35,7 +35,7 @@ class Cast(Buffered):
         """See ``Buffered``. Tied weights get one tensor."""
         chosen = {name: tensor for name, tensor in weights.items() if self._applies(name, tensor)}
         made: list[Tensor] = []
-        for index, (tensor, leader) in enumerate(zip(chosen.values(), leaders(list(chosen.values())), strict=True)):
+        for index, (tensor, leader) in enumerate(zip(chosen.values(), tie_leaders(list(chosen.values())), strict=True)):
             made.append(torch.empty_like(tensor, dtype=self.dtype) if leader == index else made[leader])
         return dict(zip(chosen, made, strict=True))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from wsync.errors import LayoutMismatch
-from wsync.loops.tensors import leaders
+from wsync.loops.tensors import tie_leaders
 from wsync.weights.overlaps import require_apart
 from wsync.weights.snapshot import Snapshot, describe
 
@@ -66,7 +66,7 @@ class Layout:
         offsets: list[int] = []
         ties: list[tuple[int, int]] = []
         end = 0
-        for index, (tensor, leader) in enumerate(zip(tensors, leaders(tensors), strict=True)):
+        for index, (tensor, leader) in enumerate(zip(tensors, tie_leaders(tensors), strict=True)):
             if leader != index:
                 ties.append((index, leader))
                 offsets.append(offsets[leader])
@@ -115,6 +115,12 @@ class Layout:
             (offset, shape.numel() * dtype.itemsize)
             for offset, shape, dtype in zip(self.offsets, self.shapes, self.dtypes, strict=True)
         ]
+
+    @cached_property
+    def leaders(self) -> tuple[int, ...]:
+        """The entries with a place of their own: all but those that are tied to an earlier one."""
+        followers = {follower for follower, _ in self.ties}
+        return tuple(index for index in range(len(self.names)) if index not in followers)
 
     def order(self, weights: Snapshot, fallback: Snapshot | None = None) -> list[Tensor]:
         """The tensors of ``weights`` in the order of this layout, checked against it.

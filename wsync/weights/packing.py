@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from wsync import loops
 from wsync.loops.tensors import copy_all
 from wsync.weights.layout import Layout
+from wsync.weights.snapshot import snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +83,8 @@ class Packer:
     """
 
     def __init__(self, layout: Layout) -> None:
-        followers = {follower for follower, _ in layout.ties}
-        self._leaders = [index for index in range(len(layout.names)) if index not in followers]
-        self._tied = bool(followers)
+        self._leaders = layout.leaders
+        self._tied = bool(layout.ties)
 
     def pack(self, tensors: list[Tensor], buffer: Buffer) -> None:
         """Copy ``tensors`` (in the layout's order, and checked) into ``buffer``."""
@@ -93,3 +94,16 @@ class Packer:
         if self._tied:
             tensors, views = [tensors[i] for i in self._leaders], [views[i] for i in self._leaders]
         copy_all(views, tensors)
+
+
+def packed(weights: Any) -> tuple[Layout, Buffer]:
+    """Return the layout of ``weights`` (a module, a TensorDict or a state dict), and a new buffer with them.
+
+    Raises:
+        LayoutMismatch: see ``Layout.of``.
+    """
+    given = snapshot(weights)
+    layout = Layout.of(given)
+    buffer = Buffer.over(layout, torch.zeros(layout.nbytes, dtype=torch.uint8))
+    Packer(layout).pack(layout.order(given), buffer)
+    return layout, buffer
