@@ -36,7 +36,7 @@ def start(scheme: wsync.WeightSyncScheme, index: int) -> mp.Process:
 
 
 if __name__ == "__main__":
-    model, scheme = nn.Linear(4, 2), wsync.SharedMemWeightSyncScheme(timeout=30.0)
+    model, scheme = nn.Linear(4, 2), wsync.SharedMemWeightSyncScheme()
     scheme.init_on_sender("policy", model=model, num_workers=2)
     workers = [start(scheme, index) for index in range(2)]
     scheme.connect(processes=workers)
