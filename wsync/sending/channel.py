@@ -319,9 +319,6 @@ class WorkerChannel:
             for worker in others:
                 self._transfers.commit(worker, prepared[worker])
             self._reserved.difference_update(update.buffer.slot for update in prepared.values())
-            updates = set(prepared.values())
-            if len(prepared) == self._num_workers and len(updates) == 1:
-                self._newest = updates.pop().buffer
 
     def abort(self, workers: Collection[int], transaction: int) -> None:
         """See ``SendChannel``."""
