@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from wsync.deadlines import deadline_in
+from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
 from wsync.gate import gate_model, process_gate, ungate_model
 from wsync.loops.gate_lock import Feed
@@ -31,6 +31,8 @@ from wsync.types import ANY_VERSION, Ack, Update
 from wsync.weights.binding import Binding, load_extra, unshare
 from wsync.weights.strategy import WeightStrategy
 from wsync.weights.targets import Destination, Target
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0  # seconds between two looks for a first version, in `pull`
 
 
 class Receiver(VersionState):
@@ -325,17 +327,31 @@ class Receiver(VersionState):
         self._require_connecting()
         if process_gate().held_here:
             raise RuntimeError("call pull() outside any forward and any wsync.gate() block")
+        deadline, pause = deadline_in(timeout), _FIRST_PAUSE
+        self._fetch(timeout)
+        while not self.version:
+            left = remaining(deadline)
+            if left == 0.0:
+                raise SyncTimeout(f"worker {self.worker_idx}: there is no version yet")
+            if self.wait_next(pause if left is None else min(pause, left), lambda: True) is None:
+                if self.finished:
+                    raise no_more_weights(finished=True)
+                self._fetch(remaining(deadline))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        self._seen = self.version
+        return self.version
+
+    def _fetch(self, timeout: float | None) -> None:
+        """Install the newest version that there is now.
+
+        Raises:
+            SyncTimeout: the sender has one, and did not send it in time.
+        """
         self.process(self._channel.fetch_newest())
         if self._on_request is None:
             process_gate().gate_lock.pass_through()
         elif not self._on_request.pull(timeout):
             raise SyncTimeout(f"worker {self.worker_idx}: the newest version did not come within {timeout} s")
-        if not self.version and self.wait_next(timeout, lambda: True) is None:
-            if self.finished:
-                raise no_more_weights(finished=True)
-            raise SyncTimeout(f"worker {self.worker_idx}: there is no version yet")
-        self._seen = self.version
-        return self.version
 
     def receive(self, timeout: float | None, take: Callable[[], Any] | None = None) -> Any | None:
         """Wait for the next version; return what ``take()`` returns (by default ``weights``): see ``wait_next``."""
@@ -343,11 +359,12 @@ class Receiver(VersionState):
         return self.wait_next(timeout, take or self.weights)
 
     def _require_connecting(self) -> None:
-        """Check that ``connect`` or ``begin_connect`` was called: without it no version would ever arrive.
+        """Check that ``connect`` or ``begin_connect`` was called here: without it no version would ever arrive.
 
         Raises:
-            NotConnected: neither was.
+            NotConnected: neither was; or this is a forked child of the process that did.
         """
+        self.require_creator()
         if not self._connecting:
             raise NotConnected("not connected yet: call connect(worker_idx=…) before receive() and pull()")
 

@@ -138,6 +138,7 @@ def test_transports_of_a_scheme(make: Callable[..., Any]) -> None:
         assert torch.equal(model.weight, policy_of(6.0).weight)
         sender.shutdown()
         assert worker.receive(TIMEOUT) is not None
+        assert worker.receive(TIMEOUT) is None and worker.finished
         with pytest.raises(wsync.NotConnected):
             worker.receive(TIMEOUT)
         assert not worker.receiver_transport.check_connection()
