@@ -30,7 +30,8 @@ class Collector(BaseCollector):
         create_env_fn: a function that makes the environment, or the environment (or a list of one of these).
         policy: a module that reads "observation" and writes "action", or any function of a TensorDict, or a module that
             maps the tensor of the one to that of the other (it acts by a ``TensorDictModule`` around it); None: random
-            actions. The policy's other outputs are stored and not passed to it again: there is no recurrence.
+            actions. The policy's other outputs are stored; those under "next" are its inputs in the next step, see
+            ``collectors.rollouts.rollout``.
         policy_factory: makes the acting policy, instead of a copy of ``policy``; or a list of one such function.
         frames_per_batch: frames of a batch, rounded up to a multiple of the number of environments.
         total_frames: frames after which iteration ends; -1: no end.

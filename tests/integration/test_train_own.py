@@ -1,4 +1,4 @@
-"""The folder of docs/training.md, with a policy and an environment of a user's own, in train.py."""
+"""The folder of docs/environments.md, with a policy and an environment of a user's own, in train.py."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def train(folder: Path, *arguments: str) -> None:
 @pytest.mark.slow  # tests/unit has its parts
 def test_a_policy_and_an_environment_of_ones_own_train_and_resume_with_their_statistics(tmp_path: Path) -> None:
     for path, text in re.findall(
-        r"```(?:python|yaml)\n# (my/\S+)\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL
+        r"```(?:python|yaml)\n# (my/\S+)\n(.*?)```", (ROOT / "docs" / "environments.md").read_text(), re.DOTALL
     ):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
