@@ -30,8 +30,9 @@ def pull(state: WorkerState, timeout: float = TIMEOUT) -> int:
 def catch_up(state: WorkerState, version: int) -> list[float]:
     """Forward until the model has ``version`` or a newer one; return the output."""
     for _ in range(1_000_000):
+        reached = state.schemes["policy"].version >= version  # before the forward: the receiver thread installs as well
         output = commands.output(state)
-        if state.schemes["policy"].version >= version:
+        if reached:
             return output
     raise AssertionError(f"the forwards have never used version {version}")
 
