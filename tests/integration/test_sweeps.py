@@ -54,7 +54,6 @@ def test_a_used_folder_of_a_sweep_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_joblib_runs_jobs_with_workers_and_the_sweep_is_reported(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="needs pip install -e '.[sweep]'")
     launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "collector=multi_sync"]
@@ -65,7 +64,6 @@ def test_joblib_runs_jobs_with_workers_and_the_sweep_is_reported(tmp_path: Path)
     assert "2 runs" in done.stdout and (tmp_path / "sweep" / "sweep.html").is_file()
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_optuna_is_given_the_objective(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs pip install -e '.[sweep]'")
