@@ -114,7 +114,7 @@ class Receiver(VersionState):
         self._channel.connect(worker_idx, deadline_in(timeout))
         try:
             if self._channel.layout is not None:
-                self._set_target()
+                self._target_or_create()
             self._gate_model()
         except Exception:
             self._channel.answer(Ack(worker_idx, ANY_VERSION, traceback.format_exc()))
@@ -160,7 +160,7 @@ class Receiver(VersionState):
             gate_model(self.destination.module)
         process_gate().call(gated_receivers.add, self)  # only the holder of the gate may use the set
 
-    def _set_target(self) -> Target:
+    def _target_or_create(self) -> Target:
         if self._target is None:
             layout = self._channel.layout
             if layout is None:
@@ -200,7 +200,7 @@ class Receiver(VersionState):
         self._error = ""
         try:
             _require_undamaged(update)
-            self._set_target().install(update.views, load_extra(update.extra))
+            self._target_or_create().install(update.views, load_extra(update.extra))
         except Exception:  # noqa: BLE001  the trainer raises the model's error; the forward here must continue
             self._error = traceback.format_exc()
         self._channel.on_installed(update, self._error)
@@ -269,7 +269,7 @@ class Receiver(VersionState):
         error = ""
         try:
             _require_undamaged(event.update)
-            self._set_target().check_only(event.update.views, load_extra(event.update.extra))
+            self._target_or_create().check_only(event.update.views, load_extra(event.update.extra))
             prepared.keep(event.transaction, self, event.update)
         except Exception:  # noqa: BLE001  the error is this worker's answer to the sender
             error = traceback.format_exc()
@@ -378,13 +378,13 @@ class Receiver(VersionState):
         """Whether it is connected to a sender that has not ended, as far as is known here."""
         return self._attached and not self._closed
 
-    def copy_to_own_memory(self, keep: bool = False) -> None:
+    def copy_to_own_memory(self, stay_unbound: bool = False) -> None:
         """Copy the model into memory of its own until the next update, so it may be written. Called inside the gate.
 
         Args:
-            keep: also where it is bound to registered buffers, to which it would be bound again by the next forward.
+            stay_unbound: do not bind the model to registered buffers again before the next version.
         """
-        if keep and self._follower is not None:
+        if stay_unbound and self._follower is not None:
             self._follower.leave_until_next_version()
         if self._target is not None:
             self._target.detach()

@@ -329,7 +329,7 @@ class WeightSyncScheme(ABC):
                 binds_buffers=self.bind,  # parameters to the receive buffers
                 timeout=self.timeout,
             ),
-            connected=rendezvous.connected,
+            on_connected=rendezvous.connected,
         )
 
     def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
@@ -531,7 +531,7 @@ class WeightSyncScheme(ABC):
             raise NotConnected("this end has no model to apply weights to")
         with process_gate().hold():
             if isinstance(role, ReceiverRole):
-                role.receiver.copy_to_own_memory(keep=True)  # the arena's must not be written
+                role.receiver.copy_to_own_memory(stay_unbound=True)  # the arena's must not be written
             self.strategy.apply_weights(model, weights, inplace=inplace)
 
     def prepare_weights(

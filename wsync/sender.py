@@ -265,7 +265,7 @@ class Sender:
             # Two cases need acknowledgements in any mode: extra state, because set_extra_state may raise; and workers
             # that may not have mapped the arena yet: until they have answered, their forwards do not read it.
             unsure = not self._not_yet_mapped.isdisjoint(workers) or any([extra for _, _, extra in packed])
-            must = (unsure or not update.live) and not self._on_request
+            must = (unsure or update.must_copy) and not self._on_request
             update.acknowledge = acknowledge = acknowledge or must
             self._announce_registered(update)
             for part, buffer, extra in packed:
@@ -292,7 +292,7 @@ class Sender:
             self.version += 1
             registered, (update, packed) = self.source.registered, loaded
             if registered is not None and self.layout is not None:
-                update.live = len(packed) == 1 and registered.holds(self.layout, packed[0][0].tensors)
+                update.must_copy = len(packed) > 1 or not registered.holds(self.layout, packed[0][0].tensors)
             yield loaded
 
     def _agree_on_layout(self, weights: object, deadline: float | None) -> None:
@@ -323,16 +323,16 @@ class Sender:
 
     def _announce_registered(self, update: InFlight) -> None:
         """If the update was packed from the registered buffers, record its version there, before it is published."""
-        if update.live and self.source.registered is not None:
+        if self.source.registered is not None and not update.must_copy:
             self.source.registered.announce(update.version)
 
     def _write_registered(self, update: InFlight) -> None:
         """Copy the newest update into the registered buffers, unless it was packed from them; all workers have it."""
         registered, everyone = self.source.registered, {*self._members.present}
-        if registered is None or update.live or update.version != self.version:
+        if registered is None or not update.must_copy or update.version != self.version:
             return
         if everyone <= {*update.workers}:
-            registered.take(update.version)
+            registered.copy_published(update.version)
 
     # --- the fast path: see fast_path.py ---
 

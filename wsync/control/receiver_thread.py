@@ -118,7 +118,8 @@ class ReceiverThread:
                         _shut_down(socket_fd)
                 elif _call(handler, socket_fd):
                     continue
-                with self._lock:  # of a connection that has ended, its pidfd as well; of a peer that exited, the pidfd
+                # Connection ended: stop watching its socket and its pidfd. Peer exited: only its pidfd.
+                with self._lock:
                     finished = [fd for fd, one in handlers.items() if fd == descriptor or one == (handler, descriptor)]
                     for fd in finished:
                         if self._handlers.get(fd) is handlers[fd]:

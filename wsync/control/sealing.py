@@ -44,7 +44,9 @@ def run_secret() -> bytes:
         with path.open("rb") as file:
             state, key = os.fstat(file.fileno()), file.read()
     except OSError as error:
-        raise NotConnected(f"set {AUTHKEY} to one secret for all processes: the key file {path}: {error}") from error
+        raise NotConnected(
+            f"cannot use the key file {path} ({error}): set {AUTHKEY} to the same secret in all processes instead"
+        ) from error
     if state.st_uid != os.getuid() or stat.S_IMODE(state.st_mode) & 0o077 or len(key) != _KEY_SIZE:
         raise NotConnected(
             f"set {AUTHKEY} to one secret for all processes, or delete {path}: it is damaged, or others can read it"

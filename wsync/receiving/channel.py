@@ -31,7 +31,7 @@ class SenderChannel:
     Args:
         dial: ``(worker, deadline) -> connection``.
         readers: makes the reader of an accepted connection.
-        connected: called with the worker's index when the sender has accepted it.
+        on_connected: called with the worker's index when the sender has accepted it.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class SenderChannel:
         dial: Callable[[int, float | None], Connection],
         readers: ReaderFactory,
         *,
-        connected: Callable[[int], None],
+        on_connected: Callable[[int], None],
     ) -> None:
         self._dial = dial
         self._readers = readers
-        self._connected = connected
+        self._on_connected = on_connected
         self._pending: Connection | None = None  # the sender has not accepted it yet
         self._connection: Connection | None = None
         self._reader: UpdateReader | None = None
@@ -84,7 +84,7 @@ class SenderChannel:
         except BaseException:
             self.close()
             raise
-        self._connected(worker_idx)
+        self._on_connected(worker_idx)
         _log.debug("worker %d is connected to %s", worker_idx, connection.peer)
 
     def _join(self, connection: Connection, deadline: float | None) -> None:

@@ -16,7 +16,7 @@ class InFlight:
         workers: the workers that have to acknowledge it.
         extra: the extra state of each group of workers, absent ones included.
         acknowledge: whether the sender waits for acknowledgements.
-        live: whether the weights are those in registered buffers, which need not be written.
+        must_copy: whether the weights have to be copied into registered buffers, when all workers have them.
     """
 
     version: int
@@ -29,7 +29,7 @@ class InFlight:
     wait: float
     pack: float
     transfer: float = 0.0
-    live: bool = True
+    must_copy: bool = False
 
     @property
     def packed(self) -> float:

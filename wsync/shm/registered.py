@@ -1,15 +1,15 @@
 """Buffers of the user's own in shared memory: models of workers stay bound to them, and see them change in place.
 
-Registered tensors lie in memory files already (``share_memory_()``, ``memmap_()``). Where they are stands behind the
-extra states of the arena's second file::
+Registered tensors lie in memory files already (``share_memory_()``, ``memmap_()``). The arena's second file records
+their location, after the extra states::
 
     page   one word: the version of the weights in the buffers
     JSON   the files' descriptors in the sender's process, and the place, dtype, shape and strides of each tensor
 
-An update of other weights goes through a slot, as always. Only when every worker has acknowledged it, so that no
-forward uses the buffers, are they written, and then the word. A worker binds its model to the buffers again on the way
-into a forward, if the word names the version that the model has. So no ``send`` tears a forward; what the user writes
-into the buffers is visible at once, at the user's own risk.
+An update whose weights are not the buffers themselves goes through a slot, as always. When every worker has
+acknowledged it, so that no forward uses the buffers, the sender copies the weights into them and then stores the word.
+A worker binds its model to the buffers again on the way into a forward, if the word names the version that the model
+has. ``send`` never changes the buffers during a forward; the user's own writes may.
 """
 
 from __future__ import annotations
@@ -121,10 +121,10 @@ class RegisteredBuffers:
         )
 
     def announce(self, version: int) -> None:
-        """Say that the buffers have the weights of ``version``."""
+        """Record that the buffers have the weights of ``version``: workers may bind their models to them."""
         self._word[0] = version
 
-    def take(self, version: int) -> None:
+    def copy_published(self, version: int) -> None:
         """Copy the published weights into the buffers, unless workers have different ones. No forward uses the buffers.
 
         Called when every worker has acknowledged ``version``.
