@@ -3,7 +3,8 @@
     python examples/custom_backend.py                # a demonstration: two workers follow a trainer
     python -m pytest examples/custom_backend.py      # the contract suite, run against this backend
 
-``register_backend("directory", "custom_backend:DirectoryScheme")`` makes it known by name, to Hydra as well.
+``register_backend("directory", "custom_backend:DirectoryScheme")`` makes it known to
+``WeightSyncScheme.from_backend``; ``train.py`` needs an entry point or a YAML file (docs/backends.md).
 """
 
 from __future__ import annotations

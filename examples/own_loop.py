@@ -5,6 +5,9 @@
 The library carries the weights. How episodes travel to the trainer is the program's own matter: here, a queue.
 """
 
+from contextlib import suppress
+from queue import Full
+
 import gymnasium as gym
 import torch
 from torch import Tensor, nn
@@ -43,7 +46,9 @@ def work(scheme: wsync.WeightSyncScheme, index: int, episodes: mp.Queue, stop) -
     scheme.connect()
     seed = index
     while not stop.is_set():
-        episodes.put((scheme.version, *(part.numpy() for part in play(env, policy, seed))))
+        episode = (scheme.version, *(part.numpy() for part in play(env, policy, seed)))
+        with suppress(Full):  # the trainer has not taken the others yet, or has stopped
+            episodes.put(episode, timeout=1.0)
         seed += WORKERS
     scheme.shutdown()
     episodes.cancel_join_thread()  # episodes that are not read any more
@@ -79,7 +84,7 @@ if __name__ == "__main__":
     scheme.connect(processes=workers)
 
     for update in range(1, UPDATES + 1):
-        played = [episodes.get() for _ in range(EPISODES)]
+        played = [episodes.get(timeout=60.0) for _ in range(EPISODES)]  # raises Empty if no worker is left
         optimizer.zero_grad()
         loss_of(policy, played).backward()
         optimizer.step()

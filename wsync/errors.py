@@ -76,4 +76,6 @@ def missing_extra(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError
         extra: the optional dependencies of wsync that have the package: ``"ray"``, ``"train"`` …
     """
     package = (error.name or "").split(".")[0]
-    return ModuleNotFoundError(f"{package} is not installed: pip install 'wsync[{extra}]'", name=error.name)
+    return ModuleNotFoundError(
+        f"{package} is not installed: pip install '.[{extra}]' in a clone of wsync", name=error.name
+    )

@@ -61,10 +61,10 @@ def test_what_is_missing_names_its_extra(tmp_path: Path) -> None:
     done = run("-c", PROGRAM, folder=tmp_path)
     assert done.stdout.splitlines() == [
         "imported: []",
-        "hydra is not installed: pip install 'wsync[train]'",
-        "pytest is not installed: pip install 'wsync[testing]'",
-        "cloudpickle is not installed: pip install 'wsync[collectors]'",
-        "ray is not installed: pip install 'wsync[ray]'",
+        "hydra is not installed: pip install '.[train]' in a clone of wsync",
+        "pytest is not installed: pip install '.[testing]' in a clone of wsync",
+        "cloudpickle is not installed: pip install '.[collectors]' in a clone of wsync",
+        "ray is not installed: pip install '.[ray]' in a clone of wsync",
     ], done.stderr
 
 

@@ -143,4 +143,4 @@ def _zstandard() -> Any:
     try:
         return import_module("zstandard")
     except ImportError as error:
-        raise ImportError("Delta() needs the package zstandard at both ends: pip install 'wsync[delta]'") from error
+        raise ImportError("Delta() needs the package zstandard at both ends: pip install zstandard") from error
