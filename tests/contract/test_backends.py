@@ -64,6 +64,9 @@ class TestRay(Ray, BackendContract):
 class TestRayObjectStore(RayObjectStore, BackendContract):
     QUICK: ClassVar = TestRay.QUICK
 
+    def test_refused_updates_leave_no_memory_behind(self) -> None:
+        pytest.skip("pages of Ray's object store count as memory of each process that has touched them")
+
 
 def test_every_registered_backend_has_a_contract() -> None:
     tested = {

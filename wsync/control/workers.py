@@ -109,7 +109,8 @@ class WorkerConnections:
             gone = {
                 worker: death.error
                 for worker, death in self._deaths.items()
-                if worker in workers and worker not in missing and worker not in self._connections
+                if worker in workers
+                and worker not in {*missing, *self._connections, *self._answers}  # an answer has the reason
             }
             if gone:
                 raise WorkerDied(f"worker(s) {join_indices(gone)} died after they had connected", gone)

@@ -17,6 +17,7 @@ from wsync.control.handshake import SenderSettings
 from wsync.control.interfaces import ConnectionSource
 from wsync.control.messages import Kind, Message
 from wsync.control.workers import WorkerConnections
+from wsync.deadlines import NOW
 from wsync.errors import WeightSyncError
 from wsync.fast_path import FastCalls
 from wsync.sending.general_update import GeneralUpdate
@@ -348,6 +349,8 @@ class WorkerChannel:
     def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
         """See ``SendChannel``."""
         with self._lock:
+            if deadline == NOW:  # what has arrived; nothing is late
+                return self._connections.wait_acks(workers, version, deadline)
             answered: set[int] = set()
             try:
                 acks = self._connections.wait_acks(workers, version, deadline)
