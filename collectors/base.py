@@ -255,7 +255,7 @@ class BaseCollector(WeightUpdates, ABC):
             self.closed = True
             try:
                 self._close()
-            except BaseException:
+            except BaseException:  # also Ctrl-C: another call has to end what is left
                 self.closed = False
                 raise
 

@@ -13,7 +13,7 @@ def set_signature(cls: type, options: Collection[str]) -> None:
     """Set the signatures of ``cls`` and of its ``__init__``, in which ``**options: Unpack[…]`` are keyword arguments.
 
     Args:
-        cls: a class with an ``__init__``, whose bases have signatures.
+        cls: a class with an ``__init__``; its bases have signatures.
         options: the names that ``**options`` stands for; their defaults and types are those of the nearest base class
             that has them.
     """

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
+from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -60,7 +60,7 @@ def _groups(conf: Path) -> Iterator[tuple[str, list[str]]]:
             found.setdefault(top, set()).add(f"{nested}/{path.stem}" if nested else path.stem)
     for group, options in ConfigStore.instance().repo.items():
         if isinstance(options, dict) and group in {*found, "weight_sync"}:
-            names = {name.removesuffix(".yaml") for name, node in options.items() if hasattr(node, "node")}
+            names = {name.removesuffix(".yaml") for name, node in options.items() if isinstance(node, ConfigNode)}
             found.setdefault(group, set()).update(name for name in names if not name.startswith("base_"))
     for group in sorted(found):
         hidden = [path.partition("/")[2] + "/" for path in _HIDDEN if path.startswith(f"{group}/")]

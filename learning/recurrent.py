@@ -119,7 +119,7 @@ class RecurrentPolicy(TensorDictModuleBase):
 
     Args:
         network: its trunk is a `RecurrentNetwork`.
-        actions: the policy whose distribution is used, with the head of `network`.
+        actions: the policy; its distribution is used, with the head of `network`.
     """
 
     def __init__(self, network: Network, actions: Policy) -> None:

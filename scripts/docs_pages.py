@@ -114,7 +114,7 @@ def _settings(group: str, node: Any, path: Path, skip: Collection[Any] = ()) -> 
     Args:
         group: of the config; empty for settings of the run.
         node: a structured config, or a dictionary.
-        path: of the option's file in ``conf/``, whose values are the defaults, if there is one.
+        path: of the option's file in ``conf/``, if there is one: its values are the defaults.
         skip: names that are left out.
     """
     config = node if isinstance(node, DictConfig) else OmegaConf.structured(node)

@@ -220,7 +220,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
             super().connect(worker_idx=worker_idx, weights=weights, processes=processes)
             return
         if processes is not None:
-            raise ValueError("the workers are Ray actors, whose end Ray reports: leave processes= out")
+            raise ValueError("Ray reports the end of its actors: leave processes= out")
         with role.sender.exclusive():  # else this could take the acknowledgement that another thread's send waits for
             role.channel.drain()  # an actor that has gone meanwhile has to join again
             missing = [worker for worker in range(len(self._actors)) if worker not in role.channel.workers]

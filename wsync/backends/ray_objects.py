@@ -30,7 +30,7 @@ from wsync.weights.packing import Buffer, Packer
 from wsync.weights.snapshot import snapshot
 from wsync.weights.strategy import WeightStrategy
 
-_RECENT = 4  # updates whose references the trainer keeps, for workers that are sent them later than others
+_RECENT = 4  # newest updates; the trainer keeps their references for workers that are sent them late
 _Boxed = list[Any]  # a reference in a list, which Ray passes as it is; empty: nothing was sent
 
 

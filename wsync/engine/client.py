@@ -71,7 +71,7 @@ class EngineClient:
     Attributes:
         url: as given.
         deadline: on ``time.monotonic``; None for no limit. At the deadline a request that waits for the next bytes of
-            its answer ends; one whose bytes keep arriving is ended by ``abort``, or inside ``until``.
+            its answer ends; one that keeps sending bytes is ended by ``abort``, or inside ``until``.
         version: of the weights that are being sent.
         phase: of the last request: ``"init"``, ``"start"``, ``"update"``, ``"finish"``, ``"pause"``, ….
         last: the answer to ``finish_weight_update``.
