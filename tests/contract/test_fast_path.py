@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -236,9 +237,15 @@ def test_many_workers(backend: BuiltIn) -> None:
     with backend.workers(2) as hosts, backend.make_scheme(timeout=60.0) as scheme:
         model = fill(Small(), 1)
         scheme.init_on_sender("policy", model=model, num_workers=count)
-        for index in range(count):
-            hosts[index % 2].start(commands.join, scheme, Small, index, f"policy {index}")
+
+        def start() -> None:  # beside connect(): the commands may be more than a pipe holds
+            for index in range(count):
+                hosts[index % 2].start(commands.join, scheme, Small, index, f"policy {index}")
+
+        starting = threading.Thread(target=start)
+        starting.start()
         scheme.connect()
+        starting.join()
         for index in range(count):
             hosts[index % 2].result()
         for value in range(2, 5):
