@@ -36,7 +36,7 @@ None, and nothing was done, if the update cannot take the fast path."""
 
 
 class FastCalls(NamedTuple):
-    """The calls of a ``SendChannel`` for the fast path. Made by the sending thread, under the sender's lock.
+    """The calls of a ``FastChannel``. Made by the sending thread, under the sender's lock.
 
     Attributes:
         update: the update in one call.

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from wsync.control.receiver_thread import MessageHandler
-from wsync.fast_path import FastCalls
 from wsync.gate import process_gate
 from wsync.receiving import prepared
 from wsync.receiving.events import CheckLayout, Event, Prepare
@@ -20,7 +19,7 @@ from wsync.weights.packing import Buffer
 
 
 class InProcessChannel:
-    """A ``SendChannel`` and a ``ReceiveChannel`` at once; worker 0 is this process.
+    """A ``TransactionChannel`` and a ``ReceiveChannel`` at once; worker 0 is this process.
 
     Weights are packed into one private buffer, and copied from there into the model inside the gate.
 
@@ -91,21 +90,17 @@ class InProcessChannel:
         self._pending, self._published = Update(version, buffer.views, extra), True
         process_gate().gate_lock.pass_through()
 
-    def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
-        """See ``SendChannel``: there is none."""
-        return None
-
     def prepare(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
-        """See ``SendChannel``."""
+        """See ``TransactionChannel``."""
         self._published = False  # until the commit, the buffer has a version that may be aborted
         self._connected().process([Prepare(transaction, Update(version, buffer.views, extra))])
 
     def commit(self, version: int, transaction: int) -> None:
-        """See ``SendChannel``: all models of the transaction at once; for the second one nothing is left to do."""
+        """See ``TransactionChannel``: all models of the transaction at once; for the second one nothing is left to do."""
         process_gate().call(prepared.decide, transaction, True)
 
-    def abort(self, workers: Collection[int], transaction: int) -> None:
-        """See ``SendChannel``."""
+    def abort(self, transaction: int) -> None:
+        """See ``TransactionChannel``."""
         process_gate().call(prepared.decide, transaction, False)
 
     def drain(self) -> None:

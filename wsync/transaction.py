@@ -9,8 +9,7 @@ from typing import Any
 
 from wsync.errors import WorkerError
 from wsync.scheme import WeightSyncScheme
-from wsync.sender import Sender
-from wsync.sending.in_flight import InFlight
+from wsync.sending.transactions import Transaction
 from wsync.types import SyncReport
 
 
@@ -37,40 +36,39 @@ def synchronize(
         WorkerDied, WorkerFailed, SyncTimeout: a worker could not prepare them, and nothing was applied anywhere; or, if
             the message says that it was committed, the other workers have all of them.
     """
-    transaction = secrets.randbits(63)
+    number = secrets.randbits(63)
     carried = {scheme: weights for scheme, weights in updates.items() if scheme.sends_weights}
     senders = {str(scheme.model_id): (scheme.sender, weights) for scheme, weights in carried.items()}
     if len(senders) < len(carried):
         raise ValueError(f"each scheme must have a model_id of its own, not {[s.model_id for s in carried]}")
     with ExitStack() as stack:  # another thread's send must not come between prepare and commit
-        for sender in sorted((sender for sender, _ in senders.values()), key=id):  # one order, against deadlocks
-            stack.enter_context(sender.exclusive())
-        return _synchronize(senders, worker_ids, transaction)
+        ordered = sorted((sender for sender, _ in senders.values()), key=id)  # one order, against deadlocks
+        parts = {sender: stack.enter_context(sender.transaction(number)) for sender in ordered}
+        return _synchronize({name: (parts[sender], weights) for name, (sender, weights) in senders.items()}, worker_ids)
 
 
 def _synchronize(
-    senders: Mapping[str, tuple[Sender, Any]], worker_ids: int | Sequence[int] | None, transaction: int
+    parts: Mapping[str, tuple[Transaction, Any]], worker_ids: int | Sequence[int] | None
 ) -> dict[str, SyncReport]:
-    prepared: dict[str, tuple[Sender, InFlight]] = {}
     try:
-        for model_id, (sender, weights) in senders.items():
-            prepared[model_id] = (sender, sender.prepare(weights, worker_ids, transaction))
+        for part, weights in parts.values():
+            part.prepare(weights, worker_ids)
     except BaseException:
-        for sender, _ in senders.values():
-            sender.abort(transaction)
+        for part, _ in parts.values():
+            part.abort()
         raise
-    for sender, update in prepared.values():
-        sender.commit(update, transaction)
+    for part, _ in parts.values():
+        part.commit()
     reports: dict[str, SyncReport] = {}
     errors: list[WorkerError] = []
-    for model_id, (sender, update) in prepared.items():
+    for model_id, (part, _) in parts.items():
         try:
-            reports[model_id] = sender.finish(update)
+            reports[model_id] = part.finish()
         except WorkerError as error:
             errors.append(error)
     if errors:
         first = errors[0]
-        message = f"it was committed, so the other workers have all of {sorted(prepared)}: {first}"
+        message = f"it was committed, so the other workers have all of {sorted(parts)}: {first}"
         causes = {w: c for error in errors for w, c in error.workers.items()}
         refused = [worker for error in errors for worker in error.refused]
         raise type(first)(message, causes, first.version, refused)

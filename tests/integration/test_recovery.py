@@ -25,6 +25,7 @@ from torch import nn
 
 import wsync
 from collectors import GymEnv, MultiAsyncCollector, MultiSyncCollector
+from wsync.sending.transactions import Transaction
 from wsync.testing.shutdowns import shared_memory_files
 
 KINDS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
@@ -344,21 +345,20 @@ def test_a_successor_has_every_model_from_its_first_frame_on(kind, events):
         assert collector.failures.restarted == {1: 1}
 
 
-def test_an_update_that_was_decided_is_not_reported_as_undone(events):
+def test_an_update_that_was_decided_is_not_reported_as_undone(events, monkeypatch):
     """The worker dies between its yes and the switch: the others have the update, and the call returns."""
     schemes = {name: wsync.SharedMemWeightSyncScheme() for name in ("policy", "module.critic")}
     with collect("sync", events, weight_sync_schemes=schemes) as collector:
         next(collector)
-        sender, commit = schemes["policy"].sender, schemes["policy"].sender.commit
 
-        def die_first(*arguments: Any) -> None:
+        def die_first(transaction: Transaction) -> None:
+            monkeypatch.undo()
             kill(collector, 1)
-            commit(*arguments)
+            transaction.commit()
 
-        sender.commit = die_first  # where the death comes, nothing else
+        monkeypatch.setattr(Transaction, "commit", die_first)  # where the death comes, nothing else
         collector.policy.module.become(5)
         collector.update_policy_weights_(weights_dict={"policy": collector.policy, "module.critic": nn.Linear(4, 1)})
-        sender.commit = commit
         assert collector.failures.failed == {1: 1}
         assert told(next(collector), "weight") == {5}
         assert told(until_there(collector, 2, True), "weight") == {5}

@@ -101,7 +101,7 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         sender = Sender(
             channel, source, num_workers, self.timeout, finishes_on_publish=True, record=self.metrics.record
         )
-        sender.version = newest
+        sender.continue_from(newest)
         self._first_version = newest + 1 if source.weights is not None else 0
         return sender, channel
 

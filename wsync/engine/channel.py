@@ -16,8 +16,7 @@ from wsync.engine.client import EngineClient, EngineError
 from wsync.engine.protocol import PauseMode
 from wsync.engine.sending import EngineThread, Job
 from wsync.engine.transfers import MakeTransfer
-from wsync.errors import SyncTimeout, WeightSyncError, WorkerDied, WorkerFailed
-from wsync.fast_path import FastCalls
+from wsync.errors import SyncTimeout, WorkerDied, WorkerFailed
 from wsync.types import Ack
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
@@ -120,15 +119,9 @@ class EngineSendChannel:
         self._connected.discard(worker)
         self._engines[worker].disconnect()
 
-    def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
-        """See ``SendChannel``: a buffer that no engine's thread reads, and that is no engine's newest version.
-
-        Raises:
-            WeightSyncError: ``keep``, for a transaction: the protocol has no way to take a version back.
-        """
+    def reserve(self, workers: Collection[int], deadline: float | None) -> Buffer:
+        """See ``SendChannel``: a buffer that no engine's thread reads, and that is no engine's newest version."""
         assert self._layout is not None, "set_layout() comes first"
-        if keep:
-            raise WeightSyncError("engines cannot switch several models at once: send them one by one")
         jobs = [*self._latest.values(), *(job for engine in self._engines for job in engine.jobs)]
         used = [job.views for job in jobs]
         for buffer in self._buffers:
@@ -173,19 +166,6 @@ class EngineSendChannel:
             if self._submitted[ack.worker] is job:  # not the outcome of an attempt that was given up
                 self._acks[ack.worker] = ack
                 self._changed.notify_all()
-
-    def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
-        """See ``SendChannel``: there is none."""
-        return None
-
-    def prepare(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
-        """See ``SendChannel``: never called, because ``reserve`` refuses."""
-
-    def commit(self, version: int, transaction: int) -> None:
-        """See ``SendChannel``: never called."""
-
-    def abort(self, workers: Collection[int], transaction: int) -> None:
-        """See ``SendChannel``: nothing has been prepared."""
 
     def drain(self) -> None:
         """See ``SendChannel``: the threads read the answers."""

@@ -18,7 +18,6 @@ from wsync.control.interfaces import ConnectionSource
 from wsync.control.messages import Kind, Message
 from wsync.control.workers import WorkerConnections
 from wsync.deadlines import NOW
-from wsync.errors import WeightSyncError
 from wsync.fast_path import FastCalls
 from wsync.sending.general_update import GeneralUpdate
 from wsync.sending.queues import QueuedUpdate
@@ -38,7 +37,7 @@ _GRACE = 2.0  # seconds for a thread that has nothing to wait for any more
 
 
 class WorkerChannel:
-    """The channel of one sender to its workers. Implements ``SendChannel`` and ``ConnectionCallbacks``.
+    """The channel of one sender to its workers. Implements ``FastChannel``, ``TransactionChannel`` and ``ConnectionCallbacks``.
 
     Used by the thread that calls the scheme, and by the thread of ``SendLoop``. ``_lock`` keeps their calls apart.
 
@@ -212,17 +211,10 @@ class WorkerChannel:
     # --- buffers ---
 
     def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
-        """See ``SendChannel``.
-
-        Raises:
-            WeightSyncError: ``keep``, for a transaction, where workers fetch.
-        """
-        if keep and self._on_request:
-            raise WeightSyncError("workers that fetch cannot switch several models at once: send them one by one")
+        """See ``TransactionChannel``."""
         with self._lock:
             assert self._layout is not None, "set_layout() comes first"
             busy = self._reserved | self._transfers.busy_slots
-            busy.update(update.buffer.slot for updates in self._prepared.values() for update in updates.values())
             if self._slots is None:
                 buffer = self._pool.buffer(self._layout, busy)
             else:
@@ -282,7 +274,7 @@ class WorkerChannel:
             self._slots.complete(buffer, extra)
 
     def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
-        """See ``SendChannel``."""
+        """See ``FastChannel``."""
         if self._reserved or self._layout is None:
             return None
         if self._slots is not None and len(self._slots.workers) == self._num_workers:
@@ -294,7 +286,7 @@ class WorkerChannel:
     # --- transactions ---
 
     def prepare(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
-        """See ``SendChannel``."""
+        """See ``TransactionChannel``."""
         with self._lock:
             self._complete_buffer(buffer, extra)
             update = QueuedUpdate(Kind.PREPARE, version, buffer, extra, transaction)
@@ -307,7 +299,7 @@ class WorkerChannel:
             self._transfers.enqueue(update, [worker for worker in others if worker in self.workers])
 
     def commit(self, version: int, transaction: int) -> None:
-        """See ``SendChannel``. In the arena the published word is the commit, for all models of the transaction."""
+        """See ``TransactionChannel``. In the arena the published word is the commit, for all models of the transaction."""
         with self._lock:
             prepared = self._prepared.pop(transaction)
             buffers = {update.buffer.slot: update.buffer for update in prepared.values()}
@@ -321,13 +313,13 @@ class WorkerChannel:
                 self._transfers.commit(worker, prepared[worker])
             self._reserved.difference_update(update.buffer.slot for update in prepared.values())
 
-    def abort(self, workers: Collection[int], transaction: int) -> None:
-        """See ``SendChannel``."""
+    def abort(self, transaction: int) -> None:
+        """See ``TransactionChannel``."""
         with self._lock:
             prepared = self._prepared.pop(transaction, {})
             if not prepared:
                 return  # nothing of it was sent
-            in_arena, others = self._split(workers)
+            in_arena, others = self._split(prepared)
             for worker in in_arena:  # may be dropped: without a commit nothing is installed
                 self._connections.notify(worker, Message(Kind.ABORT, worker, transaction))
             for worker in others:

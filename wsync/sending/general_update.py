@@ -11,8 +11,9 @@ from torch import Tensor
 from wsync.deadlines import deadline_in
 from wsync.fast_path import FastCalls, PartialDelivery
 from wsync.loops import TensorTree
+from wsync.sending.in_flight import InFlight
 from wsync.sending.protocols import SendChannel
-from wsync.types import Ack, SyncReport, split_phases
+from wsync.types import Ack, SyncReport
 
 
 class GeneralUpdate:
@@ -60,18 +61,19 @@ class GeneralUpdate:
         published = time.perf_counter()
         acks = channel.wait_acks(everyone, version, deadline)
         finished = time.perf_counter()
-        slowest = max(acks, key=lambda ack: ack.wait + ack.apply, default=Ack(-1, version))
-        phases = split_phases(
+        update = InFlight(
+            version=version,
+            workers=everyone,
+            extra=(),
+            acknowledge=True,
+            deadline=deadline,
+            started=began,
             extract=extracted - began,
             wait=reserved - extracted,
             pack=packed - reserved,
             transfer=published - packed,
-            left=finished - packed,
-            worker_wait=slowest.wait,
-            worker_apply=slowest.apply,
         )
-        workers = dict.fromkeys(everyone, version)
-        report = SyncReport(version, channel.carried_bytes(version), finished - began, phases, workers)
+        report = update.report(channel.carried_bytes(version), acks, finished)
         if len(acks) == len(everyone) and not any([ack.error or ack.died for ack in acks]):
             return report
         for ack in acks:

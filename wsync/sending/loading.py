@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -19,12 +19,15 @@ from wsync.weights.packing import Buffer, Packer
 Packed = tuple[Part, Buffer, bytes]
 """Weights for some workers, the buffer that they were copied into, and their extra state."""
 
+Reserve = Callable[[Collection[int], float | None], Buffer]
+"""``SendChannel.reserve``."""
+
 
 class Loader:
     """Fills the buffers of one sender. Used by the sending thread, under the sender's lock.
 
     Args:
-        channel: has the buffers.
+        channel: owns the buffers.
         source: the weights to send if a call is given none.
         members: has each worker's extra state.
 
@@ -59,8 +62,7 @@ class Loader:
         absent: Sequence[int],
         version: int,
         deadline: float | None,
-        *,
-        keep: bool = False,
+        reserve: Reserve,
         rest: Sequence[Tensor] | None = None,
     ) -> Iterator[tuple[InFlight, Sequence[Packed]]]:
         """Check everything, then copy it into buffers that no worker reads; they are released if the block raises.
@@ -71,7 +73,7 @@ class Loader:
             absent: workers that have died or left.
             version: the update's.
             deadline: when to give up waiting for a free buffer.
-            keep: see ``SendChannel.reserve``.
+            reserve: returns a buffer.
             rest: completes ``weights``, where those are a part of the model.
         """
         packed: list[Packed] = []
@@ -84,7 +86,7 @@ class Loader:
             waited, recipients = 0.0, [*workers, *absent]
             for part, blob in zip(parts, blobs, strict=True):
                 before = time.perf_counter()
-                buffer = self._channel.reserve(recipients, deadline, keep=keep)
+                buffer = reserve(recipients, deadline)
                 packed.append((part, buffer, blob))
                 waited += time.perf_counter() - before
                 packer.pack(part.tensors, buffer)

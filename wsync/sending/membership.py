@@ -23,6 +23,7 @@ class Membership:
         absent: workers that have died or left; updates to all workers are kept for their replacements.
         expected_version: the version that each worker, or its replacement, should have.
         extra: each worker's extra state, as last sent.
+        connected: whether all workers have connected once, and the sender was not closed since.
     """
 
     def __init__(self, num_workers: int) -> None:
@@ -31,6 +32,7 @@ class Membership:
         self.absent: Sequence[int] = ()
         self.expected_version: dict[int, int] = {}
         self.extra: dict[int, bytes] = {}
+        self.connected = False
 
     def remove(self, workers: Collection[int]) -> None:
         """Record that workers have died or left."""
@@ -48,10 +50,12 @@ class Membership:
         """Return the workers that get an update, and the absent ones whose replacements will get it.
 
         Raises:
-            NotConnected: no worker is left.
+            NotConnected: not all workers have connected yet, or none is left.
             ValueError: there is no such worker, or none is named.
             WorkerDied: one that is named has died or left.
         """
+        if not self.connected:
+            raise NotConnected("not connected yet: call connect() on the sender (and on every worker) before send()")
         if worker_ids is None:
             if not self.present:
                 raise NotConnected("every worker has died or left: there is no worker to send to")

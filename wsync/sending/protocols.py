@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -19,7 +19,8 @@ class SendChannel(Protocol):
     Implemented by ``WorkerChannel``, ``InProcessChannel``, ``StoreSendChannel`` and ``EngineSendChannel``.
 
     All methods are called by the thread that calls the scheme, under the sender's lock; ``close`` also at exit.
-    ``reserve``, ``publish`` and ``wait_acks`` are called once per update outside the fast path.
+    ``reserve``, ``publish`` and ``wait_acks`` are called once per update outside the fast path. What only some channels
+    can do is in ``FastChannel`` and ``TransactionChannel``.
     """
 
     @property
@@ -52,13 +53,12 @@ class SendChannel(Protocol):
         """Close the connection to a worker that is treated as dead. Later messages from it are ignored. Idempotent."""
         ...
 
-    def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
+    def reserve(self, workers: Collection[int], deadline: float | None) -> Buffer:
         """Return a buffer that no worker reads; may wait for a forward to end.
 
         Args:
             workers: the workers that get the update.
             deadline: when to give up.
-            keep: whether to keep the previous version, because this one may be aborted.
 
         Raises:
             SyncTimeout: none was free in time; names the workers that use them.
@@ -82,25 +82,6 @@ class SendChannel(Protocol):
 
         ``workers`` may include absent ones: their replacements are given the version.
         """
-        ...
-
-    def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
-        """Return the calls of the fast path; None if it cannot be used now.
-
-        Called after an update to all workers. The result is valid until another method is called.
-        """
-        ...
-
-    def prepare(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
-        """Have ``workers`` check a packed buffer and keep it; ``wait_acks`` returns their answers."""
-        ...
-
-    def commit(self, version: int, transaction: int) -> None:
-        """Have the workers install what they have prepared in a transaction, all its models together."""
-        ...
-
-    def abort(self, workers: Collection[int], transaction: int) -> None:
-        """Have ``workers`` drop what they have prepared."""
         ...
 
     def drain(self) -> None:
@@ -127,4 +108,37 @@ class SendChannel(Protocol):
         Args:
             finished: whether workers are told that the sender shuts down; otherwise they take it for dead.
         """
+        ...
+
+
+@runtime_checkable
+class FastChannel(Protocol):
+    """A channel that can do all steps of an update in one call: ``WorkerChannel``."""
+
+    def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
+        """Return the calls of the fast path; None if it cannot be used now.
+
+        Called after an update to all workers. The result is valid until another method is called.
+        """
+        ...
+
+
+@runtime_checkable
+class TransactionChannel(SendChannel, Protocol):
+    """A channel whose workers can keep an update before they use it: ``WorkerChannel`` and ``InProcessChannel``."""
+
+    def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
+        """See ``SendChannel``; ``keep`` the previous version unchanged, because this one may be aborted."""
+        ...
+
+    def prepare(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
+        """Have ``workers`` check a packed buffer and keep it; ``wait_acks`` returns their answers."""
+        ...
+
+    def commit(self, version: int, transaction: int) -> None:
+        """Have the workers install what they have prepared in a transaction, all its models together."""
+        ...
+
+    def abort(self, transaction: int) -> None:
+        """Have the workers drop what they have prepared. Called if ``prepare`` was, even if that raised."""
         ...

@@ -138,7 +138,7 @@ class Slots:
         return message.version == 1  # see ``Kind.JOINED``
 
     def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
-        """See ``SendChannel``: it needs all workers in the arena, and updates without checksum."""
+        """See ``FastChannel``: it needs all workers in the arena, and updates without checksum."""
         if self._checksum or len(self.workers) < self._num_workers:
             return None
         descriptors = self._connections.descriptors

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from wsync.checksum import checksum_of
 from wsync.control.handshake import SenderSettings
-from wsync.errors import LayoutMismatch, WeightSyncError
-from wsync.fast_path import FastCalls
+from wsync.errors import LayoutMismatch
 from wsync.store.versions import Difference, VersionStore
 from wsync.transforms.delta import Delta
 from wsync.types import Ack
@@ -69,18 +68,15 @@ class StoreSendChannel:
     def disconnect(self, worker: int) -> None:
         """See ``SendChannel``: there is no connection."""
 
-    def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
+    def reserve(self, workers: Collection[int], deadline: float | None) -> Buffer:
         """See ``SendChannel``: the one buffer, from which each version is written.
 
         Raises:
             ValueError: the update is for some workers.
-            WeightSyncError: ``keep``, for a transaction: every model has a manifest of its own.
         """
         assert self._buffer is not None, "set_layout() comes first"
         if not {*self.workers} <= {*workers}:
             raise ValueError(f"{ONE_VERSION}: send to all workers, without worker_ids")
-        if keep:
-            raise WeightSyncError("a store cannot switch several models at once: send them one by one")
         return self._buffer
 
     def newest_views(self) -> Sequence[Tensor] | None:
@@ -117,19 +113,6 @@ class StoreSendChannel:
     def carried_bytes(self, version: int) -> int:
         """See ``SendChannel``: what a reader of the version before reads."""
         return self._carried
-
-    def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
-        """See ``SendChannel``: there is none."""
-        return None
-
-    def prepare(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
-        """See ``SendChannel``: never called, because ``reserve`` refuses."""
-
-    def commit(self, version: int, transaction: int) -> None:
-        """See ``SendChannel``: never called."""
-
-    def abort(self, workers: Collection[int], transaction: int) -> None:
-        """See ``SendChannel``: nothing has been prepared."""
 
     def drain(self) -> None:
         """See ``SendChannel``: there are no messages."""

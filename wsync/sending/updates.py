@@ -1,0 +1,193 @@
+"""One update from the weights to the report, in full: for any weights and any workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from wsync.deadlines import deadline_in
+from wsync.sending.acknowledgements import Acknowledgements
+from wsync.sending.in_flight import InFlight
+from wsync.sending.loading import Loader, Packed, Reserve
+from wsync.sending.membership import Membership
+from wsync.sending.protocols import SendChannel, TransactionChannel
+from wsync.sending.source import Source
+from wsync.types import Ack, SyncReport
+
+
+class Updates:
+    """Publishes the updates of one sender, and waits for them. Used by the sending thread, under the sender's lock.
+
+    Args:
+        channel: to the workers.
+        source: where weights come from when an update is given none.
+        members: the workers.
+        acks: of the workers.
+        on_request: whether workers fetch: no acknowledgement is awaited.
+        record: called with the report of each finished update.
+
+    Attributes:
+        version: the newest version sent; 0 before the first.
+        loader: has the layout of the weights.
+        transaction_channel: the channel; None if the workers cannot keep an update that may be aborted.
+        in_flight: the updates that were sent without waiting, oldest first.
+    """
+
+    def __init__(
+        self,
+        channel: SendChannel,
+        source: Source,
+        members: Membership,
+        acks: Acknowledgements,
+        *,
+        on_request: bool,
+        record: Callable[[SyncReport], None],
+    ) -> None:
+        self.version = 0
+        self.channel = channel
+        self.members = members
+        self.acks = acks
+        self.loader = Loader(channel, source, members)
+        self.in_flight: list[InFlight] = []
+        # Not for workers that fetch: they take each version on their own. Asked once: it takes 20 µs.
+        able = isinstance(channel, TransactionChannel) and not on_request
+        self.transaction_channel = channel if able else None
+        self._on_request = on_request
+        self._source = source
+        self._record = record
+        # Connected before there was a layout: may not have mapped the arena, so must acknowledge their first update.
+        self._not_yet_mapped: set[int] = set()
+
+    def publish(
+        self,
+        weights: object,
+        workers: Sequence[int],
+        absent: Sequence[int],
+        *,
+        acknowledge: bool,
+        rest: Sequence[Tensor] | None = None,
+    ) -> InFlight:
+        """Send the next version, without waiting for the workers: see ``Loader.loaded``.
+
+        ``settle`` waits for acknowledgements if ``acknowledge``, or if they are needed.
+        """
+        with self.loaded(weights, workers, absent, rest=rest) as (update, packed):
+            # Two cases need acknowledgements in any mode: extra state, because set_extra_state may raise; and workers
+            # that may not have mapped the arena yet: until they have answered, their forwards do not read it.
+            unsure = not self._not_yet_mapped.isdisjoint(workers) or any([extra for _, _, extra in packed])
+            must = (unsure or update.must_copy) and not self._on_request
+            update.acknowledge = acknowledge = acknowledge or must
+            self.announce_registered(update)
+            for part, buffer, extra in packed:
+                self.channel.publish(buffer, update.version, extra, part.workers, acknowledge)
+        self.note_published(update)
+        self.stop_waiting_for(workers)
+        return update
+
+    @contextmanager
+    def loaded(
+        self,
+        weights: object,
+        workers: Sequence[int],
+        absent: Sequence[int],
+        *,
+        reserve: Reserve | None = None,
+        rest: Sequence[Tensor] | None = None,
+    ) -> Iterator[tuple[InFlight, Sequence[Packed]]]:
+        """Load the next version into buffers, which are released if the block raises: see ``Loader.loaded``."""
+        deadline = deadline_in(self.acks.timeout)
+        if self.loader.layout is None and self.members.connected:
+            self._agree_on_layout(weights, deadline)
+        reserve, version = reserve or self.channel.reserve, self.version + 1
+        with self.loader.loaded(weights, workers, absent, version, deadline, reserve, rest) as loaded:
+            self.version += 1
+            registered, layout, (update, packed) = self._source.registered, self.loader.layout, loaded
+            if registered is not None and layout is not None:
+                update.must_copy = len(packed) > 1 or not registered.holds(layout, packed[0][0].tensors)
+            yield loaded
+
+    def _agree_on_layout(self, weights: object, deadline: float | None) -> None:
+        """Ask the workers to check the first weights' layout: the sender may have no model to check it against."""
+        workers, version, layout = self.members.present, self.version + 1, self.loader.layout_of(weights)
+        try:
+            self.channel.check_layout(layout, version)
+            self.acks.require(workers, version, deadline, committed=False)
+        except BaseException:
+            self.version = version  # not reused: an answer to it may arrive late
+            raise
+        self._not_yet_mapped.update(workers)
+
+    def rest_of_model(self, worker_ids: int | Sequence[int] | None) -> Sequence[Tensor]:
+        """Return the tensors that all workers were sent last: they stand in for what a partial update leaves out.
+
+        Raises:
+            ValueError: some workers have other weights than others.
+        """
+        rest = self.channel.newest_views()
+        if worker_ids is not None or rest is None:
+            raise ValueError(
+                "a partial update goes to all workers, and completes the weights that all of them were sent last; "
+                "those are not known before the first update, or after one that failed or went to some workers only: "
+                "send the whole model to all workers first"
+            )
+        return rest
+
+    def note_published(self, update: InFlight) -> None:
+        """Record what the workers should have by now, and when the update was published."""
+        self.members.note_sent(update.version, update.extra)
+        update.transfer = time.perf_counter() - update.packed
+
+    # --- waiting ---
+
+    def settle(self, update: InFlight) -> Sequence[Ack]:
+        """Wait for the acknowledgements, if they are wanted.
+
+        Raises:
+            WorkerDied, WorkerFailed, SyncTimeout: names the workers that lack the update.
+        """
+        acks: Sequence[Ack] = ()
+        if update.acknowledge:
+            acks = self.acks.require(update.workers, update.version, update.deadline)
+            self._not_yet_mapped.difference_update(update.workers)
+        else:
+            self.acks.raise_failures(update.workers, update.version)
+        self._write_registered(update)
+        return acks
+
+    def finish(self, update: InFlight) -> SyncReport:
+        """``settle``, and report."""
+        acks = self.settle(update)
+        report = update.report(self.channel.carried_bytes(update.version), acks, time.perf_counter())
+        self._record(report)
+        return report
+
+    def finish_all(self) -> SyncReport | None:
+        """Finish everything that was sent without waiting; return the newest one's report."""
+        report = None
+        while self.in_flight:  # after an error the next call waits for the others
+            report = self.finish(self.in_flight.pop(0))
+        return report
+
+    def stop_waiting_for(self, workers: Collection[int]) -> None:
+        """Drop ``workers`` from older unfinished sends: the acknowledgement of a newer update covers them."""
+        for older in self.in_flight:
+            older.workers = [worker for worker in older.workers if worker not in workers]
+        self.in_flight = [older for older in self.in_flight if older.workers]
+
+    # --- registered buffers: see shm/registered.py ---
+
+    def announce_registered(self, update: InFlight) -> None:
+        """If the update was packed from the registered buffers, record its version there, before it is published."""
+        if self._source.registered is not None and not update.must_copy:
+            self._source.registered.announce(update.version)
+
+    def _write_registered(self, update: InFlight) -> None:
+        """Copy the newest update into the registered buffers, unless it was packed from them; all workers have it."""
+        registered, everyone = self._source.registered, {*self.members.present}
+        if registered is None or not update.must_copy or update.version != self.version:
+            return
+        if everyone <= {*update.workers}:
+            registered.copy_published(update.version)
