@@ -94,6 +94,7 @@ class SweepReport(Callback):
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Refuse a folder that has the files of another run, before Hydra writes into it."""
+        HydraConfig.instance().set_config(config)  # the default folder's name has ${hydra:…}; Hydra sets it later
         folder = Path(config.hydra.run.dir)
         resume = config.get("resume")
         if (folder / "metrics.jsonl").exists() and not (resume and Path(resume).resolve() == folder.resolve()):
