@@ -143,10 +143,8 @@ def run_hydra(main: Callable[[], Any]) -> NoReturn:
             sys.argv[1:] = stored_overrides(sys.argv[1:])
             main()
         else:
-            added = [f"hydra.searchpath=[{folder.resolve()}]" for folder in config_folders(sys.argv[1:])]
-            print_help(
-                _CONF, [*added, *(argument for argument in sys.argv[1:] if "=" in argument and argument[0] != "-")]
-            )
+            given = [argument for argument in sys.argv[1:] if "=" in argument and argument[0] != "-"]
+            print_help(_CONF, given, config_folders(sys.argv[1:]))
 
     run_command(command, describe_error, on_error=SweepReport.write)
 
@@ -155,7 +153,8 @@ def describe_error(error: BaseException) -> str | None:
     """Return an error that a user can act on in one line, and one for each of its notes; None for any other error."""
     if not isinstance(error, _EXPECTED):
         return None
-    message = one_line(error, settings()) if isinstance(error, _OF_HYDRA) else str(error)
+    chosen = {_name(argument): argument.partition("=")[2] for argument in sys.argv[1:] if "=" in argument}
+    message = one_line(error, settings(), chosen) if isinstance(error, _OF_HYDRA) else str(error)
     return "\n".join([message, *getattr(error, "__notes__", ())])
 
 
@@ -164,11 +163,10 @@ def settings() -> dict[str, list[str]]:
     names: dict[str, list[str]] = {field.name: [] for field in fields(TrainConfig)}
     for group, options in ConfigStore.instance().repo.items():
         if group in names and isinstance(options, dict):
-            for option, stored in options.items():
-                if option.startswith("base_"):
-                    for name in set(stored.node) - {"_target_"}:
-                        base = option.removeprefix("base_").removesuffix(".yaml")
-                        names.setdefault(f"{group}.{name}", []).append(base)
+            configs = {option.removeprefix("base_"): one for option, one in options.items() if option[:5] == "base_"}
+            for option, stored in {**configs, **options.get("schema", {})}.items():
+                for name in set(stored.node) - {"_target_"}:
+                    names.setdefault(f"{group}.{name}", []).append(option.removesuffix(".yaml"))
     return names
 
 

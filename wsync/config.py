@@ -41,7 +41,7 @@ def register_configs(defaults: Mapping[str, Any] | None = None, folders: Sequenc
     ==============================  =================================================================================
 
     A file without ``_target_`` is about the backend in its defaults list, or the one of its own name. A scheme that
-    cannot be imported, or accepts any option (``**options``), has a config that accepts any option.
+    cannot be imported has a config that accepts any option.
 
     Args:
         defaults: replace the defaults of schemes that have an option of that name, ``{"timeout": "${timeout}"}``.
@@ -97,8 +97,10 @@ def _default_collector(target: str | None) -> str:
 def config_of(target: str, defaults: tuple[tuple[str, Any], ...] = ()) -> Any:
     """Return the config of a scheme: a dataclass with ``_target_`` and one field per option.
 
-    A ``Literal`` of strings is a ``str`` (the scheme checks the value); what OmegaConf has no type for is ``Any``. If
-    the scheme cannot be imported, or has ``**options``, the config is a dictionary, to which options can be added.
+    The options are the arguments of ``__init__``. If it ends in ``**options``, those of the class that it derives from
+    are added, to which it passes them on. A ``Literal`` of strings is a ``str`` (the scheme checks the value); what
+    OmegaConf has no type for is ``Any``. If the scheme cannot be imported, or is a function that accepts any option,
+    the config is a dictionary, to which options can be added.
 
     Args:
         target: dotted name of the scheme's class, or of a function that returns a scheme.
@@ -118,22 +120,42 @@ def config_of(target: str, defaults: tuple[tuple[str, Any], ...] = ()) -> Any:
 
 
 def _accepts_any(scheme: Callable[..., Any]) -> bool:
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(scheme).parameters.values())
+    return not isinstance(scheme, type) and _passes_on(scheme)
+
+
+def _passes_on(function: Callable[..., Any]) -> bool:
+    """Whether the function has ``**options``."""
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(function).parameters.values())
 
 
 def _options(scheme: Callable[..., Any]) -> Iterable[tuple[str, Any, Any]]:
     """Yield each option's name, annotation and default; those with a default that no config can hold are left out."""
-    try:
-        hints = typing.get_type_hints(scheme.__init__ if isinstance(scheme, type) else scheme)
-    except NameError:  # names that are imported for type checkers only
-        hints = {}
-    for parameter in inspect.signature(scheme).parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        if parameter.default is parameter.empty:
-            yield parameter.name, hints.get(parameter.name, Any), "???"
-        elif parameter.default is None or isinstance(parameter.default, _PLAIN):
-            yield parameter.name, hints.get(parameter.name, Any), parameter.default
+    found: dict[str, tuple[Any, Any]] = {}
+    for function in _constructors(scheme):
+        try:
+            hints = typing.get_type_hints(function)
+        except NameError:  # names that are imported for type checkers only
+            hints = {}
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.name != "self" and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                found.setdefault(parameter.name, (hints.get(parameter.name, Any), parameter.default))
+    for name, (kind, default) in found.items():
+        if default is inspect.Parameter.empty:
+            yield name, kind, "???"
+        elif default is None or isinstance(default, _PLAIN):
+            yield name, kind, default
+
+
+def _constructors(scheme: Callable[..., Any]) -> Iterable[Callable[..., Any]]:
+    """Yield the functions that take the options: ``__init__``, and that of the next class if it has ``**options``."""
+    if not isinstance(scheme, type):
+        yield scheme
+        return
+    for one in scheme.__mro__:
+        if "__init__" in vars(one) and one is not object:
+            yield one.__init__
+            if not _passes_on(one.__init__):
+                return
 
 
 def _config_type(annotation: Any) -> Any:
