@@ -15,51 +15,42 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self
+from typing import Any, ClassVar, Literal, NoReturn, Self, TypedDict
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from wsync.control.processes import Processes, watched
-from wsync.deadlines import as_timeout, deadline_in
+from wsync import assembly
+from wsync.control.processes import Processes
+from wsync.deadlines import as_timeout
 from wsync.errors import NotConnected
-from wsync.gate import process_gate
-from wsync.in_process import InProcessChannel
+from wsync.legacy.api import WeightReceiver, WeightSender, init_on_worker
+from wsync.legacy.pipes import invite_all, pipes_of
 from wsync.metrics import SyncMetrics
-from wsync.paths import find_model, find_or_none
-from wsync.receiver import Receiver
-from wsync.receiving.cascade import cascade_of
-from wsync.receiving.channel import SenderChannel
 from wsync.receiving.protocols import ReceiveChannel
-from wsync.receiving.readers import ReaderFactory
 from wsync.registry import load_backend
 from wsync.rendezvous import Rendezvous, SocketRendezvous
-from wsync.roles import (
-    ReceiverRole,
-    SenderRole,
-    agreed_count,
-    close_at_exit,
-    receiver_role,
-    require_fresh,
-    require_own,
-    sender_role,
-    single_count,
-)
+from wsync.roles import ReceiverRole, Role, SenderRole, close_at_exit, prepared_weights
 from wsync.scheme_transports import ReceiverTransport, SenderTransport
 from wsync.sender import Sender
-from wsync.sending.channel import WorkerChannel
+from wsync.sending.counting import agreed_count
 from wsync.sending.protocols import SendChannel
-from wsync.sending.source import DeviceMap, Source, per_worker
+from wsync.sending.source import DeviceMap, Source
 from wsync.transforms.chain import Transform, compose
-from wsync.transforms.delta import delta_of
 from wsync.transport import FlatTransport, TransportBackend
 from wsync.types import CollectorContext, SyncReport
 from wsync.weights.strategy import Format, WeightStrategy
-from wsync.weights.targets import Destination, Load
+from wsync.weights.targets import Load
 
-if TYPE_CHECKING:
-    from wsync.legacy.api import WeightReceiver, WeightSender
+
+class SchemeOptions(TypedDict, total=False):
+    """Options of every scheme, described there: a backend takes them by ``**options: Unpack[SchemeOptions]``."""
+
+    send_transform: Transform | Sequence[Transform] | None
+    receive_transform: Transform | Sequence[Transform] | None
+    initiator: Literal["sender", "receiver"]
+    max_staleness: int | None
 
 
 class WeightSyncScheme(ABC):
@@ -123,7 +114,7 @@ class WeightSyncScheme(ABC):
             raise ValueError("max_staleness is a number of versions, 0 or more, and needs initiator='receiver'")
         self.initiator: Literal["sender", "receiver"] = initiator
         self.max_staleness = max_staleness
-        self._role: SenderRole | ReceiverRole | None = None
+        self._role = Role()
         self._address: Any = None  # of the sender; travels in the pickle
         self._strategy = WeightStrategy(strategy)
         self.sync = sync
@@ -211,55 +202,30 @@ class WeightSyncScheme(ABC):
             TypeError: an argument has a wrong type.
             ValueError: arguments contradict one another.
         """
-        self._require_fresh()
-        sources = {"model": model, "weights": weights, "params_map": params_map}
-        given = [name for name, value in sources.items() if value is not None]
-        if len(given) > 1:
-            raise ValueError(f"give one of model, weights and params_map, not {' and '.join(given)}")
-        from wsync.legacy.pipes import invite_all, pipes_of
-
+        self._role.require_fresh()
+        model, first = assembly.model_and_weights(context, model_id, model, weights, params_map)
         pipes = pipes_of(context, pipes)
-        if pipes:
-            num_workers = single_count({"num_workers": num_workers, "pipes": len(pipes)})
         workers = context.remote_workers if isinstance(context, CollectorContext) else ()
-        count = agreed_count(num_workers, devices, params_map, workers, self._workers_by_option())
-        if model is None and not given and context is not None:
-            model = find_or_none(context, model_id)
-        # Process descriptors, to notice deaths early.
-        sentinels = {worker.worker_idx: worker.sentinel for worker in workers}
-        source = self._make_source(model_id, params_map or (model if weights is None else weights), device_map_fn)
-        sender, channel = self._open_sender(model_id, source, count)
-        self._role = SenderRole(model_id, context, model, sender, channel, self._address, sentinels)
+        options = {**self._workers_by_option(), **({"pipes": len(pipes)} if pipes else {})}
+        count = agreed_count(num_workers, devices, params_map, workers, options)
+        sender, channel = self._open_sender(model_id, self._make_source(model_id, first, device_map_fn), count)
+        self._role = SenderRole(
+            model_id=model_id,
+            context=context,
+            model=model,
+            sender=sender,
+            channel=channel,
+            address=self._address,
+            sentinels={worker.worker_idx: worker.sentinel for worker in workers},
+        )
         close_at_exit(channel)
         if pipes:
             invite_all(self, pipes)  # tell each worker through its pipe where to connect
 
     def _open_sender(self, model_id: str, source: Source, num_workers: int) -> tuple[Sender, SendChannel]:
-        """Open the listening socket. Workers are accepted during ``connect`` and ``readmit``, by the calling thread."""
+        """Open the listening socket, and set ``_address``."""
         connections, self._address = self.create_rendezvous().open()
-        channel = WorkerChannel(
-            connections,
-            num_workers,
-            self._transport_factory(),
-            self._strategy,
-            arena=self._uses_arena(),
-            retains=self.binds_arena,  # workers' models stay bound to the published slot: it must not be written
-            checksum=self.checksum,
-            device=self.device,
-            delta=delta_of(self.send_transform),
-            on_request=self.initiator == "receiver",
-        )
-        sender = Sender(
-            channel,
-            source,
-            num_workers,
-            self.timeout,
-            delivers_at_connect=self.delivers_at_connect,
-            finishes_on_publish=not self.acknowledges,
-            on_request=self.initiator == "receiver",
-            record=self.metrics.record,
-        )
-        return sender, channel
+        return assembly.make_sender(self, source, num_workers, connections)
 
     def init_on_receiver(
         self,
@@ -292,45 +258,14 @@ class WeightSyncScheme(ABC):
                 ``acknowledge="published"``.
         """
         self._require_fresh_receiver()
-        if model is None and load is None:
-            if context is None:
-                raise ValueError(f"init_on_receiver('{model_id}') needs the model, a context that has it, or load=")
-            model = find_model(context, model_id)
-        cascade = cascade_of(context, model_id, model, self._strategy)
-        if cascade is not None and not self.acknowledges:
-            raise ValueError(
-                f"the context of '{model_id}' passes updates on to workers of its own, so a finished send needs their "
-                "acknowledgements: give the scheme acknowledge='installed'"
-            )
-        channel = self._open_receiver(model_id)
-        transform = compose(self.receive_transform, "receive_transform")
-        destination = Destination(model, load=load, chunk_bytes=chunk_bytes, transform=transform)
-        receiver = Receiver(destination, self._strategy, channel, cascade=cascade)
-        if self.initiator == "receiver":
-            receiver.fetch_on_request(self.max_staleness, self.timeout)
-        self._role = ReceiverRole(model_id, context, model, receiver, worker_idx)
+        model, receiver = assembly.make_receiver(self, model_id, context, model, load, chunk_bytes)
+        self._role = ReceiverRole(
+            model_id=model_id, context=context, model=model, receiver=receiver, given_idx=worker_idx
+        )
 
     def _open_receiver(self, model_id: str) -> ReceiveChannel:
-        """Return the worker's end of the connection, which ``connect`` will make.
-
-        Raises:
-            RuntimeError: there is no sender's address.
-        """
-        rendezvous, address = self.create_rendezvous(), self._address
-        if address is None and not rendezvous.can_look_up():
-            raise RuntimeError("initialise this scheme on the sender first, then pickle or fork it to the worker")
-        return SenderChannel(
-            lambda worker, deadline: rendezvous.dial(address, model_id, worker, deadline),
-            ReaderFactory(
-                create_transport=self._transport_factory(),
-                strategy=self._strategy,
-                arena=self._uses_arena(),
-                binds_arena=self.binds_arena and self.bind,  # parameters to slots of the arena
-                binds_buffers=self.bind,  # parameters to the receive buffers
-                timeout=self.timeout,
-            ),
-            on_connected=rendezvous.connected,
-        )
+        """Return the worker's end of the connection, which ``connect`` will make."""
+        return assembly.make_receive_channel(self, model_id)
 
     def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
         """Set up and connect both ends in this process. The thread that calls ``send`` installs, inside the gate.
@@ -344,23 +279,14 @@ class WeightSyncScheme(ABC):
             RuntimeError: the scheme is initialised already.
             LayoutMismatch: the source does not fit the model.
         """
-        self._require_fresh()
-        channel = InProcessChannel(connect=lambda: receiver.connect(0, self.timeout))  # called by sender.connect()
-        destination = Destination(model, transform=compose(self.receive_transform, "receive_transform"))
-        receiver = Receiver(destination, self._strategy, channel)
-        source = self._make_source(model_id, source, None)
-        sender = Sender(channel, source, 1, self.timeout, record=self.metrics.record)
-        sender.connect(None, {})
-        self._role = SenderRole(model_id, None, model, sender, channel, None, {}, receiver)
-
-    def _require_fresh(self) -> None:
-        require_fresh(self._role)
+        self._role.require_fresh()
+        self._role = assembly.connect_in_process(self, model_id, model, source)
 
     def _require_fresh_receiver(self) -> None:
         if isinstance(self._role, SenderRole) and self._role.inherited:
             self._role.channel.close()  # a forked child has inherited the trainer's end
-            self._role = None
-        self._require_fresh()
+            self._role = Role()
+        self._role.require_fresh()
 
     # --- connect, update, shut down ---
 
@@ -387,21 +313,11 @@ class WeightSyncScheme(ABC):
                 or that take the place of others, are accepted.
         """
         role = self._role
-        require_own(role)
+        role.require_own()
         if isinstance(role, SenderRole):
-            if not role.sender.connected and role.address is not None:
-                self.create_rendezvous().announce(role.address, role.model_id, deadline_in(self.timeout))
-            with watched(processes, role.sender.num_workers) as sentinels:
-                role.sender.connect(weights, {**role.sentinels, **sentinels})
+            role.connect(self.create_rendezvous, weights, processes, self.timeout)
         elif isinstance(role, ReceiverRole):
-            if processes is not None:
-                raise ValueError("processes= are the workers' processes: the sender is given them, not a worker")
-            index = role.worker_idx if worker_idx is None else worker_idx
-            if index is None:
-                raise ValueError("worker_idx is missing: give it to init_on_receiver() or connect()")
-            role.receiver.connect(index, self.timeout)
-            if not self.acknowledges:
-                role.receiver.wake_only_for_receive()  # without a message, the next forward installs the update
+            role.connect(worker_idx, processes, self.timeout, acknowledges=self.acknowledges)
         else:
             raise NotConnected(
                 "call init_on_sender() or init_on_receiver() before connect(); after shutdown(), once more"
@@ -416,7 +332,7 @@ class WeightSyncScheme(ABC):
 
         Its replacement gets the last update sent to this index: see ``readmit``.
         """
-        self._sender_role("disconnect").sender.disconnect(worker_idx)
+        self._role.as_sender("disconnect").sender.disconnect(worker_idx)
 
     def readmit(self, worker_idx: int, sentinel: int | None = None, timeout: float | None = None) -> None:
         """On the sender: accept the process that replaces a dead worker; that process calls ``connect`` meanwhile.
@@ -433,7 +349,7 @@ class WeightSyncScheme(ABC):
             SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or not with these weights.
             ValueError: there is no such worker.
         """
-        self._sender_role("readmit").sender.readmit(worker_idx, sentinel, timeout)
+        self._role.as_sender("readmit").sender.readmit(worker_idx, sentinel, timeout)
 
     def continue_from(self, version: int) -> None:
         """On the sender: continue numbering after ``version``, e.g. that of a resumed run.
@@ -443,7 +359,7 @@ class WeightSyncScheme(ABC):
         Raises:
             ValueError: it is not a version: negative, or too large.
         """
-        self._sender_role("continue_from").sender.continue_from(version)
+        self._role.as_sender("continue_from").sender.continue_from(version)
 
     def send(
         self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, partial: bool = False
@@ -467,7 +383,7 @@ class WeightSyncScheme(ABC):
         """
         role = self._role
         if not isinstance(role, SenderRole):  # tested here as well: saves a call per update
-            role = self._sender_role("send")
+            role = role.as_sender("send")
         return role.sender.send(weights, worker_ids, self.sync, partial)
 
     def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
@@ -475,7 +391,7 @@ class WeightSyncScheme(ABC):
 
         If a newer update is sent before a worker has taken this one, the worker skips this one.
         """
-        self._sender_role("send_async").sender.send(weights, worker_ids, wait=False)
+        self._role.as_sender("send_async").sender.send(weights, worker_ids, wait=False)
 
     def wait_async(self) -> SyncReport | None:
         """Wait until everything that was sent without waiting is installed.
@@ -486,7 +402,7 @@ class WeightSyncScheme(ABC):
         Raises:
             WorkerDied, WorkerFailed, SyncTimeout: errors of the oldest failed update; call again for the rest.
         """
-        return self._sender_role("wait_async").sender.wait()
+        return self._role.as_sender("wait_async").sender.wait()
 
     def receive(self, timeout: float | None = None) -> Any | None:
         """Wait for a version newer than the last one returned; at first, newer than the one ``connect`` delivered.
@@ -503,7 +419,7 @@ class WeightSyncScheme(ABC):
                 this one has returned None because of a shutdown.
             RuntimeError: called inside a forward, or ``wsync.gate()``, where nothing is installed.
         """
-        return self._receiver_role("receive").receiver.receive(timeout)
+        return self._role.as_receiver("receive").receiver.receive(timeout)
 
     def pull(self, timeout: float | None = None) -> int:
         """On a receiver: install the newest version that can be had now; return the model's version.
@@ -516,7 +432,7 @@ class WeightSyncScheme(ABC):
             SyncTimeout: there is no version yet, or the sender did not send it in time.
             RuntimeError: called inside a forward, or ``wsync.gate()``.
         """
-        return self._receiver_role("pull").receiver.pull(timeout)
+        return self._role.as_receiver("pull").receiver.pull(timeout)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply ``weights`` to this end's model, inside the gate, without sending anything.
@@ -525,14 +441,7 @@ class WeightSyncScheme(ABC):
             LayoutMismatch: they do not fit; nothing was applied.
             NotConnected: this end has no model; or this is a forked child of the process that initialised it.
         """
-        role, model = self._role, self.model
-        require_own(role)
-        if model is None:
-            raise NotConnected("this end has no model to apply weights to")
-        with process_gate().hold():
-            if isinstance(role, ReceiverRole):
-                role.receiver.copy_to_own_memory(stay_unbound=True)  # the arena's must not be written
-            self.strategy.apply_weights(model, weights, inplace=inplace)
+        self._role.apply_weights(self.strategy, weights, inplace)
 
     def prepare_weights(
         self, weights: Any, model_id: str, strategy: WeightStrategy | None = None, context: Any = None
@@ -544,17 +453,7 @@ class WeightSyncScheme(ABC):
         Raises:
             NotConnected: no weights were given, and there is no model to take them from.
         """
-        if weights is None and context is not None:
-            weights = find_model(context, model_id)
-        elif weights is None:
-            weights = self._sender_role("prepare_weights").sender.source.weights
-        if weights is None:
-            raise NotConnected(f"there are no weights of '{model_id}' to prepare: give weights or a context")
-        chosen = strategy or self.strategy
-        by_worker = per_worker(weights)
-        if by_worker is not None:
-            return {worker: chosen.extract_weights(own) for worker, own in by_worker.items()}
-        return chosen.extract_weights(weights)
+        return prepared_weights(self._role, weights, model_id, strategy or self.strategy, context)
 
     def shutdown(self) -> None:
         """Release connections, memory and threads. Idempotent. A worker's model keeps its weights, in its own memory.
@@ -562,38 +461,25 @@ class WeightSyncScheme(ABC):
         Raises:
             RuntimeError: in a worker, inside the gate; would deadlock: the receiver thread may be waiting for it.
         """
-        role = self._role
-        if isinstance(role, SenderRole):
-            if role.in_process_receiver is not None:
-                role.in_process_receiver.close()
-            role.sender.close()
-        elif isinstance(role, ReceiverRole):
-            if process_gate().held_here:
-                raise RuntimeError("call shutdown() outside any forward and any wsync.gate() block")
-            if role.background_connect is not None:
-                role.background_connect.close()
-            role.receiver.close()
-        self._role = self._address = None
+        self._role.close()
+        self._role, self._address = Role(), None
 
     # --- what can be asked of a scheme; the role is read once: another thread may shut the scheme down ---
 
     @property
     def context(self) -> Any:
         """The collector (or other context) of this end, if any."""
-        role = self._role
-        return role.context if role else None
+        return self._role.context
 
     @property
     def model(self) -> Any:
         """The model of this end, if it has one."""
-        role = self._role
-        return role.model if role else None
+        return self._role.model
 
     @property
     def model_id(self) -> str | None:
         """The model's name; None before init."""
-        role = self._role
-        return role.model_id if role else None
+        return self._role.model_id
 
     @property
     def strategy(self) -> WeightStrategy:
@@ -629,53 +515,32 @@ class WeightSyncScheme(ABC):
     @property
     def worker_idx(self) -> int | None:
         """This worker's index; None on the sender."""
-        role = self._role
-        if not isinstance(role, ReceiverRole):
-            return None
-        index = role.receiver.worker_idx
-        return index if index >= 0 else role.worker_idx
+        return self._role.worker_idx
 
     @property
     def num_workers(self) -> int:
         """The number of workers; 0 before init."""
-        role = self._role
-        return role.sender.num_workers if isinstance(role, SenderRole) else 0
+        return self._role.num_workers
 
     @property
     def version(self) -> int:
         """The newest version sent; on a receiver, the one that the model has. 0 before the first."""
-        role = self._role
-        if isinstance(role, SenderRole):
-            return role.sender.version
-        return role.receiver.version if role else 0
+        return self._role.version
 
     @property
     def installed_version(self) -> int:
         """The version of this process's model, 0 before the first; always 0 on a sender with workers elsewhere."""
-        role = self._role
-        if isinstance(role, SenderRole):
-            return role.in_process_receiver.version if role.in_process_receiver else 0
-        return role.receiver.version if role else 0
+        return self._role.installed_version
 
     @property
     def finished(self) -> bool:
         """On a receiver: whether the sender has shut down, so that no more weights will come; False if it died."""
-        role = self._role
-        return isinstance(role, ReceiverRole) and role.receiver.finished
+        return self._role.finished
 
     @property
     def weights(self) -> Any:
         """This end's weights, live, in the strategy's format; None if there are none yet."""
-        role = self._role
-        if isinstance(role, ReceiverRole):
-            return process_gate().call(role.receiver.weights)
-        source = role.sender.source.weights if role else None
-        if source is None:
-            return None
-        by_worker = per_worker(source)
-        if by_worker is not None:
-            return {worker: self.strategy.extract_weights(weights) for worker, weights in by_worker.items()}
-        return self.strategy.extract_weights(source)
+        return self._role.weights(self.strategy)
 
     @property
     def sender_transports(self) -> dict[int, TransportBackend]:
@@ -703,13 +568,7 @@ class WeightSyncScheme(ABC):
     @property
     def sender(self) -> Sender:
         """The send path; used by ``wsync.synchronize`` (``transaction.py``)."""
-        return self._sender_role("sender").sender
-
-    def _sender_role(self, what: str) -> SenderRole:
-        return sender_role(self._role, what)
-
-    def _receiver_role(self, what: str) -> ReceiverRole:
-        return receiver_role(self._role, what)
+        return self._role.as_sender("sender").sender
 
     # --- the older API: see wsync.legacy ---
 
@@ -723,37 +582,31 @@ class WeightSyncScheme(ABC):
         worker_idx: int | None = None,
     ) -> None:
         """Set up and begin to connect a worker, without waiting for the sender: see ``wsync.legacy.api``."""
-        from wsync.legacy.api import init_on_worker
-
         init_on_worker(self, model_id, context, pipe=pipe, model=model, worker_idx=worker_idx)
 
     def get_sender(self) -> WeightSender:
         """Return the older API's sender; ``NotConnected`` before ``init_on_sender``."""
-        self._sender_role("get_sender")
+        self._role.as_sender("get_sender")
         return self.create_sender()
 
     def get_receiver(self) -> WeightReceiver:
         """Return the older API's receiver; ``NotConnected`` before ``init_on_worker``."""
-        self._receiver_role("get_receiver")
+        self._role.as_receiver("get_receiver")
         return self.create_receiver()
 
     def create_sender(self) -> WeightSender:
         """Return the older API's sender; may come before ``init_on_sender``."""
-        from wsync.legacy.api import WeightSender
-
         return WeightSender(self)
 
     def create_receiver(self) -> WeightReceiver:
         """Return the older API's receiver; may come before ``init_on_worker``."""
-        from wsync.legacy.api import WeightReceiver
-
         return WeightReceiver(self)
 
     # --- pickles, context manager, construction by name ---
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options and the sender's address: no weights, no model, no role."""
-        return {**self.__dict__, "_role": None, "metrics": SyncMetrics(self.name)}
+        return {**self.__dict__, "_role": Role(), "metrics": SyncMetrics(self.name)}
 
     def __enter__(self) -> Self:
         """Return the scheme; it is shut down at the end of the block."""

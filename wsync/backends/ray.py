@@ -18,8 +18,9 @@ from wsync.errors import NotConnected, WeightSyncError, missing_extra
 from wsync.legacy.names import OlderGroupTransport
 from wsync.process_group import check_backend, device_of
 from wsync.rendezvous import SocketRendezvous
-from wsync.roles import SenderRole, require_own, single_count
+from wsync.roles import SenderRole
 from wsync.scheme import WeightSyncScheme
+from wsync.sending.counting import single_count
 from wsync.transforms.chain import Transform
 from wsync.weights.strategy import Format
 
@@ -215,7 +216,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
             Exception: else as there.
         """
         role = self._role
-        require_own(role)
+        role.require_own()
         if self._actors is None or not isinstance(role, SenderRole):
             super().connect(worker_idx=worker_idx, weights=weights, processes=processes)
             return
@@ -239,7 +240,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         if self._actors is None:
             super().readmit(worker_idx, sentinel, timeout)
             return
-        self._sender_role("readmit")
+        self._role.as_sender("readmit")
         with self._joining(self._actors, [worker_idx], rejoin=True) as sentinels:
             super().readmit(worker_idx, sentinels[worker_idx], timeout)
 
@@ -264,7 +265,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
     def shutdown(self) -> None:
         """Release everything, also in the actors that the sender had join."""
         actors, self._actors = self._actors, None
-        forked = self._role is not None and self._role.inherited
+        forked = self._role.inherited
         if forked:  # the actors are the parent's
             actors = None
         key = _key(self) if actors is not None and self._address is not None else ""

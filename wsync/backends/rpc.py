@@ -183,6 +183,6 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         Raises:
             NotConnected: RPC is not initialised here, or the trainer has another name there than ``trainer``.
         """
-        if self._role is not None:
+        if self.model_id is not None:
             own_name()
         super().connect(worker_idx=worker_idx, weights=weights, processes=processes)

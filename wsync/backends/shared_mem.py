@@ -32,7 +32,9 @@ class SharedMemSenderTransport(SenderTransport, SharedMemTransport):
         model_id: the scheme's.
     """
 
-    def __init__(self, sender: Sender, channel: WorkerChannel, connect: Callable[[], None], model_id: str) -> None:
+    def __init__(
+        self, sender: Sender, channel: WorkerChannel, connect: Callable[[], None], model_id: str | None
+    ) -> None:
         SenderTransport.__init__(self, sender, connect, None, model_id)
         self._channel = channel
 
@@ -166,7 +168,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             raise TypeError(f"shared weights are a TensorDict, not a {type(weights).__name__}")
         if model_id in self._registered:
             raise RuntimeError(f"'{model_id}' has its buffers already: register them once")
-        if self._role is not None:
+        if self.model_id is not None:
             raise RuntimeError(f"this scheme is initialised already: register '{model_id}' before init_on_sender()")
         self._registered[model_id] = weights
 

@@ -111,7 +111,7 @@ def older_transport(scheme: WeightSyncScheme, pipes: list[Connection], given: ob
         return scheme.sender_transports[given.worker_idx]
     if not isinstance(given, Connection):
         return scheme.shared_transport
-    if role is None and all(known is not given for known in pipes):
+    if scheme.model_id is None and all(known is not given for known in pipes):
         pipes.append(given)
     for worker, known in enumerate(pipes):
         if known is given and not isinstance(role, ReceiverRole):
