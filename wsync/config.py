@@ -125,6 +125,7 @@ def _options(scheme: Callable[..., Any]) -> Iterable[tuple[str, Any, Any]]:
     """Yield each option's name, annotation and default; those with a default that no config can hold are left out."""
     try:
         hints = typing.get_type_hints(scheme.__init__ if isinstance(scheme, type) else scheme)
+        hints = {**typing.get_type_hints(WeightSyncScheme.__init__), **hints}  # for those of ``SchemeOptions``
     except NameError:  # names that are imported for type checkers only
         hints = {}
     for parameter in inspect.signature(scheme).parameters.values():

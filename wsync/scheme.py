@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, NoReturn, Self, TypedDict
+from typing import Any, ClassVar, Literal, NoReturn, Self
 
 import torch
 from tensordict import TensorDictBase
@@ -28,6 +28,7 @@ from wsync.errors import NotConnected
 from wsync.legacy.api import WeightReceiver, WeightSender, init_on_worker
 from wsync.legacy.pipes import invite_all, pipes_of
 from wsync.metrics import SyncMetrics
+from wsync.options import full_signature
 from wsync.receiving.protocols import ReceiveChannel
 from wsync.registry import load_backend
 from wsync.rendezvous import Rendezvous, SocketRendezvous
@@ -42,15 +43,6 @@ from wsync.transport import FlatTransport, TransportBackend
 from wsync.types import CollectorContext, SyncReport
 from wsync.weights.strategy import Format, WeightStrategy
 from wsync.weights.targets import Load
-
-
-class SchemeOptions(TypedDict, total=False):
-    """Options of every scheme, described there: a backend takes them by ``**options: Unpack[SchemeOptions]``."""
-
-    send_transform: Transform | Sequence[Transform] | None
-    receive_transform: Transform | Sequence[Transform] | None
-    initiator: Literal["sender", "receiver"]
-    max_staleness: int | None
 
 
 class WeightSyncScheme(ABC):
@@ -124,6 +116,10 @@ class WeightSyncScheme(ABC):
         self.receive_transform = receive_transform
         self.checksum: bool | None = None  # always, never, or (None) only where a transport moves the weights
         self.metrics = SyncMetrics(self.name)
+
+    def __init_subclass__(cls) -> None:
+        """Have ``inspect.signature`` name every option of a scheme."""
+        cls.__signature__ = full_signature(cls, WeightSyncScheme)
 
     # --- what a backend overrides ---
 

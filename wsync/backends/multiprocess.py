@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import queue
 import traceback
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol, Unpack
 
 from torch import nn
 
@@ -14,10 +13,10 @@ from wsync.errors import SyncTimeout, WorkerFailed
 from wsync.gate import process_gate
 from wsync.legacy.names import weights_of
 from wsync.legacy.pipes import older_transport
+from wsync.options import SchemeOptions
 from wsync.roles import SenderRole
 from wsync.scheme import WeightSyncScheme
 from wsync.scheme_transports import SenderTransport
-from wsync.transforms.chain import Transform
 from wsync.transport import TransportBackend
 from wsync.weights.snapshot import snapshot
 from wsync.weights.strategy import Format, WeightStrategy
@@ -146,12 +145,8 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
     """Weight synchronization by copies, for workers on the trainer's machine with memory of their own.
 
     Args:
-        strategy: the format in which weights are returned.
-        sync: whether ``send`` waits until its promise holds.
-        timeout: seconds for ``connect`` and ``send``; None for no limit.
         checksum: whether each update carries a checksum, which a worker checks before it prepares or installs it.
-        send_transform, receive_transform: see ``WeightSyncScheme`` and ``wsync.transforms``.
-        initiator, max_staleness: see ``WeightSyncScheme``.
+        strategy, sync, timeout, options: see ``WeightSyncScheme``.
     """
 
     name = "multiprocess"
@@ -165,21 +160,9 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         *,
         timeout: float | None = 60.0,
         checksum: bool = False,
-        send_transform: Transform | Sequence[Transform] | None = None,
-        receive_transform: Transform | Sequence[Transform] | None = None,
-        initiator: Literal["sender", "receiver"] = "sender",
-        max_staleness: int | None = None,
+        **options: Unpack[SchemeOptions],
     ) -> None:
-        super().__init__(
-            strategy,
-            sync,
-            timeout=timeout,
-            bind=False,
-            send_transform=send_transform,
-            receive_transform=receive_transform,
-            initiator=initiator,
-            max_staleness=max_staleness,
-        )
+        super().__init__(strategy, sync, timeout=timeout, bind=False, **options)
         self.checksum = checksum
         self._pipes: list[Any] = []  # of the older API
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Unpack, runtime_checkable
 
 import torch
 
 from wsync.control.processes import Processes
 from wsync.errors import NotConnected, WeightSyncError, missing_extra
 from wsync.legacy.names import OlderGroupTransport
+from wsync.options import SchemeOptions
 from wsync.process_group import check_backend, device_of
 from wsync.rendezvous import SocketRendezvous
 from wsync.roles import SenderRole
 from wsync.scheme import WeightSyncScheme
 from wsync.sending.counting import single_count
-from wsync.transforms.chain import Transform
 from wsync.weights.strategy import Format
 
 if TYPE_CHECKING:  # Ray is imported when a scheme is initialised on a sender: most programs do without
@@ -74,21 +74,12 @@ class RayWeightSyncScheme(WeightSyncScheme):
     ``connect`` on the scheme that it was sent.
 
     Args:
-        strategy: the format in which weights are returned.
-        backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
-        sync: whether ``send`` waits until its promise holds.
-        timeout: seconds for ``connect`` and ``send``; None for no limit.
+        backend, checksum, shared_memory: see ``DistributedWeightSyncScheme``.
         host: the sender's address, by which actors reach it; loopback by default. ``"node"`` is this node's address in
             the Ray cluster.
-        bind: whether parameters may be bound to received memory. False for actors that train.
-        checksum: whether an update carries a checksum, which an actor checks before it prepares or installs it. None:
-            where it crosses a network, not in shared memory.
-        shared_memory: whether actors on the sender's machine take weights from its memory, in a fraction of the time.
-            False sends to all by gloo, as over a network; nccl always does.
         transport: ``"group"``: shared memory on the sender's machine, a process group for each actor elsewhere.
             ``"object_store"``: Ray's object store, one ``ray.put`` for each update: for many actors on many nodes.
-        send_transform, receive_transform: see ``WeightSyncScheme`` and ``wsync.transforms``.
-        initiator, max_staleness: see ``WeightSyncScheme``.
+        strategy, sync, timeout, bind, options: see ``WeightSyncScheme``.
 
     Raises:
         ValueError: an unknown backend or transport; or ``"nccl"`` with the object store, which has no GPU memory.
@@ -110,21 +101,9 @@ class RayWeightSyncScheme(WeightSyncScheme):
         checksum: bool | None = None,
         shared_memory: bool = True,
         transport: Literal["group", "object_store"] = "group",
-        send_transform: Transform | Sequence[Transform] | None = None,
-        receive_transform: Transform | Sequence[Transform] | None = None,
-        initiator: Literal["sender", "receiver"] = "sender",
-        max_staleness: int | None = None,
+        **options: Unpack[SchemeOptions],
     ) -> None:
-        super().__init__(
-            strategy,
-            sync,
-            timeout=timeout,
-            bind=bind,
-            send_transform=send_transform,
-            receive_transform=receive_transform,
-            initiator=initiator,
-            max_staleness=max_staleness,
-        )
+        super().__init__(strategy, sync, timeout=timeout, bind=bind, **options)
         self.backend = check_backend(backend)
         self.host = host
         self.checksum = checksum
