@@ -97,8 +97,8 @@ class Role:
 
     @property
     def installed_version(self) -> int:
-        """The version of this process's model."""
-        return 0
+        """The version of this process's model; 0 if it has none."""
+        return self.version
 
     @property
     def finished(self) -> bool:
@@ -158,11 +158,7 @@ class SenderRole(Role):
         return self
 
     def connect(
-        self,
-        rendezvous: Callable[[], Rendezvous],
-        weights: Any,
-        processes: Processes | None,
-        timeout: float | None,
+        self, rendezvous: Callable[[], Rendezvous], weights: Any, processes: Processes | None, timeout: float | None
     ) -> None:
         """Announce the sender's address, if that has not been done, and wait for all workers; see the scheme."""
         if not self.sender.connected and self.address is not None:
@@ -242,11 +238,6 @@ class ReceiverRole(Role):
 
     @property
     def version(self) -> int:
-        """See ``Role``."""
-        return self.receiver.version
-
-    @property
-    def installed_version(self) -> int:
         """See ``Role``."""
         return self.receiver.version
 

@@ -6,9 +6,7 @@
 A backend is a subclass that names a transport (``create_transport``) and, where workers do not connect by the address
 in the pickled scheme, a rendezvous (``create_rendezvous``).
 
-The *arena* is the shared-memory slots of ``wsync/shm/arena.py``. A model is *bound* if its parameters point directly
-into received, possibly shared memory; a worker that writes to its parameters, e.g. trains, sets ``bind=False``, or it
-would corrupt the shared copy.
+The *arena* is the shared-memory slots of ``wsync/shm/arena.py``.
 """
 
 from __future__ import annotations
@@ -53,7 +51,8 @@ class WeightSyncScheme(ABC):
             ``"tensordict"`` or ``"state_dict"``. ``send`` takes both.
         sync: whether ``send`` waits until every worker uses the update; otherwise ``wait_async`` waits for that.
         timeout: seconds for ``connect`` and for ``send``; None for no limit.
-        bind: whether a worker's model may be bound (see the module); False if the worker writes to its parameters.
+        bind: whether a worker's parameters may point directly into received, possibly shared memory. False for a worker
+            that writes to its parameters, e.g. trains: it would corrupt the shared copy.
         send_transform: what is done to weights before they are sent: a function, or a list (``wsync.transforms``).
             Called by the thread that calls ``send``.
         receive_transform: what is done to them in the worker, before they are installed; picklable. Called inside the
@@ -66,8 +65,7 @@ class WeightSyncScheme(ABC):
 
     Attributes:
         metrics: what each update has cost.
-        send_transform: as given; may be assigned before init.
-        receive_transform: likewise.
+        send_transform, receive_transform: as given; may be assigned before init.
     """
 
     name: ClassVar[str]
@@ -125,10 +123,9 @@ class WeightSyncScheme(ABC):
 
     @abstractmethod
     def create_transport(self, worker_idx: int | None = None) -> TransportBackend | FlatTransport:
-        """Return a new transport to (or in) worker ``worker_idx``.
+        """Return a new transport to (or in) worker ``worker_idx``. Called once per connection, at either end.
 
-        Called once per connection: on the sender by the thread in ``connect`` or ``readmit``, in the worker by the
-        thread in ``connect`` (with ``init_on_worker``: by the receiver thread).
+        By the thread in ``connect`` or ``readmit``; in a worker with ``init_on_worker``, by the receiver thread.
         """
 
     def create_rendezvous(self) -> Rendezvous:
@@ -187,7 +184,7 @@ class WeightSyncScheme(ABC):
             context: a collector, or any object that has the model.
             model: the model; read again by each ``send()`` without arguments.
             weights: instead of a model, its live weights; likewise read again.
-            devices: one per worker. Only the number is used: each worker keeps its model on the device it has.
+            devices: one per worker; only their number is used.
             device_map_fn: ``(worker_idx, weights) -> weights`` for that worker.
             num_workers: how many there are; by default as many as ``devices``, ``params_map`` or the context's workers.
             params_map: ``{worker_idx: weights}``, for workers that are to have different ones.
@@ -291,13 +288,15 @@ class WeightSyncScheme(ABC):
     ) -> None:
         """Wait for the other end, which calls this as well; delivers the first weights, if the sender has any.
 
+        A sender may call it again: workers that were late, or that take the place of others, are accepted.
+
         Args:
             worker_idx: on a receiver, this worker's index.
             weights: on the sender, first weights instead of the model's.
             processes: on the sender, the workers' processes, so that one that ends before it has connected is an error
                 at once, with its exit code: a list in the order of the workers' indices, or ``{worker_idx: process}``.
-                Each is a ``multiprocessing.Process``, a ``subprocess.Popen``, a descriptor that becomes readable when
-                the process ends (``Process.sentinel``, a pidfd), or the id of a process on this machine.
+                Each is a ``multiprocessing.Process``, a ``subprocess.Popen``, a process id of this machine, or a
+                descriptor that becomes readable when the process ends (``Process.sentinel``, a pidfd).
 
         Raises:
             NotConnected: not initialised; or the sender is gone, or refused this worker.
@@ -305,8 +304,7 @@ class WeightSyncScheme(ABC):
             WorkerDied, WorkerFailed: on the sender, naming the worker.
             LayoutMismatch: on the receiver, if its model is not like the sender's.
             TypeError, ValueError: ``processes`` has no such form.
-            RuntimeError: on a receiver that is connected already. A sender may connect again: workers that were late,
-                or that take the place of others, are accepted.
+            RuntimeError: on a receiver that is connected already.
         """
         role = self._role
         role.require_own()
@@ -324,10 +322,7 @@ class WeightSyncScheme(ABC):
         self.connect(worker_idx=worker_idx, weights=weights)
 
     def disconnect(self, worker_idx: int) -> None:
-        """On the sender: treat a worker as dead, and send it nothing more.
-
-        Its replacement gets the last update sent to this index: see ``readmit``.
-        """
+        """On the sender: treat a worker as dead, and send it nothing more; ``readmit`` accepts its replacement."""
         self._role.as_sender("disconnect").sender.disconnect(worker_idx)
 
     def readmit(self, worker_idx: int, sentinel: int | None = None, timeout: float | None = None) -> None:
@@ -348,9 +343,7 @@ class WeightSyncScheme(ABC):
         self._role.as_sender("readmit").sender.readmit(worker_idx, sentinel, timeout)
 
     def continue_from(self, version: int) -> None:
-        """On the sender: continue numbering after ``version``, e.g. that of a resumed run.
-
-        It has no effect if a newer version has been sent.
+        """On the sender: continue numbering after ``version``, that of a resumed run, unless a newer one was sent.
 
         Raises:
             ValueError: it is not a version: negative, or too large.
@@ -383,10 +376,7 @@ class WeightSyncScheme(ABC):
         return role.sender.send(weights, worker_ids, self.sync, partial)
 
     def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
-        """Send without waiting; ``wait_async`` waits.
-
-        If a newer update is sent before a worker has taken this one, the worker skips this one.
-        """
+        """Send without waiting; ``wait_async`` waits. A worker skips it if a newer one is sent before it was taken."""
         self._role.as_sender("send_async").sender.send(weights, worker_ids, wait=False)
 
     def wait_async(self) -> SyncReport | None:
@@ -479,11 +469,7 @@ class WeightSyncScheme(ABC):
 
     @property
     def strategy(self) -> WeightStrategy:
-        """The format in which weights are returned. Chosen when the scheme is made.
-
-        Raises:
-            AttributeError: if assigned: another one would have no effect on what is sent.
-        """
+        """The format in which weights are returned. Assigning it raises AttributeError: it would change nothing."""
         return self._strategy
 
     @strategy.setter
@@ -492,11 +478,7 @@ class WeightSyncScheme(ABC):
 
     @property
     def timeout(self) -> float | None:
-        """Seconds for ``connect`` and ``send``, from the next one on; None for no limit.
-
-        Raises:
-            ValueError: if assigned: neither a number above 0 nor None.
-        """
+        """Seconds for ``connect`` and ``send``, from the next one on: a number above 0, or None for no limit."""
         return self._timeout
 
     @timeout.setter
@@ -540,10 +522,7 @@ class WeightSyncScheme(ABC):
 
     @property
     def sender_transports(self) -> dict[int, TransportBackend]:
-        """On the sender, ``{worker_idx: transport}``; empty on a receiver.
-
-        Their calls go through this scheme (``send``, ``connect``), with its versions and acknowledgements.
-        """
+        """On the sender, ``{worker_idx: transport}``, whose calls go through this scheme; empty on a receiver."""
         role = self._role
         if not isinstance(role, SenderRole):
             return {}

@@ -10,14 +10,13 @@ from torch import nn
 
 from wsync.deadlines import as_timeout, deadline_in, remaining
 from wsync.errors import SyncTimeout, WorkerFailed
-from wsync.gate import process_gate
 from wsync.legacy.names import weights_of
 from wsync.legacy.pipes import older_transport
 from wsync.options import SchemeOptions
 from wsync.roles import SenderRole
 from wsync.scheme import WeightSyncScheme
 from wsync.scheme_transports import SenderTransport
-from wsync.transport import TransportBackend
+from wsync.transport import TransportBackend, apply_received
 from wsync.weights.snapshot import snapshot
 from wsync.weights.strategy import Format, WeightStrategy
 
@@ -109,14 +108,9 @@ class MPTransport:
             number, received = self._weights.get(timeout=as_timeout(timeout))
         except queue.Empty:
             return None
-        chosen = strategy or WeightStrategy()
         error = ""
         try:
-            with process_gate().hold():
-                for destination in (weights, model):
-                    if destination is not None:
-                        chosen.apply_weights(destination, received)
-            return chosen.extract_weights(received)
+            return apply_received(received, weights, model, strategy)
         except Exception:  # of any model; raised again here, and sent to the sender
             error = traceback.format_exc()
             raise

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from wsync.deadlines import deadline_in
 from wsync.errors import SyncTimeout, WeightSyncError
-from wsync.gate import process_gate
 from wsync.options import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.sender import Sender
@@ -21,6 +20,7 @@ from wsync.store.sending import ONE_VERSION, StoreSendChannel, publish
 from wsync.store.versions import VersionStore
 from wsync.transforms.chain import compose
 from wsync.transforms.delta import delta_of
+from wsync.transport import apply_received
 from wsync.weights.layout import Layout
 from wsync.weights.packing import packed
 from wsync.weights.strategy import Format, WeightStrategy
@@ -191,8 +191,4 @@ class StoreTransport:
         if update.damage:
             raise WeightSyncError(update.damage)
         self._version = update.version
-        chosen, received = strategy or WeightStrategy(), dict(zip(layout.names, update.views, strict=True))
-        for destination in (weights, model):
-            if destination is not None:
-                process_gate().call(chosen.apply_weights, destination, received)
-        return chosen.extract_weights(received)
+        return apply_received(dict(zip(layout.names, update.views, strict=True)), weights, model, strategy)
