@@ -34,7 +34,6 @@ from learning.reporting.files import FolderError, writing
 from learning.reporting.sweep import report
 from learning.run import run_command
 from wsync import WeightSyncError
-from wsync.config import store_once
 
 _CONF = Path(__file__).resolve().parents[1] / "conf"
 _OF_HYDRA = (HydraException, OmegaConfBaseException, YAMLError)
@@ -290,11 +289,11 @@ def register_configs(folders: Sequence[Path] = ()) -> None:
     """Add all configs to Hydra's ConfigStore, the backends' as well; `folders` are config folders of the user."""
     wsync.config.register_configs({"timeout": "${timeout}"}, folders=[_CONF, *folders])
     collectors.config.register_configs()
-    store_once(None, "base_train", TrainConfig)
-    store_once("policy", "base_mlp", MLPConfig)
-    store_once("policy", "base_cnn", CNNConfig)
-    store_once("policy", "base_rnn", RNNConfig)
-    store_once("algorithm", "base_ppo", PPOConfig)
-    store_once("algorithm", "base_impala", IMPALAConfig)
-    store_once("logger", "base_wandb", WandbConfig)
-    store_once("logger", "base_none", NoLoggerConfig)
+    wsync.config.store_once(None, "base_train", TrainConfig)
+    wsync.config.store_once("policy", "base_mlp", MLPConfig)
+    wsync.config.store_once("policy", "base_cnn", CNNConfig)
+    wsync.config.store_once("policy", "base_rnn", RNNConfig)
+    wsync.config.store_once("algorithm", "base_ppo", PPOConfig)
+    wsync.config.store_once("algorithm", "base_impala", IMPALAConfig)
+    wsync.config.store_once("logger", "base_wandb", WandbConfig)
+    wsync.config.store_once("logger", "base_none", NoLoggerConfig)

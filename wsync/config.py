@@ -9,6 +9,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field, make_dataclass
 from functools import cache
 from importlib import import_module
@@ -120,42 +121,22 @@ def config_of(target: str, defaults: tuple[tuple[str, Any], ...] = ()) -> Any:
 
 
 def _accepts_any(scheme: Callable[..., Any]) -> bool:
-    return not isinstance(scheme, type) and _passes_on(scheme)
-
-
-def _passes_on(function: Callable[..., Any]) -> bool:
-    """Whether the function has ``**options``."""
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(function).parameters.values())
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(scheme).parameters.values())
 
 
 def _options(scheme: Callable[..., Any]) -> Iterable[tuple[str, Any, Any]]:
     """Yield each option's name, annotation and default; those with a default that no config can hold are left out."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for function in _constructors(scheme):
-        try:
-            hints = typing.get_type_hints(function)
-        except NameError:  # names that are imported for type checkers only
-            hints = {}
-        for parameter in inspect.signature(function).parameters.values():
-            if parameter.name != "self" and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                found.setdefault(parameter.name, (hints.get(parameter.name, Any), parameter.default))
-    for name, (kind, default) in found.items():
-        if default is inspect.Parameter.empty:
-            yield name, kind, "???"
-        elif default is None or isinstance(default, _PLAIN):
-            yield name, kind, default
-
-
-def _constructors(scheme: Callable[..., Any]) -> Iterable[Callable[..., Any]]:
-    """Yield the functions that take the options: ``__init__``, and that of the next class if it has ``**options``."""
-    if not isinstance(scheme, type):
-        yield scheme
-        return
-    for one in scheme.__mro__:
-        if "__init__" in vars(one) and one is not object:
-            yield one.__init__
-            if not _passes_on(one.__init__):
-                return
+    hints: dict[str, Any] = {}
+    for function in [one.__init__ for one in reversed(scheme.__mro__)] if isinstance(scheme, type) else [scheme]:
+        with suppress(NameError):  # names that are imported for type checkers only
+            hints |= typing.get_type_hints(function)
+    for parameter in inspect.signature(scheme).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if parameter.default is parameter.empty:
+            yield parameter.name, hints.get(parameter.name, Any), "???"
+        elif parameter.default is None or isinstance(parameter.default, _PLAIN):
+            yield parameter.name, hints.get(parameter.name, Any), parameter.default
 
 
 def _config_type(annotation: Any) -> Any:

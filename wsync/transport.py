@@ -21,12 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
+from wsync.gate import process_gate
 from wsync.weights.strategy import WeightStrategy
 
 
@@ -210,6 +211,46 @@ class FlatTransport(Protocol):
             If True, the peer may still read or write the buffer, so the caller must never reuse it.
         """
         ...
+
+
+class SenderEnd:
+    """The methods of a ``TransportBackend`` that has no receiving half.
+
+    Attributes:
+        receiving_end: where that is, for the error.
+    """
+
+    receiving_end = "in the worker, by its scheme"
+
+    def receive_weights(self, timeout: float | None = None, **_: Any) -> NoReturn:
+        """Refuse: this is the sender's end.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(f"this is the sender's end: receive {self.receiving_end}")
+
+    def setup_connection_and_weights_on_receiver(self, **_: Any) -> NoReturn:
+        """Refuse: this is the sender's end.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(f"this is the sender's end: connect {self.receiving_end}")
+
+
+def apply_received(received: Any, weights: Any, model: nn.Module | None, strategy: WeightStrategy | None) -> Any:
+    """Apply received weights to ``weights`` and ``model``, if given, inside the gate; the end of ``receive_weights``.
+
+    Returns:
+        The received weights, in the format of ``strategy``; None: a TensorDict.
+    """
+    chosen = strategy or WeightStrategy()
+    with process_gate().hold():
+        for destination in (weights, model):
+            if destination is not None:
+                chosen.apply_weights(destination, received)
+    return chosen.extract_weights(received)
 
 
 TransportFactory = Callable[[int], TransportBackend | FlatTransport]
