@@ -11,7 +11,7 @@ ARGS ?=
 # What `make bench` measures of weight sync: minutes. `python scripts/bench_sync.py` measures everything.
 SYNC ?= mib=[1] policy_mib=[0.018] workers=[2] rounds=100 seconds=5 peer=torchrl
 
-.PHONY: install train test test-slow test-all lint docs bench reliability clean
+.PHONY: install train test test-slow test-all lint docs bench figures reliability clean
 
 install: $(VENV)/.native
 
@@ -28,6 +28,10 @@ $(VENV)/.native: $(VENV)/.dev $(wildcard wsync/csrc/*)
 
 $(VENV)/.bench: $(VENV)/.native
 	$(INSTALL) -c constraints.txt -e '.[bench]'
+	@touch $@
+
+$(VENV)/.figures: $(VENV)/.native
+	$(INSTALL) -c constraints.txt -e '.[bench,mujoco,atari,delta]'
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.native
@@ -60,6 +64,10 @@ docs: $(VENV)/.docs
 bench: $(VENV)/.bench
 	$(BIN)/python scripts/bench_sync.py $(SYNC)
 	$(BIN)/python scripts/bench_collect.py $(ARGS)
+
+# 20 minutes on an idle machine: every benchmark of the performance page, written into docs/figures.md.
+figures: $(VENV)/.figures
+	$(BIN)/python scripts/figures.py $(ARGS)
 
 # Three minutes: every fault against every backend, written into docs/reliability.md.
 reliability: install

@@ -19,7 +19,6 @@ from wsync.config import store_once
 SOLVED_AT = {"Pendulum-v1": -200.0}
 """Mean returns that count as solved, of environments without a reward threshold in Gymnasium."""
 
-
 REWARDS = ("raw", "normalized", "sign")
 """The possible values of ``env.rewards``."""
 
@@ -226,7 +225,6 @@ _ARGUMENTS_OF_GYM_ENV = {
 }
 """Arguments of ``GymEnv`` itself, which would not reach the environment."""
 
-
 EXTRAS = {"mujoco": "mujoco", "ale_py": "atari", "cv2": "atari"}
 """The extra of this package that installs a module which environments need."""
 
@@ -296,10 +294,6 @@ def solved_at(env: EnvConfig) -> float | None:
 def register_configs() -> None:
     """Add the groups ``env``, ``collector`` and ``chaos`` to Hydra's ConfigStore, as ``base_<name>``."""
     store_once("env", "base_gym", EnvConfig)
-    store_once("collector", "base_single", SingleConfig)
-    store_once("collector", "base_multi_sync", MultiSyncConfig)
-    store_once("collector", "base_multi_async", MultiAsyncConfig)
-    store_once("collector", "base_distributed", DistributedConfig)
-    store_once("collector", "base_rpc", RPCConfig)
-    store_once("collector", "base_ray", RayConfig)
+    for name in ("single", "multi_sync", "multi_async", "distributed", "rpc", "ray"):
+        store_once("collector", f"base_{name}", type(BUNDLED[name]))
     store_once("chaos", "base_chaos", ChaosConfig)

@@ -34,7 +34,6 @@ from learning.reporting.files import FolderError, writing
 from learning.reporting.sweep import report
 from learning.run import run_command
 from wsync import WeightSyncError
-from wsync.config import store_once
 
 _CONF = Path(__file__).resolve().parents[1] / "conf"
 _OF_HYDRA = (HydraException, OmegaConfBaseException, YAMLError)
@@ -94,6 +93,7 @@ class SweepReport(Callback):
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Refuse a folder that has the files of another run, before Hydra writes into it."""
+        HydraConfig.instance().set_config(config)  # the default folder's name has ${hydra:…}; Hydra sets it later
         folder = Path(config.hydra.run.dir)
         resume = config.get("resume")
         if (folder / "metrics.jsonl").exists() and not (resume and Path(resume).resolve() == folder.resolve()):
@@ -142,10 +142,8 @@ def run_hydra(main: Callable[[], Any]) -> NoReturn:
             sys.argv[1:] = stored_overrides(sys.argv[1:])
             main()
         else:
-            added = [f"hydra.searchpath=[{folder.resolve()}]" for folder in config_folders(sys.argv[1:])]
-            print_help(
-                _CONF, [*added, *(argument for argument in sys.argv[1:] if "=" in argument and argument[0] != "-")]
-            )
+            given = [argument for argument in sys.argv[1:] if "=" in argument and argument[0] != "-"]
+            print_help(_CONF, given, config_folders(sys.argv[1:]))
 
     run_command(command, describe_error, on_error=SweepReport.write)
 
@@ -154,7 +152,8 @@ def describe_error(error: BaseException) -> str | None:
     """Return an error that a user can act on in one line, and one for each of its notes; None for any other error."""
     if not isinstance(error, _EXPECTED):
         return None
-    message = one_line(error, settings()) if isinstance(error, _OF_HYDRA) else str(error)
+    chosen = {_name(argument): argument.partition("=")[2] for argument in sys.argv[1:] if "=" in argument}
+    message = one_line(error, settings(), chosen) if isinstance(error, _OF_HYDRA) else str(error)
     return "\n".join([message, *getattr(error, "__notes__", ())])
 
 
@@ -163,11 +162,10 @@ def settings() -> dict[str, list[str]]:
     names: dict[str, list[str]] = {field.name: [] for field in fields(TrainConfig)}
     for group, options in ConfigStore.instance().repo.items():
         if group in names and isinstance(options, dict):
-            for option, stored in options.items():
-                if option.startswith("base_"):
-                    for name in set(stored.node) - {"_target_"}:
-                        base = option.removeprefix("base_").removesuffix(".yaml")
-                        names.setdefault(f"{group}.{name}", []).append(base)
+            configs = {option.removeprefix("base_"): one for option, one in options.items() if option[:5] == "base_"}
+            for option, stored in {**configs, **options.get("schema", {})}.items():
+                for name in set(stored.node) - {"_target_"}:
+                    names.setdefault(f"{group}.{name}", []).append(option.removesuffix(".yaml"))
     return names
 
 
@@ -291,11 +289,11 @@ def register_configs(folders: Sequence[Path] = ()) -> None:
     """Add all configs to Hydra's ConfigStore, the backends' as well; `folders` are config folders of the user."""
     wsync.config.register_configs({"timeout": "${timeout}"}, folders=[_CONF, *folders])
     collectors.config.register_configs()
-    store_once(None, "base_train", TrainConfig)
-    store_once("policy", "base_mlp", MLPConfig)
-    store_once("policy", "base_cnn", CNNConfig)
-    store_once("policy", "base_rnn", RNNConfig)
-    store_once("algorithm", "base_ppo", PPOConfig)
-    store_once("algorithm", "base_impala", IMPALAConfig)
-    store_once("logger", "base_wandb", WandbConfig)
-    store_once("logger", "base_none", NoLoggerConfig)
+    wsync.config.store_once(None, "base_train", TrainConfig)
+    wsync.config.store_once("policy", "base_mlp", MLPConfig)
+    wsync.config.store_once("policy", "base_cnn", CNNConfig)
+    wsync.config.store_once("policy", "base_rnn", RNNConfig)
+    wsync.config.store_once("algorithm", "base_ppo", PPOConfig)
+    wsync.config.store_once("algorithm", "base_impala", IMPALAConfig)
+    wsync.config.store_once("logger", "base_wandb", WandbConfig)
+    wsync.config.store_once("logger", "base_none", NoLoggerConfig)

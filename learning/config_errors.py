@@ -10,20 +10,26 @@ Settings = Mapping[str, Sequence[str]]
 """The names of all settings; for one that belongs to a config group, the options of the group that have it."""
 
 
-def one_line(error: BaseException, settings: Settings) -> str:
-    """Return what an error of Hydra or OmegaConf is about; after a misspelt name, a suggestion from `settings`."""
+def one_line(error: BaseException, settings: Settings, chosen: Mapping[str, str] | None = None) -> str:
+    """Return what an error of Hydra or OmegaConf is about; after a misspelt name, a suggestion from `settings`.
+
+    Args:
+        error: the error.
+        settings: all that there are.
+        chosen: the option of each group that the command line names, where it is known.
+    """
     text, cause = str(error), str(error.__cause__ or "")
     reason = cause.partition("\n")[0]
     if found := re.match(r"Could not override '(.+?)'", text):
         name = found[1]
         if "not in struct" in cause:  # a dictionary without a schema: names are free
             return f"{name}: {reason}; say +{name}=… to add it"
-        return unknown(name, settings)
+        return unknown(name, settings, chosen)
     if found := re.match(r"Error merging override (.+)", text):
         return f"{found[1]}: {reason}"
     if found := re.match(r"In '(.+)/(.+?)': .*\nKey '(.+?)' not in", text):
         group, option, name = found.groups()
-        return f"{group}/{option}.yaml: {unknown(f'{group}.{name}', settings)}"
+        return f"{group}/{option}.yaml: {unknown(f'{group}.{name}', settings, {group: option})}"
     if found := re.search(r"Could not find '(.+)/(.+?)'", text):
         group, name = found.groups()
         if group == "collector/for":  # a backend of a folder that is not --config-dir
@@ -48,15 +54,24 @@ def one_line(error: BaseException, settings: Settings) -> str:
     return f"this override cannot be read: {message}" if "override_grammar" in text else message
 
 
-def unknown(name: str, settings: Settings) -> str:
-    """Return that no setting is called `name`, with the closest name of `settings` or the options that have it."""
-    if options := settings.get(name):
-        group = name.partition(".")[0]
-        return f"'{name}' is no setting of the {group} that was chosen, only of {group}={', '.join(sorted(options))}"
+def unknown(name: str, settings: Settings, chosen: Mapping[str, str] | None = None) -> str:
+    """Return that no setting is called `name`, with the closest name of `settings` or the options that have it.
+
+    Args:
+        name: of the setting.
+        settings: all that there are; those of options that are not `chosen` are not suggested.
+        chosen: the option of each group, where it is known.
+    """
     group = name.partition(".")[0]
+    if options := settings.get(name):
+        return f"'{name}' is no setting of the {group} that was chosen, only of {group}={', '.join(sorted(options))}"
+    option = (chosen or {}).get(group)
     siblings = [one for one in settings if one.startswith(f"{group}.") and not one.rpartition(".")[2].startswith("_")]
-    known = f"; {group} has: {', '.join(sorted(one.partition('.')[2] for one in siblings))}" if siblings else ""
-    return f"no setting is called '{name}'{_suggestion(name, settings)}{known}"
+    siblings = [one for one in siblings if option in settings[one]] or siblings
+    others = [one for one in settings if not one.startswith(f"{group}.")]
+    owner = f"{group}={option}" if option else group
+    known = f"; {owner} has: {', '.join(sorted(one.partition('.')[2] for one in siblings))}" if siblings else ""
+    return f"no setting is called '{name}'{_suggestion(name, [*siblings, *others])}{known}"
 
 
 def _joined(text: str) -> str:

@@ -29,32 +29,35 @@ _SECTION = re.compile(r"^(Args|Attributes):\n((?:(?: {4}.*)?\n?)+)", re.MULTILIN
 _ENTRY = re.compile(r"^ {4}(\w[\w, ]*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
-def print_help(conf: Path, overrides: Sequence[str], console: Console | None = None) -> None:
+def print_help(
+    conf: Path, overrides: Sequence[str], folders: Sequence[Path] = (), console: Console | None = None
+) -> None:
     """Print the usage, the groups, and the settings that `overrides` compose.
 
     Args:
         conf: the folder of the project's configs; the configs of the ConfigStore are registered.
         overrides: of the command line, so that the settings are those of the chosen options.
+        folders: config folders of the user.
         console: where to print; the terminal by default.
     """
     console = console or Console(highlight=False)
     console.print(USAGE, markup=False)
     console.print("[bold]Groups and their options[/bold]")
     table = Table(box=None, show_header=False, padding=(0, 2))
-    for group, options in _groups(conf):
+    for group, options in _groups([conf, *folders]):
         table.add_row(group, ", ".join(options))
     console.print(table)
     with initialize_config_dir(str(conf), version_base="1.3"):
-        cfg = compose("train", overrides=list(overrides))
+        searched = [f"hydra.searchpath=[{folder.resolve()}]" for folder in folders]
+        cfg = compose("train", overrides=[*searched, *overrides])
     console.print("\n[bold]Settings of this choice[/bold]")
     _print_settings(console, "", cfg)
 
 
-def _groups(conf: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield each group with its options, from the folder and the ConfigStore; without those that are not chosen."""
+def _groups(folders: Sequence[Path]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each group with its options, from the folders and the ConfigStore; without those that are not chosen."""
     found: dict[str, set[str]] = {}
-    for path in conf.rglob("*.yaml"):
-        group = str(path.parent.relative_to(conf))
+    for group, path in ((str(p.parent.relative_to(one)), p) for one in folders for p in one.rglob("*.yaml")):
         if group != ".":
             top, _, nested = group.partition("/")
             found.setdefault(top, set()).add(f"{nested}/{path.stem}" if nested else path.stem)

@@ -30,7 +30,7 @@ def make_actor_critic(
         action_spec: the environment's; see :func:`policy_for`.
         initial_std: see :func:`policy_for`.
         shared: whether one network serves both; otherwise each has its own. A recurrent one is always shared.
-        normalizer: of observations, for both; None: they are used as they are.
+        normalizer: of observations, for both; None: observations are not normalized.
 
     Raises:
         ValueError: the network does not suit the observations, or a continuous action has no bounds.
@@ -60,7 +60,7 @@ def _recurrent(
 
 
 class _FirstStep(nn.Module):
-    """The features of a recurrent network for the first observation of an episode."""
+    """A recurrent network as a map from observations to features, its state zero; for `feature_size`."""
 
     def __init__(self, network: RecurrentNetwork) -> None:
         super().__init__()

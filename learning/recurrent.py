@@ -20,7 +20,7 @@ STATE = "recurrent_state"
 
 
 class RecurrentNetwork(nn.Module, ABC):
-    """A network with a state: derive a network of your own from it for a policy that remembers.
+    """A network with a state, such as an LSTM; the base class of your own ones.
 
     Attributes:
         state_size: length of the state, a vector of floats; zero at the start of an episode.
@@ -30,13 +30,13 @@ class RecurrentNetwork(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, observation: Observation, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Do one step: observations ``[*B, *obs]`` and states ``[*B, S]`` to features ``[*B, F]`` and new states."""
+        """Map observations ``[*B, *obs]`` and states ``[*B, S]`` to features ``[*B, F]`` and new states ``[*B, S]``."""
 
     def sequence(self, observation: Observation, state: Tensor, is_init: Tensor) -> Tensor:
-        """Do the steps of sequences: observations ``[R, T, *obs]`` to features ``[R, T, F]``, with gradients in time.
+        """Run `R` sequences of `T` steps; return features ``[R, T, F]``, with gradients through time.
 
         Args:
-            observation: of the frames.
+            observation: ``[R, T, *obs]``.
             state: ``[R, T, S]``; only those at the start of a sequence are used.
             is_init: bool ``[R, T]``, where an episode starts, with a state of zero.
         """
@@ -49,13 +49,13 @@ class RecurrentNetwork(nn.Module, ABC):
 
 
 class RNN(RecurrentNetwork):
-    """An LSTM or a GRU on the features of an `MLP`, or where there are images of a `CNN`.
+    """An LSTM or a GRU on the features of an `MLP`; of a `CNN`, if there are images among the observations.
 
     Args:
         observation_spec: of an observation.
         cell: ``lstm`` or ``gru``.
         size: number of features.
-        hidden: widths of the layers before the cell.
+        hidden: widths of the layers of the `MLP`.
         activation: of these layers.
 
     Raises:
@@ -89,7 +89,7 @@ class RNN(RecurrentNetwork):
         return features.reshape(*encoded.shape[:-1], -1), new.reshape(state.shape)
 
     def sequence(self, observation: Observation, state: Tensor, is_init: Tensor) -> Tensor:
-        """See RecurrentNetwork: each episode of each sequence is a row, all rows run at once."""
+        """See RecurrentNetwork. Each part of a sequence that is of one episode is a row; all rows run at once."""
         starts = is_init.clone()
         starts[:, 0] = True
         first = starts.flatten().nonzero().squeeze(-1)
@@ -113,9 +113,9 @@ class RNN(RecurrentNetwork):
 
 
 class RecurrentPolicy(TensorDictModuleBase):
-    """A policy that remembers: reads "recurrent_state" ``[*B, S]``, and writes it under "next" for the next step.
+    """A policy with a state: reads "recurrent_state" ``[*B, S]``, and writes the new one under "next".
 
-    Without a state it starts from zero. A collector hands the state back, see its ``RecurrentState``.
+    Without a state it starts from zero. A collector passes it to the next step, see its ``RecurrentState``.
 
     Args:
         network: its trunk is a `RecurrentNetwork`.
@@ -161,7 +161,7 @@ class RecurrentCritic(nn.Module):
     """A value function that shares the network, and so the state, of a `RecurrentPolicy`.
 
     Args:
-        network: with the trunk and the normaliser of the policy's, and a head for the value.
+        network: the trunk and the normaliser of the policy's network, with a head for the value.
     """
 
     def __init__(self, network: Network) -> None:

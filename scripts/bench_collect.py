@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import gymnasium as gym
 import torch
@@ -111,8 +111,8 @@ def torchrl_collector(
     """Iterate TorchRL's collector: in this process for ``workers`` 0, else its synchronous one with processes."""
     from torchrl.collectors import Collector, MultiSyncCollector  # pyright: ignore[reportMissingImports]
 
-    common = {"frames_per_batch": steps * width * max(workers, 1), "total_frames": -1}
-    make = functools.partial(torchrl_env, env_id, width)
+    common: dict[str, Any] = {"frames_per_batch": steps * width * max(workers, 1), "total_frames": -1}
+    make: Any = functools.partial(torchrl_env, env_id, width)
     batches = (
         MultiSyncCollector([make] * workers, actor(env_id), cat_results="stack", **common)
         if workers
@@ -136,11 +136,11 @@ def torchrl_policy(env_id: str) -> TensorDictModuleBase:
     )
 
 
-def torchrl_env(env_id: str, width: int) -> object:
+def torchrl_env(env_id: str, width: int) -> Any:
     """Make TorchRL's environments: one, its ``SerialEnv`` of up to 63, or Gymnasium's vector environment from 64 on."""
     from torchrl.envs import GymWrapper, SerialEnv  # pyright: ignore[reportMissingImports]
 
-    def one() -> object:
+    def one() -> Any:
         return GymWrapper(bare_loop.make_one(env_id), categorical_action_encoding=True)
 
     if width < 64:

@@ -21,6 +21,7 @@ CONF = ROOT / "conf"
 MARKER = "<!-- generated: configuration -->"
 sys.path.insert(0, str(ROOT))
 
+import wsync  # noqa: E402
 from learning.config import TrainConfig, register_configs  # noqa: E402
 
 
@@ -157,7 +158,10 @@ def _seen(config: Any) -> Any:
 
 
 def _arguments(documented: Any) -> dict[str, str]:
-    """Return ``{name: description}`` of the sections Args and Attributes of a class and of its bases."""
+    """Return ``{name: description}`` of the sections Args and Attributes of a class and of its bases.
+
+    Where a description is only "see ``Name``", with a public name of ``wsync``, the one there is returned.
+    """
     found: dict[str, str] = {}
     classes = inspect.getmro(documented) if inspect.isclass(documented) else ()
     for one in [part for each in classes for part in (each, each.__init__)] or [documented]:
@@ -165,8 +169,10 @@ def _arguments(documented: Any) -> dict[str, str]:
         for section in griffe.Docstring(text).parse("google", warnings=False):
             if section.kind in (griffe.DocstringSectionKind.parameters, griffe.DocstringSectionKind.attributes):
                 for item in section.value:
-                    for name in item.name.split(","):
-                        found.setdefault(name.strip(), _cell(item.description))
+                    other = re.fullmatch(r"see ``(\w+)``\.", item.description)
+                    elsewhere = _arguments(getattr(wsync, other[1], None)) if other else {}
+                    for name in map(str.strip, item.name.split(",")):
+                        found.setdefault(name, elsewhere.get(name) or _cell(item.description))
     return found
 
 

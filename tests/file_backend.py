@@ -51,5 +51,13 @@ class FileScheme(wsync.WeightSyncScheme):
         return FileTransport(self.folder / f"{worker_idx}.pt")
 
 
+class PassingScheme(FileScheme):
+    """Passes the options of its base class on."""
+
+    def __init__(self, depth: int = 1, **options: Any) -> None:
+        super().__init__(**options)
+        self.depth = depth
+
+
 def open_scheme(folder: str, **options: Any) -> FileScheme:
     return FileScheme(folder, **options)

@@ -20,9 +20,20 @@ LAYERS = (  # of ``wsync``, from the lowest: a module or folder imports its own 
     ("checksum", "deadlines", "errors", "fast_path", "metrics", "paths", "registry", "types"),
     ("loops", "_loops"),
     ("gate", "transforms", "weights"),
-    ("control", "forming", "pending_transfer", "process_group", "rendezvous", "shm", "transport"),
+    ("control", "forming", "options", "pending_transfer", "process_group", "rendezvous", "shm", "transport"),
     ("receiving", "sending"),
-    ("engine", "in_process", "legacy", "receiver", "roles", "scheme", "scheme_transports", "sender", "store"),
+    (
+        "assembly",
+        "engine",
+        "in_process",
+        "legacy",
+        "receiver",
+        "roles",
+        "scheme",
+        "scheme_transports",
+        "sender",
+        "store",
+    ),
     ("__main__", "backends", "config", "testing", "transaction"),
 )
 FOLDERS = {  # of other packages: each folder, and what it may import of its package

@@ -9,6 +9,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field, make_dataclass
 from functools import cache
 from importlib import import_module
@@ -41,7 +42,7 @@ def register_configs(defaults: Mapping[str, Any] | None = None, folders: Sequenc
     ==============================  =================================================================================
 
     A file without ``_target_`` is about the backend in its defaults list, or the one of its own name. A scheme that
-    cannot be imported, or accepts any option (``**options``), has a config that accepts any option.
+    cannot be imported has a config that accepts any option.
 
     Args:
         defaults: replace the defaults of schemes that have an option of that name, ``{"timeout": "${timeout}"}``.
@@ -97,8 +98,10 @@ def _default_collector(target: str | None) -> str:
 def config_of(target: str, defaults: tuple[tuple[str, Any], ...] = ()) -> Any:
     """Return the config of a scheme: a dataclass with ``_target_`` and one field per option.
 
-    A ``Literal`` of strings is a ``str`` (the scheme checks the value); what OmegaConf has no type for is ``Any``. If
-    the scheme cannot be imported, or has ``**options``, the config is a dictionary, to which options can be added.
+    The options are the arguments of ``__init__``. If it ends in ``**options``, those of the class that it derives from
+    are added, to which it passes them on. A ``Literal`` of strings is a ``str`` (the scheme checks the value); what
+    OmegaConf has no type for is ``Any``. If the scheme cannot be imported, or is a function that accepts any option,
+    the config is a dictionary, to which options can be added.
 
     Args:
         target: dotted name of the scheme's class, or of a function that returns a scheme.
@@ -123,10 +126,10 @@ def _accepts_any(scheme: Callable[..., Any]) -> bool:
 
 def _options(scheme: Callable[..., Any]) -> Iterable[tuple[str, Any, Any]]:
     """Yield each option's name, annotation and default; those with a default that no config can hold are left out."""
-    try:
-        hints = typing.get_type_hints(scheme.__init__ if isinstance(scheme, type) else scheme)
-    except NameError:  # names that are imported for type checkers only
-        hints = {}
+    hints: dict[str, Any] = {}
+    for function in [one.__init__ for one in reversed(scheme.__mro__)] if isinstance(scheme, type) else [scheme]:
+        with suppress(NameError):  # names that are imported for type checkers only
+            hints |= typing.get_type_hints(function)
     for parameter in inspect.signature(scheme).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue

@@ -2,11 +2,11 @@
 
 There is one re-entrant gate per process, for all synchronised models in it. A forward of a gated model holds it. Each
 model has a *feed* (the object that checks for a pending update and installs it). The gate polls the feeds when a thread
-enters it from outside, and only then; so a forward sees one version from its first layer to its last.
+that does not hold it yet enters, and only then; so a forward sees one version from its first layer to its last.
 
 The receiver thread installs by passing through the gate too. It blocks on the lock, so a pending update is installed as
-soon as the running forward ends, even if no other forward follows. With ``acknowledge="published"`` the sender wakes a
-worker only while a thread of it waits in ``receive``; otherwise the next forward installs the update.
+soon as the running forward ends, even if no other forward follows. With ``acknowledge="published"`` the receiver thread
+is woken only while some thread of the worker waits in ``receive``; if none does, the next forward installs the update.
 
 What bypasses the gate: ``model.forward(...)`` called directly; a submodule called on its own; a copy made by
 ``torch.jit.trace`` or ``torch.export``, which has the model's parameters, but not its gate; and plain reads of
@@ -40,8 +40,8 @@ class Gate:
     """The gate of one process.
 
     Attributes:
-        gate_lock: what the gate consists of: an RLock (``lock``), how often it was entered (``depth``), and the feeds.
-            Acquiring ``lock`` alone does not enter the gate: no feed is polled.
+        gate_lock: the state of the gate, in Python or compiled: an RLock (``lock``), how often the holder has entered
+            (``depth``), and the feeds. Acquiring ``lock`` alone does not enter the gate: no feed is polled.
         call: ``call(function, *args, **kwargs)`` calls ``function`` inside the gate; faster than ``hold``.
     """
 
@@ -59,13 +59,14 @@ class Gate:
                 gate_lock.enter(depth)
                 yield
             finally:
-                gate_lock.depth = depth  # leave() does this too, but a signal handler may raise before it begins
+                gate_lock.depth = depth  # as leave() does; a signal handler may raise before leave() begins
                 gate_lock.leave(depth)
 
     def call_with_deadline(self, deadline: float | None, function: Callable[..., Any], *args: Any) -> Any | None:
         """Acquire the gate within ``deadline`` and call ``function``; None on timeout.
 
-        Called by the thread in ``receive()``. It must not hold the gate: after a timeout that hold would be released.
+        Called by the thread in ``receive()``, which must not hold the gate already: at a timeout the ``release`` below
+        would end that hold.
         """
         lock, left = self.gate_lock.lock, remaining(deadline)
         try:
@@ -80,7 +81,7 @@ class Gate:
     def held_here(self) -> bool:
         """Whether the calling thread is inside the gate."""
         gate_lock = self.gate_lock
-        return gate_lock.lock._is_owned() and gate_lock.depth > 0  # 0 if only the bare lock
+        return gate_lock.lock._is_owned() and gate_lock.depth > 0  # the depth is 0 if only ``lock`` was acquired
 
     def attach(self, feed: Feed) -> None:
         """Poll ``feed`` for updates from now on."""
@@ -181,7 +182,7 @@ def _gated_class(original: type[nn.Module]) -> type[nn.Module]:
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         function, arguments, *rest = original.__reduce_ex__(self, protocol)
         if function is copyreg.__newobj__:  # pyright: ignore[reportAttributeAccessIssue]
-            # pickle rejects copyreg.__newobj__ when obj.__class__ differs from the class in the arguments
+            # pickle refuses copyreg.__newobj__ with another class than the object's: `_new` does the same unchecked
             function = _new
         return (function, tuple(original if item is type(self) else item for item in arguments), *rest)
 

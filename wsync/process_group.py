@@ -24,9 +24,8 @@ from torch.distributed import Store as TorchStore  # pyright: ignore[reportPriva
 
 from wsync.deadlines import as_timedelta, as_timeout, remaining, time_until
 from wsync.errors import NotConnected
-from wsync.gate import process_gate
 from wsync.pending_transfer import PendingTransfer
-from wsync.transport import Transfer
+from wsync.transport import Transfer, apply_received
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, Packer
 from wsync.weights.snapshot import snapshot
@@ -220,7 +219,7 @@ class GroupTransport:
         if not pending.wait(as_timeout(timeout)):
             return None
         self._receiving = None
-        return packed.apply(weights, model, strategy or WeightStrategy())
+        return packed.apply(weights, model, strategy)
 
     def _require_packed(self) -> PackedWeights:
         if self._packed is None:
@@ -275,11 +274,6 @@ class PackedWeights:
         """Copy weights of the same layout into the buffer."""
         Packer(self._layout).pack(self._layout.order(snapshot(weights)), self._buffer)
 
-    def apply(self, weights: Any, model: nn.Module | None, strategy: WeightStrategy) -> Any:
-        """Apply the buffer's weights to ``weights`` and ``model``, if given, inside the gate; return them."""
-        received = dict(zip(self._layout.names, self._buffer.views, strict=True))
-        with process_gate().hold():
-            for destination in (weights, model):
-                if destination is not None:
-                    strategy.apply_weights(destination, received)
-        return strategy.extract_weights(received)
+    def apply(self, weights: Any, model: nn.Module | None, strategy: WeightStrategy | None) -> Any:
+        """Apply the buffer's weights: see ``apply_received``."""
+        return apply_received(dict(zip(self._layout.names, self._buffer.views, strict=True)), weights, model, strategy)

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from wsync.control.receiver_thread import without_waiting
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
 from wsync.gate import gate_model, process_gate, ungate_model
@@ -115,7 +116,8 @@ class Receiver(VersionState):
         try:
             if self._channel.layout is not None:
                 self._target_or_create()
-            self._gate_model()
+            with without_waiting():
+                self._gate_model()
         except Exception:
             self._channel.answer(Ack(worker_idx, ANY_VERSION, traceback.format_exc()))
             self._channel.close()
@@ -128,9 +130,10 @@ class Receiver(VersionState):
         if memory is not None:
             self._follower = RegisteredFollower(memory, self)
             gate.attach(self._follower)
-        gate.gate_lock.pass_through()  # installs the first weights, if there are any
-        if self._on_request is not None:
-            gate.call(self._on_request.install)
+        with without_waiting():
+            gate.gate_lock.pass_through()  # installs the first weights, if there are any
+            if self._on_request is not None:
+                gate.call(self._on_request.install)
         error = self._error if self._channel.first_version else ""  # without a first version: of a later update
         self._acknowledge_after_cascade()
         self._seen = min(self.version, self._channel.first_version)  # `receive` returns a newer one
@@ -229,23 +232,17 @@ class Receiver(VersionState):
         for event in events:
             if isinstance(event, Closed):
                 self.end(finished=event.finished)
-                if self._on_request is not None:
-                    self._on_request.on_closed()
                 return False
             self.announced_at = time.perf_counter()
-            if self._on_request is None:
-                process_gate().call(self._process, event)
-            else:
-                self._process_on_request(self._on_request, event)
+            process_gate().call(self._process, event)
             self._acknowledge_after_cascade()
         return True
 
-    def _process_on_request(self, on_request: OnRequest, event: Event) -> None:
-        on_request.begin_processing()
-        try:
-            process_gate().call(self._process, event)
-        finally:
-            on_request.end_processing()
+    def end(self, *, finished: bool) -> None:
+        """See ``VersionState``; also ends the wait of threads in ``pull`` and before a forward."""
+        super().end(finished=finished)
+        if self._on_request is not None:
+            self._on_request.on_closed()
 
     def _process(self, event: Event) -> None:
         # ``Published`` needs no branch: entering the gate has already polled the feed and installed the update.
@@ -402,7 +399,7 @@ class Receiver(VersionState):
         self.end(finished=True)
         self._channel.detach(self._poller)
         gate = process_gate()
-        with gate.hold():
+        with without_waiting(), gate.hold():  # not for a version of another model, which may not come
             gate.detach(self._feed)
             if self._follower is not None:
                 gate.detach(self._follower)

@@ -1,25 +1,143 @@
-"""The two roles that a scheme can have: state that only one end has stands in that end's role."""
+"""The roles that a scheme can have: state that only one end has stands in that end's role."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import util
-from numbers import Integral
 from typing import Any
 from weakref import ref
 
+from wsync.control.processes import Processes, watched
+from wsync.deadlines import deadline_in
 from wsync.errors import NotConnected, in_forked_child
+from wsync.gate import process_gate
+from wsync.paths import find_model
 from wsync.receiver import Receiver
 from wsync.receiving.joining import BackgroundConnect
+from wsync.rendezvous import Rendezvous
 from wsync.sender import Sender
 from wsync.sending.protocols import SendChannel
 from wsync.sending.source import per_worker
+from wsync.weights.strategy import WeightStrategy
 
 
-@dataclass(frozen=True, slots=True)
-class SenderRole:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """What a scheme was initialised with. ``Role()`` itself: nothing yet, or ``shutdown`` was called.
+
+    Attributes:
+        model_id: the model's name; None before init.
+        pid: of the process that initialised the scheme.
+    """
+
+    model_id: str | None = None
+    context: Any = None
+    model: Any = None
+    pid: int = field(default_factory=os.getpid)
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process is a forked child of the one that has initialised the scheme."""
+        return self.model_id is not None and self.pid != os.getpid()
+
+    def require_own(self) -> None:
+        """Check that the scheme was not initialised in the parent of this forked process.
+
+        Raises:
+            NotConnected: it was.
+        """
+        if self.inherited:
+            raise in_forked_child()
+
+    def require_fresh(self) -> None:
+        """Check that the scheme is not initialised.
+
+        Raises:
+            RuntimeError: it is; names the end and the model.
+        """
+        if self.model_id is not None:
+            end = "receiver" if isinstance(self, ReceiverRole) else "sender"
+            where = ", in the parent of this forked process" if self.inherited else ""
+            raise RuntimeError(f"this scheme is already initialised on the {end}, for model '{self.model_id}'{where}")
+
+    def as_sender(self, what: str) -> SenderRole:
+        """Return this role, for a call of ``what`` that only a sender has.
+
+        Raises:
+            NotConnected: it is no sender's; or this is a forked child of the process that initialised the scheme.
+        """
+        where = "this is a receiver" if self.model_id else "init_on_sender() has not been called, or shutdown() was"
+        raise NotConnected(f"{what}() belongs to the sender, and {where}")
+
+    def as_receiver(self, what: str) -> ReceiverRole:
+        """Return this role, for a call of ``what`` that only a receiver has.
+
+        Raises:
+            NotConnected: it is no receiver's; or this is a forked child of the process that initialised the scheme.
+        """
+        where = "is initialised on the sender" if self.model_id else "is not initialised, or was shut down"
+        raise NotConnected(f"{what}() belongs to a receiver, and this scheme {where}: call init_on_receiver()")
+
+    @property
+    def worker_idx(self) -> int | None:
+        """See ``WeightSyncScheme``; likewise the other properties."""
+        return None
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers; 0 on a receiver."""
+        return 0
+
+    @property
+    def version(self) -> int:
+        """The newest version sent or received."""
+        return 0
+
+    @property
+    def installed_version(self) -> int:
+        """The version of this process's model; 0 if it has none."""
+        return self.version
+
+    @property
+    def finished(self) -> bool:
+        """On a receiver: whether the sender has shut down."""
+        return False
+
+    def initial_weights(self) -> Any:
+        """Return what ``send()`` without arguments reads: a model, weights, ``{worker: weights}`` or None.
+
+        Raises:
+            NotConnected: this is no sender.
+        """
+        return self.as_sender("prepare_weights").sender.source.weights
+
+    def weights(self, strategy: WeightStrategy) -> Any:
+        """Return this end's weights, live, in the format of ``strategy``; None if there are none yet."""
+        return None
+
+    def apply_weights(self, strategy: WeightStrategy, weights: Any, inplace: bool) -> None:
+        """Apply ``weights`` to this end's model, inside the gate.
+
+        Raises:
+            LayoutMismatch: they do not fit; nothing was applied.
+            NotConnected: this end has no model; or this is a forked child of the process that initialised the scheme.
+        """
+        self.require_own()
+        if self.model is None:
+            raise NotConnected("this end has no model to apply weights to")
+        with process_gate().hold():
+            if isinstance(self, ReceiverRole):
+                self.receiver.copy_to_own_memory(stay_unbound=True)  # the arena's must not be written
+            strategy.apply_weights(self.model, weights, inplace=inplace)
+
+    def close(self) -> None:
+        """Release this end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SenderRole(Role):
     """A scheme that was initialised on the sender.
 
     Attributes:
@@ -28,151 +146,142 @@ class SenderRole:
         in_process_receiver: the receiver, where both ends are in this process.
     """
 
-    model_id: str
-    context: Any
-    model: Any
     sender: Sender
     channel: SendChannel
-    address: Any
-    sentinels: Mapping[int, int]
+    address: Any = None
+    sentinels: Mapping[int, int] = field(default_factory=dict)
     in_process_receiver: Receiver | None = None
-    pid: int = field(default_factory=os.getpid)
+
+    def as_sender(self, what: str) -> SenderRole:
+        """See ``Role``."""
+        self.require_own()
+        return self
+
+    def connect(
+        self, rendezvous: Callable[[], Rendezvous], weights: Any, processes: Processes | None, timeout: float | None
+    ) -> None:
+        """Announce the sender's address, if that has not been done, and wait for all workers; see the scheme."""
+        if not self.sender.connected and self.address is not None:
+            rendezvous().announce(self.address, str(self.model_id), deadline_in(timeout))
+        with watched(processes, self.sender.num_workers) as sentinels:
+            self.sender.connect(weights, {**self.sentinels, **sentinels})
 
     @property
-    def inherited(self) -> bool:
-        """Whether this process is a forked child of the one that has initialised the scheme."""
-        return self.pid != os.getpid()
+    def num_workers(self) -> int:
+        """See ``Role``."""
+        return self.sender.num_workers
+
+    @property
+    def version(self) -> int:
+        """See ``Role``."""
+        return self.sender.version
+
+    @property
+    def installed_version(self) -> int:
+        """See ``Role``: 0 if the workers are elsewhere."""
+        return self.in_process_receiver.version if self.in_process_receiver else 0
+
+    def weights(self, strategy: WeightStrategy) -> Any:
+        """See ``Role``."""
+        source = self.sender.source.weights
+        return None if source is None else extracted(source, strategy)
+
+    def close(self) -> None:
+        """See ``Role``."""
+        if self.in_process_receiver is not None:
+            self.in_process_receiver.close()
+        self.sender.close()
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiverRole:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiverRole(Role):
     """A scheme that was initialised on a receiver.
 
     Attributes:
+        given_idx: the worker's index, if init was given it.
         background_connect: the connection that ``init_on_worker`` has begun, which the receiver thread completes.
     """
 
-    model_id: str
-    context: Any
-    model: Any
     receiver: Receiver
-    worker_idx: int | None
+    given_idx: int | None = None
     background_connect: BackgroundConnect | None = None
-    pid: int = field(default_factory=os.getpid)
+
+    def as_receiver(self, what: str) -> ReceiverRole:
+        """See ``Role``."""
+        self.require_own()
+        return self
+
+    def connect(
+        self, worker_idx: int | None, processes: Processes | None, timeout: float | None, *, acknowledges: bool
+    ) -> None:
+        """Connect to the sender, see the scheme.
+
+        Args:
+            worker_idx: this worker's index; None: as given at init.
+            processes: refused: of the sender's ``connect``.
+            timeout: seconds; None for no limit.
+            acknowledges: whether the sender waits for this worker to install each update.
+        """
+        if processes is not None:
+            raise ValueError("processes= are the workers' processes: the sender is given them, not a worker")
+        index = self.given_idx if worker_idx is None else worker_idx
+        if index is None:
+            raise ValueError("worker_idx is missing: give it to init_on_receiver() or connect()")
+        self.receiver.connect(index, timeout)
+        if not acknowledges:
+            self.receiver.wake_only_for_receive()  # without a message, the next forward installs the update
 
     @property
-    def inherited(self) -> bool:
-        """Whether this process is a forked child of the one that has initialised the scheme."""
-        return self.pid != os.getpid()
+    def worker_idx(self) -> int | None:
+        """See ``Role``."""
+        return self.receiver.worker_idx if self.receiver.worker_idx >= 0 else self.given_idx
+
+    @property
+    def version(self) -> int:
+        """See ``Role``."""
+        return self.receiver.version
+
+    @property
+    def finished(self) -> bool:
+        """See ``Role``."""
+        return self.receiver.finished
+
+    def weights(self, strategy: WeightStrategy) -> Any:
+        """See ``Role``."""
+        return process_gate().call(self.receiver.weights)
+
+    def close(self) -> None:
+        """See ``Role``.
+
+        Raises:
+            RuntimeError: inside the gate; would deadlock: the receiver thread may be waiting for it.
+        """
+        if process_gate().held_here:
+            raise RuntimeError("call shutdown() outside any forward and any wsync.gate() block")
+        if self.background_connect is not None:
+            self.background_connect.close()
+        self.receiver.close()
 
 
-Role = SenderRole | ReceiverRole | None
-"""A scheme's; None before init, and after ``shutdown``."""
+def extracted(weights: Any, strategy: WeightStrategy) -> Any:
+    """Return ``weights`` in the format of ``strategy``; ``{worker: …}`` where workers differ."""
+    by_worker = per_worker(weights)
+    if by_worker is None:
+        return strategy.extract_weights(weights)
+    return {worker: strategy.extract_weights(own) for worker, own in by_worker.items()}
 
 
-def require_fresh(role: Role) -> None:
-    """Check that a scheme is not initialised.
-
-    Raises:
-        RuntimeError: it is; names the end and the model.
-    """
-    if role is not None:
-        end = "sender" if isinstance(role, SenderRole) else "receiver"
-        where = ", in the parent of this forked process" if role.inherited else ""
-        raise RuntimeError(f"this scheme is already initialised on the {end}, for model '{role.model_id}'{where}")
-
-
-def require_own(role: Role) -> None:
-    """Check that a scheme was not initialised in the parent of this forked process.
-
-    Raises:
-        NotConnected: it was.
-    """
-    if role is not None and role.inherited:
-        raise in_forked_child()
-
-
-def sender_role(role: Role, what: str) -> SenderRole:
-    """Return the role of a scheme on the sender.
-
-    Raises:
-        NotConnected: it has another role, or none; or this is a forked child of the process that initialised it.
-    """
-    if not isinstance(role, SenderRole):
-        where = "this is a receiver" if role else "init_on_sender() has not been called, or shutdown() was"
-        raise NotConnected(f"{what}() belongs to the sender, and {where}")
-    require_own(role)
-    return role
-
-
-def receiver_role(role: Role, what: str) -> ReceiverRole:
-    """Return the role of a scheme on a receiver.
+def prepared_weights(role: Role, weights: Any, model_id: str, strategy: WeightStrategy, context: Any) -> Any:
+    """Return ``weights`` (or the context's, or those given at init) as ``extracted`` does.
 
     Raises:
-        NotConnected: it has another role, or none; or this is a forked child of the process that initialised it.
+        NotConnected: there are none.
     """
-    if not isinstance(role, ReceiverRole):
-        where = "is initialised on the sender" if role else "is not initialised, or was shut down"
-        raise NotConnected(f"{what}() belongs to a receiver, and this scheme {where}: call init_on_receiver()")
-    require_own(role)
-    return role
-
-
-def agreed_count(
-    num_workers: int | None,
-    devices: Sequence[Any] | None,
-    params_map: Mapping[int, Any] | None,
-    workers: Sequence[Any],
-    options: Mapping[str, int],
-) -> int:
-    """Return the number of workers on which all given arguments agree; 1 if none names it.
-
-    Args:
-        num_workers: the number itself.
-        devices: one for each worker.
-        params_map: weights for each worker, by index.
-        workers: of the context.
-        options: of the scheme, those that have one entry for each worker: their names and lengths.
-
-    Raises:
-        TypeError: one is no number, or no list.
-        ValueError: they contradict one another.
-    """
-    if num_workers is not None and not isinstance(num_workers, Integral):
-        raise TypeError(f"num_workers is a whole number, not {num_workers!r}")
-    if devices is not None and (isinstance(devices, str) or not isinstance(devices, Sequence)):
-        raise TypeError(f"devices is a list, one for each worker, not {devices!r}")
-    counts = {
-        "num_workers": num_workers,
-        "devices": None if devices is None else len(devices),
-        "params_map": None if params_map is None else len(params_map),
-        "the context's workers": len(workers) or None,
-        **options,
-    }
-    count = single_count(counts)
-    count = 1 if count is None else count
-    if count < 1:
-        raise ValueError(f"num_workers is at least 1, not {count}")
-    indices = sorted(worker.worker_idx for worker in workers)
-    if indices and indices != list(range(count)):
-        raise ValueError(f"the context's workers have the indices 0 to {count - 1}, not {indices}")
-    if params_map is not None and set(per_worker(params_map) or ()) != set(range(count)):
-        raise ValueError(
-            f"params_map is {{worker_idx: weights}} for workers 0 to {count - 1}, not for {list(params_map)}"
-        )
-    return count
-
-
-def single_count(counts: Mapping[str, int | None]) -> int | None:
-    """Return the number on which all of ``counts``, by the name of the argument, agree; None if all are None.
-
-    Raises:
-        ValueError: they contradict one another.
-    """
-    given = {name: count for name, count in counts.items() if count is not None}
-    if len(set(given.values())) > 1:
-        raise ValueError("how many workers? " + ", ".join(f"{name}: {count}" for name, count in given.items()))
-    return next(iter(given.values()), None)
+    if weights is None:
+        weights = role.initial_weights() if context is None else find_model(context, model_id)
+    if weights is None:
+        raise NotConnected(f"there are no weights of '{model_id}' to prepare: give weights or a context")
+    return extracted(weights, strategy)
 
 
 def close_at_exit(channel: SendChannel) -> None:

@@ -6,60 +6,41 @@
 A backend is a subclass that names a transport (``create_transport``) and, where workers do not connect by the address
 in the pickled scheme, a rendezvous (``create_rendezvous``).
 
-The *arena* is the shared-memory slots of ``wsync/shm/arena.py``. A model is *bound* if its parameters point directly
-into received, possibly shared memory; a worker that writes to its parameters, e.g. trains, sets ``bind=False``, or it
-would corrupt the shared copy.
+The *arena* is the shared-memory slots of ``wsync/shm/arena.py``.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self
+from typing import Any, ClassVar, Literal, NoReturn, Self
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from wsync.control.processes import Processes, watched
-from wsync.deadlines import as_timeout, deadline_in
+from wsync import assembly
+from wsync.control.processes import Processes
+from wsync.deadlines import as_timeout
 from wsync.errors import NotConnected
-from wsync.gate import process_gate
-from wsync.in_process import InProcessChannel
+from wsync.legacy.api import WeightReceiver, WeightSender, init_on_worker
+from wsync.legacy.pipes import invite_all, pipes_of
 from wsync.metrics import SyncMetrics
-from wsync.paths import find_model, find_or_none
-from wsync.receiver import Receiver
-from wsync.receiving.cascade import cascade_of
-from wsync.receiving.channel import SenderChannel
+from wsync.options import full_signature
 from wsync.receiving.protocols import ReceiveChannel
-from wsync.receiving.readers import ReaderFactory
 from wsync.registry import load_backend
 from wsync.rendezvous import Rendezvous, SocketRendezvous
-from wsync.roles import (
-    ReceiverRole,
-    SenderRole,
-    agreed_count,
-    close_at_exit,
-    receiver_role,
-    require_fresh,
-    require_own,
-    sender_role,
-    single_count,
-)
+from wsync.roles import ReceiverRole, Role, SenderRole, close_at_exit, prepared_weights
 from wsync.scheme_transports import ReceiverTransport, SenderTransport
 from wsync.sender import Sender
-from wsync.sending.channel import WorkerChannel
+from wsync.sending.counting import agreed_count
 from wsync.sending.protocols import SendChannel
-from wsync.sending.source import DeviceMap, Source, per_worker
+from wsync.sending.source import DeviceMap, Source
 from wsync.transforms.chain import Transform, compose
-from wsync.transforms.delta import delta_of
 from wsync.transport import FlatTransport, TransportBackend
 from wsync.types import CollectorContext, SyncReport
 from wsync.weights.strategy import Format, WeightStrategy
-from wsync.weights.targets import Destination, Load
-
-if TYPE_CHECKING:
-    from wsync.legacy.api import WeightReceiver, WeightSender
+from wsync.weights.targets import Load
 
 
 class WeightSyncScheme(ABC):
@@ -70,7 +51,8 @@ class WeightSyncScheme(ABC):
             ``"tensordict"`` or ``"state_dict"``. ``send`` takes both.
         sync: whether ``send`` waits until every worker uses the update; otherwise ``wait_async`` waits for that.
         timeout: seconds for ``connect`` and for ``send``; None for no limit.
-        bind: whether a worker's model may be bound (see the module); False if the worker writes to its parameters.
+        bind: whether a worker's parameters may point directly into received, possibly shared memory. False for a worker
+            that writes to its parameters, e.g. trains: it would corrupt the shared copy.
         send_transform: what is done to weights before they are sent: a function, or a list (``wsync.transforms``).
             Called by the thread that calls ``send``.
         receive_transform: what is done to them in the worker, before they are installed; picklable. Called inside the
@@ -83,8 +65,7 @@ class WeightSyncScheme(ABC):
 
     Attributes:
         metrics: what each update has cost.
-        send_transform: as given; may be assigned before init.
-        receive_transform: likewise.
+        send_transform, receive_transform: as given; may be assigned before init.
     """
 
     name: ClassVar[str]
@@ -123,7 +104,7 @@ class WeightSyncScheme(ABC):
             raise ValueError("max_staleness is a number of versions, 0 or more, and needs initiator='receiver'")
         self.initiator: Literal["sender", "receiver"] = initiator
         self.max_staleness = max_staleness
-        self._role: SenderRole | ReceiverRole | None = None
+        self._role = Role()
         self._address: Any = None  # of the sender; travels in the pickle
         self._strategy = WeightStrategy(strategy)
         self.sync = sync
@@ -134,14 +115,17 @@ class WeightSyncScheme(ABC):
         self.checksum: bool | None = None  # always, never, or (None) only where a transport moves the weights
         self.metrics = SyncMetrics(self.name)
 
+    def __init_subclass__(cls) -> None:
+        """Have ``inspect.signature`` name every option of a scheme."""
+        cls.__signature__ = full_signature(cls)
+
     # --- what a backend overrides ---
 
     @abstractmethod
     def create_transport(self, worker_idx: int | None = None) -> TransportBackend | FlatTransport:
-        """Return a new transport to (or in) worker ``worker_idx``.
+        """Return a new transport to (or in) worker ``worker_idx``. Called once per connection, at either end.
 
-        Called once per connection: on the sender by the thread in ``connect`` or ``readmit``, in the worker by the
-        thread in ``connect`` (with ``init_on_worker``: by the receiver thread).
+        By the thread in ``connect`` or ``readmit``; in a worker with ``init_on_worker``, by the receiver thread.
         """
 
     def create_rendezvous(self) -> Rendezvous:
@@ -200,7 +184,7 @@ class WeightSyncScheme(ABC):
             context: a collector, or any object that has the model.
             model: the model; read again by each ``send()`` without arguments.
             weights: instead of a model, its live weights; likewise read again.
-            devices: one per worker. Only the number is used: each worker keeps its model on the device it has.
+            devices: one per worker; only their number is used.
             device_map_fn: ``(worker_idx, weights) -> weights`` for that worker.
             num_workers: how many there are; by default as many as ``devices``, ``params_map`` or the context's workers.
             params_map: ``{worker_idx: weights}``, for workers that are to have different ones.
@@ -211,55 +195,30 @@ class WeightSyncScheme(ABC):
             TypeError: an argument has a wrong type.
             ValueError: arguments contradict one another.
         """
-        self._require_fresh()
-        sources = {"model": model, "weights": weights, "params_map": params_map}
-        given = [name for name, value in sources.items() if value is not None]
-        if len(given) > 1:
-            raise ValueError(f"give one of model, weights and params_map, not {' and '.join(given)}")
-        from wsync.legacy.pipes import invite_all, pipes_of
-
+        self._role.require_fresh()
+        model, first = assembly.model_and_weights(context, model_id, model, weights, params_map)
         pipes = pipes_of(context, pipes)
-        if pipes:
-            num_workers = single_count({"num_workers": num_workers, "pipes": len(pipes)})
         workers = context.remote_workers if isinstance(context, CollectorContext) else ()
-        count = agreed_count(num_workers, devices, params_map, workers, self._workers_by_option())
-        if model is None and not given and context is not None:
-            model = find_or_none(context, model_id)
-        # Process descriptors, to notice deaths early.
-        sentinels = {worker.worker_idx: worker.sentinel for worker in workers}
-        source = self._make_source(model_id, params_map or (model if weights is None else weights), device_map_fn)
-        sender, channel = self._open_sender(model_id, source, count)
-        self._role = SenderRole(model_id, context, model, sender, channel, self._address, sentinels)
+        options = {**self._workers_by_option(), **({"pipes": len(pipes)} if pipes else {})}
+        count = agreed_count(num_workers, devices, params_map, workers, options)
+        sender, channel = self._open_sender(model_id, self._make_source(model_id, first, device_map_fn), count)
+        self._role = SenderRole(
+            model_id=model_id,
+            context=context,
+            model=model,
+            sender=sender,
+            channel=channel,
+            address=self._address,
+            sentinels={worker.worker_idx: worker.sentinel for worker in workers},
+        )
         close_at_exit(channel)
         if pipes:
             invite_all(self, pipes)  # tell each worker through its pipe where to connect
 
     def _open_sender(self, model_id: str, source: Source, num_workers: int) -> tuple[Sender, SendChannel]:
-        """Open the listening socket. Workers are accepted during ``connect`` and ``readmit``, by the calling thread."""
+        """Open the listening socket, and set ``_address``."""
         connections, self._address = self.create_rendezvous().open()
-        channel = WorkerChannel(
-            connections,
-            num_workers,
-            self._transport_factory(),
-            self._strategy,
-            arena=self._uses_arena(),
-            retains=self.binds_arena,  # workers' models stay bound to the published slot: it must not be written
-            checksum=self.checksum,
-            device=self.device,
-            delta=delta_of(self.send_transform),
-            on_request=self.initiator == "receiver",
-        )
-        sender = Sender(
-            channel,
-            source,
-            num_workers,
-            self.timeout,
-            delivers_at_connect=self.delivers_at_connect,
-            finishes_on_publish=not self.acknowledges,
-            on_request=self.initiator == "receiver",
-            record=self.metrics.record,
-        )
-        return sender, channel
+        return assembly.make_sender(self, source, num_workers, connections)
 
     def init_on_receiver(
         self,
@@ -292,45 +251,14 @@ class WeightSyncScheme(ABC):
                 ``acknowledge="published"``.
         """
         self._require_fresh_receiver()
-        if model is None and load is None:
-            if context is None:
-                raise ValueError(f"init_on_receiver('{model_id}') needs the model, a context that has it, or load=")
-            model = find_model(context, model_id)
-        cascade = cascade_of(context, model_id, model, self._strategy)
-        if cascade is not None and not self.acknowledges:
-            raise ValueError(
-                f"the context of '{model_id}' passes updates on to workers of its own, so a finished send needs their "
-                "acknowledgements: give the scheme acknowledge='installed'"
-            )
-        channel = self._open_receiver(model_id)
-        transform = compose(self.receive_transform, "receive_transform")
-        destination = Destination(model, load=load, chunk_bytes=chunk_bytes, transform=transform)
-        receiver = Receiver(destination, self._strategy, channel, cascade=cascade)
-        if self.initiator == "receiver":
-            receiver.fetch_on_request(self.max_staleness, self.timeout)
-        self._role = ReceiverRole(model_id, context, model, receiver, worker_idx)
+        model, receiver = assembly.make_receiver(self, model_id, context, model, load, chunk_bytes)
+        self._role = ReceiverRole(
+            model_id=model_id, context=context, model=model, receiver=receiver, given_idx=worker_idx
+        )
 
     def _open_receiver(self, model_id: str) -> ReceiveChannel:
-        """Return the worker's end of the connection, which ``connect`` will make.
-
-        Raises:
-            RuntimeError: there is no sender's address.
-        """
-        rendezvous, address = self.create_rendezvous(), self._address
-        if address is None and not rendezvous.can_look_up():
-            raise RuntimeError("initialise this scheme on the sender first, then pickle or fork it to the worker")
-        return SenderChannel(
-            lambda worker, deadline: rendezvous.dial(address, model_id, worker, deadline),
-            ReaderFactory(
-                create_transport=self._transport_factory(),
-                strategy=self._strategy,
-                arena=self._uses_arena(),
-                binds_arena=self.binds_arena and self.bind,  # parameters to slots of the arena
-                binds_buffers=self.bind,  # parameters to the receive buffers
-                timeout=self.timeout,
-            ),
-            on_connected=rendezvous.connected,
-        )
+        """Return the worker's end of the connection, which ``connect`` will make."""
+        return assembly.make_receive_channel(self, model_id)
 
     def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
         """Set up and connect both ends in this process. The thread that calls ``send`` installs, inside the gate.
@@ -344,23 +272,14 @@ class WeightSyncScheme(ABC):
             RuntimeError: the scheme is initialised already.
             LayoutMismatch: the source does not fit the model.
         """
-        self._require_fresh()
-        channel = InProcessChannel(connect=lambda: receiver.connect(0, self.timeout))  # called by sender.connect()
-        destination = Destination(model, transform=compose(self.receive_transform, "receive_transform"))
-        receiver = Receiver(destination, self._strategy, channel)
-        source = self._make_source(model_id, source, None)
-        sender = Sender(channel, source, 1, self.timeout, record=self.metrics.record)
-        sender.connect(None, {})
-        self._role = SenderRole(model_id, None, model, sender, channel, None, {}, receiver)
-
-    def _require_fresh(self) -> None:
-        require_fresh(self._role)
+        self._role.require_fresh()
+        self._role = assembly.connect_in_process(self, model_id, model, source)
 
     def _require_fresh_receiver(self) -> None:
         if isinstance(self._role, SenderRole) and self._role.inherited:
             self._role.channel.close()  # a forked child has inherited the trainer's end
-            self._role = None
-        self._require_fresh()
+            self._role = Role()
+        self._role.require_fresh()
 
     # --- connect, update, shut down ---
 
@@ -369,13 +288,15 @@ class WeightSyncScheme(ABC):
     ) -> None:
         """Wait for the other end, which calls this as well; delivers the first weights, if the sender has any.
 
+        A sender may call it again: workers that were late, or that take the place of others, are accepted.
+
         Args:
             worker_idx: on a receiver, this worker's index.
             weights: on the sender, first weights instead of the model's.
             processes: on the sender, the workers' processes, so that one that ends before it has connected is an error
                 at once, with its exit code: a list in the order of the workers' indices, or ``{worker_idx: process}``.
-                Each is a ``multiprocessing.Process``, a ``subprocess.Popen``, a descriptor that becomes readable when
-                the process ends (``Process.sentinel``, a pidfd), or the id of a process on this machine.
+                Each is a ``multiprocessing.Process``, a ``subprocess.Popen``, a process id of this machine, or a
+                descriptor that becomes readable when the process ends (``Process.sentinel``, a pidfd).
 
         Raises:
             NotConnected: not initialised; or the sender is gone, or refused this worker.
@@ -383,25 +304,14 @@ class WeightSyncScheme(ABC):
             WorkerDied, WorkerFailed: on the sender, naming the worker.
             LayoutMismatch: on the receiver, if its model is not like the sender's.
             TypeError, ValueError: ``processes`` has no such form.
-            RuntimeError: on a receiver that is connected already. A sender may connect again: workers that were late,
-                or that take the place of others, are accepted.
+            RuntimeError: on a receiver that is connected already.
         """
         role = self._role
-        require_own(role)
+        role.require_own()
         if isinstance(role, SenderRole):
-            if not role.sender.connected and role.address is not None:
-                self.create_rendezvous().announce(role.address, role.model_id, deadline_in(self.timeout))
-            with watched(processes, role.sender.num_workers) as sentinels:
-                role.sender.connect(weights, {**role.sentinels, **sentinels})
+            role.connect(self.create_rendezvous, weights, processes, self.timeout)
         elif isinstance(role, ReceiverRole):
-            if processes is not None:
-                raise ValueError("processes= are the workers' processes: the sender is given them, not a worker")
-            index = role.worker_idx if worker_idx is None else worker_idx
-            if index is None:
-                raise ValueError("worker_idx is missing: give it to init_on_receiver() or connect()")
-            role.receiver.connect(index, self.timeout)
-            if not self.acknowledges:
-                role.receiver.wake_only_for_receive()  # without a message, the next forward installs the update
+            role.connect(worker_idx, processes, self.timeout, acknowledges=self.acknowledges)
         else:
             raise NotConnected(
                 "call init_on_sender() or init_on_receiver() before connect(); after shutdown(), once more"
@@ -412,11 +322,8 @@ class WeightSyncScheme(ABC):
         self.connect(worker_idx=worker_idx, weights=weights)
 
     def disconnect(self, worker_idx: int) -> None:
-        """On the sender: treat a worker as dead, and send it nothing more.
-
-        Its replacement gets the last update sent to this index: see ``readmit``.
-        """
-        self._sender_role("disconnect").sender.disconnect(worker_idx)
+        """On the sender: treat a worker as dead, and send it nothing more; ``readmit`` accepts its replacement."""
+        self._role.as_sender("disconnect").sender.disconnect(worker_idx)
 
     def readmit(self, worker_idx: int, sentinel: int | None = None, timeout: float | None = None) -> None:
         """On the sender: accept the process that replaces a dead worker; that process calls ``connect`` meanwhile.
@@ -433,17 +340,15 @@ class WeightSyncScheme(ABC):
             SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or not with these weights.
             ValueError: there is no such worker.
         """
-        self._sender_role("readmit").sender.readmit(worker_idx, sentinel, timeout)
+        self._role.as_sender("readmit").sender.readmit(worker_idx, sentinel, timeout)
 
     def continue_from(self, version: int) -> None:
-        """On the sender: continue numbering after ``version``, e.g. that of a resumed run.
-
-        It has no effect if a newer version has been sent.
+        """On the sender: continue numbering after ``version``, that of a resumed run, unless a newer one was sent.
 
         Raises:
             ValueError: it is not a version: negative, or too large.
         """
-        self._sender_role("continue_from").sender.continue_from(version)
+        self._role.as_sender("continue_from").sender.continue_from(version)
 
     def send(
         self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, partial: bool = False
@@ -467,15 +372,12 @@ class WeightSyncScheme(ABC):
         """
         role = self._role
         if not isinstance(role, SenderRole):  # tested here as well: saves a call per update
-            role = self._sender_role("send")
+            role = role.as_sender("send")
         return role.sender.send(weights, worker_ids, self.sync, partial)
 
     def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
-        """Send without waiting; ``wait_async`` waits.
-
-        If a newer update is sent before a worker has taken this one, the worker skips this one.
-        """
-        self._sender_role("send_async").sender.send(weights, worker_ids, wait=False)
+        """Send without waiting; ``wait_async`` waits. A worker skips it if a newer one is sent before it was taken."""
+        self._role.as_sender("send_async").sender.send(weights, worker_ids, wait=False)
 
     def wait_async(self) -> SyncReport | None:
         """Wait until everything that was sent without waiting is installed.
@@ -486,7 +388,7 @@ class WeightSyncScheme(ABC):
         Raises:
             WorkerDied, WorkerFailed, SyncTimeout: errors of the oldest failed update; call again for the rest.
         """
-        return self._sender_role("wait_async").sender.wait()
+        return self._role.as_sender("wait_async").sender.wait()
 
     def receive(self, timeout: float | None = None) -> Any | None:
         """Wait for a version newer than the last one returned; at first, newer than the one ``connect`` delivered.
@@ -503,7 +405,7 @@ class WeightSyncScheme(ABC):
                 this one has returned None because of a shutdown.
             RuntimeError: called inside a forward, or ``wsync.gate()``, where nothing is installed.
         """
-        return self._receiver_role("receive").receiver.receive(timeout)
+        return self._role.as_receiver("receive").receiver.receive(timeout)
 
     def pull(self, timeout: float | None = None) -> int:
         """On a receiver: install the newest version that can be had now; return the model's version.
@@ -516,7 +418,7 @@ class WeightSyncScheme(ABC):
             SyncTimeout: there is no version yet, or the sender did not send it in time.
             RuntimeError: called inside a forward, or ``wsync.gate()``.
         """
-        return self._receiver_role("pull").receiver.pull(timeout)
+        return self._role.as_receiver("pull").receiver.pull(timeout)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply ``weights`` to this end's model, inside the gate, without sending anything.
@@ -525,14 +427,7 @@ class WeightSyncScheme(ABC):
             LayoutMismatch: they do not fit; nothing was applied.
             NotConnected: this end has no model; or this is a forked child of the process that initialised it.
         """
-        role, model = self._role, self.model
-        require_own(role)
-        if model is None:
-            raise NotConnected("this end has no model to apply weights to")
-        with process_gate().hold():
-            if isinstance(role, ReceiverRole):
-                role.receiver.copy_to_own_memory(stay_unbound=True)  # the arena's must not be written
-            self.strategy.apply_weights(model, weights, inplace=inplace)
+        self._role.apply_weights(self.strategy, weights, inplace)
 
     def prepare_weights(
         self, weights: Any, model_id: str, strategy: WeightStrategy | None = None, context: Any = None
@@ -544,17 +439,7 @@ class WeightSyncScheme(ABC):
         Raises:
             NotConnected: no weights were given, and there is no model to take them from.
         """
-        if weights is None and context is not None:
-            weights = find_model(context, model_id)
-        elif weights is None:
-            weights = self._sender_role("prepare_weights").sender.source.weights
-        if weights is None:
-            raise NotConnected(f"there are no weights of '{model_id}' to prepare: give weights or a context")
-        chosen = strategy or self.strategy
-        by_worker = per_worker(weights)
-        if by_worker is not None:
-            return {worker: chosen.extract_weights(own) for worker, own in by_worker.items()}
-        return chosen.extract_weights(weights)
+        return prepared_weights(self._role, weights, model_id, strategy or self.strategy, context)
 
     def shutdown(self) -> None:
         """Release connections, memory and threads. Idempotent. A worker's model keeps its weights, in its own memory.
@@ -562,46 +447,29 @@ class WeightSyncScheme(ABC):
         Raises:
             RuntimeError: in a worker, inside the gate; would deadlock: the receiver thread may be waiting for it.
         """
-        role = self._role
-        if isinstance(role, SenderRole):
-            if role.in_process_receiver is not None:
-                role.in_process_receiver.close()
-            role.sender.close()
-        elif isinstance(role, ReceiverRole):
-            if process_gate().held_here:
-                raise RuntimeError("call shutdown() outside any forward and any wsync.gate() block")
-            if role.background_connect is not None:
-                role.background_connect.close()
-            role.receiver.close()
-        self._role = self._address = None
+        self._role.close()
+        self._role, self._address = Role(), None
 
     # --- what can be asked of a scheme; the role is read once: another thread may shut the scheme down ---
 
     @property
     def context(self) -> Any:
         """The collector (or other context) of this end, if any."""
-        role = self._role
-        return role.context if role else None
+        return self._role.context
 
     @property
     def model(self) -> Any:
         """The model of this end, if it has one."""
-        role = self._role
-        return role.model if role else None
+        return self._role.model
 
     @property
     def model_id(self) -> str | None:
         """The model's name; None before init."""
-        role = self._role
-        return role.model_id if role else None
+        return self._role.model_id
 
     @property
     def strategy(self) -> WeightStrategy:
-        """The format in which weights are returned. Chosen when the scheme is made.
-
-        Raises:
-            AttributeError: if assigned: another one would have no effect on what is sent.
-        """
+        """The format in which weights are returned. Assigning it raises AttributeError: it would change nothing."""
         return self._strategy
 
     @strategy.setter
@@ -610,11 +478,7 @@ class WeightSyncScheme(ABC):
 
     @property
     def timeout(self) -> float | None:
-        """Seconds for ``connect`` and ``send``, from the next one on; None for no limit.
-
-        Raises:
-            ValueError: if assigned: neither a number above 0 nor None.
-        """
+        """Seconds for ``connect`` and ``send``, from the next one on: a number above 0, or None for no limit."""
         return self._timeout
 
     @timeout.setter
@@ -629,60 +493,36 @@ class WeightSyncScheme(ABC):
     @property
     def worker_idx(self) -> int | None:
         """This worker's index; None on the sender."""
-        role = self._role
-        if not isinstance(role, ReceiverRole):
-            return None
-        index = role.receiver.worker_idx
-        return index if index >= 0 else role.worker_idx
+        return self._role.worker_idx
 
     @property
     def num_workers(self) -> int:
         """The number of workers; 0 before init."""
-        role = self._role
-        return role.sender.num_workers if isinstance(role, SenderRole) else 0
+        return self._role.num_workers
 
     @property
     def version(self) -> int:
         """The newest version sent; on a receiver, the one that the model has. 0 before the first."""
-        role = self._role
-        if isinstance(role, SenderRole):
-            return role.sender.version
-        return role.receiver.version if role else 0
+        return self._role.version
 
     @property
     def installed_version(self) -> int:
         """The version of this process's model, 0 before the first; always 0 on a sender with workers elsewhere."""
-        role = self._role
-        if isinstance(role, SenderRole):
-            return role.in_process_receiver.version if role.in_process_receiver else 0
-        return role.receiver.version if role else 0
+        return self._role.installed_version
 
     @property
     def finished(self) -> bool:
         """On a receiver: whether the sender has shut down, so that no more weights will come; False if it died."""
-        role = self._role
-        return isinstance(role, ReceiverRole) and role.receiver.finished
+        return self._role.finished
 
     @property
     def weights(self) -> Any:
         """This end's weights, live, in the strategy's format; None if there are none yet."""
-        role = self._role
-        if isinstance(role, ReceiverRole):
-            return process_gate().call(role.receiver.weights)
-        source = role.sender.source.weights if role else None
-        if source is None:
-            return None
-        by_worker = per_worker(source)
-        if by_worker is not None:
-            return {worker: self.strategy.extract_weights(weights) for worker, weights in by_worker.items()}
-        return self.strategy.extract_weights(source)
+        return self._role.weights(self.strategy)
 
     @property
     def sender_transports(self) -> dict[int, TransportBackend]:
-        """On the sender, ``{worker_idx: transport}``; empty on a receiver.
-
-        Their calls go through this scheme (``send``, ``connect``), with its versions and acknowledgements.
-        """
+        """On the sender, ``{worker_idx: transport}``, whose calls go through this scheme; empty on a receiver."""
         role = self._role
         if not isinstance(role, SenderRole):
             return {}
@@ -703,13 +543,7 @@ class WeightSyncScheme(ABC):
     @property
     def sender(self) -> Sender:
         """The send path; used by ``wsync.synchronize`` (``transaction.py``)."""
-        return self._sender_role("sender").sender
-
-    def _sender_role(self, what: str) -> SenderRole:
-        return sender_role(self._role, what)
-
-    def _receiver_role(self, what: str) -> ReceiverRole:
-        return receiver_role(self._role, what)
+        return self._role.as_sender("sender").sender
 
     # --- the older API: see wsync.legacy ---
 
@@ -723,37 +557,31 @@ class WeightSyncScheme(ABC):
         worker_idx: int | None = None,
     ) -> None:
         """Set up and begin to connect a worker, without waiting for the sender: see ``wsync.legacy.api``."""
-        from wsync.legacy.api import init_on_worker
-
         init_on_worker(self, model_id, context, pipe=pipe, model=model, worker_idx=worker_idx)
 
     def get_sender(self) -> WeightSender:
         """Return the older API's sender; ``NotConnected`` before ``init_on_sender``."""
-        self._sender_role("get_sender")
+        self._role.as_sender("get_sender")
         return self.create_sender()
 
     def get_receiver(self) -> WeightReceiver:
         """Return the older API's receiver; ``NotConnected`` before ``init_on_worker``."""
-        self._receiver_role("get_receiver")
+        self._role.as_receiver("get_receiver")
         return self.create_receiver()
 
     def create_sender(self) -> WeightSender:
         """Return the older API's sender; may come before ``init_on_sender``."""
-        from wsync.legacy.api import WeightSender
-
         return WeightSender(self)
 
     def create_receiver(self) -> WeightReceiver:
         """Return the older API's receiver; may come before ``init_on_worker``."""
-        from wsync.legacy.api import WeightReceiver
-
         return WeightReceiver(self)
 
     # --- pickles, context manager, construction by name ---
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options and the sender's address: no weights, no model, no role."""
-        return {**self.__dict__, "_role": None, "metrics": SyncMetrics(self.name)}
+        return {**self.__dict__, "_role": Role(), "metrics": SyncMetrics(self.name)}
 
     def __enter__(self) -> Self:
         """Return the scheme; it is shut down at the end of the block."""

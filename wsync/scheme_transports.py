@@ -15,6 +15,7 @@ from wsync.gate import process_gate
 from wsync.legacy.names import weights_of
 from wsync.receiver import Receiver
 from wsync.sender import Sender
+from wsync.transport import SenderEnd
 from wsync.weights.strategy import WeightStrategy
 
 
@@ -26,7 +27,7 @@ class ConnectWorker(Protocol):
         ...
 
 
-class SenderTransport:
+class SenderTransport(SenderEnd):
     """The sender's way to some workers (a ``TransportBackend``).
 
     Args:
@@ -71,22 +72,6 @@ class SenderTransport:
         """Connect to all workers of the scheme, unless that has been done."""
         if not self._sender.connected:
             self._connect()
-
-    def receive_weights(self, timeout: float | None = None, **_: Any) -> Any | None:
-        """Refuse: this is the sender's end.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError("this is the sender's end: receive in the worker, by its scheme")
-
-    def setup_connection_and_weights_on_receiver(self, **_: Any) -> Any | None:
-        """Refuse: this is the sender's end.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError("this is the sender's end: connect in the worker, by its scheme")
 
 
 class ReceiverTransport:

@@ -12,20 +12,22 @@ A custom backend is a class with the four methods of ``TransportBackend``, and a
 Versions, acknowledgements, deadlines, deaths, restarts and all-or-nothing updates are not a transport's concern: the
 scheme handles them.
 
-``Closable`` is an optional addition to a ``TransportBackend``; a ``FlatTransport`` takes its place. The library tests
-with ``isinstance``, once per connection, which of these protocols a transport has.
+A ``TransportBackend`` with resources to release has a method ``close`` as well (``Closable``). A ``FlatTransport`` is
+used instead of a ``TransportBackend``: it is given the packed buffer, all weights in one ``uint8`` tensor. Which of
+these protocols a transport implements is tested with ``isinstance``, once per connection.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
+from wsync.gate import process_gate
 from wsync.weights.strategy import WeightStrategy
 
 
@@ -36,8 +38,8 @@ class TransportBackend(Protocol):
     Each end has an instance of its own: ``scheme.create_transport(worker_idx)`` is called once per worker on the
     sender, and once in the worker, each time the worker connects or reconnects.
 
-    A transport keeps no model and no strategy. It may also be used standalone (without a scheme): only then is
-    ``model`` given, and ``weights`` to ``setup_connection_and_weights_on_receiver``.
+    A transport keeps no model and no strategy. It may also be used standalone (without a scheme). The arguments
+    ``model``, and ``weights`` of ``setup_connection_and_weights_on_receiver``, are given in standalone use only.
     """
 
     def setup_connection_and_weights_on_sender(self) -> None:
@@ -46,7 +48,7 @@ class TransportBackend(Protocol):
         Called once per connection, in a dedicated thread of the trainer, before any ``send_weights``. May wait for the
         worker's half, which runs at the same time. If it raises anything, the worker counts as not connected:
         ``connect`` raises ``SyncTimeout``, which names the worker and this error. If it has not returned by the
-        deadline of ``connect``, or the worker goes first, ``close()`` is called, if there is one.
+        deadline of ``connect``, or the worker dies before that, ``close()`` is called, if there is one.
         """
         ...
 
@@ -79,10 +81,10 @@ class TransportBackend(Protocol):
     def send_weights(self, weights: Any) -> None:
         """Send one version to the worker.
 
-        Called once per update, by a thread in the trainer that is dedicated to this worker, one call at a time. May
-        block until the worker receives. If it has not returned by the deadline of the update, ``close()`` is called,
-        if the transport has such a method, and the worker is disconnected. What it raises is raised in the trainer as
-        ``WorkerFailed``, naming the worker.
+        Called by a thread in the trainer that is dedicated to this worker, one call at a time: once per update, except
+        for an update that is replaced by a newer one while it waits. May block until the worker receives. If it has not
+        returned by the deadline of the update, ``close()`` is called, if the transport has such a method, and the
+        worker is disconnected. What it raises is raised in the trainer as ``WorkerFailed``, naming the worker.
 
         Args:
             weights: in the scheme's format (``strategy``): its leaves are views of the packed buffer, which stays
@@ -104,9 +106,9 @@ class TransportBackend(Protocol):
         Under a scheme it is called when the sender has announced an update, while ``send_weights`` runs or after it has
         returned, by the thread that reads the sender's messages: the receiver thread or, for the first weights, the
         thread in ``connect``. While it waits, that thread serves no other model of the process. If it returned None, or
-        another version (detected by the checksum), it is called again when ``send_weights`` has returned: up to eight
-        times while another version arrives; None is then an error. What it raises is raised in the trainer as
-        ``WorkerFailed``.
+        another version (detected by the checksum), it is called again after ``send_weights`` has returned, up to eight
+        times, until the announced version arrives; after ``send_weights`` has returned, None is an error. What it
+        raises is raised in the trainer as ``WorkerFailed``.
 
         Args:
             timeout: seconds; None for no limit.
@@ -125,14 +127,14 @@ class Closable(Protocol):
     def close(self) -> None:
         """Release the resources, and make a call that blocks in another thread return or raise.
 
-        Called when the worker has gone, at a deadline, at shutdown, and after a set-up that failed. May be called by
-        another thread than the one inside ``send_weights``, and more than once.
+        Called when the worker has gone, at a deadline, at shutdown, and after a set-up that failed. May be called while
+        another thread is inside one of the other methods, and more than once.
         """
         ...
 
 
 class Transfer(Protocol):
-    """An asynchronous transfer in progress (``torch.distributed.Work``)."""
+    """The handle of an asynchronous transfer that is in progress (``torch.distributed.Work``)."""
 
     def wait(self, timeout: timedelta = ...) -> bool:
         """Return when the transfer is complete; raises RuntimeError if it failed, or at the timeout."""
@@ -141,7 +143,7 @@ class Transfer(Protocol):
 
 @runtime_checkable
 class FlatTransport(Protocol):
-    """A transport that moves the packed buffer as one asynchronous message.
+    """A transport that moves the packed (flat) buffer as one asynchronous message, such as a process group.
 
     It needs no methods of ``TransportBackend``, except for standalone use (without a scheme).
 
@@ -159,7 +161,8 @@ class FlatTransport(Protocol):
         Called once per connection, in a dedicated thread of the trainer and in one of the worker.
 
         Args:
-            store: of these two processes only, open; its messages go over their authenticated connection.
+            store: a store that only these two processes use, for as long as this call runs. Its messages go over their
+                authenticated control connection.
             rank: 0 on the sender, 1 in the worker.
             generation: 1 for the first worker at this index, +1 per replacement (or reconnection).
             host: the address of this end by which the other end reaches it.
@@ -173,15 +176,15 @@ class FlatTransport(Protocol):
     def begin_send(self, flat: Tensor, transfers: list[Transfer]) -> None:
         """Begin to send, and append the transfer to ``transfers``.
 
-        Called under the channel's lock (one call at a time), by the thread that called the scheme or, for an update
-        that had to wait for the worker, by the send-loop thread.
+        One call at a time, by the thread that called the scheme or, for an update that had to wait for the worker, by
+        the background thread that sends such updates.
 
         Args:
             flat: ``uint8[nbytes]``; unchanged until the worker has answered.
-            transfers: an empty list. The transfer counts as begun if and only if the list is filled: if a signal
-                handler raises while it is empty, ``begin_send`` is called again. So no Python code may run between
-                sending and appending. For one send: ``transfers.extend(map(group.send, [[flat]], [rank], [tag]))``,
-                which runs in one C call: signal handlers run before or after it.
+            transfers: an empty list. The transfer counts as begun once it is in the list. A signal handler (Ctrl-C) may
+                raise between two lines of Python; ``begin_send`` is then called again if the list is empty. So sending
+                and appending must be one call into C, which no signal handler interrupts:
+                ``transfers.extend(map(group.send, [[flat]], [rank], [tag]))``.
 
         Raises:
             RuntimeError: the connection has broken: the scheme then treats the worker as dead.
@@ -208,6 +211,46 @@ class FlatTransport(Protocol):
             If True, the peer may still read or write the buffer, so the caller must never reuse it.
         """
         ...
+
+
+class SenderEnd:
+    """The methods of a ``TransportBackend`` that has no receiving half.
+
+    Attributes:
+        receiving_end: where that is, for the error.
+    """
+
+    receiving_end = "in the worker, by its scheme"
+
+    def receive_weights(self, timeout: float | None = None, **_: Any) -> NoReturn:
+        """Refuse: this is the sender's end.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(f"this is the sender's end: receive {self.receiving_end}")
+
+    def setup_connection_and_weights_on_receiver(self, **_: Any) -> NoReturn:
+        """Refuse: this is the sender's end.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(f"this is the sender's end: connect {self.receiving_end}")
+
+
+def apply_received(received: Any, weights: Any, model: nn.Module | None, strategy: WeightStrategy | None) -> Any:
+    """Apply received weights to ``weights`` and ``model``, if given, inside the gate; the end of ``receive_weights``.
+
+    Returns:
+        The received weights, in the format of ``strategy``; None: a TensorDict.
+    """
+    chosen = strategy or WeightStrategy()
+    with process_gate().hold():
+        for destination in (weights, model):
+            if destination is not None:
+                chosen.apply_weights(destination, received)
+    return chosen.extract_weights(received)
 
 
 TransportFactory = Callable[[int], TransportBackend | FlatTransport]

@@ -56,7 +56,8 @@ def make_side(case: Case, trainer: int, log: Path) -> AbstractContextManager[Sid
 
 @contextmanager
 def _send_side(case: Case, trainer: int) -> Iterator[Standalone]:
-    scheme, model = _SCHEMES[case.backend](), RevealingModel(case.mib, case.tensors, 0.0)
+    scheme: Any = _SCHEMES[case.backend]()
+    model = RevealingModel(case.mib, case.tensors, 0.0)
     first: Any = TensorDict.from_module(copy.deepcopy(model))
     scheme.init_on_sender(
         model_id="policy",
@@ -127,8 +128,8 @@ def _remote(backend: str, stack: ExitStack) -> Callable[..., Any]:
     """Return one of its collectors for remote workers; ``stack`` ends the cluster that it needs."""
     from torchrl.collectors import distributed  # pyright: ignore[reportMissingImports]
 
-    if backend == "distributed":
-        return functools.partial(distributed.DistributedCollector, launcher="mp", tcp_port=free_port())
+    if backend == "distributed":  # the port: annotated as a number, used as a string
+        return functools.partial(distributed.DistributedCollector, launcher="mp", tcp_port=free_port())  # pyright: ignore
     if backend == "rpc":
         os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
         return functools.partial(distributed.RPCCollector, launcher="mp", tcp_port=free_port())

@@ -28,7 +28,7 @@ def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     with subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *QUICK, f"hydra.run.dir={folder}", *overrides],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
     ) as process:  # fmt: skip
         told, complaint = process.communicate(timeout=100)
     assert left_of(process.pid) == []

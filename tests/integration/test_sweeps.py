@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,6 @@ def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(ROOT / "train.py"), *SHORT, *overrides],
         capture_output=True, text=True, timeout=110, cwd=folder, check=False,
-        env={**os.environ, "PYTHONWARNINGS": "ignore"},
     )  # fmt: skip
 
 
@@ -34,6 +32,12 @@ def test_the_objective_is_an_entry_of_the_summary() -> None:
         objective_of(summary, "frame")
     with pytest.raises(TypeError, match="not a number"):
         objective_of(summary, "env")
+
+
+def test_a_run_in_its_default_folder_prints_no_warning(tmp_path: Path) -> None:
+    done = run(tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(list(tmp_path.glob("outputs/*/*/summary.json"))) == 1
 
 
 def test_a_used_folder_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def command(folder: Path, *overrides: str) -> list[str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONWARNINGS": "ignore", **more}
+    return {**os.environ, **more}
 
 
 def run(folder: Path, *overrides: str, **more: str) -> subprocess.CompletedProcess[str]:

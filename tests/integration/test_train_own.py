@@ -19,7 +19,7 @@ def train(folder: Path, *arguments: str) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "train.py"), *arguments],
         capture_output=True, text=True, timeout=110, stdin=subprocess.DEVNULL, cwd=folder, check=False,
-        env={**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 

@@ -25,7 +25,7 @@ def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(ROOT / "train.py"), *arguments, *QUICK],
         capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL, cwd=folder, check=False,
-        env={**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = {
     "mine": "_target_: file_backend.FileScheme\nfolder: x\n",
     "open": "_target_: file_backend.open_scheme\nfolder: x\n",
+    "passing": "_target_: file_backend.PassingScheme\nfolder: x\n",
     "incomplete": "_target_: file_backend.FileScheme\n",
     "slip": "_target_: file_backend.FileScheme\nfolder: x\ntimout: 3\n",
     "absent": "_target_: no_such_module.FileScheme\n",
@@ -58,7 +59,13 @@ def test_a_yaml_file_has_the_options_of_its_scheme_and_the_collector_that_it_nam
     assert instantiate(composed(folder, "weight_sync=mine", "weight_sync.timeout=5").weight_sync).timeout == 5
 
 
-def test_a_scheme_that_accepts_any_option_may_be_given_any(folder: Path) -> None:
+def test_options_that_a_scheme_passes_on_are_those_of_its_base_class(folder: Path) -> None:
+    cfg = composed(folder, "weight_sync=passing", "timeout=7", "weight_sync.depth=2").weight_sync
+    assert dict(cfg) == {"_target_": "file_backend.PassingScheme", "folder": "x", "depth": 2, "timeout": 7}
+    assert instantiate(cfg).timeout == 7
+
+
+def test_a_function_that_accepts_any_option_may_be_given_any(folder: Path) -> None:
     assert instantiate(composed(folder, "weight_sync=open", "+weight_sync.timeout=5").weight_sync).timeout == 5
 
 
@@ -83,6 +90,7 @@ def test_a_registered_backend_needs_no_yaml_file(folder: Path, monkeypatch: pyte
     ("overrides", "said"),
     [
         ("weight_sync=mine weight_sync.timout=3", "no setting is called 'weight_sync.timout'; did you mean "),
+        ("weight_sync=passing weight_sync.timout=3", "weight_sync=passing has: depth, folder, timeout"),
         ("weight_sync=mine weight_sync.timeout=soon", "weight_sync.timeout=soon: Value 'soon'"),
         ("weight_sync=mine collector=ray", "collector=ray cannot carry FileScheme: choose collector=multi_async, "),
         ("weight_sync=slip", "weight_sync/slip.yaml: no setting is called 'weight_sync.timout'; did you mean "),
@@ -93,7 +101,8 @@ def test_a_registered_backend_needs_no_yaml_file(folder: Path, monkeypatch: pyte
         ("weight_sync=mnie", "weight_sync=mnie: there is no such option; did you mean 'mine'?; there are: absent, "),
     ],
 )
-def test_an_error_is_one_line(folder: Path, overrides: str, said: str) -> None:
+def test_an_error_is_one_line(folder: Path, overrides: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", *overrides.split()])
     with pytest.raises((HydraException, OmegaConfBaseException, YAMLError, ConfigError)) as caught:
         cfg = composed(folder, *overrides.split())
         config = OmegaConf.to_object(cfg)

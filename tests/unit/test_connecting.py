@@ -3,61 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted import Script, Scripted
 from torch import nn
 
 import wsync
-from wsync.backends.none import NoTransport
-from wsync.control import Connection, Kind, Listener, Message, connect
+from wsync.control import Connection, Kind, Message
 from wsync.control.handshake import SenderSettings
-from wsync.deadlines import deadline_in, wait_readable
 from wsync.receiving.joining import BackgroundConnect
-from wsync.rendezvous import SocketRendezvous
 from wsync.weights.layout import Layout
 from wsync.weights.snapshot import snapshot
 
-Script = Callable[[Connection], object]
 NO_MEMORY = (os.getpid(), 0, 0, "no arena")
 SETTINGS = SenderSettings(Layout.of(snapshot(nn.Linear(2, 2))), None)
-
-
-class ScriptedRendezvous(SocketRendezvous):
-    """The sender accepts a connection as soon as the worker makes it, and follows the script."""
-
-    def __init__(self, script: Script) -> None:
-        super().__init__()
-        self._script = script
-        self._listener = Listener()
-
-    def can_look_up(self) -> bool:
-        return True
-
-    def dial(self, address: Any | None, model_id: str, worker: int, deadline: float | None) -> Connection:
-        connection = connect(self._listener.address, worker, deadline)
-        accepted = None
-        while accepted is None:
-            assert wait_readable([self._listener.fileno()], deadline_in(30.0))
-            accepted = self._listener.accept()
-        self._script(accepted[0])
-        return connection
-
-
-class Scripted(wsync.WeightSyncScheme):
-    name = "scripted"
-
-    def __init__(self, script: Script) -> None:
-        super().__init__(timeout=30.0)
-        self._rendezvous = ScriptedRendezvous(script)
-
-    def create_transport(self, worker_idx: int | None = None) -> NoTransport:
-        return NoTransport()
-
-    def create_rendezvous(self) -> ScriptedRendezvous:
-        return self._rendezvous
 
 
 def connect_by(script: Script) -> None:

@@ -73,8 +73,9 @@ def test_its_place_is_the_end_of_send_transform() -> None:
     delta = Delta()
     assert delta_of(None) is None and delta_of(Cast("bfloat16")) is None
     assert delta_of(delta) is delta and delta_of([Cast("bfloat16"), delta]) is delta
-    with pytest.raises(ValueError, match="last"):
-        delta_of([delta, Cast("bfloat16")])
+    for wrong in ([delta, Cast("bfloat16")], [delta, delta], [Delta(), delta]):
+        with pytest.raises(ValueError, match="last"):
+            delta_of(wrong)
     with pytest.raises(ValueError, match="belongs in send_transform"):
         compose([delta], "receive_transform")
     with pytest.raises(ValueError, match="levels"):

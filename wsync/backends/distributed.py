@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from wsync.legacy.names import OlderGroupTransport
+from wsync.options import SchemeOptions
 from wsync.process_group import check_backend, device_of
 from wsync.rendezvous import StoreRendezvous
 from wsync.scheme import WeightSyncScheme
-from wsync.transforms.chain import Transform
 from wsync.weights.strategy import Format
 
 
@@ -30,11 +29,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
     Args:
         backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
-        sync: whether ``send`` waits until its promise holds.
-        timeout: seconds for ``connect`` and ``send``; None for no limit.
-        strategy: the format in which weights are returned.
         host: the sender's address, by which workers reach it; loopback by default.
-        bind: whether parameters may be bound to received memory. False for workers that train.
         checksum: whether an update carries a checksum, which a worker checks before it prepares or installs it. None:
             where it crosses a network, not in shared memory.
         shared_memory: whether workers on the sender's machine take weights from its memory, in a fraction of the time.
@@ -45,8 +40,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             senders of one model. A worker takes the oldest that is still open and to which this process has not been
             connected. So a second scheme of the same name in one process gets the second sender, and a restarted
             worker gets the newest sender if the older ones have ended.
-        send_transform, receive_transform: see ``WeightSyncScheme`` and ``wsync.transforms``.
-        initiator, max_staleness: see ``WeightSyncScheme``.
+        strategy, sync, timeout, bind, options: see ``WeightSyncScheme``.
     """
 
     name = "distributed"
@@ -74,21 +68,9 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         shared_memory: bool = True,
         group: dist.ProcessGroup | None = None,
         store: Store | None = None,
-        send_transform: Transform | Sequence[Transform] | None = None,
-        receive_transform: Transform | Sequence[Transform] | None = None,
-        initiator: Literal["sender", "receiver"] = "sender",
-        max_staleness: int | None = None,
+        **options: Unpack[SchemeOptions],
     ) -> None:
-        super().__init__(
-            strategy,
-            sync,
-            timeout=timeout,
-            bind=bind,
-            send_transform=send_transform,
-            receive_transform=receive_transform,
-            initiator=initiator,
-            max_staleness=max_staleness,
-        )
+        super().__init__(strategy, sync, timeout=timeout, bind=bind, **options)
         self.backend = check_backend(backend)
         self.host = host
         self.checksum = checksum

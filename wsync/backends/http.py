@@ -6,8 +6,6 @@ import ssl
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
-from torch import nn
-
 from wsync.deadlines import deadline_in
 from wsync.engine.channel import EngineSendChannel
 from wsync.engine.client import EngineClient, checked_url
@@ -19,10 +17,10 @@ from wsync.sender import Sender
 from wsync.sending.protocols import SendChannel
 from wsync.sending.source import Source
 from wsync.transforms.chain import Transform
+from wsync.transport import SenderEnd
 from wsync.weights.packing import packed
-from wsync.weights.strategy import WeightStrategy
 
-_RECEIVER = "the receiving end over HTTP is wsync.engine_app(load=…), in the engine's process"
+_RECEIVING_END = "by wsync.engine_app(load=…), in the engine's process"
 
 
 class HTTPWeightSyncScheme(WeightSyncScheme):
@@ -121,16 +119,18 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         return {"urls": len(self.urls)}
 
     def _open_receiver(self, model_id: str) -> NoReturn:
-        raise RuntimeError(_RECEIVER)
+        raise RuntimeError(f"an engine over HTTP receives {_RECEIVING_END}")
 
 
-class HTTPTransport:
+class HTTPTransport(SenderEnd):
     """Sends weights to one engine (a ``TransportBackend``), for use without a scheme.
 
     Args:
         scheme: has the options.
         worker_idx: which of its engines.
     """
+
+    receiving_end = _RECEIVING_END
 
     def __init__(self, scheme: HTTPWeightSyncScheme, worker_idx: int) -> None:
         self._scheme = scheme
@@ -167,28 +167,6 @@ class HTTPTransport:
         (ack,) = self._channel.wait_acks([self._worker], self._version, deadline)
         if ack.error:
             raise (WorkerDied if ack.died else SyncTimeout if ack.late else WorkerFailed)(ack.error)
-
-    def setup_connection_and_weights_on_receiver(
-        self,
-        *,
-        worker_idx: int | None = None,
-        weights: Any = None,
-        model: nn.Module | None = None,
-        strategy: WeightStrategy | None = None,
-    ) -> NoReturn:
-        """Raise ``RuntimeError``: the receiving end is ``wsync.engine_app``."""
-        raise RuntimeError(_RECEIVER)
-
-    def receive_weights(
-        self,
-        timeout: float | None = None,
-        *,
-        weights: Any = None,
-        model: nn.Module | None = None,
-        strategy: WeightStrategy | None = None,
-    ) -> NoReturn:
-        """Raise ``RuntimeError``: the receiving end is ``wsync.engine_app``."""
-        raise RuntimeError(_RECEIVER)
 
     def close(self) -> None:
         """End the transport's thread."""

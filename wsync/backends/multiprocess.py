@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import queue
 import traceback
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol, Unpack
 
 from torch import nn
 
 from wsync.deadlines import as_timeout, deadline_in, remaining
 from wsync.errors import SyncTimeout, WorkerFailed
-from wsync.gate import process_gate
 from wsync.legacy.names import weights_of
 from wsync.legacy.pipes import older_transport
+from wsync.options import SchemeOptions
 from wsync.roles import SenderRole
 from wsync.scheme import WeightSyncScheme
 from wsync.scheme_transports import SenderTransport
-from wsync.transforms.chain import Transform
-from wsync.transport import TransportBackend
+from wsync.transport import TransportBackend, apply_received
 from wsync.weights.snapshot import snapshot
 from wsync.weights.strategy import Format, WeightStrategy
 
@@ -110,14 +108,9 @@ class MPTransport:
             number, received = self._weights.get(timeout=as_timeout(timeout))
         except queue.Empty:
             return None
-        chosen = strategy or WeightStrategy()
         error = ""
         try:
-            with process_gate().hold():
-                for destination in (weights, model):
-                    if destination is not None:
-                        chosen.apply_weights(destination, received)
-            return chosen.extract_weights(received)
+            return apply_received(received, weights, model, strategy)
         except Exception:  # of any model; raised again here, and sent to the sender
             error = traceback.format_exc()
             raise
@@ -146,12 +139,8 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
     """Weight synchronization by copies, for workers on the trainer's machine with memory of their own.
 
     Args:
-        strategy: the format in which weights are returned.
-        sync: whether ``send`` waits until its promise holds.
-        timeout: seconds for ``connect`` and ``send``; None for no limit.
         checksum: whether each update carries a checksum, which a worker checks before it prepares or installs it.
-        send_transform, receive_transform: see ``WeightSyncScheme`` and ``wsync.transforms``.
-        initiator, max_staleness: see ``WeightSyncScheme``.
+        strategy, sync, timeout, options: see ``WeightSyncScheme``.
     """
 
     name = "multiprocess"
@@ -165,21 +154,9 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         *,
         timeout: float | None = 60.0,
         checksum: bool = False,
-        send_transform: Transform | Sequence[Transform] | None = None,
-        receive_transform: Transform | Sequence[Transform] | None = None,
-        initiator: Literal["sender", "receiver"] = "sender",
-        max_staleness: int | None = None,
+        **options: Unpack[SchemeOptions],
     ) -> None:
-        super().__init__(
-            strategy,
-            sync,
-            timeout=timeout,
-            bind=False,
-            send_transform=send_transform,
-            receive_transform=receive_transform,
-            initiator=initiator,
-            max_staleness=max_staleness,
-        )
+        super().__init__(strategy, sync, timeout=timeout, bind=False, **options)
         self.checksum = checksum
         self._pipes: list[Any] = []  # of the older API
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import nn
 
 from wsync.control.processes import Processes
-from wsync.errors import NotConnected
 from wsync.paths import find_or_none
+from wsync.roles import Role
 from wsync.scheme import WeightSyncScheme
 from wsync.transport import TransportBackend
 from wsync.types import CollectorContext
-from wsync.weights.strategy import Format
+from wsync.weights.strategy import Format, WeightStrategy
 
 
 class NoTransport:
@@ -47,21 +47,34 @@ class NoTransport:
         """Set up nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    """What either end was initialised with.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdleRole(Role):
+    """Either end of a scheme that carries nothing.
 
     Attributes:
-        name: ``"sender"`` or ``"receiver"``; empty before init.
+        end: which one.
+        source: what ``prepare_weights`` and ``weights`` read: a model, weights or None.
+        worker_idx: the worker's index, on a receiver.
+        num_workers: the number of workers, on the sender.
     """
 
-    name: str = ""
-    model_id: str | None = None
-    context: Any = None
-    model: Any = None
-    weights: Any = None
-    worker_idx: int | None = None
-    num_workers: int = 0
+    end: Literal["sender", "receiver"]
+    source: Any = None
+    worker_idx: int | None = None  # pyright: ignore[reportIncompatibleMethodOverride]
+    num_workers: int = 0  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    @property
+    def inherited(self) -> bool:
+        """Return False: a forked child may use all that there is."""
+        return False
+
+    def initial_weights(self) -> Any:
+        """See ``Role``."""
+        return self.source
+
+    def weights(self, strategy: WeightStrategy) -> Any:
+        """See ``Role``."""
+        return None if self.source is None else strategy.extract_weights(self.source)
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
@@ -90,7 +103,6 @@ class NoWeightSyncScheme(WeightSyncScheme):
         self, strategy: Format = "tensordict", sync: bool = True, *, timeout: float | None = 60.0, bind: bool = True
     ) -> None:
         super().__init__(strategy, sync, timeout=timeout, bind=bind)
-        self._end = _End()
 
     def create_transport(self, worker_idx: Any = None) -> NoTransport:
         """Return a transport that carries nothing."""
@@ -119,7 +131,14 @@ class NoWeightSyncScheme(WeightSyncScheme):
         if model is None and context is not None:
             model = find_or_none(context, model_id)
         workers = context.remote_workers if isinstance(context, CollectorContext) else ()
-        self._end = _End("sender", model_id, context, model, weights, num_workers=num_workers or len(workers) or 1)
+        self._role = IdleRole(
+            end="sender",
+            model_id=model_id,
+            context=context,
+            model=model,
+            source=model if weights is None else weights,
+            num_workers=num_workers or len(workers) or 1,
+        )
 
     def init_on_receiver(
         self,
@@ -141,11 +160,13 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """
         if model is None and context is not None:
             model = find_or_none(context, model_id)
-        self._end = _End("receiver", model_id, context, model, worker_idx=worker_idx)
+        self._role = IdleRole(
+            end="receiver", model_id=model_id, context=context, model=model, source=model, worker_idx=worker_idx
+        )
 
     def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
         """Keep the model, for the properties and ``apply_weights``; ``source`` has no effect."""
-        self._end = _End("sender", model_id, None, model, num_workers=1)
+        self._role = IdleRole(end="sender", model_id=model_id, model=model, source=model, num_workers=1)
 
     def init_on_worker(
         self,
@@ -171,8 +192,8 @@ class NoWeightSyncScheme(WeightSyncScheme):
         self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
     ) -> None:
         """Return at once: there is nothing to connect."""
-        if worker_idx is not None and self._end.name == "receiver":
-            self._end = replace(self._end, worker_idx=worker_idx)
+        if worker_idx is not None and self._is("receiver"):
+            self._role = replace(self._role, worker_idx=worker_idx)
 
     def disconnect(self, worker_idx: int) -> None:
         """Return at once."""
@@ -194,51 +215,6 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def receive(self, timeout: float | None = None) -> None:
         """Return None at once: nothing ever arrives."""
 
-    def prepare_weights(self, weights: Any, model_id: str, strategy: Any = None, context: Any = None) -> Any:
-        """See ``WeightSyncScheme.prepare_weights``."""
-        if weights is None and context is None:
-            weights = self._end.model if self._end.weights is None else self._end.weights
-            if weights is None:
-                raise NotConnected(f"there are no weights of '{model_id}' to prepare: give weights or a context")
-        return super().prepare_weights(weights, model_id, strategy, context)
-
-    def shutdown(self) -> None:
-        """Forget the model. Idempotent."""
-        self._end = _End()
-
-    # --- what can be asked of a scheme ---
-
-    @property
-    def context(self) -> Any:
-        """See ``WeightSyncScheme``."""
-        return self._end.context
-
-    @property
-    def model(self) -> Any:
-        """See ``WeightSyncScheme``."""
-        return self._end.model
-
-    @property
-    def model_id(self) -> str | None:
-        """See ``WeightSyncScheme``."""
-        return self._end.model_id
-
-    @property
-    def worker_idx(self) -> int | None:
-        """See ``WeightSyncScheme``."""
-        return self._end.worker_idx
-
-    @property
-    def num_workers(self) -> int:
-        """See ``WeightSyncScheme``."""
-        return self._end.num_workers
-
-    @property
-    def weights(self) -> Any:
-        """See ``WeightSyncScheme``."""
-        source = self._end.model if self._end.weights is None else self._end.weights
-        return None if source is None else self.strategy.extract_weights(source)
-
     @property
     def sender_transports(self) -> dict[int, TransportBackend]:
         """See ``WeightSyncScheme``: transports that carry nothing."""
@@ -247,13 +223,12 @@ class NoWeightSyncScheme(WeightSyncScheme):
     @property
     def shared_transport(self) -> TransportBackend | None:
         """See ``WeightSyncScheme``: one that carries nothing."""
-        return NoTransport() if self._end.name == "sender" else None
+        return NoTransport() if self._is("sender") else None
 
     @property
     def receiver_transport(self) -> TransportBackend | None:
         """See ``WeightSyncScheme``: one that carries nothing."""
-        return NoTransport() if self._end.name == "receiver" else None
+        return NoTransport() if self._is("receiver") else None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the options; models stay in this process."""
-        return {**super().__getstate__(), "_end": _End()}
+    def _is(self, end: str) -> bool:
+        return isinstance(self._role, IdleRole) and self._role.end == end

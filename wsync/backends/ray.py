@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Unpack, runtime_checkable
 
 import torch
 
 from wsync.control.processes import Processes
 from wsync.errors import NotConnected, WeightSyncError, missing_extra
 from wsync.legacy.names import OlderGroupTransport
+from wsync.options import SchemeOptions
 from wsync.process_group import check_backend, device_of
 from wsync.rendezvous import SocketRendezvous
-from wsync.roles import SenderRole, require_own, single_count
+from wsync.roles import SenderRole
 from wsync.scheme import WeightSyncScheme
-from wsync.transforms.chain import Transform
+from wsync.sending.counting import single_count
 from wsync.weights.strategy import Format
 
 if TYPE_CHECKING:  # Ray is imported when a scheme is initialised on a sender: most programs do without
@@ -73,21 +74,12 @@ class RayWeightSyncScheme(WeightSyncScheme):
     ``connect`` on the scheme that it was sent.
 
     Args:
-        strategy: the format in which weights are returned.
-        backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
-        sync: whether ``send`` waits until its promise holds.
-        timeout: seconds for ``connect`` and ``send``; None for no limit.
+        backend, checksum, shared_memory: see ``DistributedWeightSyncScheme``.
         host: the sender's address, by which actors reach it; loopback by default. ``"node"`` is this node's address in
             the Ray cluster.
-        bind: whether parameters may be bound to received memory. False for actors that train.
-        checksum: whether an update carries a checksum, which an actor checks before it prepares or installs it. None:
-            where it crosses a network, not in shared memory.
-        shared_memory: whether actors on the sender's machine take weights from its memory, in a fraction of the time.
-            False sends to all by gloo, as over a network; nccl always does.
         transport: ``"group"``: shared memory on the sender's machine, a process group for each actor elsewhere.
             ``"object_store"``: Ray's object store, one ``ray.put`` for each update: for many actors on many nodes.
-        send_transform, receive_transform: see ``WeightSyncScheme`` and ``wsync.transforms``.
-        initiator, max_staleness: see ``WeightSyncScheme``.
+        strategy, sync, timeout, bind, options: see ``WeightSyncScheme``.
 
     Raises:
         ValueError: an unknown backend or transport; or ``"nccl"`` with the object store, which has no GPU memory.
@@ -109,21 +101,9 @@ class RayWeightSyncScheme(WeightSyncScheme):
         checksum: bool | None = None,
         shared_memory: bool = True,
         transport: Literal["group", "object_store"] = "group",
-        send_transform: Transform | Sequence[Transform] | None = None,
-        receive_transform: Transform | Sequence[Transform] | None = None,
-        initiator: Literal["sender", "receiver"] = "sender",
-        max_staleness: int | None = None,
+        **options: Unpack[SchemeOptions],
     ) -> None:
-        super().__init__(
-            strategy,
-            sync,
-            timeout=timeout,
-            bind=bind,
-            send_transform=send_transform,
-            receive_transform=receive_transform,
-            initiator=initiator,
-            max_staleness=max_staleness,
-        )
+        super().__init__(strategy, sync, timeout=timeout, bind=bind, **options)
         self.backend = check_backend(backend)
         self.host = host
         self.checksum = checksum
@@ -215,7 +195,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
             Exception: else as there.
         """
         role = self._role
-        require_own(role)
+        role.require_own()
         if self._actors is None or not isinstance(role, SenderRole):
             super().connect(worker_idx=worker_idx, weights=weights, processes=processes)
             return
@@ -239,7 +219,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         if self._actors is None:
             super().readmit(worker_idx, sentinel, timeout)
             return
-        self._sender_role("readmit")
+        self._role.as_sender("readmit")
         with self._joining(self._actors, [worker_idx], rejoin=True) as sentinels:
             super().readmit(worker_idx, sentinels[worker_idx], timeout)
 
@@ -264,7 +244,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
     def shutdown(self) -> None:
         """Release everything, also in the actors that the sender had join."""
         actors, self._actors = self._actors, None
-        forked = self._role is not None and self._role.inherited
+        forked = self._role.inherited
         if forked:  # the actors are the parent's
             actors = None
         key = _key(self) if actors is not None and self._address is not None else ""

@@ -7,9 +7,8 @@ own.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Unpack
 
 import torch
 
@@ -21,9 +20,9 @@ from wsync.control.interfaces import ConnectionSource
 from wsync.control.processes import Processes
 from wsync.errors import NotConnected
 from wsync.legacy.names import OlderGroupTransport
+from wsync.options import SchemeOptions
 from wsync.process_group import check_backend, device_of
 from wsync.scheme import WeightSyncScheme
-from wsync.transforms.chain import Transform
 from wsync.weights.strategy import Format
 
 
@@ -106,19 +105,10 @@ class RPCWeightSyncScheme(WeightSyncScheme):
     ``init_rpc`` has been called in all of them. The first weights are delivered by the first ``send``.
 
     Args:
-        strategy: the format in which weights are returned.
-        backend: what carries the weights, ``"gloo"``, or ``"nccl"`` for weights on GPUs.
-        sync: whether ``send`` waits until its promise holds.
-        timeout: seconds for ``connect`` and ``send``; None for no limit.
+        backend, checksum, shared_memory: see ``DistributedWeightSyncScheme``.
         host: the sender's address for process groups; loopback by default.
-        bind: whether parameters may be bound to received memory. False for workers that train.
-        checksum: whether an update carries a checksum, which a worker checks before it prepares or installs it. None:
-            where it crosses a network, not in shared memory.
-        shared_memory: whether workers on the sender's machine take weights from its memory, in a fraction of the time.
-            False sends to all by gloo, as over a network; nccl always does.
         trainer: the sender's name in RPC.
-        send_transform, receive_transform: see ``WeightSyncScheme`` and ``wsync.transforms``.
-        initiator, max_staleness: see ``WeightSyncScheme``.
+        strategy, sync, timeout, bind, options: see ``WeightSyncScheme``.
     """
 
     name = "rpc"
@@ -138,21 +128,9 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         checksum: bool | None = None,
         shared_memory: bool = True,
         trainer: str = "trainer",
-        send_transform: Transform | Sequence[Transform] | None = None,
-        receive_transform: Transform | Sequence[Transform] | None = None,
-        initiator: Literal["sender", "receiver"] = "sender",
-        max_staleness: int | None = None,
+        **options: Unpack[SchemeOptions],
     ) -> None:
-        super().__init__(
-            strategy,
-            sync,
-            timeout=timeout,
-            bind=bind,
-            send_transform=send_transform,
-            receive_transform=receive_transform,
-            initiator=initiator,
-            max_staleness=max_staleness,
-        )
+        super().__init__(strategy, sync, timeout=timeout, bind=bind, **options)
         self.backend = check_backend(backend)
         self.host = host
         self.checksum = checksum
@@ -183,6 +161,6 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         Raises:
             NotConnected: RPC is not initialised here, or the trainer has another name there than ``trainer``.
         """
-        if self._role is not None:
+        if self.model_id is not None:
             own_name()
         super().connect(worker_idx=worker_idx, weights=weights, processes=processes)

@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed import rpc
 
 from wsync.backends.rpc_calls import ConnectionId, Inbox, decode, sender_endpoints, serve_message
-from wsync.control.connection import Connection
+from wsync.control.interfaces import Connection
 from wsync.control.liveness import PeerProcess
 from wsync.control.messages import Kind, Message
 from wsync.control.receiver_thread import MessageHandler

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, Protocol, Unpack, runtime_checkable
 
 from tensordict import TensorDict, TensorDictBase
 
 from wsync.backends.shared_mem_transport import SharedMemTransport
 from wsync.errors import NotConnected
 from wsync.legacy.pipes import older_transport
+from wsync.options import SchemeOptions
 from wsync.roles import SenderRole
 from wsync.scheme import WeightSyncScheme
 from wsync.scheme_transports import SenderTransport
 from wsync.sender import Sender
 from wsync.sending.channel import WorkerChannel
 from wsync.sending.source import DeviceMap, Source
-from wsync.transforms.chain import Transform, compose
+from wsync.transforms.chain import compose
 from wsync.transport import TransportBackend
 from wsync.weights.snapshot import Snapshot, snapshot
 from wsync.weights.strategy import Format
@@ -32,7 +33,9 @@ class SharedMemSenderTransport(SenderTransport, SharedMemTransport):
         model_id: the scheme's.
     """
 
-    def __init__(self, sender: Sender, channel: WorkerChannel, connect: Callable[[], None], model_id: str) -> None:
+    def __init__(
+        self, sender: Sender, channel: WorkerChannel, connect: Callable[[], None], model_id: str | None
+    ) -> None:
         SenderTransport.__init__(self, sender, connect, None, model_id)
         self._channel = channel
 
@@ -84,24 +87,19 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
 
     Args:
         policy_weights: ``{model_id: TensorDict}`` of buffers that are registered from the start.
-        strategy: the format in which weights are returned.
         auto_register: whether the first weights that are sent define the shared buffers. Otherwise
             ``register_shared_weights`` has to be called before ``init_on_sender``: without it, ``connect`` (if the
             sender was given a model or weights) and ``send`` raise ``NotConnected``.
-        sync: whether ``send`` waits until its promise holds.
         per_worker_weights: whether each worker has slots of its own; for workers that are given different weights.
-        timeout: seconds for ``connect`` and ``send``; None for no limit.
         acknowledge: when a ``send`` is finished: ``"installed"``, when every worker has acknowledged that its model has
             the weights; ``"published"``, when every forward that starts from then on will use them, which needs no
             acknowledgement: a worker installs them on its way into a forward, or while it waits in ``receive``. Not for
             workers that pass updates on to workers of their own.
-        bind: whether parameters may be bound to the shared memory. False for workers that train.
         checksum: whether each update carries a checksum, which a worker checks before it prepares or installs it, on
             its way into a forward. With ``"published"`` a corrupt one leaves the model as it was, and the error is
             raised by the next ``send``. Each worker then keeps the slot that its model is bound to, so there may be one
             more slot for each worker that has not installed the newest version.
-        send_transform, receive_transform: see ``WeightSyncScheme`` and ``wsync.transforms``.
-        initiator, max_staleness: see ``WeightSyncScheme``.
+        strategy, sync, timeout, bind, options: see ``WeightSyncScheme``.
     """
 
     name = "shared_mem"
@@ -121,26 +119,14 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         acknowledge: Literal["installed", "published"] = "installed",
         bind: bool = True,
         checksum: bool = False,
-        send_transform: Transform | Sequence[Transform] | None = None,
-        receive_transform: Transform | Sequence[Transform] | None = None,
-        initiator: Literal["sender", "receiver"] = "sender",
-        max_staleness: int | None = None,
+        **options: Unpack[SchemeOptions],
     ) -> None:
         if acknowledge not in ("installed", "published"):
             raise ValueError(f"acknowledge is 'installed' or 'published', not {acknowledge!r}")
-        super().__init__(
-            strategy,
-            sync,
-            timeout=timeout,
-            bind=bind,
-            send_transform=send_transform,
-            receive_transform=receive_transform,
-            initiator=initiator,
-            max_staleness=max_staleness,
-        )
+        super().__init__(strategy, sync, timeout=timeout, bind=bind, **options)
         self.auto_register = auto_register
         self.per_worker_weights = per_worker_weights
-        if initiator == "receiver" and policy_weights:
+        if self.initiator == "receiver" and policy_weights:
             raise ValueError("policy_weights are shared with workers at once: leave them out with initiator='receiver'")
         self.acknowledge = acknowledge
         self.checksum = checksum
@@ -166,7 +152,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             raise TypeError(f"shared weights are a TensorDict, not a {type(weights).__name__}")
         if model_id in self._registered:
             raise RuntimeError(f"'{model_id}' has its buffers already: register them once")
-        if self._role is not None:
+        if self.model_id is not None:
             raise RuntimeError(f"this scheme is initialised already: register '{model_id}' before init_on_sender()")
         self._registered[model_id] = weights
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected
-from wsync.gate import process_gate
 from wsync.legacy.names import weights_of
+from wsync.transport import apply_received
 from wsync.weights.strategy import WeightStrategy
 
 
@@ -71,17 +71,13 @@ class SharedMemTransport:
         strategy: WeightStrategy | None = None,
     ) -> Any | None:
         """Wait for the next version; return a copy, applied to ``weights`` and ``model`` if given."""
-        chosen, deadline = strategy or WeightStrategy(), deadline_in(timeout)
+        deadline = deadline_in(timeout)
         with self._changed:
             if not self._changed.wait_for(lambda: self._counter.value > self._seen, remaining(deadline)):
                 return None
             self._seen = self._counter.value
             received = self._buffers().clone()
-        with process_gate().hold():
-            for destination in (weights, model):
-                if destination is not None:
-                    chosen.apply_weights(destination, received)
-        return chosen.extract_weights(received)
+        return apply_received(received, weights, model, strategy)
 
     def _buffers(self) -> TensorDictBase:
         if self._weights is None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Unpack
 
 from torch import Tensor, nn
 
 from wsync.deadlines import deadline_in
 from wsync.errors import SyncTimeout, WeightSyncError
-from wsync.gate import process_gate
+from wsync.options import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.sender import Sender
 from wsync.sending.protocols import SendChannel
@@ -18,8 +18,9 @@ from wsync.sending.source import DeviceMap, Part, Source, per_worker
 from wsync.store.receiving import StoreReceiveChannel
 from wsync.store.sending import ONE_VERSION, StoreSendChannel, publish
 from wsync.store.versions import VersionStore
-from wsync.transforms.chain import Transform, compose
+from wsync.transforms.chain import compose
 from wsync.transforms.delta import delta_of
+from wsync.transport import apply_received
 from wsync.weights.layout import Layout
 from wsync.weights.packing import packed
 from wsync.weights.strategy import Format, WeightStrategy
@@ -41,9 +42,8 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         bind: whether a worker's model may be bound to the memory that a version was read into.
         keep: how many versions are kept.
         durable: whether each version is flushed to the disk (local file systems).
-        initiator: ``"sender"``: workers install versions as they appear; ``"receiver"``: only when they ``pull``.
-        max_staleness: see ``WeightSyncScheme``; of the versions that a worker has noticed.
-        send_transform, receive_transform: see ``WeightSyncScheme`` and ``wsync.transforms``.
+        options: see ``WeightSyncScheme``. With ``initiator="sender"`` workers install versions as they appear, with
+            ``"receiver"`` only when they ``pull``; ``max_staleness`` is of the versions that a worker has noticed.
 
     Raises:
         ValueError: ``keep`` is below 1; or see ``WeightSyncScheme``.
@@ -61,22 +61,11 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         bind: bool = True,
         keep: int = 3,
         durable: bool = True,
-        initiator: Literal["sender", "receiver"] = "sender",
-        max_staleness: int | None = None,
-        send_transform: Transform | Sequence[Transform] | None = None,
-        receive_transform: Transform | Sequence[Transform] | None = None,
+        **options: Unpack[SchemeOptions],
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep is at least 1, not {keep}")
-        super().__init__(
-            strategy,
-            timeout=timeout,
-            bind=bind,
-            send_transform=send_transform,
-            receive_transform=receive_transform,
-            initiator=initiator,
-            max_staleness=max_staleness,
-        )
+        super().__init__(strategy, True, timeout=timeout, bind=bind, **options)
         self.url = url
         self.keep = keep
         self.durable = durable
@@ -202,8 +191,4 @@ class StoreTransport:
         if update.damage:
             raise WeightSyncError(update.damage)
         self._version = update.version
-        chosen, received = strategy or WeightStrategy(), dict(zip(layout.names, update.views, strict=True))
-        for destination in (weights, model):
-            if destination is not None:
-                process_gate().call(chosen.apply_weights, destination, received)
-        return chosen.extract_weights(received)
+        return apply_received(dict(zip(layout.names, update.views, strict=True)), weights, model, strategy)

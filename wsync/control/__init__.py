@@ -10,8 +10,11 @@ Public: collectors use it too, for connections of their own.
 - ``PeerProcess``: a descriptor that is readable once a process on this machine has exited.
 """
 
-from wsync.control.connection import Connection, SocketConnection
-from wsync.control.listener import Address, Listener, connect, listen_on
+from wsync.control.address import Address
+from wsync.control.connection import SocketConnection
+from wsync.control.dialing import connect
+from wsync.control.interfaces import Connection
+from wsync.control.listener import Listener, listen_on
 from wsync.control.liveness import PeerProcess, own_identity
 from wsync.control.messages import Kind, Message
 from wsync.control.sealing import seal, unseal

@@ -1,11 +1,92 @@
-"""What ``WorkerConnections`` is given: a source of connections, and callbacks for what happens on them."""
+"""The interfaces of this folder: a connection; and what ``WorkerConnections`` is given, its source and callbacks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
-from wsync.control.connection import Connection
 from wsync.control.messages import Message
+from wsync.control.receiver_thread import MessageHandler
+
+
+class Connection(Protocol):
+    """One side of the connection between a sender and one worker.
+
+    Any thread may call ``send`` and ``notify``; a lock inside keeps messages whole. One thread at a time calls
+    ``receive``: on the sender the thread that holds the channel's lock (``WorkerChannel``); in a worker the thread that
+    connects, and afterwards the receiver thread. The first message is sent by ``send``.
+    """
+
+    @property
+    def peer(self) -> str:
+        """A description of the other process, for error messages."""
+        ...
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """Descriptors that become readable when a message arrives or the peer exits; ``fileno()`` first."""
+        ...
+
+    @property
+    def socket_fd(self) -> int:
+        """The descriptor of the stream socket that carries the messages; -1 if there is no such socket."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether a background thread is sending earlier messages; ``socket_fd`` must not be written meanwhile."""
+        ...
+
+    @property
+    def local_host(self) -> str:
+        """The IP address by which the peer reaches this side; loopback for a Unix socket."""
+        ...
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when ``receive`` has something to return."""
+        ...
+
+    def send(self, message: Message) -> None:
+        """Send one message, without waiting for the peer to read it.
+
+        Raises:
+            ConnectionError: the peer has disconnected; or this is a forked child of the process that connected.
+        """
+        ...
+
+    def notify(self, message: Message) -> None:
+        """As ``send``, for a message without payload. It may be dropped if the socket is full.
+
+        That is harmless: the peer has unread messages, which wake it, and works without this one.
+        """
+        ...
+
+    def receive(self) -> Message | None:
+        """Return the next message, once ``fileno()`` is readable.
+
+        Returns:
+            None if the peer has disconnected, has sent something unreadable, or has stopped inside a message.
+
+        Raises:
+            NotConnected: the peer did not prove that it has the token.
+        """
+        ...
+
+    def attach(self, handler: MessageHandler) -> None:
+        """In a worker: from now on ``handler.on_readable()`` is called for each message, and when the peer exits."""
+        ...
+
+    def detach(self, handler: MessageHandler) -> None:
+        """Undo ``attach``. On return no call of the handler is running, unless the handler itself called ``detach``."""
+        ...
+
+    def peer_is_alive(self) -> bool:
+        """Return False if the peer is known to have exited. Polled by threads in ``WeightSyncScheme.receive``."""
+        ...
+
+    def close(self) -> None:
+        """Close this side. Idempotent."""
+        ...
 
 
 class ConnectionSource(Protocol):

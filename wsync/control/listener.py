@@ -1,4 +1,4 @@
-"""The listening socket of a sender, the connection attempts that are not authenticated yet, and ``connect``.
+"""The listening socket of a sender, and the connection attempts that are not authenticated yet.
 
 The listener never blocks on an unauthenticated connection: it reads an attempt only when data has arrived. Until its
 credentials are checked, an attempt costs one descriptor and at most a kilobyte. It is closed if its credentials are
@@ -7,7 +7,6 @@ invalid, after five seconds without any, or if it is the oldest of more than 64.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import select
@@ -18,52 +17,16 @@ import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from wsync.control.connection import STALL_TIMEOUT, SocketConnection, close_socket
-from wsync.control.credentials import CLAIM_SIZE, is_valid, new_claim, new_token, proof_for
-from wsync.control.liveness import PeerProcess, own_identity
-from wsync.control.messages import HEADER_SIZE, PROTOCOL, Kind, Message, payload_length, unpack
-from wsync.deadlines import milliseconds, remaining
-from wsync.errors import NotConnected, SyncTimeout
+from wsync.control.address import Address
+from wsync.control.connection import SocketConnection, close_socket
+from wsync.control.credentials import CLAIM_SIZE, is_valid, new_token, proof_for
+from wsync.control.liveness import own_identity, peer_of
+from wsync.control.messages import HEADER_SIZE, Kind, Message, payload_length, unpack
+from wsync.errors import NotConnected
 
 _AUTH_TIMEOUT = 5.0  # seconds in which an attempt must send its credentials
 _MAX_PENDING = 64  # unauthenticated attempts at a time
 _MAX_HELLO = 1024  # bytes, the payload
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where a sender listens, and the token that a worker must have. A pickled scheme contains it.
-
-    Attributes:
-        host: an IP address or host name; empty for a Unix socket.
-        port: its port; for a Unix socket, the abstract name.
-        token: secret, random.
-    """
-
-    host: str
-    port: int | str
-    token: bytes
-
-    @property
-    def public(self) -> bytes:
-        """The address without the token. Credentials include it, see ``credentials.py``."""
-        return f"{self.host} {self.port}".encode()
-
-    def dump(self) -> str:
-        """Return the address as JSON. It contains the token: send it only over trusted media."""
-        return json.dumps([self.host, self.port, self.token.hex()])
-
-    @classmethod
-    def load(cls, text: str | bytes) -> Address:
-        """Return the address that ``dump`` returned as ``text``; ValueError if it is not such a dump."""
-        try:
-            host, port, token = json.loads(text)
-            valid = (type(port) is int and 0 < port < 65536) if host else isinstance(port, str)
-            if not isinstance(host, str) or not valid:
-                raise ValueError("host and port are missing or invalid")
-            return cls(host, port, bytes.fromhex(token))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError("this is not the address of a sender") from error
 
 
 @dataclass(slots=True)
@@ -214,7 +177,7 @@ class Listener:
         identity, payload = rest[2 : 2 + size], rest[2 + size :]
         own = own_identity()
         proof = proof_for(claim, self.address.token, self.address.public) + struct.pack("<H", len(own)) + own
-        connection = SocketConnection(sock, _peer_of(sock, identity), proof=proof)
+        connection = SocketConnection(sock, peer_of(sock, identity), proof=proof)
         return connection, hello._replace(payload=payload)
 
     def _drop(self, fd: int) -> None:
@@ -239,72 +202,3 @@ def _close(listening: socket.socket, epoll: select.epoll, pending: dict[int, _Pe
             while True:  # refuse queued clients one by one: close() alone does not if a forked child holds the socket
                 close_socket(listening.accept()[0], opener)
     listening.close()
-
-
-def connect(address: Address, worker: int, deadline: float | None, payload: bytes = b"") -> SocketConnection:
-    """Connect to a listener and send the ``HELLO`` of worker ``worker``; does not wait for an answer.
-
-    Args:
-        address: of the listener.
-        worker: the worker's index.
-        deadline: on ``time.monotonic``'s clock; None for none.
-        payload: returned by the peer's ``accept``; up to about 800 bytes.
-
-    Raises:
-        NotConnected: no sender listens there (any more), or it cannot be reached.
-        SyncTimeout: the listener's queue of connection attempts stayed full.
-    """
-    claim = new_claim(address.token, address.public)
-    expected = proof_for(claim, address.token, address.public)
-    own = own_identity()
-    sock: socket.socket | None = None
-    try:
-        sock = _open_socket(address, deadline)
-        connection = SocketConnection(sock, _peer_of(sock, b""), expected_proof=expected)
-        hello = claim + struct.pack("<H", len(own)) + own + payload
-        connection.send(Message(Kind.HELLO, worker, PROTOCOL, hello))
-        return connection
-    except TimeoutError:
-        raise SyncTimeout(f"worker {worker}: the sender at {address.host} did not answer in time") from None
-    except BlockingIOError:
-        raise SyncTimeout(
-            f"worker {worker}: the sender accepts no connections, and its queue is full: does it call connect()?"
-        ) from None
-    except OSError as error:
-        if sock is not None:
-            sock.close()
-        where = f" at {address.host} port {address.port}" if address.host else ""
-        raise NotConnected(
-            f"worker {worker}: the sender{where} is gone, has been shut down, or cannot be reached ({error})"
-        ) from error
-
-
-def _open_socket(address: Address, deadline: float | None) -> socket.socket:
-    if address.host:
-        left = remaining(deadline)
-        return socket.create_connection((address.host, int(address.port)), None if left is None else max(left, 0.001))
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        left = milliseconds(deadline)
-        send_timeout = (0, 0) if left is None else divmod(max(1, int(left)) * 1000, 1_000_000)  # (0, 0): no limit
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", *send_timeout))
-        sock.connect(b"\0" + str(address.port).encode())
-    except BaseException:
-        sock.close()
-        raise
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, STALL_TIMEOUT)
-    return sock
-
-
-def _peer_of(sock: socket.socket, identity: bytes) -> PeerProcess:
-    """Return the peer's process; for a Unix socket, as the kernel reports it.
-
-    Raises:
-        PermissionError: the peer belongs to another user.
-    """
-    if sock.family != socket.AF_UNIX:
-        return PeerProcess(identity)
-    pid, uid, _ = struct.unpack("iii", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    if uid != os.getuid():
-        raise PermissionError("the peer process belongs to another user")
-    return PeerProcess.of_pid(pid)

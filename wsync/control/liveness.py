@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import struct
 import weakref
 from functools import cache
@@ -66,3 +67,17 @@ class PeerProcess:
             self._if_dropped.detach()
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def peer_of(sock: socket.socket, identity: bytes) -> PeerProcess:
+    """Return the peer's process; for a Unix socket, as the kernel reports it.
+
+    Raises:
+        PermissionError: the peer belongs to another user.
+    """
+    if sock.family != socket.AF_UNIX:
+        return PeerProcess(identity)
+    pid, uid, _ = struct.unpack("iii", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if uid != os.getuid():
+        raise PermissionError("the peer process belongs to another user")
+    return PeerProcess.of_pid(pid)

@@ -7,11 +7,27 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 _log = logging.getLogger(__name__)
+_here = threading.local()  # ``must_not_wait``: of this thread
+
+
+@contextmanager
+def without_waiting() -> Iterator[None]:
+    """While the block runs, this thread waits for no message, e.g. because it is the one that reads messages."""
+    before, _here.must_not_wait = must_not_wait(), True
+    try:
+        yield
+    finally:
+        _here.must_not_wait = before
+
+
+def must_not_wait() -> bool:
+    """Return whether this thread is in a block of ``without_waiting``."""
+    return getattr(_here, "must_not_wait", False)
 
 
 class MessageHandler(Protocol):
@@ -82,6 +98,7 @@ class ReceiverThread:
             with self._calling:  # wait for a running handler
                 return
 
+    @without_waiting()
     def _run(self, wake: int) -> None:
         try:
             while True:

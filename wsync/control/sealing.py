@@ -15,7 +15,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from wsync.control.listener import Address
+from wsync.control.address import Address
 from wsync.errors import NotConnected
 
 AUTHKEY = "WSYNC_AUTHKEY"

@@ -8,8 +8,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-from wsync.control.connection import Connection
-from wsync.control.interfaces import ConnectionCallbacks, ConnectionSource
+from wsync.control.interfaces import Connection, ConnectionCallbacks, ConnectionSource
 from wsync.control.messages import PROTOCOL, Kind, Message
 from wsync.deadlines import NOW, milliseconds, wait_readable
 from wsync.errors import SyncTimeout, WorkerDied
@@ -106,11 +105,10 @@ class WorkerConnections:
             if self._source.fileno() in ready:
                 missing.discard(self._accept(deadline))
                 watched = {fd: worker for fd, worker in watched.items() if worker in missing}
-            gone = {
+            gone = {  # and have sent no answer: an answer has the reason
                 worker: death.error
                 for worker, death in self._deaths.items()
-                if worker in workers
-                and worker not in {*missing, *self._connections, *self._answers}  # an answer has the reason
+                if worker in workers and worker not in {*missing, *self._connections, *self._answers}
             }
             if gone:
                 raise WorkerDied(f"worker(s) {join_indices(gone)} died after they had connected", gone)
@@ -272,9 +270,8 @@ class WorkerConnections:
         return True
 
     def _is_pidfd(self, ready: tuple[int, int]) -> bool:
-        fd, _ = ready
-        worker = self._worker_of.get(fd)
-        return worker is not None and self._connections[worker].fileno() != fd
+        worker = self._worker_of.get(ready[0])
+        return worker is not None and self._connections[worker].fileno() != ready[0]
 
     def close(self, *, finished: bool = False) -> None:
         """Close all connections, and accept no more. Idempotent.

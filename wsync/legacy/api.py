@@ -15,7 +15,7 @@ from wsync.gate import process_gate
 from wsync.legacy.pipes import read_invitation
 from wsync.paths import find_or_none
 from wsync.receiving.joining import BackgroundConnect
-from wsync.roles import ReceiverRole, SenderRole, require_own
+from wsync.roles import ReceiverRole, Role, SenderRole
 from wsync.types import ModelHolder, NumberedContext, SyncReport
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class WeightSender:
             RuntimeError: the scheme is initialised already, with the workers that it was given there.
             TypeError: neither a pipe nor such an object.
         """
-        self._scheme._require_fresh()
+        self._scheme._role.require_fresh()
         pipe = pipe_or_context.pipe if isinstance(pipe_or_context, PipeContext) else pipe_or_context
         if not isinstance(pipe, Connection):
             raise TypeError(f"worker {worker_idx} needs a pipe, or an object with one, not a {type(pipe).__name__}")
@@ -67,7 +67,7 @@ class WeightSender:
         Raises:
             ValueError: their indices are not 0, 1, … without a gap.
         """
-        if self._pipes and self._scheme._role is None:
+        if self._pipes and self._scheme.model_id is None:
             if sorted(self._pipes) != list(range(len(self._pipes))):
                 raise ValueError(f"workers are numbered from 0 without a gap, not {sorted(self._pipes)}")
             self._scheme.init_on_sender(pipes=[self._pipes[worker] for worker in sorted(self._pipes)])
@@ -143,7 +143,7 @@ class WeightReceiver:
             LayoutMismatch: they do not fit; nothing was applied.
             NotConnected: there is no model yet.
         """
-        if self._scheme._role is None and self._model is not None:
+        if self._scheme.model_id is None and self._model is not None:
             with process_gate().hold():
                 self._scheme.strategy.apply_weights(self._model, weights, inplace=inplace)
         else:
@@ -151,7 +151,7 @@ class WeightReceiver:
 
     def _begin(self, deadline: float | None) -> bool:
         """Initialise what was registered, if the sender's message is there in time; False if it is not."""
-        if self._scheme._role is not None or self._model is None or self._pipe is None:
+        if self._scheme.model_id is not None or self._model is None or self._pipe is None:
             return True
         try:
             if not wait_readable([self._pipe.fileno()], deadline):
@@ -175,7 +175,7 @@ class WeightReceiver:
         if not self._begin(deadline):
             return False
         role = self._scheme._role
-        require_own(role)
+        role.require_own()
         connecting = role.background_connect if isinstance(role, ReceiverRole) else None
         if connecting is not None and not connecting.wait(remaining(deadline)):
             return False
@@ -235,10 +235,10 @@ def init_on_worker(
         if model is None and isinstance(context, ModelHolder) and isinstance(context.model, nn.Module):
             model = context.model
     scheme.init_on_receiver(model_id, context, model=model, worker_idx=worker_idx)
-    role = scheme._receiver_role("init_on_worker")
+    role = scheme._role.as_receiver("init_on_worker")
     try:
         descriptors = role.receiver.begin_connect(worker_idx, scheme.timeout)
     except Exception:
-        scheme._role = None
+        scheme._role = Role()
         raise
     scheme._role = replace(role, background_connect=BackgroundConnect(descriptors, scheme.connect))

@@ -17,7 +17,7 @@ from wsync.deadlines import deadline_in, milliseconds, wait_readable
 from wsync.errors import NotConnected, SyncTimeout
 from wsync.legacy.names import weights_of
 from wsync.roles import ReceiverRole, SenderRole
-from wsync.transport import TransportBackend
+from wsync.transport import SenderEnd, TransportBackend
 from wsync.types import RemoteWorker
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class PipesContext(Protocol):
     pipes: Sequence[Connection]
 
 
-class PipeTransport:
+class PipeTransport(SenderEnd):
     """The sender's way to the worker at the other end of a pipe (a ``TransportBackend``).
 
     Args:
@@ -76,22 +76,6 @@ class PipeTransport:
         if not self._scheme.sender.connected:
             self._scheme.connect()
 
-    def receive_weights(self, timeout: float | None = None, **_: Any) -> Any | None:
-        """Refuse: this is the sender's end.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError("this is the sender's end: receive in the worker, by its scheme")
-
-    def setup_connection_and_weights_on_receiver(self, **_: Any) -> Any | None:
-        """Refuse: this is the sender's end.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError("this is the sender's end: connect in the worker, by its scheme")
-
 
 def older_transport(scheme: WeightSyncScheme, pipes: list[Connection], given: object) -> TransportBackend | None:
     """Return what the older API's ``create_transport(pipe_or_context)`` returned; None if it was not meant.
@@ -111,7 +95,7 @@ def older_transport(scheme: WeightSyncScheme, pipes: list[Connection], given: ob
         return scheme.sender_transports[given.worker_idx]
     if not isinstance(given, Connection):
         return scheme.shared_transport
-    if role is None and all(known is not given for known in pipes):
+    if scheme.model_id is None and all(known is not given for known in pipes):
         pipes.append(given)
     for worker, known in enumerate(pipes):
         if known is given and not isinstance(role, ReceiverRole):

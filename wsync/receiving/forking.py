@@ -6,6 +6,7 @@ import os
 from typing import Any
 from weakref import WeakSet
 
+from wsync.control.receiver_thread import without_waiting
 from wsync.gate import process_gate
 from wsync.receiving.protocols import UpdateReceiver
 
@@ -25,7 +26,8 @@ def _before_fork() -> None:
         gate_lock = process_gate().gate_lock
         gate_lock.lock.acquire()
         _locked_for_fork.append(gate_lock)
-        gate_lock.call(_own_memory)
+        with without_waiting():
+            gate_lock.call(_own_memory)
 
 
 def _after_in_parent() -> None:

@@ -3,20 +3,20 @@
 Versions are installed by ``pull``; and before a forward, if the model is more than ``max_staleness`` versions behind.
 Where versions lie in the arena, or in a store that is watched, they are there already. Others are requested from the
 sender: a thread then waits until the receiver thread has installed the version. A forward that waits has left the gate
-meanwhile, because the receiver thread needs it; afterwards the gate polls all feeds again.
+meanwhile, because the receiver thread needs it; afterwards the gate polls all feeds again. A thread that must not wait
+(``without_waiting``) leaves the model as it is.
 """
 
 from __future__ import annotations
 
 import threading
 
+from wsync.control.receiver_thread import must_not_wait
 from wsync.errors import SyncTimeout
 from wsync.gate import process_gate
 from wsync.loops.gate_lock import Feed
 from wsync.receiving.protocols import ReceiveChannel
 from wsync.receiving.versions import VersionState
-
-_here = threading.local()  # ``receiving``: this thread processes messages, and must not wait for one
 
 
 class OnRequest:
@@ -59,7 +59,7 @@ class OnRequest:
         if self._poller is None or not (self._waiting or self._is_too_old()):
             return False
         again = self._poller.poll_update()
-        if again or self._waiting or getattr(_here, "receiving", False) or not self._is_too_old():
+        if again or self._waiting or must_not_wait() or not self._is_too_old():
             return again
         return self._fetch_before_forward()
 
@@ -122,14 +122,6 @@ class OnRequest:
 
     # --- called by the receiver ---
 
-    def begin_processing(self) -> None:
-        """The calling thread processes messages from now on, until ``end_processing``."""
-        _here.receiving = True
-
-    def end_processing(self) -> None:
-        """See ``begin_processing``."""
-        _here.receiving = False
-
     def on_newest(self, version: int, number: int) -> None:
         """The sender has named its newest version, in answer to request ``number``. Called inside the gate."""
         self._answered = max(self._answered, (number, version))
@@ -141,6 +133,6 @@ class OnRequest:
         self._changed.notify_all()
 
     def on_closed(self) -> None:
-        """The sender has gone: nothing more will come. Called outside the gate."""
+        """Nothing more will come: an end has gone. Called outside the gate."""
         with self._gate_lock.lock:
             self._changed.notify_all()

@@ -134,8 +134,7 @@ class VersionState:
                 if self._changed.wait_for(lambda: self.version > self._seen or self._closed, pause) or left == 0.0:
                     return
             if not self._channel.sender_is_alive():
-                with self._guard:
-                    self._closed = True
+                self.end(finished=False)
 
     def wake_only_for_receive(self) -> None:
         """Have the sender wake this worker only while a thread waits in ``receive``.

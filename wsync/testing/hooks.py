@@ -44,7 +44,8 @@ class BackendHooks:
         """Make a scheme of the backend. The only hook that has to be overridden.
 
         Args:
-            options: ``timeout``, ``strategy`` or ``sync``, as ``WeightSyncScheme`` takes them.
+            options: of ``WeightSyncScheme``: ``timeout``, ``strategy``, ``sync``, ``initiator`` and others. Tests that
+                need one that the scheme does not take are skipped.
         """
         raise NotImplementedError
 
@@ -52,8 +53,9 @@ class BackendHooks:
         """Damage a byte of the update that was just sent, for worker 1 or for every worker.
 
         Called once, on the test's thread, while all workers are stopped: none has read the update. ``send_weights``
-        may not have returned: wait until the update is stored. Change a value of a tensor; padding of a file format
-        has no effect. The default skips the test: the backend has no means to damage an update.
+        may not have returned: wait until the update is stored, e.g. until it equals ``session.model.state_dict()``.
+        Change a value of a tensor; padding of a file format has no effect. The default skips the test: the backend has
+        no means to damage an update.
         """
         pytest.skip("this backend does not say how an update is damaged")
 

@@ -59,7 +59,7 @@ class Pull(BackendHooks):
         try:
             scheme = self.make_scheme(timeout=TIMEOUT, initiator="receiver", **options)
         except TypeError as error:
-            pytest.skip(f"the scheme has no initiator: {error}")
+            pytest.skip(f"workers do not fetch: let __init__ pass **options on to super().__init__ ({error})")
         with self.workers(2) as workers, scheme:
             model = fill(make(), 1)
             scheme.init_on_sender("policy", model=model, num_workers=2)

@@ -5,7 +5,7 @@ mostly the low ones of each number differ. So the bytes are grouped by their pla
 bytes, …) and compressed by zstd. The result of ``apply_difference`` is ``new``, bit for bit.
 
     8 bytes   the version of the base
-    1 byte    bytes in a number
+    1 byte    bytes per number: 1, 2, 4 or 8
     rest      a zstd frame of as many bytes as the packed weights have
 """
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 _HEADER = struct.Struct("<QB")
-_WORTH = 0.9  # a difference that is larger than this share of the weights is not used
+_LARGEST_SHARE = 0.9  # a difference that is larger than this share of the weights is not used
 
 
 class Delta:
@@ -34,7 +34,7 @@ class Delta:
     has no effect.
 
     Args:
-        level: of zstd: larger is smaller and slower; negative is faster.
+        level: of zstd: larger is smaller and slower, negative is faster; 0 is zstd's default, which is 3.
         threads: of zstd; 0: the calling thread compresses.
 
     Raises:
@@ -63,13 +63,13 @@ class Delta:
             base: ``uint8[nbytes]``.
             base_version: its number.
             new: ``uint8[nbytes]``, on the same device.
-            width: bytes in a number of most of the weights: 1, 2, 4 or 8 (``Layout.width``).
+            width: bytes per number, in most of the weights: 1, 2, 4 or 8 (``Layout.width``).
         """
         changed = (base.view(torch.int64) ^ new.view(torch.int64)).view(torch.uint8)
         planes: Any = changed.view(-1, width).T.contiguous().view(-1).cpu().numpy()
         compressor = _zstandard().ZstdCompressor(level=self.level, threads=self.threads)
         content = compressor.compress(planes.data)
-        if len(content) > _WORTH * new.numel():
+        if len(content) > _LARGEST_SHARE * new.numel():
             return None
         return _HEADER.pack(base_version, width) + content
 
@@ -121,13 +121,12 @@ def delta_of(transforms: Any) -> Delta | None:
     """Return the ``Delta`` in a ``send_transform``; None if there is none.
 
     Raises:
-        ValueError: something comes after it.
+        ValueError: something comes after it, itself included.
     """
     given = list(transforms) if isinstance(transforms, Sequence) else [transforms]
-    found = [one for one in given if isinstance(one, Delta)]
-    if found and given[-1] is not found[0]:
+    if any(isinstance(one, Delta) for one in given[:-1]):
         raise ValueError("Delta() is the last of send_transform, once: it encodes what the others return")
-    return found[0] if found else None
+    return next((one for one in given[-1:] if isinstance(one, Delta)), None)
 
 
 def require_zstandard() -> None:

@@ -43,12 +43,8 @@ class Rename:
         return renamed
 
 
-class Select:
-    """Keeps the weights with matching names; the receiving model keeps its own values of all others.
-
-    Args:
-        patterns: of names: see ``wsync.transforms``.
-    """
+class _ByName:
+    """A transform that keeps a part of the weights, chosen by patterns of names."""
 
     selects = True
 
@@ -56,7 +52,15 @@ class Select:
         self.patterns = patterns
 
     def __repr__(self) -> str:
-        return f"Select({', '.join(map(repr, self.patterns))})"
+        return f"{type(self).__name__}({', '.join(map(repr, self.patterns))})"
+
+
+class Select(_ByName):
+    """Keeps the weights with matching names; the receiving model keeps its own values of all others.
+
+    Args:
+        patterns: of names: see ``wsync.transforms``.
+    """
 
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights that match.
@@ -70,20 +74,12 @@ class Select:
         return kept
 
 
-class Exclude:
+class Exclude(_ByName):
     """Drops the weights with matching names; the receiving model keeps its own values of them.
 
     Args:
         patterns: of names: see ``wsync.transforms``.
     """
-
-    selects = True
-
-    def __init__(self, *patterns: str) -> None:
-        self.patterns = patterns
-
-    def __repr__(self) -> str:
-        return f"Exclude({', '.join(map(repr, self.patterns))})"
 
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights that do not match.

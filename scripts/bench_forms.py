@@ -1,0 +1,126 @@
+"""What each way to call ``send`` costs, beside ``send()`` without an argument: shared memory, two workers.
+
+The time is that of the call; what the caller takes to make the argument is shown apart. Every form is called in blocks
+of its own, the blocks in turn; and call by call in turn with the others.
+
+    python scripts/bench_forms.py                       # 64 KiB in 4 tensors
+    python scripts/bench_forms.py --mib 1 --tensors 20
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import cycle, islice
+from typing import Annotated, Any, cast
+
+import torch
+import typer
+from harness.models import RevealingModel, fill
+from harness.processes import receive_updates, worker_processes
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from tensordict import TensorDict
+
+import wsync
+
+Form = Callable[[], Any]
+Times = dict[str, list[float]]
+BLOCK = 50  # calls of one form in a row
+SETTLE = 10  # first calls of a block that do not count: there the form before is still prepared
+
+
+def parameters(model: RevealingModel) -> TensorDict:
+    """Return a new TensorDict of the model's tensors."""
+    return cast("TensorDict", TensorDict.from_module(model)).data
+
+
+def forms(model: RevealingModel) -> dict[str, Form]:
+    """Return what makes the argument of ``send``, by the text of the call."""
+    same = parameters(model)
+    return {
+        "send()": lambda: None,
+        "send(model)": lambda: model,
+        "send(td), the same": lambda: same,
+        "send(td), made anew": lambda: parameters(model),
+        "send(model.state_dict())": model.state_dict,
+    }
+
+
+def in_blocks(names: list[str], rounds: int) -> Iterator[tuple[str, bool]]:
+    """Yield a form's name and whether the call counts, ``rounds`` counted calls of each."""
+    for _ in range(max(1, rounds // BLOCK)):
+        for name in names:
+            yield from ((name, place >= SETTLE) for place in range(BLOCK + SETTLE))
+
+
+def in_turn(names: list[str], rounds: int) -> Iterator[tuple[str, bool]]:
+    """Yield the same, the forms call by call in turn."""
+    yield from ((name, True) for name in islice(cycle(names), rounds * len(names)))
+
+
+def measure(acknowledge: str, given: str, mib: float, tensors: int, rounds: int) -> dict[str, tuple[Times, Times]]:
+    """Return ``{order: (seconds of each call, seconds to make its argument)}``, by form.
+
+    Args:
+        acknowledge: of the scheme.
+        given: what the scheme is initialised with, ``"model"`` or ``"weights"``.
+        mib: of the model.
+        tensors: their number.
+        rounds: calls of each form.
+    """
+    model, scheme = RevealingModel(mib, tensors), wsync.SharedMemWeightSyncScheme(acknowledge=acknowledge)  # pyright: ignore[reportArgumentType]
+    source: dict[str, Any] = {given: model if given == "model" else parameters(model)}
+    scheme.init_on_sender("policy", num_workers=2, **source)
+    make, found = forms(model), {}
+    with worker_processes(receive_updates, 2, scheme, mib, tensors), scheme:
+        scheme.connect()
+        for order in (in_blocks, in_turn):
+            took, made = defaultdict(list), defaultdict(list)
+            for number, (name, counts) in enumerate(order(list(make), rounds)):
+                fill(model, float(number))
+                began = time.perf_counter()
+                argument = make[name]()
+                ready = time.perf_counter()
+                scheme.send(argument)
+                if counts:
+                    took[name].append(time.perf_counter() - ready)
+                    made[name].append(ready - began)
+            found[order.__name__] = took, made
+    return found
+
+
+def main(
+    mib: Annotated[float, typer.Option(help="MiB of all weights together.")] = 0.0625,
+    tensors: Annotated[int, typer.Option(min=1)] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Calls of each form.")] = 300,
+) -> None:
+    """Measure, and show a table."""
+    torch.set_num_threads(1)
+    table = Table(
+        title=f"{mib:g} MiB in {tensors} tensors to 2 workers; p50 in µs",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    for heading in ("", "call", "in blocks", "beside send()", "in turn", "to make the argument"):
+        table.add_column(heading, justify="left" if heading in ("", "call") else "right", no_wrap=True)
+    cases = [(acknowledge, given) for acknowledge in ("installed", "published") for given in ("model", "weights")]
+    for acknowledge, given in track(cases, transient=True):
+        found = measure(acknowledge, given, mib, tensors, rounds)
+        (blocks, made), (turns, _) = found["in_blocks"], found["in_turn"]
+        label, base = f"{acknowledge}, {given}=", statistics.median(blocks["send()"])
+        for name, times in blocks.items():
+            p50, turn, own = (statistics.median(one) for one in (times, turns[name], made[name]))
+            cells = (f"{p50 * 1e6:.1f}", f"{p50 / base:.2f} x", f"{turn * 1e6:.1f}", f"{own * 1e6:.1f}")
+            table.add_row(label, name, *cells)
+            label = ""
+        table.add_section()
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

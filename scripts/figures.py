@@ -1,0 +1,215 @@
+"""All figures of the performance page, by one command: ``make figures``, 20 minutes on an idle machine.
+
+Runs the benchmarks below one after the other, each as a user would, and writes their tables with the commands into
+docs/figures.md, the pictures beside it. A benchmark that fails is on the page as well, with the end of its output.
+
+    python scripts/figures.py                       # needs pip install -e '.[bench,mujoco,atari,delta]'
+    python scripts/figures.py --only forms --only start
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "figures.md"
+PACKAGES = ("torch", "tensordict", "gymnasium", "ray", "torchrl", "stable-baselines3")
+WIDTH = 150  # columns of the tables
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One section of the page.
+
+    Attributes:
+        name: for ``--only``.
+        title: the heading.
+        text: what is measured, and how to read it.
+        command: what is run.
+        folder: the option that tells it where to write files; empty if it needs none.
+        picture: the file in that folder that is shown.
+    """
+
+    name: str
+    title: str
+    text: str
+    command: str
+    folder: str = ""
+    picture: str = ""
+
+
+BENCHMARKS = (
+    Benchmark(
+        "send",
+        "A send, beside TorchRL",
+        "Two workers. Both sides are trainers with workers of their own and take turns; every value is checked after "
+        "every round. *copy* is the ratio to a plain copy of the same bytes, in the same process and in turn. "
+        "TorchRL's other schemes work inside its collectors only: see the next table.",
+        "scripts/bench_sync.py kind=send backends=[shared_mem,multiprocess] mib=[0.0625,1,16,64] workers=[2] acting=0 "
+        "rounds=60 seconds=5 peer=torchrl",
+        "hydra.run.dir=",
+        "latency.png",
+    ),
+    Benchmark(
+        "update",
+        "A collector's update_policy_weights_(), beside TorchRL",
+        "The same between two batches, where caches are cold. *gloo*: without shared memory, as to workers on "
+        "other machines, here over the loopback device. *object store*: Ray's.",
+        "scripts/bench_sync.py kind=update policy_mib=[0.018,1] workers=[2] acting=0 rounds=40 seconds=4 peer=torchrl",
+        "hydra.run.dir=",
+        "latency.png",
+    ),
+    Benchmark(
+        "forms",
+        "The calling forms",
+        "`send` with each kind of argument, after `init_on_sender(model=…)` and after `init_on_sender(weights=…)`. "
+        "*In turn*: another form before each call.",
+        "scripts/bench_forms.py",
+    ),
+    Benchmark(
+        "phases",
+        "Where the time of a small update goes",
+        "18 KiB in 6 tensors to two workers. *Warm*: one update after another. *Cold*: other work between two updates. "
+        "*Python*: without a C compiler.",
+        "scripts/profile_sync.py",
+    ),
+    Benchmark(
+        "transforms",
+        "Transforms",
+        "Bytes that travel, and an acknowledged send, beside the whole float32 weights.",
+        "scripts/bench_transforms.py",
+    ),
+    Benchmark(
+        "delta",
+        "Exact differences",
+        "Three real trainings in bfloat16: bytes, time, and the bandwidth below which a difference saves time.",
+        "scripts/measure_delta.py",
+    ),
+    Benchmark(
+        "cartpole",
+        "Collection: CartPole",
+        "Frames per second of whole batches, beside Gymnasium's bare loop with the same policy in as many processes, "
+        "which stores nothing. CartPole has Gymnasium's native vector environment: all environments in one call.",
+        "scripts/bench_collect.py --width 8 --width 64 --worker 2 --rounds 9",
+    ),
+    Benchmark(
+        "half_cheetah",
+        "Collection: HalfCheetah",
+        "",
+        "scripts/bench_collect.py --env HalfCheetah-v5 --width 8 --worker 2 --rounds 9 --steps 128",
+    ),
+    Benchmark(
+        "pong",
+        "Collection: Pong",
+        "With the network of DQN's paper on four grey frames.",
+        "scripts/bench_collect.py --env ALE/Pong-v5 --width 4 --worker 2 --rounds 5 --steps 32",
+    ),
+    Benchmark(
+        "solve",
+        "Training: CartPole until it is solved, beside Stable-Baselines3",
+        "Seconds count from the first step of an environment. Ours steps all environments at once and has two "
+        "workers; Stable-Baselines3 has its tuned settings.",
+        "scripts/bench_train.py",
+        "--out=",
+        "seconds.png",
+    ),
+    Benchmark(
+        "returns",
+        "Training: HalfCheetah, beside Stable-Baselines3",
+        "The same settings on both sides, 100,000 frames.",
+        "scripts/bench_returns.py --seeds 3",
+    ),
+    Benchmark(
+        "start",
+        "Until a process can begin",
+        "A process that imports, and ends.",
+        "scripts/bench_start.py --rounds 5",
+    ),
+)
+_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def run(benchmark: Benchmark, console: Console) -> str:
+    """Run a benchmark; return its section of the page."""
+    console.print(f"{benchmark.title} …", end=" ", highlight=False)
+    environment = {**os.environ, "COLUMNS": str(WIDTH), "NO_COLOR": "1", "TERM": "dumb"}
+    load, began = os.getloadavg()[0], time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, *benchmark.command.split()]
+        if benchmark.folder:
+            command.append(benchmark.folder + folder)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        image = keep_picture(benchmark, Path(folder))
+    seconds = time.monotonic() - began
+    console.print(f"{seconds:.0f} s" if done.returncode == 0 else f"[red]exit status {done.returncode}[/]")
+    lines = [line.rstrip() for line in _COLOURS.sub("", done.stdout).splitlines() if not line.startswith("→")]
+    if done.returncode:
+        lines = [f"exit status {done.returncode}", *lines[-20:]]
+    table = "\n".join(lines).strip("\n")
+    note = f"`python {benchmark.command}` ({seconds:.0f} s; load before: {load:.1f})"
+    return "\n\n".join(filter(None, [f"## {benchmark.title}", benchmark.text, image, note, f"```text\n{table}\n```"]))
+
+
+def keep_picture(benchmark: Benchmark, folder: Path) -> str:
+    """Copy the picture in ``folder`` to the page's; return the line that shows it, empty if there is none."""
+    if not benchmark.picture or not (folder / benchmark.picture).exists():
+        return ""
+    shutil.copy(folder / benchmark.picture, PAGE.parent / "images" / f"{benchmark.name}.png")
+    return f"![{benchmark.title}](images/{benchmark.name}.png)"
+
+
+def machine() -> str:
+    """Return what the figures depend on: cores, caches and versions, in a sentence."""
+    found = {}
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    versions = ", ".join(f"{package} {version}" for package, version in found.items())
+    size = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+    cache = f", {size.read_text().strip()} of L3 cache" if size.exists() else ""
+    return (
+        f"{date.today():%Y-%m-%d}, {os.cpu_count()} cores ({platform.machine()}{cache}), Linux "
+        f"{platform.release().split('-')[0]}, Python {platform.python_version()}, {versions}."
+    )
+
+
+def main(
+    only: Annotated[list[str] | None, typer.Option(help="A benchmark by name; the page then has no others.")] = None,
+) -> None:
+    """Measure, and write the page."""
+    chosen = [one for one in BENCHMARKS if only is None or one.name in only]
+    if unknown := set(only or ()) - {one.name for one in chosen}:
+        known = ", ".join(one.name for one in BENCHMARKS)
+        raise typer.BadParameter(f"unknown benchmark {', '.join(sorted(unknown))}: choose from {known}")
+    console, where = Console(), machine()
+    sections = [run(one, console) for one in chosen]
+    head = (
+        "# Figures\n\n*This page is made by `make figures`, which takes 20 minutes. [Performance](performance.md) "
+        "explains it.*\n\nBenchmarks that compare two sides run both in alternation, in one run, and print the ratio. "
+        "Where a machine is shared, read the ratios rather than the times. p50 and p95 are the median and the 95th "
+        "percentile."
+    )
+    PAGE.write_text("\n\n".join([head, f"Measured on {where}", *sections]) + "\n")
+    console.print(f"→ {PAGE.relative_to(ROOT)}", highlight=False)
+
+
+if __name__ == "__main__":
+    typer.run(main)

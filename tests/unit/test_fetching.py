@@ -1,0 +1,131 @@
+"""Workers that fetch (``initiator="receiver"``): which of their threads wait for a version, and what ends the wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from scripted import Scripted
+from torch import nn
+
+import wsync
+from wsync.control import Connection, Kind, Message
+from wsync.control.handshake import SenderSettings
+from wsync.control.messages import REQUEST
+from wsync.deadlines import deadline_in, wait_readable
+from wsync.gate import process_gate
+from wsync.testing import WorkerPool, commands
+from wsync.testing.commands import WorkerState
+from wsync.testing.models import Small, fill
+from wsync.weights.layout import Layout
+from wsync.weights.snapshot import snapshot
+
+TIMEOUT = 20.0
+SETTINGS = SenderSettings(Layout.of(snapshot(nn.Linear(2, 2))), None).dump()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    pool = WorkerPool()
+    yield pool
+    pool.close()
+
+
+def outputs(state: WorkerState) -> list[float]:
+    return [model().tolist()[0] for model in state.models.values()]
+
+
+def test_an_update_of_one_model_does_not_wait_for_the_fetch_of_another(pool: WorkerPool) -> None:
+    """The thread that installs the update of the second model is the one that would read the answer to the fetch."""
+    first = wsync.DistributedWeightSyncScheme(
+        shared_memory=False, timeout=TIMEOUT, initiator="receiver", max_staleness=0
+    )
+    second = wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT / 4)
+    models = {"first": fill(Small(), 1), "second": fill(Small(), 1)}
+    with pool.group(1) as workers, first, second:
+        for scheme, (name, model) in zip((first, second), models.items(), strict=True):
+            scheme.init_on_sender(name, model=model, num_workers=1)
+            workers[0].start(commands.join, scheme, Small, 0, name)
+            scheme.connect()
+            workers[0].result()
+        fill(models["first"], 2)
+        first.send()
+        for value in (2, 3):
+            fill(models["second"], value)
+            second.send()
+        assert workers[0].call(outputs) == [2, 3]
+
+
+class Silent:
+    """A sender that names version 9 and answers no request."""
+
+    def __init__(self) -> None:
+        self.ends: list[Connection] = []
+
+    def __call__(self, sender: Connection) -> None:
+        self.ends.append(sender)
+        sender.send(Message(Kind.ACCEPTED, 0, 0, SETTINGS))
+
+    def name_a_version(self) -> None:
+        self.ends[-1].send(Message(Kind.NEWEST, 0, 9, REQUEST.pack(0)))
+
+    def await_request(self) -> None:
+        while True:
+            assert wait_readable([self.ends[-1].fileno()], deadline_in(TIMEOUT))
+            message = self.ends[-1].receive()
+            assert message is not None
+            if message.kind is Kind.REQUEST:
+                return
+
+
+@contextmanager
+def connected(script: Silent, **options: Any) -> Iterator[tuple[Scripted, nn.Module]]:
+    with Scripted(script, **options) as worker:
+        model = nn.Linear(2, 2)
+        worker.init_on_receiver("policy", model=model, worker_idx=0)
+        worker.connect()
+        yield worker, model
+
+
+def test_a_shutdown_ends_a_pull_in_another_thread() -> None:
+    silent, ended = Silent(), list[type[BaseException]]()
+    with connected(silent, timeout=None, initiator="receiver") as (worker, _):
+
+        def pull() -> None:
+            try:
+                worker.pull()
+            except wsync.NotConnected as error:
+                ended.append(type(error))
+
+        thread = threading.Thread(target=pull, daemon=True)
+        thread.start()
+        silent.await_request()
+        worker.shutdown()
+        thread.join(TIMEOUT)
+        assert ended == [wsync.NotConnected]
+
+
+@contextmanager
+def too_old() -> Iterator[None]:
+    """A model that is too old, and whose sender does not send the version that it needs."""
+    silent = Silent()
+    with connected(silent, timeout=0.2, initiator="receiver", max_staleness=0) as (_, model):
+        silent.name_a_version()
+        with pytest.raises(wsync.SyncTimeout, match="version 9 did not come"):
+            while True:  # the version is not known before its message was read
+                model(model.weight)
+        yield
+
+
+def test_the_shutdown_of_one_model_does_not_wait_for_the_fetch_of_another() -> None:
+    with connected(Silent()) as (other, _), too_old():
+        other.shutdown()
+        assert len(process_gate().feeds) == 1
+
+
+def test_a_model_connects_without_waiting_for_the_fetch_of_another() -> None:
+    with too_old(), connected(Silent()) as (other, _):
+        assert other.version == 0 and len(process_gate().feeds) == 2

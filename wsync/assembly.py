@@ -1,0 +1,133 @@
+"""Puts the ends of a scheme together from their parts: sender and receiver, channels, sources and destinations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from wsync.control.interfaces import ConnectionSource
+from wsync.in_process import InProcessChannel
+from wsync.paths import find_model, find_or_none
+from wsync.receiver import Receiver
+from wsync.receiving.cascade import cascade_of
+from wsync.receiving.channel import SenderChannel
+from wsync.receiving.readers import ReaderFactory
+from wsync.roles import SenderRole
+from wsync.sender import Sender
+from wsync.sending.channel import WorkerChannel
+from wsync.transforms.chain import compose
+from wsync.transforms.delta import delta_of
+from wsync.weights.targets import Destination, Load
+
+if TYPE_CHECKING:
+    from wsync.scheme import WeightSyncScheme
+    from wsync.sending.source import Source
+
+
+def model_and_weights(
+    context: Any, model_id: str, model: nn.Module | None, weights: Any, params_map: Mapping[int, Any] | None
+) -> tuple[Any, Any]:
+    """Return the sender's model, if it has one, and what ``send()`` without arguments reads.
+
+    Raises:
+        ValueError: several of the three were given.
+    """
+    sources = {"model": model, "weights": weights, "params_map": params_map}
+    given = [name for name, value in sources.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"give one of model, weights and params_map, not {' and '.join(given)}")
+    if not given and context is not None:
+        model = find_or_none(context, model_id)
+    return model, params_map or (model if weights is None else weights)
+
+
+def make_sender(
+    scheme: WeightSyncScheme, source: Source, num_workers: int, connections: ConnectionSource
+) -> tuple[Sender, WorkerChannel]:
+    """Return the sender to ``num_workers`` workers, which connect through ``connections``, and its channel.
+
+    Workers are accepted during ``connect`` and ``readmit``, by the calling thread.
+    """
+    on_request = scheme.initiator == "receiver"
+    channel = WorkerChannel(
+        connections,
+        num_workers,
+        scheme._transport_factory(),
+        scheme.strategy,
+        arena=scheme._uses_arena(),
+        retains=scheme.binds_arena,  # workers' models stay bound to the published slot: it must not be written
+        checksum=scheme.checksum,
+        device=scheme.device,
+        delta=delta_of(scheme.send_transform),
+        on_request=on_request,
+    )
+    sender = Sender(
+        channel,
+        source,
+        num_workers,
+        scheme.timeout,
+        delivers_at_connect=scheme.delivers_at_connect,
+        finishes_on_publish=not scheme.acknowledges,
+        on_request=on_request,
+        record=scheme.metrics.record,
+    )
+    return sender, channel
+
+
+def make_receive_channel(scheme: WeightSyncScheme, model_id: str) -> SenderChannel:
+    """Return the worker's end of the connection, which ``connect`` will make.
+
+    Raises:
+        RuntimeError: there is no sender's address.
+    """
+    rendezvous, address = scheme.create_rendezvous(), scheme._address
+    if address is None and not rendezvous.can_look_up():
+        raise RuntimeError("initialise this scheme on the sender first, then pickle or fork it to the worker")
+    return SenderChannel(
+        lambda worker, deadline: rendezvous.dial(address, model_id, worker, deadline),
+        ReaderFactory(
+            create_transport=scheme._transport_factory(),
+            strategy=scheme.strategy,
+            arena=scheme._uses_arena(),
+            binds_arena=scheme.binds_arena and scheme.bind,  # parameters to slots of the arena
+            binds_buffers=scheme.bind,  # parameters to the receive buffers
+            timeout=scheme.timeout,
+        ),
+        on_connected=rendezvous.connected,
+    )
+
+
+def make_receiver(
+    scheme: WeightSyncScheme, model_id: str, context: Any, model: Any, load: Load | None, chunk_bytes: int | None
+) -> tuple[Any, Receiver]:
+    """Return a worker's model, if it has one, and its receiver: see ``WeightSyncScheme.init_on_receiver``."""
+    if model is None and load is None:
+        if context is None:
+            raise ValueError(f"init_on_receiver('{model_id}') needs the model, a context that has it, or load=")
+        model = find_model(context, model_id)
+    cascade = cascade_of(context, model_id, model, scheme.strategy)
+    if cascade is not None and not scheme.acknowledges:
+        raise ValueError(
+            f"the context of '{model_id}' passes updates on to workers of its own, so a finished send needs their "
+            "acknowledgements: give the scheme acknowledge='installed'"
+        )
+    channel = scheme._open_receiver(model_id)
+    transform = compose(scheme.receive_transform, "receive_transform")
+    destination = Destination(model, load=load, chunk_bytes=chunk_bytes, transform=transform)
+    receiver = Receiver(destination, scheme.strategy, channel, cascade=cascade)
+    if scheme.initiator == "receiver":
+        receiver.fetch_on_request(scheme.max_staleness, scheme.timeout)
+    return model, receiver
+
+
+def connect_in_process(scheme: WeightSyncScheme, model_id: str, model: nn.Module, source: Any) -> SenderRole:
+    """Return the role of a scheme with both ends in this process, connected."""
+    channel = InProcessChannel(connect=lambda: receiver.connect(0, scheme.timeout))  # called by sender.connect()
+    destination = Destination(model, transform=compose(scheme.receive_transform, "receive_transform"))
+    receiver = Receiver(destination, scheme.strategy, channel)
+    source = scheme._make_source(model_id, source, None)
+    sender = Sender(channel, source, 1, scheme.timeout, record=scheme.metrics.record)
+    sender.connect(None, {})
+    return SenderRole(model_id=model_id, model=model, sender=sender, channel=channel, in_process_receiver=receiver)

@@ -1,0 +1,42 @@
+"""Where a sender listens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a sender listens, and the token that a worker must have. A pickled scheme contains it.
+
+    Attributes:
+        host: an IP address or host name; empty for a Unix socket.
+        port: its port; for a Unix socket, the abstract name.
+        token: secret, random.
+    """
+
+    host: str
+    port: int | str
+    token: bytes
+
+    @property
+    def public(self) -> bytes:
+        """The address without the token. Credentials include it, see ``credentials.py``."""
+        return f"{self.host} {self.port}".encode()
+
+    def dump(self) -> str:
+        """Return the address as JSON. It contains the token: send it only over trusted media."""
+        return json.dumps([self.host, self.port, self.token.hex()])
+
+    @classmethod
+    def load(cls, text: str | bytes) -> Address:
+        """Return the address that ``dump`` returned as ``text``; ValueError if it is not such a dump."""
+        try:
+            host, port, token = json.loads(text)
+            valid = (type(port) is int and 0 < port < 65536) if host else isinstance(port, str)
+            if not isinstance(host, str) or not valid:
+                raise ValueError("host and port are missing or invalid")
+            return cls(host, port, bytes.fromhex(token))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError("this is not the address of a sender") from error
