@@ -96,7 +96,7 @@ class InProcessChannel:
         self._connected().process([Prepare(transaction, Update(version, buffer.views, extra))])
 
     def commit(self, version: int, transaction: int) -> None:
-        """See ``TransactionChannel``: all models of the transaction at once; for the second one nothing is left to do."""
+        """See ``TransactionChannel``: all models at once; for the second one nothing is left to do."""
         process_gate().call(prepared.decide, transaction, True)
 
     def abort(self, transaction: int) -> None:

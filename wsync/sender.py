@@ -117,9 +117,8 @@ class Sender:
             if weights is not None or (self._delivers_at_connect and self.source.weights is not None):
                 update = self._updates.publish(weights, everyone, (), acknowledge=True)
             elif self.source.weights is not None:
-                self._updates.loader.define(
-                    None
-                )  # workers check the layout as they connect; the first send brings weights
+                # Workers check the layout as they connect; the first send brings weights.
+                self._updates.loader.define(None)
             deadline = update.deadline if update else deadline_in(self._acks.timeout)
             self._channel.wait_for_workers(everyone, sentinels, deadline)
             self._members.add(everyone)  # connect may be called again to accept replacements

@@ -37,7 +37,7 @@ _GRACE = 2.0  # seconds for a thread that has nothing to wait for any more
 
 
 class WorkerChannel:
-    """The channel of one sender to its workers. Implements ``FastChannel``, ``TransactionChannel`` and ``ConnectionCallbacks``.
+    """The channel of one sender to its workers: ``FastChannel``, ``TransactionChannel`` and ``ConnectionCallbacks``.
 
     Used by the thread that calls the scheme, and by the thread of ``SendLoop``. ``_lock`` keeps their calls apart.
 
@@ -299,7 +299,7 @@ class WorkerChannel:
             self._transfers.enqueue(update, [worker for worker in others if worker in self.workers])
 
     def commit(self, version: int, transaction: int) -> None:
-        """See ``TransactionChannel``. In the arena the published word is the commit, for all models of the transaction."""
+        """See ``TransactionChannel``. In the arena the published word is the commit, for all models."""
         with self._lock:
             prepared = self._prepared.pop(transaction)
             buffers = {update.buffer.slot: update.buffer for update in prepared.values()}

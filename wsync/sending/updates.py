@@ -53,8 +53,9 @@ class Updates:
         self.loader = Loader(channel, source, members)
         self.in_flight: list[InFlight] = []
         # Not for workers that fetch: they take each version on their own. Asked once: it takes 20 µs.
-        able = isinstance(channel, TransactionChannel) and not on_request
-        self.transaction_channel = channel if able else None
+        self.transaction_channel: TransactionChannel | None = None
+        if not on_request and isinstance(channel, TransactionChannel):
+            self.transaction_channel = channel
         self._on_request = on_request
         self._source = source
         self._record = record
