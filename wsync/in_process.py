@@ -95,7 +95,7 @@ class InProcessChannel:
         self._published = False  # until the commit, the buffer has a version that may be aborted
         self._connected().process([Prepare(transaction, Update(version, buffer.views, extra))])
 
-    def commit(self, version: int, transaction: int) -> None:
+    def commit(self, transaction: int) -> None:
         """See ``TransactionChannel``: all models at once; for the second one nothing is left to do."""
         process_gate().call(prepared.decide, transaction, True)
 

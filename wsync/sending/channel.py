@@ -7,7 +7,7 @@ worker that has mapped the arena is pointed to the slot; every other worker is s
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,18 +19,20 @@ from wsync.control.messages import Kind, Message
 from wsync.control.workers import WorkerConnections
 from wsync.deadlines import NOW
 from wsync.fast_path import FastCalls
+from wsync.sending.buffers import Buffers
 from wsync.sending.general_update import GeneralUpdate
-from wsync.sending.queues import QueuedUpdate
+from wsync.sending.prepared import PreparedUpdates
+from wsync.sending.queues import QueuedUpdate, check_extra
 from wsync.sending.send_loop import SendLoop
 from wsync.sending.slots import Slots
-from wsync.sending.transfers import Transfers, join_all
-from wsync.shm.arena import PREPARE
+from wsync.sending.transfer_thread import join_all
+from wsync.sending.transfers import Transfers
 from wsync.shm.registered import RegisteredBuffers
 from wsync.transforms.delta import Delta
 from wsync.transport import TransportFactory
 from wsync.types import Ack
 from wsync.weights.layout import Layout
-from wsync.weights.packing import Buffer, BufferPool
+from wsync.weights.packing import Buffer
 from wsync.weights.strategy import WeightStrategy
 
 _GRACE = 2.0  # seconds for a thread that has nothing to wait for any more
@@ -79,22 +81,19 @@ class WorkerChannel:
         self._lock = threading.RLock()
         self._connections = WorkerConnections(source, num_workers, self)
         self._layout: Layout | None = None
-        self._pool = BufferPool(device)
         self._slots = Slots(self._connections, num_workers, retains=retains, checksum=checksum) if arena else None
-        difference = None if delta is None else self._difference
+        self._buffers = Buffers(self._slots, device)
         self._transfers = Transfers(
             self._connections,
             num_workers,
             create_transport,
             self._in_format,
             checksum,
-            difference,
+            None if delta is None else self._difference,
             on_request=on_request,
         )
-        self._reserved: set[int] = set()
-        # The last update to all workers outside the fast path; None if a later one went to some of them.
-        self._newest: Buffer | None = None
-        self._prepared: dict[int, dict[int, QueuedUpdate]] = {}  # by transaction, then worker
+        self._has_transports = create_transport is not None
+        self._prepared = PreparedUpdates(self._connections, self._transfers, self._split)
         self._loop = SendLoop(self._connections, self._lock, self._must_read)
         self._closed = False
 
@@ -116,7 +115,7 @@ class WorkerChannel:
         assert self._delta is not None and self._layout is not None, "set_layout() comes first"
         return self._delta.difference(base.buffer.flat, base.version, update.buffer.flat, self._layout.width)
 
-    def _split(self, workers: Collection[int]) -> tuple[list[int], list[int]]:
+    def _split(self, workers: Iterable[int]) -> tuple[list[int], list[int]]:
         """Return those of ``workers`` that get the version by a published word, and those that get it by a transport.
 
         For workers that are not connected the published word keeps the version, if there is an arena.
@@ -214,30 +213,20 @@ class WorkerChannel:
         """See ``TransactionChannel``."""
         with self._lock:
             assert self._layout is not None, "set_layout() comes first"
-            busy = self._reserved | self._transfers.busy_slots
-            if self._slots is None:
-                buffer = self._pool.buffer(self._layout, busy)
-            else:
-                buffer = self._slots.reserve(workers, busy, deadline, keep=keep)
-            self._reserved.add(buffer.slot)
-            return buffer
+            busy = self._transfers.busy_slots | self._prepared.slots
+            return self._buffers.reserve(self._layout, workers, busy, deadline, keep=keep)
 
     def release(self, buffers: Sequence[Buffer]) -> None:
         """See ``SendChannel``."""
         with self._lock:
-            self._reserved.difference_update(buffer.slot for buffer in buffers)
+            self._buffers.release(buffers)
             if buffers:
-                self._newest = None  # they may have been written in part
+                self._buffers.set_newest(None)  # they may have been written in part
 
     def newest_views(self) -> Sequence[Tensor] | None:
         """See ``SendChannel``."""
         with self._lock:
-            if self._newest is None:
-                return None
-            if self._slots is None:
-                return self._newest.views
-            published = self._slots.arena.published_slots()
-            return self._slots.arena.buffer(published[0]).views if len(published) == 1 else None
+            return self._buffers.newest_views()
 
     def carried_bytes(self, version: int) -> int:
         """See ``SendChannel``."""
@@ -265,17 +254,18 @@ class WorkerChannel:
                 assert self._slots is not None, "some workers use it"
                 self._slots.point(worker, version, buffer.slot, acknowledge)
             self._transfers.enqueue(QueuedUpdate(Kind.UPDATE, version, buffer, extra), others)
-            self._reserved.discard(buffer.slot)
-            self._newest = buffer if len(set(workers)) == self._num_workers else None
+            self._buffers.release([buffer])
+            self._buffers.set_newest(buffer if len(set(workers)) == self._num_workers else None)
 
     def _complete_buffer(self, buffer: Buffer, extra: bytes) -> None:
-        self._transfers.check_extra(extra)
+        if self._has_transports:
+            check_extra(extra)
         if self._slots is not None:
             self._slots.complete(buffer, extra)
 
     def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
         """See ``FastChannel``."""
-        if self._reserved or self._layout is None:
+        if self._buffers.in_use or self._layout is None:
             return None
         if self._slots is not None and len(self._slots.workers) == self._num_workers:
             return self._slots.fast_calls(acknowledge=acknowledge)
@@ -289,42 +279,21 @@ class WorkerChannel:
         """See ``TransactionChannel``."""
         with self._lock:
             self._complete_buffer(buffer, extra)
-            update = QueuedUpdate(Kind.PREPARE, version, buffer, extra, transaction)
-            self._newest = None
-            self._prepared.setdefault(transaction, {}).update(dict.fromkeys(workers, update))
-            in_arena, others = self._split(workers)
-            place = PREPARE.pack(transaction, buffer.slot)
-            for worker in in_arena:
-                self._connections.send(worker, Message(Kind.PREPARE, worker, version, place))
-            self._transfers.enqueue(update, [worker for worker in others if worker in self.workers])
+            self._buffers.set_newest(None)
+            self._prepared.prepare(QueuedUpdate(Kind.PREPARE, version, buffer, extra, transaction), workers)
 
-    def commit(self, version: int, transaction: int) -> None:
-        """See ``TransactionChannel``. In the arena the published word is the commit, for all models."""
+    def commit(self, transaction: int) -> None:
+        """See ``TransactionChannel``."""
         with self._lock:
-            prepared = self._prepared.pop(transaction)
-            buffers = {update.buffer.slot: update.buffer for update in prepared.values()}
-            if len(buffers) == 1 and len(prepared) == self._num_workers:
-                (self._newest,) = buffers.values()
-            in_arena, others = self._split(prepared)
-            for worker in in_arena:
-                assert self._slots is not None, "some workers use it"
-                self._slots.point(worker, version, prepared[worker].buffer.slot, acknowledge=True)
-            for worker in others:
-                self._transfers.commit(worker, prepared[worker])
-            self._reserved.difference_update(update.buffer.slot for update in prepared.values())
+            buffers = self._prepared.commit(transaction, self._slots)
+            if len(buffers) == self._num_workers and len({buffer.slot for buffer in buffers.values()}) == 1:
+                self._buffers.set_newest(buffers[0])
+            self._buffers.release(buffers.values())
 
     def abort(self, transaction: int) -> None:
         """See ``TransactionChannel``."""
         with self._lock:
-            prepared = self._prepared.pop(transaction, {})
-            if not prepared:
-                return  # nothing of it was sent
-            in_arena, others = self._split(prepared)
-            for worker in in_arena:  # may be dropped: without a commit nothing is installed
-                self._connections.notify(worker, Message(Kind.ABORT, worker, transaction))
-            for worker in others:
-                self._transfers.abort(worker, transaction)
-            self._reserved.difference_update(update.buffer.slot for update in prepared.values())
+            self._buffers.release(self._prepared.abort(transaction))
 
     # --- acknowledgements ---
 
@@ -361,9 +330,8 @@ class WorkerChannel:
             self._closed = True
             self._loop.stop()
             slots, self._slots = self._slots, None  # first: disconnecting must not write words in a forked child
-            self._newest = None  # its tensors keep the arena's mapping, and with it a descriptor
             self._connections.close(finished=finished)
-            self._pool.clear()
+            self._buffers.clear()
             self._transfers.close()
             if slots is not None:
                 slots.arena.close()

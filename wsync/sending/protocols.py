@@ -135,7 +135,7 @@ class TransactionChannel(SendChannel, Protocol):
         """Have ``workers`` check a packed buffer and keep it; ``wait_acks`` returns their answers."""
         ...
 
-    def commit(self, version: int, transaction: int) -> None:
+    def commit(self, transaction: int) -> None:
         """Have the workers install what they have prepared in a transaction, all its models together."""
         ...
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from wsync.checksum import CHECKSUM, checksum_of
 from wsync.control.messages import TRANSACTION, Kind
+from wsync.errors import WeightSyncError
 from wsync.sending.transfer_thread import TransferThread
 from wsync.transport import FlatTransport, Transfer, TransportBackend
 from wsync.weights.packing import Buffer
+
+_MAX_EXTRA = 1000 << 20  # bytes of extra state, or of a difference, in one message
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +52,33 @@ class QueuedUpdate:
         if checked and not self.checksum:
             self.checksum = CHECKSUM.pack(checksum_of(self.buffer.flat, self.extra))
         return (self.checksum if checked else b"") + self.extra
+
+    def difference_to(self, base: QueuedUpdate | None, make: Difference | None) -> bytes | None:
+        """Return what is sent in the place of this update to a worker that has ``base``; None: the full weights."""
+        if make is None or base is None:
+            return None
+        known = self.differences
+        if base.version not in known:
+            found = make(base, self)
+            known[base.version] = found if found is not None and len(found) <= _MAX_EXTRA else None
+        return known[base.version]
+
+
+Difference = Callable[[QueuedUpdate, QueuedUpdate], bytes | None]
+"""``(base, update) -> difference``: see ``Delta.difference``."""
+
+
+def check_extra(extra: bytes) -> None:
+    """Check that extra state fits into one message.
+
+    Raises:
+        WeightSyncError: it does not.
+    """
+    if len(extra) > _MAX_EXTRA:
+        raise WeightSyncError(
+            f"the modules' extra state has {len(extra) / 2**20:.0f} MiB; a message carries up to "
+            f"{_MAX_EXTRA / 2**20:.0f}: register large values as buffers"
+        )
 
 
 @dataclass(slots=True, eq=False)

@@ -56,7 +56,7 @@ class Transaction:
         channel, update = self._prepared()
         update.deadline = deadline_in(self._updates.acks.timeout)
         self._updates.announce_registered(update)
-        channel.commit(update.version, self._number)
+        channel.commit(self._number)
         self._updates.note_published(update)
 
     def finish(self) -> SyncReport:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
 from wsync.control.messages import REQUEST, Kind, Message
 from wsync.control.workers import WorkerConnections
-from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
+from wsync.errors import NotConnected, SyncTimeout
 from wsync.forming import Forming
 from wsync.sending.queues import Delivery, QueuedUpdate, WorkerQueue
 from wsync.sending.transfer_thread import TransferThread
@@ -27,7 +27,6 @@ from wsync.transport import FlatTransport, TransportBackend, TransportFactory
 from wsync.types import Ack
 
 _log = logging.getLogger(__name__)
-_MAX_EXTRA = 1000 << 20  # bytes of extra state, or of a difference, in one message
 
 
 class Transfers:
@@ -143,18 +142,6 @@ class Transfers:
 
     # --- updates ---
 
-    def check_extra(self, extra: bytes) -> None:
-        """Check that extra state fits into one message.
-
-        Raises:
-            WeightSyncError: it does not.
-        """
-        if self._create_transport is not None and len(extra) > _MAX_EXTRA:
-            raise WeightSyncError(
-                f"the modules' extra state has {len(extra) / 2**20:.0f} MiB; a message carries up to "
-                f"{_MAX_EXTRA / 2**20:.0f}: register large values as buffers"
-            )
-
     def enqueue(self, update: QueuedUpdate, workers: Iterable[int]) -> None:
         """Send an update to workers that are ready for it; the others get it, or a newer one, later.
 
@@ -246,22 +233,12 @@ class Transfers:
             return
         if queue.current is None and queue.waiting and (queue.requested or not self._on_request):
             update = queue.waiting[0]
-            difference = self._find_difference(queue.base, update)
+            difference = update.difference_to(queue.base, self._difference)
             update.carried = max(update.carried, update.buffer.flat.numel() if difference is None else len(difference))
             queue.current = Delivery(queue.waiting.popleft(), difference=difference)
             queue.requested = False
         if queue.current is not None and queue.flat is not None and queue.flat.receives_ahead:
             self._begin_transfer(worker, queue, queue.current)
-
-    def _find_difference(self, base: QueuedUpdate | None, update: QueuedUpdate) -> bytes | None:
-        """Return what is sent in the place of ``update`` to a worker that has ``base``; None: the full weights."""
-        if self._difference is None or base is None:
-            return None
-        known = update.differences
-        if base.version not in known:
-            found = self._difference(base, update)
-            known[base.version] = found if found is not None and len(found) <= _MAX_EXTRA else None
-        return known[base.version]
 
     def _begin_transfer(self, worker: int, queue: WorkerQueue, delivery: Delivery) -> None:
         if delivery.transfers or queue.flat is None or delivery.difference is not None:
@@ -314,9 +291,3 @@ class Transfers:
     def close(self) -> None:
         """Release the rest. Called after the workers were disconnected."""
         os.close(self._wake)
-
-
-def join_all(threads: Sequence[threading.Thread], timeout: float) -> None:
-    """Wait for threads that end soon: a thread that is still running while the interpreter exits may abort it."""
-    for thread in threads:
-        thread.join(timeout)
