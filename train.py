@@ -55,7 +55,8 @@ from learning.loop import Goal, Training
 from learning.normalization import RewardNormalizer
 from learning.reporting.console import ConsoleReporter
 from learning.reporting.files import Pictures, RunFiles
-from learning.run import objective_of, reported_errors, resumed_seed, stop_requests
+from learning.run import reported_errors, resumed_seed, stop_requests
+from learning.summary import objective_of
 from learning.validation import actor_critic, network_settings
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
 import numpy as np
 
@@ -142,30 +141,6 @@ def stop_requests() -> Iterator[StopRequest]:
             if not stop.requested:
                 raise
             exit_now(stop.exit_status)
-
-
-def objective_of(summary: Mapping[str, Any], name: str) -> float:
-    """Return the figure of a run that a sweeper compares; NaN if the run has none (no episode has ended).
-
-    Args:
-        summary: as in ``summary.json``.
-        name: of an entry with a number; ``weight_sync.latency_us.p50`` is inside others.
-
-    Raises:
-        KeyError: there is no such entry; names those that there are.
-        TypeError: the entry is not a number.
-    """
-    value: Any = summary
-    for part in name.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            there = ", ".join(value) if isinstance(value, Mapping) else "none"
-            raise KeyError(f"objective={name}: the summary has no '{part}' there; entries: {there}")
-        value = value[part]
-    if value is None:
-        return math.nan
-    if not isinstance(value, int | float):
-        raise TypeError(f"objective={name}: the entry of the summary is not a number, but {value!r}")
-    return float(value)
 
 
 def exit_now(status: int) -> NoReturn:

@@ -15,6 +15,7 @@ from learning.encoders import ACTIVATIONS
 from learning.making import make_actor_critic
 from learning.normalization import ObservationNormalizer
 from learning.options import PolicyConfig
+from learning.summary import check_objective
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,6 +94,10 @@ def check(config: TrainConfig, settings: Settings) -> None:
         raise ConfigError(unknown(name, settings))
     check_ranges(config)
     check_combinations(config)
+    try:
+        check_objective(config.objective)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _added(config: Any, prefix: str = "") -> Iterator[str]:

@@ -242,6 +242,9 @@ def test_what_a_class_says_of_its_settings_is_said_once(override: str, said: str
         (["weight_sync=distributed", "weight_sync.host="], "weight_sync.host is empty: name an address"),
         (["weight_sync=rpc", "collector.host=''"], "collector.host is empty"),
         (["collector.cat_results=0", "num_envs=1"], "along time"),
+        (["objective=frame"], "objective=frame: the summary has no 'frame' there; entries: status, .*, frames, "),
+        (["objective=weight_sync.p50"], "no 'p50' there; entries: .*latency_us, "),
+        (["objective=verdict"], "objective=verdict: the entry of the summary is not a number, but "),
     ],
 )
 def test_an_impossible_value_is_refused(overrides: list[str], said: str) -> None:
