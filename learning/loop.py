@@ -172,6 +172,8 @@ class Training:
         first batch sets them beforehand: until then observations are not normalised.
         """
         observations, mask = self.observations, batch.get("mask", None)
+        if mask is not None and not mask.any():  # of one step, in which all environments were reset
+            return {}
         first = observations is not None and observations.is_new
         if observations is not None and first:
             observations.update(batch.get("observation"), mask)

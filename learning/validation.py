@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,8 @@ from learning.config_errors import Settings, unknown
 from learning.encoders import ACTIVATIONS
 from learning.making import make_actor_critic
 from learning.normalization import ObservationNormalizer
-from learning.options import PolicyConfig
+from learning.options import MLPConfig, PolicyConfig, RNNConfig, WandbConfig
+from learning.reporting import Reporter
 from learning.summary import check_objective
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ NOT_NEGATIVE: Limit = ("at least 0", lambda x: x >= 0)
 SHARE: Limit = ("between 0 and 1", lambda x: 0 <= x <= 1)
 FINITE: Limit = ("finite", math.isfinite)
 NUMBER: Limit = ("a number", lambda x: not math.isnan(x))
+
+WANDB_MODES = ("online", "offline", "disabled")
 
 LIMITS: dict[str, Limit] = {
     "num_workers": COUNT,
@@ -150,9 +153,12 @@ def check_combinations(config: TrainConfig) -> None:
         raise ConfigError(
             f"frames_per_batch={config.frames_per_batch} is less than one frame for each of {of} = {rows} environments"
         )
-    activation = getattr(config.policy, "activation", "tanh")
-    if activation not in ACTIVATIONS:
-        raise ConfigError(f"policy.activation={activation}: it is one of {', '.join(ACTIVATIONS)}")
+    if isinstance(config.policy, MLPConfig | RNNConfig) and config.policy.activation not in ACTIVATIONS:
+        raise ConfigError(f"policy.activation={config.policy.activation}: it is one of {', '.join(ACTIVATIONS)}")
+    if isinstance(config.policy, RNNConfig) and not config.policy.shared:
+        raise ConfigError("policy.shared=false: the critic of a recurrent policy shares its network")
+    if isinstance(config.logger, WandbConfig) and config.logger.mode not in (None, *WANDB_MODES):
+        raise ConfigError(f"logger.mode={config.logger.mode}: it is one of {', '.join(WANDB_MODES)}, or null")
 
 
 def _check_joining(how: Any, *, batched: bool) -> None:
@@ -206,6 +212,26 @@ def actor_critic(
         return *make_actor_critic(make_network, observation, action, normalizer=normalizer, **settings), normalizer
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"policy with env.id={env.id}: {' '.join(str(error).split())}") from error
+
+
+def check_parts(learner: Any, logger: Any, callbacks: Sequence[Any]) -> None:
+    """Check the learner and the reporters, which may be a user's own.
+
+    Raises:
+        ConfigError: the learner lacks what the training loop uses, or a reporter is none.
+    """
+    if missing := [
+        name for name in ("policy", "update", "state_dict", "load_state_dict") if not hasattr(learner, name)
+    ]:
+        raise ConfigError(
+            f"algorithm: {type(learner).__name__} has no {', '.join(missing)}: derive it from learning.ActorCritic, "
+            "or see what that has"
+        )
+    for name, one in {"logger": logger, **{f"callbacks[{i}]": one for i, one in enumerate(callbacks)}}.items():
+        if not isinstance(one, Reporter):
+            raise ConfigError(
+                f"{name} gives a {type(one).__name__}: its _target_ has to be derived from learning.reporting.Reporter"
+            )
 
 
 def _names(config: Any) -> set[str]:

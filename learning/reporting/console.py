@@ -73,7 +73,7 @@ class ConsoleReporter(Reporter):
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
         """Show the title and the folder."""
         self._folder = folder
-        self.console.print(f"[bold]{self.title}[/] → {_relative(folder)}", soft_wrap=True)
+        self.console.print(Text.assemble((self.title, "bold"), f" → {_relative(folder)}"), soft_wrap=True)
         if self.console.is_terminal and not self.console.is_dumb_terminal:
             self._bar = Progress(
                 TextColumn("[bold]frames"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn()
@@ -116,7 +116,7 @@ class ConsoleReporter(Reporter):
         self.console.print(summary_table(summary))
         style = "bold green" if summary["solved"] else "bold red" if summary["status"] == "failed" else "bold yellow"
         self.console.print(Text(summary["verdict"], style=style), soft_wrap=True)
-        self.console.print(f"files: {_relative(self._folder)}", soft_wrap=True)
+        self.console.print(f"files: {_relative(self._folder)}", soft_wrap=True, markup=False)
 
 
 def summary_table(summary: dict[str, Any]) -> Table:

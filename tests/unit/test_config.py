@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
@@ -17,10 +18,12 @@ import learning.config
 import learning.validation
 import wsync
 from collectors.config import ConfigError, EnvConfig, MultiSyncConfig
-from learning import CNN, MLP, PPO, RNN
+from collectors.environments.specs import Spec
+from learning import CNN, MLP, PPO, RNN, make_critic, make_policy
 from learning.config import TrainConfig
 from learning.config_errors import one_line
 from learning.options import CNNConfig, MLPConfig, PolicyConfig, PPOConfig, RNNConfig, WandbConfig
+from learning.reporting import Reporter
 from learning.reporting.wandb_logger import WandbLogger
 from learning.validation import LIMITS
 from wsync.config import config_of
@@ -242,6 +245,9 @@ def test_what_a_class_says_of_its_settings_is_said_once(override: str, said: str
         (["weight_sync=distributed", "weight_sync.host="], "weight_sync.host is empty: name an address"),
         (["weight_sync=rpc", "collector.host=''"], "collector.host is empty"),
         (["collector.cat_results=0", "num_envs=1"], "along time"),
+        (["policy=lstm", "policy.shared=false"], "the critic of a recurrent policy shares its network"),
+        (["policy=gru", "policy.activation=cubic"], "it is one of tanh, "),
+        (["logger.mode=of-line"], "logger.mode=of-line: it is one of online, offline, disabled, or null"),
         (["objective=frame"], "objective=frame: the summary has no 'frame' there; entries: status, .*, frames, "),
         (["objective=weight_sync.p50"], "no 'p50' there; entries: .*latency_us, "),
         (["objective=verdict"], "objective=verdict: the entry of the summary is not a number, but "),
@@ -397,6 +403,15 @@ def test_an_option_that_a_resumed_run_chooses_anew_brings_along_what_belongs_to_
     assert (alone.num_workers, alone.num_envs, alone.frames_per_batch) == (1, 8, 512)
     pendulum = resumed(f"resume={tmp_path}", "env=pendulum", "num_envs=2")
     assert (pendulum.num_workers, pendulum.num_envs, pendulum.algorithm.gamma) == (4, 2, 0.9)
+
+
+def test_a_learner_or_a_reporter_that_the_loop_cannot_use_is_refused() -> None:
+    learner = PPO(make_policy(4, Spec(torch.Size([2]), torch.int64, n=2)), make_critic(4))
+    learning.validation.check_parts(learner, Reporter(), [Reporter()])
+    with pytest.raises(ConfigError, match="algorithm: Reporter has no policy, state_dict, load_state_dict: derive"):
+        learning.validation.check_parts(Reporter(), Reporter(), [])
+    with pytest.raises(ConfigError, match=r"callbacks\[1\] gives a dict: its _target_ has to be derived from"):
+        learning.validation.check_parts(learner, Reporter(), [Reporter(), {"target": "mine.Notify"}])
 
 
 @pytest.mark.parametrize("group", GROUPS)
