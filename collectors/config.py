@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import gymnasium
+from gymnasium.envs.registration import find_highest_version, get_env_id, parse_env_id
 from hydra.utils import instantiate
 from omegaconf import MISSING
 
@@ -18,7 +19,6 @@ from wsync.config import store_once
 
 SOLVED_AT = {"Pendulum-v1": -200.0}
 """Mean returns that count as solved, of environments without a reward threshold in Gymnasium."""
-
 
 REWARDS = ("raw", "normalized", "sign")
 """The possible values of ``env.rewards``."""
@@ -226,7 +226,6 @@ _ARGUMENTS_OF_GYM_ENV = {
 }
 """Arguments of ``GymEnv`` itself, which would not reach the environment."""
 
-
 EXTRAS = {"mujoco": "mujoco", "ale_py": "atari", "cv2": "atari"}
 """The extra of this package that installs a module which environments need."""
 
@@ -266,6 +265,9 @@ def sample(env: EnvConfig) -> GymEnv:
     """
     for name in env.kwargs.keys() & _ARGUMENTS_OF_GYM_ENV.keys():
         raise ConfigError(f"env.kwargs.{name} would not reach gymnasium.make: {_ARGUMENTS_OF_GYM_ENV[name]}")
+    for i, one in enumerate(env.wrappers):
+        if not isinstance(one, Mapping) or "_target_" not in one:
+            raise ConfigError(f"env.wrappers[{i}] has no _target_: name the class of the wrapper")
     if env.rewards not in REWARDS:
         raise ConfigError(f"env.rewards={env.rewards}: it is one of {', '.join(REWARDS)}")
     try:
@@ -290,16 +292,15 @@ def solved_at(env: EnvConfig) -> float | None:
     if env.solved_at is not None or env.make is not None:
         return env.solved_at
     name = env.id.rpartition(":")[2]  # the module before the colon is imported already
+    namespace, bare, version = parse_env_id(name)
+    if version is None:
+        name = get_env_id(namespace, bare, find_highest_version(namespace, bare))  # as gymnasium.make does
     return SOLVED_AT.get(name, gymnasium.spec(name).reward_threshold)
 
 
 def register_configs() -> None:
     """Add the groups ``env``, ``collector`` and ``chaos`` to Hydra's ConfigStore, as ``base_<name>``."""
     store_once("env", "base_gym", EnvConfig)
-    store_once("collector", "base_single", SingleConfig)
-    store_once("collector", "base_multi_sync", MultiSyncConfig)
-    store_once("collector", "base_multi_async", MultiAsyncConfig)
-    store_once("collector", "base_distributed", DistributedConfig)
-    store_once("collector", "base_rpc", RPCConfig)
-    store_once("collector", "base_ray", RayConfig)
+    for name in ("single", "multi_sync", "multi_async", "distributed", "rpc", "ray"):
+        store_once("collector", f"base_{name}", type(BUNDLED[name]))
     store_once("chaos", "base_chaos", ChaosConfig)

@@ -32,7 +32,7 @@ from learning.help import print_help
 from learning.options import CNNConfig, IMPALAConfig, MLPConfig, NoLoggerConfig, PPOConfig, RNNConfig, WandbConfig
 from learning.reporting.files import FolderError, writing
 from learning.reporting.sweep import report
-from learning.run import run_command
+from learning.run import interrupt_by_signals, run_command
 from wsync import WeightSyncError
 from wsync.config import store_once
 
@@ -101,10 +101,11 @@ class SweepReport(Callback):
             raise _used(f"hydra.run.dir={folder} has a run already", f"continue that one by resume={folder}")
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Note the sweep's folder; refuse one that has runs of another sweep."""
+        """Refuse a folder that has runs of another sweep; prepare for the end of this one."""
         folder = Path(config.hydra.sweep.dir)
         if any(folder.glob("*/metrics.jsonl")):
             raise _used(f"hydra.sweep.dir={folder} has runs already", "leave it out for a new folder")
+        interrupt_by_signals()
         self._pending.append(Path(config.hydra.sweep.dir))
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
@@ -291,9 +292,8 @@ def register_configs(folders: Sequence[Path] = ()) -> None:
     wsync.config.register_configs({"timeout": "${timeout}"}, folders=[_CONF, *folders])
     collectors.config.register_configs()
     store_once(None, "base_train", TrainConfig)
-    store_once("policy", "base_mlp", MLPConfig)
-    store_once("policy", "base_cnn", CNNConfig)
-    store_once("policy", "base_rnn", RNNConfig)
+    for name, config in (("mlp", MLPConfig), ("cnn", CNNConfig), ("rnn", RNNConfig)):
+        store_once("policy", f"base_{name}", config)
     store_once("algorithm", "base_ppo", PPOConfig)
     store_once("algorithm", "base_impala", IMPALAConfig)
     store_once("logger", "base_wandb", WandbConfig)

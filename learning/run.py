@@ -30,7 +30,8 @@ def run_command(
     """Call `command` and end the process.
 
     An error with a description is one line on stderr, or a traceback if HYDRA_FULL_ERROR is set; so is an OSError from
-    outside of `reported_errors` (a folder that Hydra cannot make). Exit statuses: 1 after an error, 130 after Ctrl-C.
+    outside of `reported_errors` (a folder that Hydra cannot make). Exit statuses: 1 after an error, 130 after Ctrl-C,
+    and 128 + the number of a signal after one that `interrupt_by_signals` has caught.
 
     Args:
         command: the command.
@@ -46,7 +47,7 @@ def run_command(
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a further Ctrl-C does not wait for `on_error`
         on_error()
         if isinstance(error, KeyboardInterrupt):
-            sys.exit(128 + signal.SIGINT)
+            sys.exit(128 + (error.args[0] if error.args else signal.SIGINT))
         message = describe(error)
         if message is None and isinstance(error, OSError) and not any(error is one for one in _job_errors):
             message = str(error)
@@ -54,6 +55,21 @@ def run_command(
             raise
         sys.exit(f"{Path(sys.argv[0]).name}: {message}")
     sys.exit(0)
+
+
+def interrupt_by_signals() -> None:
+    """Have SIGTERM and SIGHUP raise ``KeyboardInterrupt``, as Ctrl-C does, unless they are ignored or caught already.
+
+    For a sweep: a launcher that runs jobs in processes of its own (joblib) ends them after a ``KeyboardInterrupt``; a
+    signal that ends this process at once would leave them running.
+    """
+
+    def interrupt(number: int, _: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt(number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, interrupt)
 
 
 @contextmanager

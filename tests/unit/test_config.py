@@ -327,6 +327,8 @@ def test_an_environment_that_there_is_not_is_refused() -> None:
         collectors.config.sample(EnvConfig("CartPol-v1"))
     with pytest.raises(ConfigError, match="gravitas"):
         collectors.config.sample(EnvConfig("CartPole-v1", kwargs={"gravitas": 1}))
+    with pytest.raises(ConfigError, match=r"env\.wrappers\[0\] has no _target_: name the class of the wrapper"):
+        collectors.config.sample(config("env.wrappers=[{target: gymnasium.wrappers.TimeLimit}]").env)
 
 
 @pytest.mark.parametrize(
@@ -345,6 +347,7 @@ def test_the_threshold_is_the_configs_else_that_of_the_id() -> None:
     assert solved_at(config("env=pendulum").env) == -200
     assert solved_at(config("env.id=Pendulum-v1").env) == -200
     assert solved_at(config("env=pendulum", "env.id=MountainCar-v0").env) == -110
+    assert solved_at(config("env.id=CartPole").env) == 475 and solved_at(config("env.id=Pendulum").env) == -200
     assert solved_at(config("env.id=GymV21Environment-v0").env) is None
     assert solved_at(config("env.id=MountainCar-v0", "env.solved_at=30").env) == 30
 
