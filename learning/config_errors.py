@@ -49,6 +49,8 @@ def one_line(error: BaseException, settings: Settings, chosen: Mapping[str, str]
         return message if message.startswith(found[1]) else f"{found[1]}: {message}"
     if text.startswith("Error locating target") and cause:
         return _joined(cause)
+    if found := re.match(r"While dereferencing interpolation '(.+)': (.+)\n\s+full_key: (\S+)", text):
+        return f"{found[3]}={found[1]}: {found[2]}"
     lines = [line.strip() for line in f"{text}\n{reason}".splitlines()]
     message = "; ".join(line for line in lines if line and not line.startswith(("See http", "full_key", "object_type")))
     return f"this override cannot be read: {message}" if "override_grammar" in text else message

@@ -29,6 +29,7 @@ Limit = tuple[str, Callable[[float], bool]]
 COUNT: Limit = ("more than 0", lambda x: x > 0)  # infinite limits are allowed
 FACTOR: Limit = ("more than 0, and finite", lambda x: 0 < x < math.inf)
 NOT_NEGATIVE: Limit = ("at least 0", lambda x: x >= 0)
+COEFFICIENT: Limit = ("at least 0, and finite", lambda x: 0 <= x < math.inf)
 SHARE: Limit = ("between 0 and 1", lambda x: 0 <= x <= 1)
 FINITE: Limit = ("finite", math.isfinite)
 NUMBER: Limit = ("a number", lambda x: not math.isnan(x))
@@ -46,12 +47,12 @@ LIMITS: dict[str, Limit] = {
     "checkpoint_every": NOT_NEGATIVE,
     "weight_sync.timeout": COUNT,
     "collector.init_random_frames": NOT_NEGATIVE,
-    "collector.worker_timeout": COUNT,
+    "collector.worker_timeout": FACTOR,
     "collector.max_restarts": NOT_NEGATIVE,
     "collector.restart_window": COUNT,
     "collector.run_ahead": NOT_NEGATIVE,
     "collector.max_staleness": NOT_NEGATIVE,
-    "collector.timeout": COUNT,
+    "collector.timeout": FACTOR,
     "collector.port": ("between 0 and 65535", lambda x: 0 <= x <= 65535),
     "env.solved_at": FINITE,
     "env.max_episode_steps": COUNT,
@@ -69,11 +70,11 @@ LIMITS: dict[str, Limit] = {
     "algorithm.epochs_final": COUNT,
     "algorithm.minibatch_size": COUNT,
     "algorithm.lr": FACTOR,
-    "algorithm.lr_final": ("at least 0, and finite", lambda x: 0 <= x < math.inf),
-    "algorithm.clip": COUNT,
-    "algorithm.clip_final": NOT_NEGATIVE,
+    "algorithm.lr_final": COEFFICIENT,
+    "algorithm.clip": FACTOR,
+    "algorithm.clip_final": COEFFICIENT,
     "algorithm.anneal_frames": COUNT,
-    "algorithm.value_coef": ("at least 0, and finite", lambda x: 0 <= x < math.inf),
+    "algorithm.value_coef": COEFFICIENT,
     "algorithm.value_clip": COUNT,
     "algorithm.entropy_coef": FINITE,
     "algorithm.max_grad_norm": COUNT,

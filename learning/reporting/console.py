@@ -67,7 +67,7 @@ class ConsoleReporter(Reporter):
         self.interval, self._shown_at = interval, -interval
         self._latest: Row | None = None
         self._printed: Row | None = None
-        self._folder = Path()
+        self._folder: Path | None = None
         self._live: Live | None = None
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
@@ -108,7 +108,9 @@ class ConsoleReporter(Reporter):
         )
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Show the table, the verdict and the folder."""
+        """Show the table, the verdict and the folder; nothing if the run has not begun."""
+        if self._folder is None:
+            return
         if self._live is not None:
             self._live.stop()
         elif self._latest is not None and self._latest is not self._printed:

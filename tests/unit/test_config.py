@@ -12,6 +12,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 import collectors.config
 import learning.config
@@ -183,6 +184,13 @@ def test_a_slip_is_answered_in_one_line(override: str, said: str) -> None:
     assert "\n" not in answer and "_convert_" not in answer
 
 
+def test_a_setting_that_cannot_have_the_value_it_refers_to_is_named() -> None:
+    with pytest.raises(OmegaConfBaseException) as caught:
+        config("weight_sync=distributed", "timeout=null")
+    answer = one_line(caught.value, learning.config.settings())
+    assert answer == "collector.timeout=${timeout}: Incompatible value 'None' for field of type 'float'"
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
@@ -227,7 +235,8 @@ def test_what_a_class_says_of_its_settings_is_said_once(override: str, said: str
         (["algorithm.value_coef=-1"], "algorithm.value_coef has to be at least 0"),
         (["algorithm.lr=inf"], "algorithm.lr has to be more than 0, and finite, not inf"),
         (["algorithm.lr_final=-1"], "algorithm.lr_final has to be at least 0"),
-        (["algorithm.clip=-1"], "algorithm.clip has to be more than 0"),
+        (["collector.worker_timeout=inf"], "collector.worker_timeout has to be more than 0, and finite, not inf"),
+        (["algorithm.clip=inf"], "algorithm.clip has to be more than 0, and finite, not inf"),
         (["algorithm.entropy_coef=nan"], "algorithm.entropy_coef has to be finite, not nan"),
         (["algorithm.adam_eps=0"], "algorithm.adam_eps has to be more than 0"),
         (["algorithm.epochs_final=0"], "algorithm.epochs_final has to be more than 0, not 0"),
