@@ -27,7 +27,7 @@ from collectors.config import ConfigError
 from learning import validation
 from learning.actor_critic import Diverged
 from learning.checkpoint import CheckpointError
-from learning.config_errors import one_line
+from learning.config_errors import CONF, one_line
 from learning.help import print_help
 from learning.options import CNNConfig, IMPALAConfig, MLPConfig, NoLoggerConfig, PPOConfig, RNNConfig, WandbConfig
 from learning.reporting.files import FolderError, writing
@@ -36,7 +36,6 @@ from learning.run import interrupt_by_signals, run_command
 from wsync import WeightSyncError
 from wsync.config import store_once
 
-_CONF = Path(__file__).resolve().parents[1] / "conf"
 _OF_HYDRA = (HydraException, OmegaConfBaseException, YAMLError)
 _EXPECTED = (*_OF_HYDRA, ConfigError, CheckpointError, Diverged, FolderError, WeightSyncError)
 
@@ -145,7 +144,7 @@ def run_hydra(main: Callable[[], Any]) -> NoReturn:
             main()
         else:
             given = [argument for argument in sys.argv[1:] if "=" in argument and argument[0] != "-"]
-            print_help(_CONF, given, config_folders(sys.argv[1:]))
+            print_help(CONF, given, config_folders(sys.argv[1:]))
 
     run_command(command, describe_error, on_error=SweepReport.write)
 
@@ -239,7 +238,7 @@ def resumed(cfg: DictConfig, overrides: Sequence[str], choices: Mapping[str, str
 
 def _also_set(group: str, option: str | None) -> set[str]:
     """Return the settings outside its own group that an option sets (``collector=single`` sets num_workers)."""
-    path = _CONF / group / f"{option}.yaml"
+    path = CONF / group / f"{option}.yaml"
     if not path.is_file() or not path.read_text(encoding="utf-8").startswith("# @package _global_"):
         return set()
     content = OmegaConf.load(path)
@@ -289,7 +288,7 @@ def config_folders(argv: Sequence[str]) -> list[Path]:
 
 def register_configs(folders: Sequence[Path] = ()) -> None:
     """Add all configs to Hydra's ConfigStore, the backends' as well; `folders` are config folders of the user."""
-    wsync.config.register_configs({"timeout": "${timeout}"}, folders=[_CONF, *folders])
+    wsync.config.register_configs({"timeout": "${timeout}"}, folders=[CONF, *folders])
     collectors.config.register_configs()
     store_once(None, "base_train", TrainConfig)
     for name, config in (("mlp", MLPConfig), ("cnn", CNNConfig), ("rnn", RNNConfig)):

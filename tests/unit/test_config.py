@@ -174,6 +174,7 @@ def test_a_policy_config_has_the_arguments_of_its_network(dataclass: type, targe
             "weight_sync=sharedmem",
             "there is no such option; did you mean 'shared_mem'?; there are: distributed, http, multiprocess",
         ),
+        ("env=pong", "env=pong: there is no such option; did you mean 'atari/pong'?; there are: acrobot, "),
         ("env.kwargs.gravity=3", "say +env.kwargs.gravity=… to add it"),
         ("seed=[", "this override cannot be read: "),
     ],
