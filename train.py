@@ -55,8 +55,9 @@ from learning.loop import Goal, Training
 from learning.normalization import RewardNormalizer
 from learning.reporting.console import ConsoleReporter
 from learning.reporting.files import Pictures, RunFiles
-from learning.run import objective_of, reported_errors, resumed_seed, stop_requests
-from learning.validation import actor_critic, network_settings
+from learning.run import reported_errors, resumed_seed, stop_requests
+from learning.summary import objective_of
+from learning.validation import actor_critic, check_parts, network_settings
 
 
 def train(cfg: TrainConfig, folder: Path, started: float) -> tuple[int, float]:
@@ -73,6 +74,8 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> tuple[int, float]:
     network, settings = network_settings(cfg.policy)
     policy, critic, normalizer = actor_critic(instantiate(network, _partial_=True), cfg.env, **settings)
     learner = instantiate(cfg.algorithm, policy, critic)
+    logger, callbacks = instantiate(cfg.logger, _convert_="all"), instantiate(cfg.callbacks, _convert_="all")
+    check_parts(learner, logger, callbacks)
 
     goal = Goal(cfg.total_frames, collectors.config.solved_at(cfg.env), cfg.stop_when_solved)
     delay = WeightDelay(cfg.staleness)
@@ -88,8 +91,8 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> tuple[int, float]:
         RunFiles(training.resumed_from, training.progress.frames),
         ConsoleReporter(title, cfg.total_frames),
         Pictures(),
-        instantiate(cfg.logger, _convert_="all"),
-        *instantiate(cfg.callbacks, _convert_="all"),
+        logger,
+        *callbacks,
     ]
 
     with stop_requests() as stop, ExitStack() as running:

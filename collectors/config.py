@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import gymnasium
+from gymnasium.envs.registration import find_highest_version, get_env_id, parse_env_id
 from hydra.utils import instantiate
 from omegaconf import MISSING
 
@@ -264,6 +265,9 @@ def sample(env: EnvConfig) -> GymEnv:
     """
     for name in env.kwargs.keys() & _ARGUMENTS_OF_GYM_ENV.keys():
         raise ConfigError(f"env.kwargs.{name} would not reach gymnasium.make: {_ARGUMENTS_OF_GYM_ENV[name]}")
+    for i, one in enumerate(env.wrappers):
+        if not isinstance(one, Mapping) or "_target_" not in one:
+            raise ConfigError(f"env.wrappers[{i}] has no _target_: name the class of the wrapper")
     if env.rewards not in REWARDS:
         raise ConfigError(f"env.rewards={env.rewards}: it is one of {', '.join(REWARDS)}")
     try:
@@ -288,6 +292,9 @@ def solved_at(env: EnvConfig) -> float | None:
     if env.solved_at is not None or env.make is not None:
         return env.solved_at
     name = env.id.rpartition(":")[2]  # the module before the colon is imported already
+    namespace, bare, version = parse_env_id(name)
+    if version is None:
+        name = get_env_id(namespace, bare, find_highest_version(namespace, bare))  # as gymnasium.make does
     return SOLVED_AT.get(name, gymnasium.spec(name).reward_threshold)
 
 

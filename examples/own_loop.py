@@ -50,6 +50,7 @@ def work(scheme: wsync.WeightSyncScheme, index: int, episodes: mp.Queue, stop) -
         with suppress(Full):  # the trainer has not taken the others yet, or has stopped
             episodes.put(episode, timeout=1.0)
         seed += WORKERS
+    episodes.cancel_join_thread()  # the trainer takes no more: do not wait until it has
     scheme.shutdown()
     episodes.cancel_join_thread()  # episodes that are not read any more
 

@@ -1,5 +1,6 @@
 """What is needed to train for real: policy networks, advantages, PPO, IMPALA."""
 
+from learning.actor_critic import ActorCritic
 from learning.encoders import CNN, MLP
 from learning.gae import gae
 from learning.impala import IMPALA
@@ -23,6 +24,7 @@ __all__ = [
     "MLP",
     "PPO",
     "RNN",
+    "ActorCritic",
     "CategoricalPolicy",
     "Critic",
     "GaussianPolicy",

@@ -104,10 +104,13 @@ class ActorCritic(ABC):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from where `state_dict` was taken; networks and hyperparameters must be the same."""
+        """Continue from where `state_dict` was taken, with the same networks and this learner's hyperparameters."""
         self.policy.load_state_dict(state["policy"])
         self.critic.load_state_dict(state["critic"])
+        (group,) = self.optimizer.param_groups
+        own = {name: value for name, value in group.items() if name != "params"}
         self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.param_groups[0].update(own)
         self.frames = state["frames"]
 
 

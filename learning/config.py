@@ -27,15 +27,14 @@ from collectors.config import ConfigError
 from learning import validation
 from learning.actor_critic import Diverged
 from learning.checkpoint import CheckpointError
-from learning.config_errors import one_line
+from learning.config_errors import CONF, one_line
 from learning.help import print_help
 from learning.options import CNNConfig, IMPALAConfig, MLPConfig, NoLoggerConfig, PPOConfig, RNNConfig, WandbConfig
 from learning.reporting.files import FolderError, writing
 from learning.reporting.sweep import report
-from learning.run import run_command
+from learning.run import interrupt_by_signals, run_command
 from wsync import WeightSyncError
 
-_CONF = Path(__file__).resolve().parents[1] / "conf"
 _OF_HYDRA = (HydraException, OmegaConfBaseException, YAMLError)
 _EXPECTED = (*_OF_HYDRA, ConfigError, CheckpointError, Diverged, FolderError, WeightSyncError)
 
@@ -100,10 +99,11 @@ class SweepReport(Callback):
             raise _used(f"hydra.run.dir={folder} has a run already", f"continue that one by resume={folder}")
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Note the sweep's folder; refuse one that has runs of another sweep."""
+        """Refuse a folder that has runs of another sweep; prepare for the end of this one."""
         folder = Path(config.hydra.sweep.dir)
         if any(folder.glob("*/metrics.jsonl")):
             raise _used(f"hydra.sweep.dir={folder} has runs already", "leave it out for a new folder")
+        interrupt_by_signals()
         self._pending.append(Path(config.hydra.sweep.dir))
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
@@ -143,7 +143,7 @@ def run_hydra(main: Callable[[], Any]) -> NoReturn:
             main()
         else:
             given = [argument for argument in sys.argv[1:] if "=" in argument and argument[0] != "-"]
-            print_help(_CONF, given, config_folders(sys.argv[1:]))
+            print_help(CONF, given, config_folders(sys.argv[1:]))
 
     run_command(command, describe_error, on_error=SweepReport.write)
 
@@ -237,7 +237,7 @@ def resumed(cfg: DictConfig, overrides: Sequence[str], choices: Mapping[str, str
 
 def _also_set(group: str, option: str | None) -> set[str]:
     """Return the settings outside its own group that an option sets (``collector=single`` sets num_workers)."""
-    path = _CONF / group / f"{option}.yaml"
+    path = CONF / group / f"{option}.yaml"
     if not path.is_file() or not path.read_text(encoding="utf-8").startswith("# @package _global_"):
         return set()
     content = OmegaConf.load(path)
@@ -287,12 +287,11 @@ def config_folders(argv: Sequence[str]) -> list[Path]:
 
 def register_configs(folders: Sequence[Path] = ()) -> None:
     """Add all configs to Hydra's ConfigStore, the backends' as well; `folders` are config folders of the user."""
-    wsync.config.register_configs({"timeout": "${timeout}"}, folders=[_CONF, *folders])
+    wsync.config.register_configs({"timeout": "${timeout}"}, folders=[CONF, *folders])
     collectors.config.register_configs()
     wsync.config.store_once(None, "base_train", TrainConfig)
-    wsync.config.store_once("policy", "base_mlp", MLPConfig)
-    wsync.config.store_once("policy", "base_cnn", CNNConfig)
-    wsync.config.store_once("policy", "base_rnn", RNNConfig)
+    for name, config in (("mlp", MLPConfig), ("cnn", CNNConfig), ("rnn", RNNConfig)):
+        wsync.config.store_once("policy", f"base_{name}", config)
     wsync.config.store_once("algorithm", "base_ppo", PPOConfig)
     wsync.config.store_once("algorithm", "base_impala", IMPALAConfig)
     wsync.config.store_once("logger", "base_wandb", WandbConfig)

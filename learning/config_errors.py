@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+"""The folder of the project's configs."""
 
 Settings = Mapping[str, Sequence[str]]
 """The names of all settings; for one that belongs to a config group, the options of the group that have it."""
@@ -36,6 +40,7 @@ def one_line(error: BaseException, settings: Settings, chosen: Mapping[str, str]
             return f"the collector for weight_sync={name} is not known: add collector=…"
         options = [line.strip() for line in text.partition("Available options in")[2].splitlines() if line[:1] == "\t"]
         options = [option for option in options if not option.startswith(("base_", "provider="))]
+        options += sorted(f"{path.parent.name}/{path.stem}" for path in (CONF / group).glob("*/*.yaml"))
         own = (
             "; one of your own: --config-dir or an entry point, see docs/backends.md" if group == "weight_sync" else ""
         )
@@ -49,6 +54,8 @@ def one_line(error: BaseException, settings: Settings, chosen: Mapping[str, str]
         return message if message.startswith(found[1]) else f"{found[1]}: {message}"
     if text.startswith("Error locating target") and cause:
         return _joined(cause)
+    if found := re.match(r"While dereferencing interpolation '(.+)': (.+)\n\s+full_key: (\S+)", text):
+        return f"{found[3]}={found[1]}: {found[2]}"
     lines = [line.strip() for line in f"{text}\n{reason}".splitlines()]
     message = "; ".join(line for line in lines if line and not line.startswith(("See http", "full_key", "object_type")))
     return f"this override cannot be read: {message}" if "override_grammar" in text else message
@@ -81,6 +88,6 @@ def _joined(text: str) -> str:
 def _suggestion(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean …?" for the same name in another group, or else one that is spelt similarly."""
     names = [one for one in known if not one.rpartition(".")[2].startswith("_")]  # those are Hydra's own
-    elsewhere = [one for one in names if one.rpartition(".")[2] == name.rpartition(".")[2]]
+    elsewhere = [one for one in names if re.split("[./]", one)[-1] == re.split("[./]", name)[-1]]
     close = get_close_matches(name, elsewhere, n=1, cutoff=0.0) or get_close_matches(name, names, n=1)
     return f"; did you mean '{close[0]}'?" if close else ""

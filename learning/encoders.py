@@ -17,13 +17,10 @@ from torch import Tensor, nn
 
 from collectors.environments import specs
 from collectors.environments.probing import without_side_effects
-from collectors.environments.specs import Spec, SpecTree
+from collectors.environments.specs import ACTION_MASK, Spec, SpecTree
 from collectors.environments.trees import as_tensors
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
-ACTION_MASK = "action_mask"
-"""The part of an observation that says which choices are possible; it is no input of a network."""
-
 Observation = Any
 """A tensor ``[*B, *obs]``, or a TensorDict of such tensors."""
 

@@ -48,7 +48,7 @@ def print_help(
         table.add_row(group, ", ".join(options))
     console.print(table)
     with initialize_config_dir(str(conf), version_base="1.3"):
-        searched = [f"hydra.searchpath=[{folder.resolve()}]" for folder in folders]
+        searched = [f"hydra.searchpath=['{folder.resolve()}']" for folder in folders]
         cfg = compose("train", overrides=[*searched, *overrides])
     console.print("\n[bold]Settings of this choice[/bold]")
     _print_settings(console, "", cfg)

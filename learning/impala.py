@@ -116,7 +116,7 @@ class IMPALA(ActorCritic):
         return stats | {"epochs": float(epochs), "lr": lr}
 
     def _prepare(self, batch: TensorDictBase) -> Trajectories:
-        """Return the trajectories of a batch, in one dimension."""
+        """Return the trajectories of a batch, in one dimension; without those in which there is no frame."""
         step, mask = batch.get("next"), batch.get("mask", None)
         columns = (
             batch.get("observation"),
@@ -129,7 +129,8 @@ class IMPALA(ActorCritic):
             torch.ones(batch.batch_size, dtype=torch.bool, device=batch.device) if mask is None else mask,
         )
         leading = batch.ndim - 1
-        return Trajectories(*(x.flatten(0, leading - 1) if leading else x.unsqueeze(0) for x in columns))
+        rows = Trajectories(*(x.flatten(0, leading - 1) if leading else x.unsqueeze(0) for x in columns))
+        return Trajectories(*(x[rows.mask.any(-1)] for x in rows))
 
     def _epoch(self, trajectories: Trajectories) -> list[Tensor]:
         """Pass once over all trajectories in random order; return the statistics of each gradient step."""

@@ -172,6 +172,8 @@ class Training:
         first batch sets them beforehand: until then observations are not normalised.
         """
         observations, mask = self.observations, batch.get("mask", None)
+        if mask is not None and not mask.any():  # of one step, in which all environments were reset
+            return {}
         first = observations is not None and observations.is_new
         if observations is not None and first:
             observations.update(batch.get("observation"), mask)
@@ -211,13 +213,11 @@ class Training:
         }  # fmt: skip
 
     def _summary(self, status: str, collector: Collector) -> dict[str, Any]:
-        first, metrics = self.progress.first_update_at, self.scheme.metrics
         counts = (collector.failures, self.chaos, collector.staleness)
-        return {
-            **summarise(status, self.progress, self.goal.solved_at, metrics, *counts),
-            "seconds_to_first_update": None if first is None else first - self.started,
-            **self.facts,
-        }
+        summary = summarise(
+            status, self.progress, self.goal.solved_at, self.scheme.metrics, *counts, started=self.started
+        )
+        return summary | self.facts
 
 
 _Exit = Callable[[type[BaseException] | None, BaseException | None, "TracebackType | None"], None]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from collectors.environments.specs import Spec, SpecTree
+from collectors.environments.specs import ACTION_MASK, Spec, SpecTree
 from learning.encoders import Observation, feature_size, linear
 from learning.networks import Critic, Network, Policy, policy_for
 from learning.normalization import ObservationNormalizer
@@ -33,8 +33,13 @@ def make_actor_critic(
         normalizer: of observations, for both; None: observations are not normalized.
 
     Raises:
-        ValueError: the network does not suit the observations, or a continuous action has no bounds.
+        ValueError: the network or the action mask does not suit, or a continuous action has no bounds.
     """
+    mask = observation_spec.get(ACTION_MASK) if isinstance(observation_spec, Mapping) else None
+    if isinstance(mask, Spec) and action_spec.options and mask.shape != (sum(action_spec.options),):
+        raise ValueError(
+            f"{ACTION_MASK} has {mask.shape.numel()} elements, and the action has {sum(action_spec.options)} options"
+        )
     trunk = make_network(observation_spec)
     if isinstance(trunk, RecurrentNetwork):
         return _recurrent(trunk, observation_spec, action_spec, initial_std, normalizer)

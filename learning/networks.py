@@ -10,10 +10,10 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, distributions, nn
 
-from collectors.environments.specs import Spec, SpecTree
+from collectors.environments.specs import ACTION_MASK, Spec, SpecTree
 from collectors.rollouts.sampled import SampledPolicy
 from learning.distributions import MultiCategorical
-from learning.encoders import ACTION_MASK, MLP, Observation, feature_size, linear
+from learning.encoders import MLP, Observation, feature_size, linear
 from learning.normalization import ObservationNormalizer
 
 

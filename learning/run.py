@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
 import numpy as np
 
@@ -31,7 +30,8 @@ def run_command(
     """Call `command` and end the process.
 
     An error with a description is one line on stderr, or a traceback if HYDRA_FULL_ERROR is set; so is an OSError from
-    outside of `reported_errors` (a folder that Hydra cannot make). Exit statuses: 1 after an error, 130 after Ctrl-C.
+    outside of `reported_errors` (a folder that Hydra cannot make). Exit statuses: 1 after an error, 130 after Ctrl-C,
+    and 128 + the number of a signal after one that `interrupt_by_signals` has caught.
 
     Args:
         command: the command.
@@ -47,7 +47,7 @@ def run_command(
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a further Ctrl-C does not wait for `on_error`
         on_error()
         if isinstance(error, KeyboardInterrupt):
-            sys.exit(128 + signal.SIGINT)
+            sys.exit(128 + (error.args[0] if error.args else signal.SIGINT))
         message = describe(error)
         if message is None and isinstance(error, OSError) and not any(error is one for one in _job_errors):
             message = str(error)
@@ -55,6 +55,21 @@ def run_command(
             raise
         sys.exit(f"{Path(sys.argv[0]).name}: {message}")
     sys.exit(0)
+
+
+def interrupt_by_signals() -> None:
+    """Have SIGTERM and SIGHUP raise ``KeyboardInterrupt``, as Ctrl-C does, unless they are ignored or caught already.
+
+    For a sweep: a launcher that runs jobs in processes of its own (joblib) ends them after a ``KeyboardInterrupt``; a
+    signal that ends this process at once would leave them running.
+    """
+
+    def interrupt(number: int, _: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt(number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, interrupt)
 
 
 @contextmanager
@@ -142,30 +157,6 @@ def stop_requests() -> Iterator[StopRequest]:
             if not stop.requested:
                 raise
             exit_now(stop.exit_status)
-
-
-def objective_of(summary: Mapping[str, Any], name: str) -> float:
-    """Return the figure of a run that a sweeper compares; NaN if the run has none (no episode has ended).
-
-    Args:
-        summary: as in ``summary.json``.
-        name: of an entry with a number; ``weight_sync.latency_us.p50`` is inside others.
-
-    Raises:
-        KeyError: there is no such entry; names those that there are.
-        TypeError: the entry is not a number.
-    """
-    value: Any = summary
-    for part in name.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            there = ", ".join(value) if isinstance(value, Mapping) else "none"
-            raise KeyError(f"objective={name}: the summary has no '{part}' there; entries: {there}")
-        value = value[part]
-    if value is None:
-        return math.nan
-    if not isinstance(value, int | float):
-        raise TypeError(f"objective={name}: the entry of the summary is not a number, but {value!r}")
-    return float(value)
 
 
 def exit_now(status: int) -> NoReturn:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from learning.progress import WINDOW, Progress
-
-if TYPE_CHECKING:
-    from wsync import SyncMetrics
+from wsync import SyncMetrics
+from wsync.types import PHASES
 
 
 class Failures(Protocol):
@@ -28,6 +28,14 @@ class Limits(Protocol):
     dropped_frames: int
 
 
+_NO_UPDATE: dict[str, Any] = {
+    "latency_us": dict.fromkeys(("p50", "p95", "p99", "max")),
+    "phases_us": dict.fromkeys(PHASES),
+    **dict.fromkeys(("gib_per_second", "plain_copy_us", "over_plain_copy")),
+}
+"""The figures of a weight sync without updates."""
+
+
 def summarise(
     status: str,
     progress: Progress,
@@ -36,6 +44,7 @@ def summarise(
     failures: Failures | None = None,
     chaos: Mapping[str, int] | None = None,
     limits: Limits | None = None,
+    started: float = 0.0,
 ) -> dict[str, Any]:
     """Return the content of ``summary.json``.
 
@@ -47,10 +56,9 @@ def summarise(
         failures: failures of workers; None if there are no workers.
         chaos: number of injected faults of each kind.
         limits: of the collector.
+        started: when the process started, as of ``time.perf_counter``.
     """
-    sync = metrics.summary()
-    sync.setdefault("latency_us", dict.fromkeys(("p50", "p95", "p99", "max")))
-    sync.setdefault("phases_us", {})
+    sync = {**_NO_UPDATE, **metrics.summary()}
     sentences = [verdict(status, progress, solved_at)]
     sentences += [f"{failures}."] if failures else []
     if chaos and any(chaos.values()):
@@ -77,6 +85,7 @@ def summarise(
         },
         "worker_failures": failures.as_dict() if failures else {},
         "chaos": dict(chaos or {}),
+        "seconds_to_first_update": progress.first_update_at and progress.first_update_at - started,
     }
 
 
@@ -107,3 +116,31 @@ def _control(progress: Progress, solved: bool) -> str:
     if mean is None or first is None or progress.episodes < 2 * WINDOW:
         return f"{text}, and it did not learn."
     return f"{text}, and it did not learn: mean return {first:.1f} at the start, {mean:.1f} at the end."
+
+
+def objective_of(summary: Mapping[str, Any], name: str) -> float:
+    """Return the figure of a run that a sweeper compares; NaN if the run has none (no episode has ended).
+
+    Args:
+        summary: as in ``summary.json``.
+        name: of an entry with a number; ``weight_sync.latency_us.p50`` is inside others.
+
+    Raises:
+        ValueError: there is no such entry, or it is not a number.
+    """
+    value: Any = summary
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            there = ", ".join(value) if isinstance(value, Mapping) else "none"
+            raise ValueError(f"objective={name}: the summary has no '{part}' there; entries: {there}")
+        value = value[part]
+    if value is None:
+        return math.nan
+    if not isinstance(value, int | float):
+        raise ValueError(f"objective={name}: the entry of the summary is not a number, but {value!r}")
+    return float(value)
+
+
+def check_objective(name: str) -> None:
+    """Check before a run that its summary will have the figure `name`; raises ValueError, see `objective_of`."""
+    objective_of(summarise("finished", Progress(), None, SyncMetrics("")), name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,9 @@ from learning.config_errors import Settings, unknown
 from learning.encoders import ACTIVATIONS
 from learning.making import make_actor_critic
 from learning.normalization import ObservationNormalizer
-from learning.options import PolicyConfig
+from learning.options import MLPConfig, PolicyConfig, RNNConfig, WandbConfig
+from learning.reporting import Reporter
+from learning.summary import check_objective
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,9 +29,12 @@ Limit = tuple[str, Callable[[float], bool]]
 COUNT: Limit = ("more than 0", lambda x: x > 0)  # infinite limits are allowed
 FACTOR: Limit = ("more than 0, and finite", lambda x: 0 < x < math.inf)
 NOT_NEGATIVE: Limit = ("at least 0", lambda x: x >= 0)
+COEFFICIENT: Limit = ("at least 0, and finite", lambda x: 0 <= x < math.inf)
 SHARE: Limit = ("between 0 and 1", lambda x: 0 <= x <= 1)
 FINITE: Limit = ("finite", math.isfinite)
 NUMBER: Limit = ("a number", lambda x: not math.isnan(x))
+
+WANDB_MODES = ("online", "offline", "disabled")
 
 LIMITS: dict[str, Limit] = {
     "num_workers": COUNT,
@@ -42,12 +47,12 @@ LIMITS: dict[str, Limit] = {
     "checkpoint_every": NOT_NEGATIVE,
     "weight_sync.timeout": COUNT,
     "collector.init_random_frames": NOT_NEGATIVE,
-    "collector.worker_timeout": COUNT,
+    "collector.worker_timeout": FACTOR,
     "collector.max_restarts": NOT_NEGATIVE,
     "collector.restart_window": COUNT,
     "collector.run_ahead": NOT_NEGATIVE,
     "collector.max_staleness": NOT_NEGATIVE,
-    "collector.timeout": COUNT,
+    "collector.timeout": FACTOR,
     "collector.port": ("between 0 and 65535", lambda x: 0 <= x <= 65535),
     "env.solved_at": FINITE,
     "env.max_episode_steps": COUNT,
@@ -65,11 +70,11 @@ LIMITS: dict[str, Limit] = {
     "algorithm.epochs_final": COUNT,
     "algorithm.minibatch_size": COUNT,
     "algorithm.lr": FACTOR,
-    "algorithm.lr_final": ("at least 0, and finite", lambda x: 0 <= x < math.inf),
-    "algorithm.clip": COUNT,
-    "algorithm.clip_final": NOT_NEGATIVE,
+    "algorithm.lr_final": COEFFICIENT,
+    "algorithm.clip": FACTOR,
+    "algorithm.clip_final": COEFFICIENT,
     "algorithm.anneal_frames": COUNT,
-    "algorithm.value_coef": ("at least 0, and finite", lambda x: 0 <= x < math.inf),
+    "algorithm.value_coef": COEFFICIENT,
     "algorithm.value_clip": COUNT,
     "algorithm.entropy_coef": FINITE,
     "algorithm.max_grad_norm": COUNT,
@@ -93,6 +98,10 @@ def check(config: TrainConfig, settings: Settings) -> None:
         raise ConfigError(unknown(name, settings))
     check_ranges(config)
     check_combinations(config)
+    try:
+        check_objective(config.objective)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _added(config: Any, prefix: str = "") -> Iterator[str]:
@@ -145,9 +154,12 @@ def check_combinations(config: TrainConfig) -> None:
         raise ConfigError(
             f"frames_per_batch={config.frames_per_batch} is less than one frame for each of {of} = {rows} environments"
         )
-    activation = getattr(config.policy, "activation", "tanh")
-    if activation not in ACTIVATIONS:
-        raise ConfigError(f"policy.activation={activation}: it is one of {', '.join(ACTIVATIONS)}")
+    if isinstance(config.policy, MLPConfig | RNNConfig) and config.policy.activation not in ACTIVATIONS:
+        raise ConfigError(f"policy.activation={config.policy.activation}: it is one of {', '.join(ACTIVATIONS)}")
+    if isinstance(config.policy, RNNConfig) and not config.policy.shared:
+        raise ConfigError("policy.shared=false: the critic of a recurrent policy shares its network")
+    if isinstance(config.logger, WandbConfig) and config.logger.mode not in (None, *WANDB_MODES):
+        raise ConfigError(f"logger.mode={config.logger.mode}: it is one of {', '.join(WANDB_MODES)}, or null")
 
 
 def _check_joining(how: Any, *, batched: bool) -> None:
@@ -201,6 +213,26 @@ def actor_critic(
         return *make_actor_critic(make_network, observation, action, normalizer=normalizer, **settings), normalizer
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"policy with env.id={env.id}: {' '.join(str(error).split())}") from error
+
+
+def check_parts(learner: Any, logger: Any, callbacks: Sequence[Any]) -> None:
+    """Check the learner and the reporters, which may be a user's own.
+
+    Raises:
+        ConfigError: the learner lacks what the training loop uses, or a reporter is none.
+    """
+    if missing := [
+        name for name in ("policy", "update", "state_dict", "load_state_dict") if not hasattr(learner, name)
+    ]:
+        raise ConfigError(
+            f"algorithm: {type(learner).__name__} has no {', '.join(missing)}: derive it from learning.ActorCritic, "
+            "or see what that has"
+        )
+    for name, one in {"logger": logger, **{f"callbacks[{i}]": one for i, one in enumerate(callbacks)}}.items():
+        if not isinstance(one, Reporter):
+            raise ConfigError(
+                f"{name} gives a {type(one).__name__}: its _target_ has to be derived from learning.reporting.Reporter"
+            )
 
 
 def _names(config: Any) -> set[str]:

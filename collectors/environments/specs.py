@@ -14,6 +14,9 @@ from gymnasium import spaces
 
 from collectors.environments.trees import Array, ArrayTree, Observation
 
+ACTION_MASK = "action_mask"
+"""The part of an observation that tells which choices are possible, one element for each; those at zero are not."""
+
 _NUMPY = {torch.float32: np.float32, torch.uint8: np.uint8}
 
 
@@ -44,6 +47,11 @@ class Spec:
     def is_discrete(self) -> bool:
         """Whether this is a choice among ``n``."""
         return self.n is not None
+
+    @property
+    def options(self) -> tuple[int, ...]:
+        """The number of options of each choice of an action; empty for a continuous one."""
+        return self.nvec or (() if self.n is None else (self.n,))
 
 
 SpecTree = Spec | Mapping[str, "SpecTree"]

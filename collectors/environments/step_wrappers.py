@@ -23,7 +23,6 @@ class StepsWrapper:
         self.inner, self.driver, self.num_envs = inner, inner.driver, inner.num_envs
         self.observation_spec: SpecTree = inner.observation_spec
         self.action_spec = inner.action_spec
-        self.uniform_log_prob = inner.uniform_log_prob
         self.observation, self.reward = inner.observation, inner.reward
         self.is_init = inner.is_init
         self.terminated, self.truncated, self.done = inner.terminated, inner.truncated, inner.done
@@ -56,7 +55,7 @@ class StepsWrapper:
         """See Steps."""
         self.inner.reset(seed)
 
-    def sample(self) -> Array:
+    def sample(self) -> tuple[Array, Array]:
         """See Steps."""
         return self.inner.sample()
 

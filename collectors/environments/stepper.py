@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
-from collectors.environments.specs import Spec, SpecTree, action_codec, observation_codec, zeros
-from collectors.environments.trees import Observation
+from collectors.environments.specs import (
+    ACTION_MASK,
+    Spec,
+    SpecTree,
+    action_codec,
+    observation_codec,
+    zeros,
+)
+from collectors.environments.trees import ArrayTree, Observation
 from collectors.environments.vector import Array, Driver
 
 
@@ -18,7 +26,6 @@ class Steps(Protocol):
     num_envs: int
     observation_spec: SpecTree
     action_spec: Spec
-    uniform_log_prob: float
     observation: Observation
     is_init: Array
     reward: Array
@@ -54,8 +61,8 @@ class Steps(Protocol):
         """Start new episodes in all environments."""
         ...
 
-    def sample(self) -> Array:
-        """Return random actions."""
+    def sample(self) -> tuple[Array, Array]:
+        """Return random actions for the current observations, and their log-probabilities; see Stepper."""
         ...
 
     def step(self, action: Array) -> None:
@@ -93,7 +100,6 @@ class Stepper:
         self._actions = action_codec(driver.action_space)
         self.observation_spec: SpecTree = self._observations.spec
         self.action_spec = self._actions.spec
-        self.uniform_log_prob = self._actions.uniform_log_prob
         # The input of a SampledPolicy is a view of this memory.
         self.observation = zeros(self.observation_spec, self.num_envs)
         self._started = zeros(self.observation_spec, self.num_envs)
@@ -142,9 +148,19 @@ class Stepper:
         self.is_init[:] = True
         self._seed, self.is_reset = None, True
 
-    def sample(self) -> Array:
-        """Return random actions as a policy would give them: indices ``[E]``, or float32 ``[E, *shape]``."""
-        return self._actions.from_env(np.asarray(self.driver.actions.sample()))
+    def sample(self) -> tuple[Array, Array]:
+        """Return random actions as a policy would give them: indices ``[E]`` or ``[E, k]``, or float32 ``[E, *shape]``.
+
+        With them, their log-probabilities ``[E]``, in nats; NaN where the bounds are infinite. Where observations have
+        an "action_mask" with an element for each option, only options that it allows are drawn.
+        """
+        actions, options, observation = self.driver.actions, self.action_spec.options, self.observation
+        mask = observation.parts.get(ACTION_MASK) if isinstance(observation, ArrayTree) else None
+        if isinstance(mask, Array) and options and mask.shape == (self.num_envs, sum(options)):
+            indices, log_prob = sample_allowed(options, mask != 0, actions.np_random)
+            return (indices[:, 0] if self.action_spec.is_discrete else indices), log_prob
+        log_prob = np.full(self.num_envs, self._actions.uniform_log_prob)
+        return self._actions.from_env(np.asarray(actions.sample())), log_prob
 
     def step(self, action: Array) -> None:
         """Apply ``action`` (any form that a policy may give); see the class for what can be read then.
@@ -178,3 +194,22 @@ class Stepper:
         if self.reset_step is not None:
             self.is_init |= self.reset_step
         self.is_reset = True
+
+
+def sample_allowed(options: Sequence[int], allowed: Array, generator: np.random.Generator) -> tuple[Array, Array]:
+    """Draw one option of each choice, uniformly from those that are allowed; from all of them where none is.
+
+    Args:
+        options: number of options of each choice, ``k`` numbers.
+        allowed: bool ``[E, sum(options)]``, those of all choices end to end.
+        generator: of random numbers.
+
+    Returns:
+        Indices ``[E, k]``, and the log-probabilities ``[E]`` of these draws, in nats.
+    """
+    indices, log_prob = [], np.zeros(len(allowed))
+    for part in np.split(allowed, np.cumsum(options)[:-1], axis=1):
+        possible = part | ~part.any(1, keepdims=True)
+        indices.append(np.where(possible, generator.random(part.shape), -1.0).argmax(1))
+        log_prob -= np.log(possible.sum(1))
+    return np.stack(indices, 1), log_prob

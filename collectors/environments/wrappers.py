@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-MASK = "action_mask"
+from collectors.environments.specs import ACTION_MASK
 
 
 class ActionMask(gym.Wrapper):
@@ -26,7 +26,7 @@ class ActionMask(gym.Wrapper):
         TypeError: the actions are neither Discrete nor MultiDiscrete.
     """
 
-    def __init__(self, env: gym.Env, key: str = MASK) -> None:
+    def __init__(self, env: gym.Env, key: str = ACTION_MASK) -> None:
         super().__init__(env)
         if isinstance(env.action_space, spaces.Discrete):
             size = int(env.action_space.n)
@@ -37,7 +37,7 @@ class ActionMask(gym.Wrapper):
         self._key, space = key, env.observation_space
         self._nested = isinstance(space, spaces.Dict)
         entries = dict(space.spaces) if isinstance(space, spaces.Dict) else {"observation": space}
-        self.observation_space = spaces.Dict(entries | {MASK: spaces.MultiBinary(size)})
+        self.observation_space = spaces.Dict(entries | {ACTION_MASK: spaces.MultiBinary(size)})
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset the environment."""
@@ -55,7 +55,7 @@ class ActionMask(gym.Wrapper):
         mask = info[self._key]
         flat = np.concatenate(mask) if isinstance(mask, tuple | list) else np.ravel(mask)
         entries = observation if self._nested else {"observation": observation}
-        return {**entries, MASK: flat.astype(np.int8)}
+        return {**entries, ACTION_MASK: flat.astype(np.int8)}
 
 
 class PartialObservation(gym.ObservationWrapper):

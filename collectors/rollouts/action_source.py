@@ -63,7 +63,7 @@ class ActionSource(Protocol):
 
 
 class RandomActions:
-    """Random actions. Log-probabilities are those of a uniform choice; other outputs of a policy are 0."""
+    """Random actions, with their log-probabilities; other outputs of a policy are 0."""
 
     def __init__(self, stepper: Steps, batched: bool) -> None:
         self._stepper = stepper
@@ -78,12 +78,13 @@ class RandomActions:
 
     def act(self, columns: Columns, t: int) -> tuple[Array, int]:
         """See ActionSource."""
-        action = self._stepper.sample()
+        action, log_prob = self._stepper.sample()
         row, n = columns.action[t], self._stepper.action_spec.n or 0
         one_hot = n > 0 and row.ndim > 1 and row.shape[-1] == n
         columns.action[t] = np.arange(n) == action[:, None] if one_hot else action.reshape(row.shape)
         for key, rows in columns.others.items():
-            rows[t] = self._stepper.uniform_log_prob if key == "action_log_prob" else key == IS_INIT
+            one = rows[t]
+            one[...] = log_prob.reshape(-1, *(1,) * (one.ndim - 1)) if key == "action_log_prob" else key == IS_INIT
         return action, NO_VERSION
 
     def finish(self, columns: Columns, first: int) -> None:

@@ -67,13 +67,13 @@ class ConsoleReporter(Reporter):
         self.interval, self._shown_at = interval, -interval
         self._latest: Row | None = None
         self._printed: Row | None = None
-        self._folder = Path()
+        self._folder: Path | None = None
         self._live: Live | None = None
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
         """Show the title and the folder."""
         self._folder = folder
-        self.console.print(f"[bold]{self.title}[/] → {_relative(folder)}", soft_wrap=True)
+        self.console.print(Text.assemble((self.title, "bold"), f" → {_relative(folder)}"), soft_wrap=True)
         if self.console.is_terminal and not self.console.is_dumb_terminal:
             self._bar = Progress(
                 TextColumn("[bold]frames"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn()
@@ -108,7 +108,9 @@ class ConsoleReporter(Reporter):
         )
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Show the table, the verdict and the folder."""
+        """Show the table, the verdict and the folder; nothing if the run has not begun."""
+        if self._folder is None:
+            return
         if self._live is not None:
             self._live.stop()
         elif self._latest is not None and self._latest is not self._printed:
@@ -116,7 +118,7 @@ class ConsoleReporter(Reporter):
         self.console.print(summary_table(summary))
         style = "bold green" if summary["solved"] else "bold red" if summary["status"] == "failed" else "bold yellow"
         self.console.print(Text(summary["verdict"], style=style), soft_wrap=True)
-        self.console.print(f"files: {_relative(self._folder)}", soft_wrap=True)
+        self.console.print(f"files: {_relative(self._folder)}", soft_wrap=True, markup=False)
 
 
 def summary_table(summary: dict[str, Any]) -> Table:

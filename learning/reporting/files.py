@@ -19,7 +19,7 @@ METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 
 # Keys that readers need.
 _OF_A_ROW = {field.name for field in fields(Row)}
-_OF_A_SUMMARY = {"status", "solved", "frames_per_second", "episode_return_mean_100", "weight_sync"}
+_OF_A_SUMMARY = {"status", "solved", "frames_per_second", "episode_return_mean_100", "weight_sync", "staleness"}
 _OF_A_SYNC = {"scheme", "latency_us"}
 
 

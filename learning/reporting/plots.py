@@ -124,7 +124,7 @@ def _latencies(ax: Axes, latencies: Sequence[float]) -> None:
 
 
 def _phases(ax: Axes, sync: dict[str, Any]) -> None:
-    bars = [(phase, sync["phases_us"].get(phase, 0.0), BLUE) for phase in PHASES]
+    bars = [(phase, sync["phases_us"].get(phase) or 0.0, BLUE) for phase in PHASES]
     if sync.get("plain_copy_us"):
         bars.append(("one plain copy", sync["plain_copy_us"], MUTED))
     names, values, colours = zip(*reversed(bars), strict=True)

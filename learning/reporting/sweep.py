@@ -104,7 +104,7 @@ def _show(runs: Sequence[Run], folder: Path, console: Console) -> None:
         names.remove(spare)
         table = _table(runs, names)
     console.print(table)
-    console.print(f"report: {folder / PAGE}", soft_wrap=True)
+    console.print(f"report: {folder / PAGE}", soft_wrap=True, markup=False)
 
 
 def _counted(runs: Sequence[Run]) -> str:

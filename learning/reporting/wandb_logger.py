@@ -52,7 +52,8 @@ class WandbLogger(Reporter):
             close_within: seconds that the end of a run waits for the remaining rows to be sent.
         """
         self._init = {"project": project, "entity": entity, "group": group, "tags": list(tags)}
-        self._mode, self._start_after, self._close_within = mode, start_after, close_within
+        self._mode = mode
+        self._start_after, self._close_within = (min(one, threading.TIMEOUT_MAX) for one in (start_after, close_within))
         self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self._ending = threading.Event()
         self._summary: dict[str, Any] = {}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from learning.run import objective_of
+from learning.summary import check_objective, objective_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("logger=none", "collector=single", "num_envs=4", "frames_per_batch=256", "total_frames=512")
@@ -28,10 +29,8 @@ def test_the_objective_is_an_entry_of_the_summary() -> None:
     assert objective_of(summary, "frames") == 5.0
     assert objective_of(summary, "weight_sync.bytes") == 64.0
     assert math.isnan(objective_of(summary, "episode_return_mean_100"))
-    with pytest.raises(KeyError, match="no 'frame' there; entries: frames, "):
-        objective_of(summary, "frame")
-    with pytest.raises(TypeError, match="not a number"):
-        objective_of(summary, "env")
+    for name in ("seconds_to_first_update", "weight_sync.phases_us.apply", "weight_sync.over_plain_copy"):
+        check_objective(name)
 
 
 def test_a_run_in_its_default_folder_prints_no_warning(tmp_path: Path) -> None:
@@ -66,6 +65,23 @@ def test_joblib_runs_jobs_with_workers_and_the_sweep_is_reported(tmp_path: Path)
     told = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("sweep/*/summary.json"))]
     assert [(one["seed"], one["status"]) for one in told] == [(0, "finished"), (1, "finished")]
     assert "2 runs" in done.stdout and (tmp_path / "sweep" / "sweep.html").is_file()
+
+
+@pytest.mark.slow
+def test_sigterm_ends_the_jobs_of_joblib_as_well(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="needs pip install -e '.[sweep]'")
+    endless = ["total_frames=1000000000", "stop_when_solved=false", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    command = [sys.executable, str(ROOT / "train.py"), *SHORT[:-1], *endless, "seed=0,1", "-m"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path) as sweep:
+        assert sweep.stdout is not None
+        begun: set[str] = set()
+        while len(begun) < 2:
+            line = sweep.stdout.readline()
+            assert line, "the sweep has ended"
+            begun |= {seed for seed in ("seed 0", "seed 1") if seed in line}
+        sweep.terminate()
+        sweep.communicate(timeout=60)  # until every process has closed its output
+    assert sweep.returncode == 128 + signal.SIGTERM
 
 
 @pytest.mark.slow

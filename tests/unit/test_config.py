@@ -6,21 +6,25 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 import collectors.config
 import learning.config
 import learning.validation
 import wsync
 from collectors.config import ConfigError, EnvConfig, MultiSyncConfig
-from learning import CNN, MLP, PPO, RNN
+from collectors.environments.specs import Spec
+from learning import CNN, MLP, PPO, RNN, make_critic, make_policy
 from learning.config import TrainConfig
 from learning.config_errors import one_line
 from learning.options import CNNConfig, MLPConfig, PolicyConfig, PPOConfig, RNNConfig, WandbConfig
+from learning.reporting import Reporter
 from learning.reporting.wandb_logger import WandbLogger
 from learning.validation import LIMITS
 from wsync.config import config_of
@@ -170,6 +174,7 @@ def test_a_policy_config_has_the_arguments_of_its_network(dataclass: type, targe
             "weight_sync=sharedmem",
             "there is no such option; did you mean 'shared_mem'?; there are: distributed, http, multiprocess",
         ),
+        ("env=pong", "env=pong: there is no such option; did you mean 'atari/pong'?; there are: acrobot, "),
         ("env.kwargs.gravity=3", "say +env.kwargs.gravity=… to add it"),
         ("seed=[", "this override cannot be read: "),
     ],
@@ -178,6 +183,13 @@ def test_a_slip_is_answered_in_one_line(override: str, said: str) -> None:
     answer = refusal(override)
     assert said in answer
     assert "\n" not in answer and "_convert_" not in answer
+
+
+def test_a_setting_that_cannot_have_the_value_it_refers_to_is_named() -> None:
+    with pytest.raises(OmegaConfBaseException) as caught:
+        config("weight_sync=distributed", "timeout=null")
+    answer = one_line(caught.value, learning.config.settings())
+    assert answer == "collector.timeout=${timeout}: Incompatible value 'None' for field of type 'float'"
 
 
 @pytest.mark.parametrize(
@@ -224,7 +236,8 @@ def test_what_a_class_says_of_its_settings_is_said_once(override: str, said: str
         (["algorithm.value_coef=-1"], "algorithm.value_coef has to be at least 0"),
         (["algorithm.lr=inf"], "algorithm.lr has to be more than 0, and finite, not inf"),
         (["algorithm.lr_final=-1"], "algorithm.lr_final has to be at least 0"),
-        (["algorithm.clip=-1"], "algorithm.clip has to be more than 0"),
+        (["collector.worker_timeout=inf"], "collector.worker_timeout has to be more than 0, and finite, not inf"),
+        (["algorithm.clip=inf"], "algorithm.clip has to be more than 0, and finite, not inf"),
         (["algorithm.entropy_coef=nan"], "algorithm.entropy_coef has to be finite, not nan"),
         (["algorithm.adam_eps=0"], "algorithm.adam_eps has to be more than 0"),
         (["algorithm.epochs_final=0"], "algorithm.epochs_final has to be more than 0, not 0"),
@@ -242,6 +255,12 @@ def test_what_a_class_says_of_its_settings_is_said_once(override: str, said: str
         (["weight_sync=distributed", "weight_sync.host="], "weight_sync.host is empty: name an address"),
         (["weight_sync=rpc", "collector.host=''"], "collector.host is empty"),
         (["collector.cat_results=0", "num_envs=1"], "along time"),
+        (["policy=lstm", "policy.shared=false"], "the critic of a recurrent policy shares its network"),
+        (["policy=gru", "policy.activation=cubic"], "it is one of tanh, "),
+        (["logger.mode=of-line"], "logger.mode=of-line: it is one of online, offline, disabled, or null"),
+        (["objective=frame"], "objective=frame: the summary has no 'frame' there; entries: status, .*, frames, "),
+        (["objective=weight_sync.p50"], "no 'p50' there; entries: .*latency_us, "),
+        (["objective=verdict"], "objective=verdict: the entry of the summary is not a number, but "),
     ],
 )
 def test_an_impossible_value_is_refused(overrides: list[str], said: str) -> None:
@@ -318,6 +337,8 @@ def test_an_environment_that_there_is_not_is_refused() -> None:
         collectors.config.sample(EnvConfig("CartPol-v1"))
     with pytest.raises(ConfigError, match="gravitas"):
         collectors.config.sample(EnvConfig("CartPole-v1", kwargs={"gravitas": 1}))
+    with pytest.raises(ConfigError, match=r"env\.wrappers\[0\] has no _target_: name the class of the wrapper"):
+        collectors.config.sample(config("env.wrappers=[{target: gymnasium.wrappers.TimeLimit}]").env)
 
 
 @pytest.mark.parametrize(
@@ -336,6 +357,7 @@ def test_the_threshold_is_the_configs_else_that_of_the_id() -> None:
     assert solved_at(config("env=pendulum").env) == -200
     assert solved_at(config("env.id=Pendulum-v1").env) == -200
     assert solved_at(config("env=pendulum", "env.id=MountainCar-v0").env) == -110
+    assert solved_at(config("env.id=CartPole").env) == 475 and solved_at(config("env.id=Pendulum").env) == -200
     assert solved_at(config("env.id=GymV21Environment-v0").env) is None
     assert solved_at(config("env.id=MountainCar-v0", "env.solved_at=30").env) == 30
 
@@ -394,6 +416,15 @@ def test_an_option_that_a_resumed_run_chooses_anew_brings_along_what_belongs_to_
     assert (alone.num_workers, alone.num_envs, alone.frames_per_batch) == (1, 8, 512)
     pendulum = resumed(f"resume={tmp_path}", "env=pendulum", "num_envs=2")
     assert (pendulum.num_workers, pendulum.num_envs, pendulum.algorithm.gamma) == (4, 2, 0.9)
+
+
+def test_a_learner_or_a_reporter_that_the_loop_cannot_use_is_refused() -> None:
+    learner = PPO(make_policy(4, Spec(torch.Size([2]), torch.int64, n=2)), make_critic(4))
+    learning.validation.check_parts(learner, Reporter(), [Reporter()])
+    with pytest.raises(ConfigError, match="algorithm: Reporter has no policy, state_dict, load_state_dict: derive"):
+        learning.validation.check_parts(Reporter(), Reporter(), [])
+    with pytest.raises(ConfigError, match=r"callbacks\[1\] gives a dict: its _target_ has to be derived from"):
+        learning.validation.check_parts(learner, Reporter(), [Reporter(), {"target": "mine.Notify"}])
 
 
 @pytest.mark.parametrize("group", GROUPS)

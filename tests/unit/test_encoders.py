@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
 from tensordict import TensorDict
 
 from collectors import ActionMask, GymEnv, PartialObservation
-from collectors.environments.specs import observation_codec
+from collectors.environments.specs import action_codec, observation_codec
+from collectors.environments.stepper import sample_allowed
 from collectors.environments.trees import as_tensors
-from learning import CNN, MLP, make_actor_critic, make_policy
+from collectors.rollouts.rollout import Rollout
+from learning import CNN, IMPALA, MLP, PPO, make_actor_critic, make_policy
 from learning.encoders import feature_size
 from learning.networks import Network
 
@@ -113,6 +116,36 @@ def test_several_choices_are_distributed_as_torch_says_and_a_mask_is_kept() -> N
     share = (free.sample((20_000,)) == 0).float().mean(0)
     torch.testing.assert_close(share, torch.tensor([1 / 3, 1 / 2]), atol=0.02, rtol=0.0)
     assert free.mode.shape == (2,)
+
+
+def test_random_actions_are_of_the_choices_that_the_mask_allows() -> None:
+    env = GymEnv(lambda: ActionMask(Bandit()), 4, seed=0)
+    policy, _ = make_actor_critic(MLP, env.observation_spec["observation"], env.action_spec)
+    rollout = Rollout(env, policy, init_random_frames=4 * 64)
+    batch = rollout.collect(rollout.buffer(64))
+    assert batch["policy_version"].max() == -1 and batch["next", "reward"].min() == 1.0
+    assert set(batch["action"][..., 1].unique().tolist()) == {0, 1}
+    torch.testing.assert_close(batch["action_log_prob"], torch.full((4, 64), 0.5).log())
+    nothing = sample_allowed([3], np.zeros((2, 3), np.bool_), np.random.default_rng(0))
+    assert nothing[1] == pytest.approx(-np.log(3)) and nothing[0].shape == (2, 1)
+
+
+@pytest.mark.parametrize("learner", [PPO, IMPALA])
+@pytest.mark.parametrize(("network", "space"), [(MLP, MIXED), (CNN, MIXED), (CNN, IMAGE)])
+def test_learners_take_images_and_observations_of_several_parts(learner: Any, network: Any, space: Any) -> None:
+    env = GymEnv(lambda: ActionMask(Bandit(space)), 2, seed=0)
+    policy, critic = make_actor_critic(network, env.observation_spec["observation"], env.action_spec)
+    before = [parameter.clone() for parameter in policy.parameters()]
+    stats = learner(policy, critic, epochs=1, minibatch_size=8).update(env.rollout(16, policy))
+    assert all(np.isfinite(value) for value in stats.values())
+    assert all(not torch.equal(*pair) for pair in zip(before, policy.parameters(), strict=True))
+
+
+def test_a_mask_has_an_element_for_each_option() -> None:
+    env = GymEnv(lambda: ActionMask(Bandit()))
+    wrong = action_codec(spaces.Discrete(2)).spec
+    with pytest.raises(ValueError, match="action_mask has 5 elements, and the action has 2 options"):
+        make_actor_critic(MLP, env.observation_spec["observation"], wrong)
 
 
 def test_a_mask_belongs_to_choices_and_has_to_be_there() -> None:

@@ -353,7 +353,7 @@ def test_the_first_observation_of_an_episode_is_marked() -> None:
         assert env.stepper.is_init.all()
         ended, first = False, []
         for _ in range(60):
-            env.stepper.step(env.stepper.sample())
+            env.stepper.step(env.stepper.sample()[0])
             done, skipped = env.stepper.done.copy(), env.stepper.reset_step
             env.stepper.reset_ended()
             assert (env.stepper.is_init == (done if skipped is None else done | skipped)).all()

@@ -92,6 +92,13 @@ def test_masked_entries_of_a_batch_are_not_learnt_from() -> None:
     assert results[0] == results[1]
 
 
+def test_a_minibatch_without_a_frame_is_left_out() -> None:
+    learner = learner_of(minibatch_size=1)
+    batch = batch_of(learner.policy, 4, 1)
+    batch["mask"] = torch.tensor([[True], [False], [True], [False]])
+    assert learner.update(batch)["grad_norm"] > 0 and learner.frames == 2
+
+
 def test_a_batch_of_one_environment_has_no_leading_dimension() -> None:
     learner = learner_of()
     learner.update(batch_of(learner.policy, 16))

@@ -157,6 +157,9 @@ def test_resumes_where_it_was(tmp_path: Any) -> None:
     first = learner_of(**options)
     first.update(batch_of(first, 8, 16))
     torch.save(first.state_dict(), tmp_path / "learner.pt")
+    other = learner_of(**options, adam_eps=1e-3)
+    other.load_state_dict(first.state_dict())
+    assert other.optimizer.param_groups[0]["eps"] == 1e-3
     second = learner_of(**options, seed=1)
     second.load_state_dict(torch.load(tmp_path / "learner.pt", weights_only=True))
     batch = batch_of(first, 8, 16, seed=3)

@@ -91,15 +91,22 @@ def test_json_has_no_nan() -> None:
 
 
 def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
-    out = io.StringIO()
+    out, folder = io.StringIO(), tmp_path / "[seed=1]" / "[" / "b]"  # no markup
     reporter = ConsoleReporter("CartPole", 4096, Console(file=out, width=100), interval=0.0)
-    told(reporter, tmp_path, [row(1), row(2)], summary())
+    told(reporter, folder, [row(1), row(2)], summary())
     lines = out.getvalue().splitlines()
     figures = "frames/s 10,240 | return 20.0 | sync p50 100 µs | version 1 | staleness 0.5 (max 2) | too old 3 batches"
     assert f"frames 1,024/4,096 | {figures}" in lines
     assert len([line for line in lines if line.startswith("frames ")]) == 2
     assert "\x1b" not in out.getvalue()
-    for part in ("latency p95", "acknowledge", "p50 / plain copy", "Solved after 1,024 frames", str(tmp_path)):
+    for part in (
+        "latency p95",
+        "acknowledge",
+        "p50 / plain copy",
+        "Solved after 1,024 frames",
+        f"→ {folder}",
+        f"files: {folder}",
+    ):
         assert part in out.getvalue()
 
 
