@@ -53,7 +53,7 @@ if __name__ == "__main__":
             print(f"version {scheme.version}: {error}")
             for index in error.workers:
                 workers[index] = start(scheme, index)
-                scheme.readmit(index, workers[index].sentinel)  # waits until it has the newest weights
+                scheme.readmit(index, workers[index])  # waits until it has the newest weights
 
     scheme.shutdown()
     for worker in workers:

@@ -2,11 +2,12 @@
 
     python examples/own_loop.py
 
-The library carries the weights. How episodes travel to the trainer is the program's own matter: here, a queue.
+The library carries the weights. How episodes travel to the trainer is the program's own matter: here, a pipe of each
+worker. (A queue that workers share may stay locked for ever when one of them is killed.)
 """
 
 from contextlib import suppress
-from queue import Full
+from multiprocessing.connection import Connection, wait
 
 import gymnasium as gym
 import torch
@@ -38,21 +39,25 @@ def play(env: gym.Env, policy: nn.Module, seed: int) -> tuple[Tensor, Tensor, Te
     return torch.stack(observations), torch.stack(actions), torch.tensor(rewards)
 
 
-def work(scheme: wsync.WeightSyncScheme, index: int, episodes: mp.Queue, stop) -> None:
-    """Play episodes until the trainer sets ``stop``."""
+def work(scheme: wsync.WeightSyncScheme, index: int, episodes: Connection) -> None:
+    """Play episodes until the trainer closes the pipe, or dies."""
     torch.set_num_threads(1)
     env, policy = gym.make("CartPole-v1"), make_policy()
     scheme.init_on_receiver("policy", model=policy, worker_idx=index)
     scheme.connect()
     seed = index
-    while not stop.is_set():
-        episode = (scheme.version, *(part.numpy() for part in play(env, policy, seed)))
-        with suppress(Full):  # the trainer has not taken the others yet, or has stopped
-            episodes.put(episode, timeout=1.0)
-        seed += WORKERS
-    episodes.cancel_join_thread()  # the trainer takes no more: do not wait until it has
-    scheme.shutdown()
-    episodes.cancel_join_thread()  # episodes that are not read any more
+    with scheme, suppress(BrokenPipeError):
+        while True:
+            episodes.send((scheme.version, *(part.numpy() for part in play(env, policy, seed))))
+            seed += WORKERS
+
+
+def receive(pipes: list[Connection], count: int) -> list:
+    """Return the next ``count`` episodes; raises EOFError if a worker has died."""
+    played: list = []
+    while len(played) < count:
+        played += [pipe.recv() for pipe in wait(pipes)]
+    return played
 
 
 def loss_of(policy: nn.Module, played: list) -> Tensor:
@@ -74,27 +79,32 @@ def loss_of(policy: nn.Module, played: list) -> Tensor:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     context = mp.get_context("spawn")
-    episodes, stop = context.Queue(maxsize=2 * EPISODES), context.Event()
+    pipes = [context.Pipe(duplex=False) for _ in range(WORKERS)]
     policy, scheme = make_policy(), wsync.SharedMemWeightSyncScheme(acknowledge="published")
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
 
     scheme.init_on_sender("policy", model=policy, num_workers=WORKERS)
-    workers = [context.Process(target=work, args=(scheme, index, episodes, stop)) for index in range(WORKERS)]
-    for worker in workers:
+    workers = [  # daemons end with the trainer, also if it raises an error
+        context.Process(target=work, args=(scheme, index, pipes[index][1]), daemon=True) for index in range(WORKERS)
+    ]
+    for worker, (_, sending_end) in zip(workers, pipes, strict=True):
         worker.start()
+        sending_end.close()  # only the worker has it now: if the worker dies, the pipe ends
+    episodes = [receiving_end for receiving_end, _ in pipes]
     scheme.connect(processes=workers)
 
     for update in range(1, UPDATES + 1):
-        played = [episodes.get(timeout=60.0) for _ in range(EPISODES)]  # raises Empty if no worker is left
+        played = receive(episodes, EPISODES)
         optimizer.zero_grad()
         loss_of(policy, played).backward()
         optimizer.step()
         report = scheme.send()  # every forward that starts from now on uses the new weights
         if update % 10 == 0:
-            length = sum(len(rewards) for *_, rewards in played) / EPISODES
+            length = sum(len(rewards) for *_, rewards in played) / len(played)
             print(f"update {update}: mean return {length:.0f}, sent in {report.seconds * 1e6:.0f} µs")
 
-    stop.set()
+    for pipe in episodes:
+        pipe.close()
     for worker in workers:
         worker.join()
     scheme.shutdown()

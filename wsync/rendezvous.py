@@ -189,13 +189,13 @@ def _announced(store: Store, model_id: str, worker: int, deadline: float | None)
                 raise TimeoutError
             store.wait([key], time_until(deadline))
         except (RuntimeError, TimeoutError) as error:
-            former = f" ({number - 1} before it have ended, or were used)" if number > 1 else ""
-            message = f"worker {worker}: no sender has announced itself as '{key}' in time{former}{foreign}"
-            raise SyncTimeout(message) from error
+            former = f" ({number - 1} before it have ended, or were used)" if number > 1 and not foreign else ""
+            message = f"{foreign}no sender has announced itself as '{key}' in time{former}"
+            raise SyncTimeout(f"worker {worker}: {message}") from error
         try:
             yield unseal(store.get(key))
         except ValueError as error:  # another program has written it, or a process with another secret
-            foreign = f"; '{key}': {error}"
+            foreign = f"'{key}' in the store: {error}; and "
 
 
 def _agents_store(deadline: float | None) -> Store:

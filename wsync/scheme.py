@@ -20,7 +20,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from wsync import assembly
-from wsync.control.processes import Processes
+from wsync.control.processes import Process, Processes, watched
 from wsync.deadlines import as_timeout
 from wsync.errors import NotConnected
 from wsync.legacy.api import WeightReceiver, WeightSender, init_on_worker
@@ -325,7 +325,7 @@ class WeightSyncScheme(ABC):
         """On the sender: treat a worker as dead, and send it nothing more; ``readmit`` accepts its replacement."""
         self._role.as_sender("disconnect").sender.disconnect(worker_idx)
 
-    def readmit(self, worker_idx: int, sentinel: int | None = None, timeout: float | None = None) -> None:
+    def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
         """On the sender: accept the process that replaces a dead worker; that process calls ``connect`` meanwhile.
 
         It gets the last update sent to its index, whether to it alone or to all workers, even if sent while no worker
@@ -333,14 +333,17 @@ class WeightSyncScheme(ABC):
 
         Args:
             worker_idx: the index of the dead worker, which the replacement takes over.
-            sentinel: a descriptor that becomes readable when the replacement's process ends.
+            process: the replacement's, so that its end before it has connected is an error at once: see ``connect``.
             timeout: seconds; None for the scheme's.
 
         Raises:
             SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or not with these weights.
+            TypeError: ``process`` is none.
             ValueError: there is no such worker.
         """
-        self._role.as_sender("readmit").sender.readmit(worker_idx, sentinel, timeout)
+        sender = self._role.as_sender("readmit").sender
+        with watched(None if process is None else {worker_idx: process}, sender.num_workers) as sentinels:
+            sender.readmit(worker_idx, sentinels.get(worker_idx), timeout)
 
     def continue_from(self, version: int) -> None:
         """On the sender: continue numbering after ``version``, that of a resumed run, unless a newer one was sent.

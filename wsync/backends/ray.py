@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Unpack, runt
 
 import torch
 
-from wsync.control.processes import Processes
+from wsync.control.processes import Process, Processes
 from wsync.errors import NotConnected, WeightSyncError, missing_extra
 from wsync.legacy.names import OlderGroupTransport
 from wsync.options import SchemeOptions
@@ -207,7 +207,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         with self._joining(self._actors, missing) as sentinels:
             role.sender.connect(weights, sentinels)
 
-    def readmit(self, worker_idx: int, sentinel: int | None = None, timeout: float | None = None) -> None:
+    def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
         """Accept a worker in the place of one that has died: see ``WeightSyncScheme.readmit``.
 
         An actor that the sender was given, and that Ray has restarted (``max_restarts``), is called to join. An actor
@@ -217,7 +217,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
             WorkerFailed: it could not; with its own error.
         """
         if self._actors is None:
-            super().readmit(worker_idx, sentinel, timeout)
+            super().readmit(worker_idx, process, timeout)
             return
         self._role.as_sender("readmit")
         with self._joining(self._actors, [worker_idx], rejoin=True) as sentinels:
