@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 import gymnasium
-from gymnasium.envs.registration import find_highest_version, get_env_id, parse_env_id
 from hydra.utils import instantiate
 from omegaconf import MISSING
 
+from collectors.environments.vector import with_version
 from collectors.environments.wrappers import build
 from collectors.envs import GymEnv
 from wsync import WeightSyncScheme
@@ -292,10 +292,8 @@ def solved_at(env: EnvConfig) -> float | None:
     if env.solved_at is not None or env.make is not None:
         return env.solved_at
     name = env.id.rpartition(":")[2]  # the module before the colon is imported already
-    namespace, bare, version = parse_env_id(name)
-    if version is None:
-        name = get_env_id(namespace, bare, find_highest_version(namespace, bare))  # as gymnasium.make does
-    return SOLVED_AT.get(name, gymnasium.spec(name).reward_threshold)
+    spec = gymnasium.spec(with_version(name))
+    return SOLVED_AT.get(spec.id, spec.reward_threshold)
 
 
 def register_configs() -> None:

@@ -139,7 +139,8 @@ def run_hydra(main: Callable[[], Any]) -> NoReturn:
     def command() -> None:
         register_configs(config_folders(sys.argv[1:]))
         if {"--help", "-h"}.isdisjoint(sys.argv):
-            sys.argv[1:] = stored_overrides(sys.argv[1:])
+            # Options first: argparse takes overrides only in one piece.
+            sys.argv[1:] = sorted(stored_overrides(sys.argv[1:]), key=lambda one: "=" in one and one[0] != "-")
             main()
         else:
             given = [argument for argument in sys.argv[1:] if "=" in argument and argument[0] != "-"]

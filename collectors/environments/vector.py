@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
-from gymnasium.envs.registration import EnvSpec
+from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
@@ -219,6 +219,7 @@ def _from_id(env_id: str | EnvSpec, num_envs: int, mode: str | None, kwargs: dic
         module, _, env_id = env_id.rpartition(":")  # Gymnasium's "module:Env-v0"
         if module:
             importlib.import_module(module)
+        env_id = with_version(env_id)
     if num_envs == 1 and mode in (None, "auto"):
         return ScalarDriver(gym.make(env_id, **kwargs))
     if mode == "auto":
@@ -231,6 +232,12 @@ def _from_id(env_id: str | EnvSpec, num_envs: int, mode: str | None, kwargs: dic
     return VectorDriver(
         gym.make_vec(env_id, num_envs, vectorization_mode=mode or "sync", vector_kwargs=vector_kwargs, **kwargs)
     )
+
+
+def with_version(env_id: str) -> str:
+    """Return an id of Gymnasium's registry with a version: the newest one, as ``gymnasium.make`` takes it, if none."""
+    namespace, name, version = parse_env_id(env_id)
+    return env_id if version is not None else get_env_id(namespace, name, find_highest_version(namespace, name))
 
 
 _DRIVERS = {

@@ -357,7 +357,9 @@ def test_the_threshold_is_the_configs_else_that_of_the_id() -> None:
     assert solved_at(config("env=pendulum").env) == -200
     assert solved_at(config("env.id=Pendulum-v1").env) == -200
     assert solved_at(config("env=pendulum", "env.id=MountainCar-v0").env) == -110
-    assert solved_at(config("env.id=CartPole").env) == 475 and solved_at(config("env.id=Pendulum").env) == -200
+    unversioned = config("env.id=CartPole").env
+    assert solved_at(unversioned) == 475 and solved_at(config("env.id=Pendulum").env) == -200
+    assert collectors.config.env_factory(unversioned, 2)().batch_size == (2,)
     assert solved_at(config("env.id=GymV21Environment-v0").env) is None
     assert solved_at(config("env.id=MountainCar-v0", "env.solved_at=30").env) == 30
 
