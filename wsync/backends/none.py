@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from wsync.control.processes import Processes
+from wsync.control.processes import Process, Processes
 from wsync.paths import find_or_none
 from wsync.roles import Role
 from wsync.scheme import WeightSyncScheme
@@ -198,7 +198,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def disconnect(self, worker_idx: int) -> None:
         """Return at once."""
 
-    def readmit(self, worker_idx: int, sentinel: int | None = None, timeout: float | None = None) -> None:
+    def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
         """Return at once."""
 
     def send(
