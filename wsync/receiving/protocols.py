@@ -13,7 +13,6 @@ from wsync.shm.registered import RegisteredView
 from wsync.types import Ack, Update
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
-from wsync.weights.targets import Destination
 
 
 class Poller(Feed, MessageHandler, Protocol):
@@ -24,13 +23,7 @@ class Poller(Feed, MessageHandler, Protocol):
 
 
 class UpdateReceiver(SlotReceiver, Protocol):
-    """A ``wsync.receiver.Receiver``, as the modules of this folder use it.
-
-    Attributes:
-        destination: has the gated model.
-    """
-
-    destination: Destination
+    """A ``ModelUpdater``, as the modules of this folder use it."""
 
     def process(self, events: Sequence[Event]) -> bool:
         """Process events, outside the gate; False when there will be no more."""
@@ -38,14 +31,6 @@ class UpdateReceiver(SlotReceiver, Protocol):
 
     def install(self, update: Update) -> None:
         """Install a committed update in the model. Called inside the gate."""
-        ...
-
-    def copy_to_own_memory(self) -> None:
-        """Copy the model into memory of its own until the next update. Called inside the gate, before a fork."""
-        ...
-
-    def end_in_forked_child(self) -> None:
-        """Process nothing more: the connection belongs to the parent. Called once, in the forked child."""
         ...
 
 
