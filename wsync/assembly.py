@@ -126,7 +126,12 @@ def make_receiver(
 
 def connect_in_process(scheme: WeightSyncScheme, model_id: str, model: nn.Module, source: Any) -> SenderRole:
     """Return the role of a scheme with both ends in this process, connected."""
-    channel = InProcessChannel(connect=lambda: receiver.connect(0, scheme.timeout))  # called by sender.connect()
+
+    def connected() -> Receiver:  # called by sender.connect()
+        receiver.connect(0, scheme.timeout)
+        return receiver
+
+    channel = InProcessChannel(connected)
     destination = Destination(model, transform=compose(scheme.receive_transform, "receive_transform"))
     receiver = Receiver(destination, scheme.strategy, channel)
     source = scheme._make_source(model_id, source, None)

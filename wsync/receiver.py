@@ -10,11 +10,12 @@ from wsync.control.receiver_thread import without_waiting
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
 from wsync.gate import gate_model, process_gate, ungate_model
+from wsync.loops import WorkerSlot
 from wsync.loops.gate_lock import Feed
 from wsync.receiving import prepared
 from wsync.receiving.cascade import Cascade
 from wsync.receiving.forking import gated_receivers
-from wsync.receiving.protocols import Poller, ReceiveChannel
+from wsync.receiving.protocols import ReceiveChannel, StoredVersions
 from wsync.receiving.registered import RegisteredFollower
 from wsync.receiving.schedule import Immediate
 from wsync.receiving.updating import MakeSchedule, ModelUpdater
@@ -50,9 +51,10 @@ class Receiver(ModelUpdater):
     ) -> None:
         super().__init__(destination, channel, make_schedule, cascade)
         self._strategy = strategy
+        self._stored = channel if isinstance(channel, StoredVersions) else None
         # Registered twice: with the gate (polled before each forward) and with the receiver thread (called per
-        # message). A channel may substitute a compiled one.
-        self._poller: Poller = self
+        # message). With the arena a ``WorkerSlot`` stands before this object.
+        self._poller: Receiver | WorkerSlot = self
         self._feed: Feed = self  # what the gate polls: the poller, or what stands before it
         self._follower: RegisteredFollower | None = None
         self._connecting = False  # ``connect`` or ``begin_connect`` was called
@@ -112,10 +114,11 @@ class Receiver(ModelUpdater):
 
     def _install_first_weights(self) -> None:
         gate = process_gate()
-        self._poller = self._channel.poller(self)
+        arena = self._channel.arena
+        self._poller = self if arena is None else arena.poller(self)
         self._feed = self._schedule.feed(self._poller)
         gate.attach(self._feed)
-        memory = self._channel.registered()
+        memory = None if arena is None else arena.registered()
         if memory is not None:
             self._follower = RegisteredFollower(memory, self)
             gate.attach(self._follower)
@@ -183,7 +186,8 @@ class Receiver(ModelUpdater):
         Raises:
             SyncTimeout: the sender has one, and did not send it in time.
         """
-        self.process(self._channel.fetch_newest())
+        if self._stored is not None:
+            self.process(self._stored.fetch_newest())
         if not self._schedule.fetch(timeout):
             raise SyncTimeout(f"worker {self.worker_idx}: the newest version did not come within {timeout} s")
 
@@ -243,7 +247,7 @@ class Receiver(ModelUpdater):
                 self._follower = None
             prepared.forget(self)
             if not self._in_forked_child:
-                self._channel.forward_ended()
+                self.forward_ended()
             self.copy_to_own_memory()
             self._target = None
             gated_receivers.discard(self)

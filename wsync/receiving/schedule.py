@@ -10,7 +10,7 @@ from wsync.deadlines import deadline_in, remaining
 from wsync.errors import SyncTimeout
 from wsync.gate import process_gate
 from wsync.loops.gate_lock import Feed
-from wsync.receiving.protocols import ReceiveChannel
+from wsync.receiving.protocols import RequestChannel
 from wsync.receiving.versions import CHECK_INTERVAL, VersionState
 
 
@@ -65,7 +65,7 @@ class OnRequest:
     keeps_previous = True
 
     def __init__(
-        self, channel: ReceiveChannel, state: VersionState, max_staleness: int | None, timeout: float | None
+        self, channel: RequestChannel, state: VersionState, max_staleness: int | None, timeout: float | None
     ) -> None:
         self._channel = channel
         self._state = state
@@ -101,7 +101,7 @@ class OnRequest:
     def _is_too_old(self) -> bool:
         if self._max_staleness is None or self._state.closed:
             return False
-        return self._channel.newest_version() - self._state.tried > self._max_staleness
+        return self._channel.newest_version - self._state.tried > self._max_staleness
 
     def _fetch_before_forward(self) -> bool:
         request = self._channel.request_newest()
@@ -114,7 +114,7 @@ class OnRequest:
             self._gate_lock.depth = 1
         if not arrived:
             raise SyncTimeout(
-                f"version {self._channel.newest_version()} did not come within {self._timeout} s, and the model has "
+                f"version {self._channel.newest_version} did not come within {self._timeout} s, and the model has "
                 f"version {self._state.version}: more than max_staleness={self._max_staleness} behind"
             )
         return True

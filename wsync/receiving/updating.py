@@ -1,6 +1,6 @@
 """The receive path: what a worker does with an update, the same for every backend.
 
-    message (receiver thread) ─→ gate ─→ channel.poll_update ─→ model.install ─→ acknowledgement
+    message (receiver thread) ─→ gate ─→ channel.poll_update ─→ target.install ─→ acknowledgement
 
 Acting thread: the worker thread that runs the model's forward. Receiver thread: reads the sender's messages (with RPC:
 the thread of the incoming call).
@@ -74,7 +74,9 @@ class ModelUpdater(VersionState):
 
     def forward_ended(self) -> None:
         """Release what the forward used. Implements ``wsync.loops.gate_lock.Feed``."""
-        self._channel.forward_ended()
+        arena = self._channel.arena
+        if arena is not None:
+            arena.forward_ended()
 
     def install(self, update: Update) -> None:
         """Install and acknowledge the update. If that fails, the model is unchanged and the sender gets the error."""
@@ -82,8 +84,9 @@ class ModelUpdater(VersionState):
         wait = started - self.announced_at if self.announced_at else 0.0
         self._error = error_of(self._install, update)
         self._channel.on_installed(update, self._error)
-        if isinstance(self._target, Binding) and not (self._error or update.extra or self._cascade):
-            self._channel.enable_fast_path(self._target)
+        arena, target = self._channel.arena, self._target
+        if arena is not None and isinstance(target, Binding) and not (self._error or update.extra or self._cascade):
+            arena.enable_fast_path(target)
         self.announced_at = 0.0
         if self._error:
             self._refused(update.version)
@@ -116,8 +119,9 @@ class ModelUpdater(VersionState):
             if self.destination.module is not None:
                 unshare(self.destination.module)
             self._target = self.destination.target(layout, bind=self._channel.binds)
-            if self._target.may_refuse or self._schedule.keeps_previous:  # so that a failed install can roll back
-                self._channel.hold_previous()
+            # with the previous version's slot, a failed install can roll back
+            if self._channel.arena is not None and (self._target.may_refuse or self._schedule.keeps_previous):
+                self._channel.arena.hold_previous()
         return self._target
 
     # --- called outside the gate: by the receiver thread, a thread in ``pull``, or (in one process) the sender ---
@@ -127,7 +131,7 @@ class ModelUpdater(VersionState):
         return self.process(self._channel.receive_events())
 
     def process(self, events: Sequence[Event]) -> bool:
-        """Process events, outside the gate. Implements ``wsync.receiving.protocols.UpdateReceiver``."""
+        """Process events, outside the gate; False when there will be no more."""
         for event in events:
             if isinstance(event, Closed):
                 self.end(finished=event.finished)

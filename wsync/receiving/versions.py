@@ -159,8 +159,9 @@ class VersionState:
     def _add_waiting(self, threads: int) -> None:
         with self._guard:
             self.waiting += threads
-            if not self._closed:
-                self._channel.set_wakeups(self.waiting > 0 or not self._wake_only_for_receive)
+            arena = self._channel.arena
+            if arena is not None and not self._closed:
+                arena.set_wakeups(self.waiting > 0 or not self._wake_only_for_receive)
 
     def end_in_forked_child(self) -> None:
         """End in a forked child. Its lock may be held by a thread that does not exist there."""
