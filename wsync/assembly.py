@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -14,6 +15,7 @@ from wsync.receiver import Receiver
 from wsync.receiving.cascade import cascade_of
 from wsync.receiving.channel import SenderChannel
 from wsync.receiving.readers import ReaderFactory
+from wsync.receiving.schedule import OnRequest
 from wsync.roles import SenderRole
 from wsync.sender import Sender
 from wsync.sending.channel import WorkerChannel
@@ -116,15 +118,20 @@ def make_receiver(
     channel = scheme._open_receiver(model_id)
     transform = compose(scheme.receive_transform, "receive_transform")
     destination = Destination(model, load=load, chunk_bytes=chunk_bytes, transform=transform)
-    receiver = Receiver(destination, scheme.strategy, channel, cascade=cascade)
-    if scheme.initiator == "receiver":
-        receiver.fetch_on_request(scheme.max_staleness, scheme.timeout)
-    return model, receiver
+    if scheme.initiator == "sender":
+        return model, Receiver(destination, scheme.strategy, channel, cascade=cascade)
+    on_request = partial(OnRequest, channel, max_staleness=scheme.max_staleness, timeout=scheme.timeout)
+    return model, Receiver(destination, scheme.strategy, channel, make_schedule=on_request, cascade=cascade)
 
 
 def connect_in_process(scheme: WeightSyncScheme, model_id: str, model: nn.Module, source: Any) -> SenderRole:
     """Return the role of a scheme with both ends in this process, connected."""
-    channel = InProcessChannel(connect=lambda: receiver.connect(0, scheme.timeout))  # called by sender.connect()
+
+    def connected() -> Receiver:  # called by sender.connect()
+        receiver.connect(0, scheme.timeout)
+        return receiver
+
+    channel = InProcessChannel(connected)
     destination = Destination(model, transform=compose(scheme.receive_transform, "receive_transform"))
     receiver = Receiver(destination, scheme.strategy, channel)
     source = scheme._make_source(model_id, source, None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import traceback
+from collections.abc import Callable, Collection, Mapping
+from typing import ParamSpec
 
 __all__ = [
     "LayoutMismatch",
@@ -79,3 +81,15 @@ def missing_extra(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError
     return ModuleNotFoundError(
         f"{package} is not installed: pip install '.[{extra}]' in a clone of wsync", name=error.name
     )
+
+
+P = ParamSpec("P")
+
+
+def error_of(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> str:
+    """Call ``function``; return the traceback if it raised, to be raised at the other end, or else an empty string."""
+    try:
+        function(*args, **kwargs)
+    except Exception:  # noqa: BLE001  the code of a model or a user may raise anything
+        return traceback.format_exc()
+    return ""

@@ -11,9 +11,8 @@ from wsync.control.receiver_thread import MessageHandler
 from wsync.gate import process_gate
 from wsync.receiving import prepared
 from wsync.receiving.events import CheckLayout, Event, Prepare
-from wsync.receiving.protocols import Poller, UpdateReceiver
+from wsync.receiving.updating import ModelUpdater
 from wsync.types import Ack, Update
-from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
 
@@ -24,25 +23,26 @@ class InProcessChannel:
     Weights are packed into one private buffer, and copied from there into the model inside the gate.
 
     Args:
-        connect: the receiver's; called when the sender connects.
+        connect: connects the receiver, and returns it; called when the sender connects.
     """
 
+    arena = None
     binds = False
     first_version = 1
 
-    def __init__(self, connect: Callable[[], None]) -> None:
+    def __init__(self, connect: Callable[[], ModelUpdater]) -> None:
         self._connect_receiver = connect
         self.layout: Layout | None = None
         self.workers: Collection[int] = (0,)
         self._buffer: Buffer | None = None
         self._pending: Update | None = None
         self._published = False
-        self._receiver: UpdateReceiver | None = None
+        self._receiver: ModelUpdater | None = None
         self._acks: list[Ack] = []
 
     # --- SendChannel ---
 
-    def _connected(self) -> UpdateReceiver:
+    def _connected(self) -> ModelUpdater:
         assert self._receiver is not None, "wait_for_workers() comes first"
         return self._receiver
 
@@ -58,7 +58,7 @@ class InProcessChannel:
     def wait_for_workers(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
         """See ``SendChannel``: connect the receiver, unless that has been done."""
         if self._receiver is None:
-            self._connect_receiver()
+            self._receiver = self._connect_receiver()
 
     def disconnect(self, worker: int) -> None:
         """See ``SendChannel``: this process is not dead."""
@@ -120,14 +120,6 @@ class InProcessChannel:
     def connect(self, worker_idx: int, deadline: float | None) -> None:
         """See ``ReceiveChannel``: the sender is in this process."""
 
-    def poller(self, receiver: UpdateReceiver) -> Poller:
-        """See ``ReceiveChannel``."""
-        self._receiver = receiver
-        return receiver
-
-    def enable_fast_path(self, binding: Binding) -> None:
-        """See ``ReceiveChannel``: there is none."""
-
     def attach(self, handler: MessageHandler) -> None:
         """See ``ReceiveChannel``: the sender enters the gate itself."""
 
@@ -138,22 +130,9 @@ class InProcessChannel:
         """See ``ReceiveChannel``: there are no messages."""
         return ()
 
-    def fetch_newest(self) -> Sequence[Event]:
-        """See ``ReceiveChannel``: updates are installed by ``send``."""
-        return ()
-
     def sender_is_alive(self) -> bool:
         """See ``ReceiveChannel``: it is this process."""
         return True
-
-    def set_wakeups(self, wanted: bool) -> None:
-        """See ``ReceiveChannel``: there is nothing to wake."""
-
-    def registered(self) -> None:
-        """See ``ReceiveChannel``: the model has memory of its own."""
-
-    def hold_previous(self) -> None:
-        """See ``ReceiveChannel``: the model has memory of its own."""
 
     def poll_update(self) -> Update | None:
         """See ``ReceiveChannel``."""
@@ -163,20 +142,9 @@ class InProcessChannel:
     def on_installed(self, update: Update, error: str) -> None:
         """See ``ReceiveChannel``: the model has memory of its own."""
 
-    def forward_ended(self) -> None:
-        """See ``ReceiveChannel``: nothing is in use."""
-
     def answer(self, ack: Ack, *, prepared: bool = False) -> None:
         """See ``ReceiveChannel``."""
         self._acks.append(ack)
-
-    def newest_version(self) -> int:
-        """See ``ReceiveChannel``: ``send`` has installed it."""
-        return 0
-
-    def request_newest(self) -> int:
-        """See ``ReceiveChannel``."""
-        return 0
 
     def carried_bytes(self, version: int) -> int:
         """See ``SendChannel``."""

@@ -1,17 +1,7 @@
-"""The receive path: what a worker does with an update, the same for every backend.
-
-    message (receiver thread) ─→ gate ─→ channel.poll_update ─→ binding.install ─→ acknowledgement
-
-Acting thread: the worker thread that runs the model's forward. Receiver thread: reads the sender's messages (with RPC:
-the thread of the incoming call).
-
-An update is installed by the one that enters the gate first: the acting thread before a forward, or the receiver thread
-after it has read the message. The same thread acknowledges it, unless there is a cascade.
-"""
+"""A worker's end of a scheme: connects to the sender, waits for versions, and closes."""
 
 from __future__ import annotations
 
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,34 +10,34 @@ from wsync.control.receiver_thread import without_waiting
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
 from wsync.gate import gate_model, process_gate, ungate_model
+from wsync.loops import WorkerSlot
 from wsync.loops.gate_lock import Feed
 from wsync.receiving import prepared
-from wsync.receiving.events import CheckLayout, Closed, Decision, Event, Failed, Newest, Prepare
+from wsync.receiving.cascade import Cascade
 from wsync.receiving.forking import gated_receivers
-from wsync.receiving.on_request import OnRequest
-from wsync.receiving.protocols import Poller, ReceiveChannel
+from wsync.receiving.protocols import ReceiveChannel, StoredVersions
 from wsync.receiving.registered import RegisteredFollower
-from wsync.receiving.versions import VersionState, no_more_weights
-from wsync.types import ANY_VERSION, Ack, Update
-from wsync.weights.binding import Binding, load_extra, unshare
+from wsync.receiving.schedule import Immediate
+from wsync.receiving.updating import MakeSchedule, ModelUpdater
+from wsync.receiving.versions import no_more_weights
+from wsync.types import ANY_VERSION, Ack
+from wsync.weights.binding import Binding
 from wsync.weights.strategy import WeightStrategy
-from wsync.weights.targets import Destination, Target
+from wsync.weights.targets import Destination
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0  # seconds between two looks for a first version, in `pull`
 
 
-class Receiver(VersionState):
+class Receiver(ModelUpdater):
     """One model in one worker.
 
-    Inherited from ``VersionState``: ``version``, ``waiting``, ``wait_next``, and ``_seen``, the version that was last
-    returned by ``receive``.
+    Inherited: ``ModelUpdater`` takes an update from the message to the model; ``VersionState`` has the version and the
+    threads that wait in ``receive`` (``_seen`` is the version that was last returned).
 
     Args:
         destination: what takes the weights. A module is gated from ``begin_connect`` or ``connect`` on.
         strategy: the format in which ``receive`` returns weights.
-        channel: the connection to the sender, and what it delivers.
-        cascade: passes the update on to this worker's own workers. Called outside the gate after each installed update,
-            before it is acknowledged.
+        channel: see ``ModelUpdater``, as the others.
     """
 
     def __init__(
@@ -56,30 +46,20 @@ class Receiver(VersionState):
         strategy: WeightStrategy,
         channel: ReceiveChannel,
         *,
-        cascade: Callable[[], object] | None = None,
+        make_schedule: MakeSchedule = lambda _: Immediate(),
+        cascade: Cascade | None = None,
     ) -> None:
-        super().__init__(channel)
-        self._on_request: OnRequest | None = None
-        self.destination = destination
-        self.worker_idx = -1
-        self.announced_at = 0.0
+        super().__init__(destination, channel, make_schedule, cascade)
         self._strategy = strategy
+        self._stored = channel if isinstance(channel, StoredVersions) else None
         # Registered twice: with the gate (polled before each forward) and with the receiver thread (called per
-        # message). A channel may substitute a compiled one.
-        self._poller: Poller = self
+        # message). With the arena a ``WorkerSlot`` stands before this object.
+        self._poller: Receiver | WorkerSlot = self
         self._feed: Feed = self  # what the gate polls: the poller, or what stands before it
-        self._cascade = cascade
-        self._unacknowledged: Update | None = None  # installed; acknowledged after the cascade
-        self._target: Target | None = None
         self._follower: RegisteredFollower | None = None
         self._connecting = False  # ``connect`` or ``begin_connect`` was called
         self._attached = False
         self._in_forked_child = False
-        self._error = ""
-
-    def fetch_on_request(self, max_staleness: int | None, timeout: float | None) -> None:
-        """From the next ``connect`` on, install versions only when they are asked for: see ``OnRequest``."""
-        self._on_request = OnRequest(self._channel, self, max_staleness, timeout)
 
     def begin_connect(self, worker_idx: int, timeout: float | None) -> Sequence[int]:
         """Begin ``connect`` without waiting for the sender.
@@ -114,38 +94,41 @@ class Receiver(VersionState):
         self.reopen()
         self._channel.connect(worker_idx, deadline_in(timeout))
         try:
+            self._gate_or_refuse()
+            self._install_first_weights()
+            self._channel.attach(self._poller)
+            self._attached = True
+        except BaseException:  # also a signal's
+            self.close()
+            raise
+
+    def _gate_or_refuse(self) -> None:
+        try:
             if self._channel.layout is not None:
                 self._target_or_create()
             with without_waiting():
                 self._gate_model()
         except Exception:
-            self._channel.answer(Ack(worker_idx, ANY_VERSION, traceback.format_exc()))
-            self._channel.close()
+            self._channel.answer(Ack(self.worker_idx, ANY_VERSION, traceback.format_exc()))
             raise
+
+    def _install_first_weights(self) -> None:
         gate = process_gate()
-        self._poller = self._channel.poller(self)
-        self._feed = self._poller if self._on_request is None else self._on_request.over(self._poller)
+        arena = self._channel.arena
+        self._poller = self if arena is None else arena.poller(self)
+        self._feed = self._schedule.feed(self._poller)
         gate.attach(self._feed)
-        memory = self._channel.registered()
+        memory = None if arena is None else arena.registered()
         if memory is not None:
             self._follower = RegisteredFollower(memory, self)
             gate.attach(self._follower)
         with without_waiting():
-            gate.gate_lock.pass_through()  # installs the first weights, if there are any
-            if self._on_request is not None:
-                gate.call(self._on_request.install)
+            self._schedule.install_now()
         error = self._error if self._channel.first_version else ""  # without a first version: of a later update
         self._acknowledge_after_cascade()
         self._seen = min(self.version, self._channel.first_version)  # `receive` returns a newer one
-        try:
-            self._channel.attach(self._poller)
-        except NotConnected:  # the sender went meanwhile
-            self.close()
-            raise
-        self._attached = True
         if error:
-            self.close()
-            raise WeightSyncError(f"worker {worker_idx} could not install its first weights:\n{error}")
+            raise WeightSyncError(f"worker {self.worker_idx} could not install its first weights:\n{error}")
 
     def _reset(self) -> None:
         """Release the previous connection: a worker that the sender has disconnected may connect again."""
@@ -156,152 +139,11 @@ class Receiver(VersionState):
         if not self._closed and self._channel.sender_is_alive():
             raise RuntimeError(f"worker {self.worker_idx} is connected already: connect() was called twice")
         self.close()
-        self._attached, self._target = False, None
 
     def _gate_model(self) -> None:
         if self.destination.module is not None:
             gate_model(self.destination.module)
         process_gate().call(gated_receivers.add, self)  # only the holder of the gate may use the set
-
-    def _target_or_create(self) -> Target:
-        if self._target is None:
-            layout = self._channel.layout
-            if layout is None:
-                raise NotConnected("an update arrived before its layout")
-            if self.destination.module is not None:
-                unshare(self.destination.module)
-            self._target = self.destination.target(layout, bind=self._channel.binds)
-            if (
-                self._target.may_refuse or self._on_request is not None
-            ):  # keep the previous version's slot so that a failed install can roll back
-                self._channel.hold_previous()
-        return self._target
-
-    # --- called inside the gate, by the thread that enters it from outside: acting or receiver thread mostly ---
-
-    def poll_update(self) -> bool:
-        """Install the version that the next forward must use. Implements ``wsync.loops.gate_lock.Feed``.
-
-        Returns True if it committed a transaction: other models have changed too, and the gate polls all feeds again.
-        """
-        update = self._channel.poll_update()
-        if update is None:
-            return False
-        if prepared.commit_if_prepared(self, update.version):
-            return True
-        self.install(update)
-        return False
-
-    def forward_ended(self) -> None:
-        """Release what the forward used. Implements ``wsync.loops.gate_lock.Feed``."""
-        self._channel.forward_ended()
-
-    def install(self, update: Update) -> None:
-        """Install and acknowledge the update. If that fails, the model is unchanged and the sender gets the error."""
-        started = time.perf_counter()
-        wait = started - self.announced_at if self.announced_at else 0.0
-        self._error = ""
-        try:
-            _require_undamaged(update)
-            self._target_or_create().install(update.views, load_extra(update.extra))
-        except Exception:  # noqa: BLE001  the trainer raises the model's error; the forward here must continue
-            self._error = traceback.format_exc()
-        self._channel.on_installed(update, self._error)
-        if isinstance(self._target, Binding) and not (self._error or update.extra or self._cascade):
-            self._channel.enable_fast_path(self._target)
-        self.announced_at = 0.0
-        if self._on_request is not None:
-            self._on_request.on_tried(update.version)
-        if not self._error:
-            self.set_version(update.version)
-            if self._cascade is not None:
-                self._unacknowledged = update
-                return
-        if update.acknowledge or self._error:
-            apply = time.perf_counter() - started
-            self._channel.answer(Ack(self.worker_idx, update.version, self._error, wait=wait, apply=apply))
-
-    # --- called outside the gate: by the receiver thread, a thread in ``pull``, or (in one process) the sender ---
-
-    def on_readable(self) -> bool:
-        """Process one message. Implements ``wsync.control.receiver_thread.MessageHandler``."""
-        return self.process(self._channel.receive_events())
-
-    def process(self, events: Sequence[Event]) -> bool:
-        """Process events, outside the gate. Implements ``wsync.receiving.protocols.UpdateReceiver``."""
-        for event in events:
-            if isinstance(event, Closed):
-                self.end(finished=event.finished)
-                return False
-            self.announced_at = time.perf_counter()
-            process_gate().call(self._process, event)
-            self._acknowledge_after_cascade()
-        return True
-
-    def end(self, *, finished: bool) -> None:
-        """See ``VersionState``; also ends the wait of threads in ``pull`` and before a forward."""
-        super().end(finished=finished)
-        if self._on_request is not None:
-            self._on_request.on_closed()
-
-    def _process(self, event: Event) -> None:
-        # ``Published`` needs no branch: entering the gate has already polled the feed and installed the update.
-        if isinstance(event, Prepare):
-            self._prepare(event)
-        elif isinstance(event, Decision):
-            prepared.decide(event.transaction, event.commit)
-        elif isinstance(event, CheckLayout):
-            self._check_layout(event)
-        elif isinstance(event, Newest) and self._on_request is not None:
-            self._on_request.on_newest(event.version, event.request)
-        elif isinstance(event, Failed):
-            if self._on_request is not None:
-                self._on_request.on_tried(event.version)
-            self._channel.answer(Ack(self.worker_idx, event.version, event.error))
-        # Clear it: if the acting thread already installed this update, this timestamp must not count in the next
-        # update's wait.
-        self.announced_at = 0.0
-
-    def _prepare(self, event: Prepare) -> None:
-        error = ""
-        try:
-            _require_undamaged(event.update)
-            self._target_or_create().check_only(event.update.views, load_extra(event.update.extra))
-            prepared.keep(event.transaction, self, event.update)
-        except Exception:  # noqa: BLE001  the error is this worker's answer to the sender
-            error = traceback.format_exc()
-        self._channel.answer(Ack(self.worker_idx, event.update.version, error), prepared=True)
-
-    def _check_layout(self, event: CheckLayout) -> None:
-        error = ""
-        try:
-            self.destination.target(event.layout, bind=self._channel.binds)  # checks the layout
-        except Exception:  # noqa: BLE001  the error is this worker's answer to the sender
-            error = traceback.format_exc()
-        self._channel.answer(Ack(self.worker_idx, event.version, error), prepared=True)
-
-    def _acknowledge_after_cascade(self) -> None:
-        """Pass the installed update on to this worker's own workers, then acknowledge it.
-
-        Called outside the gate, by the thread that processes messages or connects: also when the acting thread
-        installed the update, because the message about it still arrives.
-        """
-        if self._cascade is None:
-            return
-        update = process_gate().call(self._take_unacknowledged)
-        if update is None:
-            return
-        error = ""
-        try:
-            self._cascade()
-        except Exception:  # noqa: BLE001  the trainer raises it: this worker's own workers lack the update
-            error = traceback.format_exc()
-        if update.acknowledge or error:
-            self._channel.answer(Ack(self.worker_idx, update.version, error))
-
-    def _take_unacknowledged(self) -> Update | None:
-        update, self._unacknowledged = self._unacknowledged, None
-        return update
 
     # --- called by the user ---
 
@@ -344,10 +186,9 @@ class Receiver(VersionState):
         Raises:
             SyncTimeout: the sender has one, and did not send it in time.
         """
-        self.process(self._channel.fetch_newest())
-        if self._on_request is None:
-            process_gate().gate_lock.pass_through()
-        elif not self._on_request.pull(timeout):
+        if self._stored is not None:
+            self.process(self._stored.fetch_newest())
+        if not self._schedule.fetch(timeout):
             raise SyncTimeout(f"worker {self.worker_idx}: the newest version did not come within {timeout} s")
 
     def receive(self, timeout: float | None, take: Callable[[], Any] | None = None) -> Any | None:
@@ -406,15 +247,12 @@ class Receiver(VersionState):
                 self._follower = None
             prepared.forget(self)
             if not self._in_forked_child:
-                self._channel.forward_ended()
+                self.forward_ended()
             self.copy_to_own_memory()
+            self._target = None
             gated_receivers.discard(self)
             module = self.destination.module
             if module is not None and all(other.destination.module is not module for other in gated_receivers):
                 ungate_model(module)
         self._channel.close()
-
-
-def _require_undamaged(update: Update) -> None:
-    if update.damage:
-        raise WeightSyncError(update.damage)
+        self._attached = False

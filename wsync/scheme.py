@@ -27,7 +27,7 @@ from wsync.legacy.api import WeightReceiver, WeightSender, init_on_worker
 from wsync.legacy.pipes import invite_all, pipes_of
 from wsync.metrics import SyncMetrics
 from wsync.options import full_signature
-from wsync.receiving.protocols import ReceiveChannel
+from wsync.receiving.protocols import RequestChannel
 from wsync.registry import load_backend
 from wsync.rendezvous import Rendezvous, SocketRendezvous
 from wsync.roles import ReceiverRole, Role, SenderRole, close_at_exit, prepared_weights
@@ -256,7 +256,7 @@ class WeightSyncScheme(ABC):
             model_id=model_id, context=context, model=model, receiver=receiver, given_idx=worker_idx
         )
 
-    def _open_receiver(self, model_id: str) -> ReceiveChannel:
+    def _open_receiver(self, model_id: str) -> RequestChannel:
         """Return the worker's end of the connection, which ``connect`` will make."""
         return assembly.make_receive_channel(self, model_id)
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from scripted import Script, Scripted
-from torch import nn
+from torch import Tensor, nn
 
 import wsync
 from wsync.control import Connection, Kind, Message
 from wsync.control.handshake import SenderSettings
+from wsync.gate import process_gate
 from wsync.receiving.joining import BackgroundConnect
 from wsync.weights.layout import Layout
 from wsync.weights.snapshot import snapshot
@@ -89,6 +90,25 @@ def test_whatever_ends_a_connection_in_the_background_ends_the_wait(pipe: tuple[
     os.write(pipe[1], b".")
     with pytest.raises(SystemExit, match="hook"):
         joining.wait(30.0)
+
+
+def test_a_connect_that_was_interrupted_leaves_nothing_behind(tmp_path: Path) -> None:
+    loaded: list[str] = []
+
+    def load(pairs: Iterable[tuple[str, Tensor]]) -> None:
+        loaded.extend(name for name, _ in pairs)
+        if len(loaded) == 2:
+            raise KeyboardInterrupt
+
+    with wsync.StoreWeightSyncScheme(str(tmp_path)) as trainer, wsync.StoreWeightSyncScheme(str(tmp_path)) as worker:
+        trainer.init_on_sender("policy", model=nn.Linear(2, 2), num_workers=1)
+        trainer.connect()
+        worker.init_on_receiver("policy", load=load, worker_idx=0)
+        with pytest.raises(KeyboardInterrupt):
+            worker.connect()
+        assert not process_gate().feeds
+        worker.connect()
+        assert worker.version == 1 and len(process_gate().feeds) == 1
 
 
 class Outer:

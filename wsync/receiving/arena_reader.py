@@ -1,17 +1,23 @@
-"""A worker's updates from the arena: it binds its model to a slot, or copies the weights out."""
+"""A worker's updates from the arena: it binds its model to a slot, or copies the weights out.
+
+Called by the channel and the receiver. ``published``, ``prepare`` and ``set_layout`` are called outside the gate, by the
+thread that connects and then by the receiver thread, while the acting thread may poll.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
+from wsync.control import Connection, Kind, Message
 from wsync.control.messages import unpack_exactly
 from wsync.errors import NotConnected
 from wsync.gate import process_gate
 from wsync.loops import Installer, WorkerSlot
 from wsync.loops.words import PUBLISHED, version_in
+from wsync.loops.worker_slot import SlotReceiver
 from wsync.receiving.events import Event, Prepare, Published
 from wsync.receiving.prepared import updates_by_transaction
-from wsync.receiving.protocols import Poller, UpdateReceiver
 from wsync.shm.arena import PREPARE, Arena
 from wsync.shm.registered import RegisteredView
 from wsync.types import Update
@@ -20,16 +26,18 @@ from wsync.weights.layout import Layout
 
 
 class ArenaReader:
-    """The updates of one worker from the arena. Implements ``wsync.receiving.protocols.UpdateReader``.
+    """The updates of one worker from the arena.
 
     Args:
         arena: mapped here; owned by this object.
+        connection: to the sender.
         worker: the worker's index.
         binds: whether the model stays bound to its slot; otherwise it copies.
     """
 
-    def __init__(self, arena: Arena, worker: int, *, binds: bool) -> None:
+    def __init__(self, arena: Arena, connection: Connection, worker: int, *, binds: bool) -> None:
         self._arena = arena
+        self._connection = connection
         self._worker = worker
         self.binds = binds
         self._slot = WorkerSlot()
@@ -40,7 +48,7 @@ class ArenaReader:
         self._wakeups = True
 
     def set_layout(self, layout: Layout, checksum: bool | None, *, delta: bool) -> None:
-        """See ``UpdateReader``."""
+        """Use this layout from now on; ``checksum`` as in ``SenderSettings``, ``delta`` is for transports."""
         self._arena.set_layout(layout)
         self._arena.map_all()
         self._checksum = checksum is True
@@ -49,46 +57,48 @@ class ArenaReader:
         self._slot.set_wakeups(self._wakeups)
         self._has_layout = True  # last: an acting thread that sees it uses all of the above
 
-    def poller(self, receiver: UpdateReceiver) -> Poller:
-        """See ``ReceiveChannel``: the ``WorkerSlot``, which passes to ``receiver`` what is not on the fast path."""
+    def poller(self, receiver: SlotReceiver) -> WorkerSlot:
+        """Return the object to register with the gate and the receiver thread, in place of ``receiver``.
+
+        It passes to ``receiver`` what is not on the fast path. Called once, when connected, outside the gate.
+        """
         self._slot.set_receiver(receiver, process_gate().gate_lock)
         return self._slot
 
-    def enable_fast_path(self, binding: Binding, socket_fd: int) -> None:
-        """See ``ReceiveChannel``: not if updates have a checksum, or installing one may fail."""
-        if binding.installer is self._installer or not self._has_layout or socket_fd < 0:
+    def enable_fast_path(self, binding: Binding) -> None:
+        """Let the ``WorkerSlot`` install the next update itself, unless updates have a checksum or may be refused.
+
+        Called after each installed update, inside the gate, by the thread that has installed it.
+        """
+        connection = self._connection
+        if binding.installer is self._installer or not self._has_layout or connection.busy or connection.socket_fd < 0:
             return
         self._installer = binding.installer
         self._slot.disable_fast_path()
         if not self._checksum and not self._slot.hold:
             self._slot.install_fast_path(
-                binding.installer, self._arena.plans, updates_by_transaction, socket_fd, self._worker, self.binds
+                binding.installer,
+                self._arena.plans,
+                updates_by_transaction,
+                connection.socket_fd,
+                self._worker,
+                self.binds,
             )
 
-    def disable_fast_path(self) -> None:
-        """See ``UpdateReader``."""
-        self._installer = None
-        self._slot.disable_fast_path()
+    def on_sent(self) -> None:
+        """End the fast path while a background thread sends: it writes to the socket. Called after each message."""
+        if self._connection.busy:
+            self._installer = None
+            self._slot.disable_fast_path()
 
     def published(self, version: int, payload: bytes) -> Sequence[Event]:
-        """See ``UpdateReader``: the version is read from the published word."""
+        """Return the events of an ``UPDATE`` message: the version is read from the published word."""
         return [Published()]
 
-    def fetch(self, version: int, payload: bytes) -> Sequence[Event]:
-        """See ``UpdateReader``."""
-        raise ValueError("FETCH, although this worker uses the arena")
-
-    def take_difference(self, version: int, payload: bytes) -> Sequence[Event]:
-        """See ``UpdateReader``."""
-        raise ValueError("DELTA, although this worker uses the arena")
-
     def prepare(self, version: int, payload: bytes) -> Sequence[Event]:
-        """See ``UpdateReader``."""
+        """Return the events of a ``PREPARE`` message."""
         transaction, slot = unpack_exactly(PREPARE, payload)
         return [Prepare(transaction, self._update(version, slot, acknowledge=True))]
-
-    def decide(self, transaction: int, commit: bool) -> None:
-        """See ``UpdateReader``: nothing to free, slots belong to the sender."""
 
     def _update(self, version: int, slot: int, acknowledge: bool) -> Update:
         if not self._has_layout:
@@ -102,13 +112,16 @@ class ArenaReader:
         return Update(version, views, extra, slot, acknowledge)
 
     def set_wakeups(self, wanted: bool) -> None:
-        """See ``ReceiveChannel``; stored in the worker's words as soon as these are mapped."""
+        """Set whether the sender must wake this worker for an update without acknowledgement. Called by any thread."""
         self._wakeups = wanted
         if self._has_layout:
             self._slot.set_wakeups(wanted)
 
     def hold_previous(self) -> None:
-        """See ``ReceiveChannel``."""
+        """Keep the previous version's slot until the next successful install, so that a failed one can roll back.
+
+        Called once, when the layout is known.
+        """
         self._slot.hold = self.binds
 
     def poll_update(self) -> Update | None:
@@ -133,19 +146,22 @@ class ArenaReader:
                 self._slot.slot = update.slot
         if self.binds and not error and not self._slot.hold:
             self._slot.release_previous()
+        if not self.binds:  # copied: the slot is free
+            self.forward_ended()
 
-    def forward_ended(self) -> bool:
-        """See ``UpdateReader``."""
-        return self._slot.release()
-
-    def answered(self) -> None:
-        """See ``UpdateReader``."""
+    def forward_ended(self) -> None:
+        """Release the slot that the forward used. Idempotent. Called inside the gate."""
+        if not self._slot.release():
+            return
+        with suppress(ConnectionError):  # the sender is gone, which the receiver thread will notice
+            self._connection.send(Message(Kind.SLOT_FREED, self._worker))
+        self.on_sent()
 
     def registered(self) -> RegisteredView | None:
-        """See ``ReceiveChannel``."""
+        """Return the user's registered buffers, to which the model stays bound, if any."""
         return RegisteredView.of(self._arena) if self.binds else None
 
     def close(self) -> None:
-        """See ``UpdateReader``."""
+        """Release everything. Idempotent."""
         self._slot.close()
         self._arena.close()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from wsync.checksum import checksum_of
 from wsync.loops.tensors import copy_all
-from wsync.receiving.events import Event, Failed
+from wsync.receiving.events import Failed
 from wsync.receiving.transport_reader import TransportReader
 from wsync.transport import Closable, TransportBackend
 from wsync.types import Update
@@ -56,20 +55,19 @@ class BackendReader(TransportReader):
         self._strategy = strategy
         self._fetched: dict[int, _Fetched] = {}  # by version; at most one
 
-    def fetch(self, version: int, payload: bytes) -> Sequence[Event]:
-        """See ``UpdateReader``."""
+    def fetch(self, version: int, payload: bytes) -> None:
+        """Process a ``FETCH`` message."""
         if version <= self._received or version in self._fetched:
-            return []
+            return
         for older in self._fetched.values():  # its UPDATE was never sent
             self._free(older.buffer.slot)
         checksum, extra = self._split(payload)
         fetched = _Fetched(self._take(), checksum, extra)
         self._call(fetched)
         self._fetched = {version: fetched}
-        return []
 
     def decide(self, transaction: int, commit: bool) -> None:
-        """See ``UpdateReader``; ``ABORT`` may also name the version of a ``FETCH``."""
+        """See ``TransportReader``; ``ABORT`` may also name the version of a ``FETCH``."""
         super().decide(transaction, commit)
         fetched = self._fetched.pop(transaction, None)
         if fetched is not None:
@@ -113,7 +111,7 @@ class BackendReader(TransportReader):
         return Failed(version, why)
 
     def close(self) -> None:
-        """See ``UpdateReader``."""
+        """See ``TransportReader``."""
         if isinstance(self._transport, Closable):
             self._transport.close()
         super().close()

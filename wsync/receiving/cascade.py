@@ -9,14 +9,50 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from wsync.errors import error_of
 from wsync.gate import process_gate
-from wsync.types import CascadingContext, UpdatableContext
+from wsync.types import Ack, CascadingContext, UpdatableContext, Update
 from wsync.weights.strategy import WeightStrategy
 
 Call = tuple[tuple[object, ...], dict[str, object]]
 
 
-def cascade_of(context: object, model_id: str, model: object, strategy: WeightStrategy) -> Callable[[], object] | None:
+class Cascade:
+    """Passes each installed update on to the workers of this worker; only then is it acknowledged.
+
+    Args:
+        pass_on: called outside the gate; what it raises, the trainer raises: those workers lack the update.
+    """
+
+    def __init__(self, pass_on: Callable[[], object]) -> None:
+        self._pass_on = pass_on
+        self._installed: Update | None = None  # and not passed on
+
+    def add(self, update: Update) -> None:
+        """Keep an update that was installed. Called inside the gate."""
+        self._installed = update
+
+    def run(self, worker: int) -> Ack | None:
+        """Pass the newest installed update on.
+
+        Called outside the gate, by the thread that processes messages or connects: also when the acting thread
+        installed the update, because the message about it still arrives.
+
+        Returns:
+            The acknowledgement of ``worker`` to send; None if there is no update, or the sender awaits none.
+        """
+        update = process_gate().call(self._take)
+        if update is None:
+            return None
+        error = error_of(self._pass_on)
+        return Ack(worker, update.version, error) if update.acknowledge or error else None
+
+    def _take(self) -> Update | None:
+        update, self._installed = self._installed, None
+        return update
+
+
+def cascade_of(context: object, model_id: str, model: object, strategy: WeightStrategy) -> Cascade | None:
     """Return what passes an update of ``model`` on to the workers of ``context``; None if it has no such method.
 
     ``cascade_weights(model_id)`` is preferred. Otherwise ``update_policy_weights_`` is called in the first of these
@@ -34,7 +70,7 @@ def cascade_of(context: object, model_id: str, model: object, strategy: WeightSt
         ValueError: it needs weights, and there is no model to copy them from.
     """
     if isinstance(context, CascadingContext):
-        return lambda: context.cascade_weights(model_id)
+        return Cascade(lambda: context.cascade_weights(model_id))
     if not isinstance(context, UpdatableContext):
         return None
     update: Callable[..., object] = context.update_policy_weights_
@@ -57,11 +93,11 @@ def cascade_of(context: object, model_id: str, model: object, strategy: WeightSt
             "load= alone there is no model to copy them from: give model= too, or a context with cascade_weights()"
         )
 
-    def cascade() -> None:
+    def pass_on() -> None:
         arguments, keywords = form(process_gate().call(_copied, strategy.extract_weights, model))
         update(*arguments, **keywords)
 
-    return cascade
+    return Cascade(pass_on)
 
 
 def _binds(signature: inspect.Signature, call: Call) -> bool:

@@ -28,13 +28,16 @@ class FlatReader(TransportReader):
         self._incoming: tuple[Buffer, list[Transfer]] | None = None  # a transfer that has begun
 
     def set_layout(self, layout: Layout, checksum: bool | None, *, delta: bool) -> None:
-        """See ``UpdateReader``."""
+        """See ``TransportReader``."""
         super().set_layout(layout, checksum, delta=delta)
         self._checksum = checksum is not False
         self.answered()
 
     def answered(self) -> None:
-        """See ``UpdateReader``: begin the next transfer before it is announced, so that it costs no round trip."""
+        """Begin the next transfer before it is announced, so that it costs no round trip.
+
+        Called after each acknowledgement: the sender may send the next version.
+        """
         if self._layout is None or not self._transport.receives_ahead:
             return
         try:
@@ -66,7 +69,7 @@ class FlatReader(TransportReader):
         return Update(version, buffer.views, extra, buffer.slot, damage=damage)
 
     def close(self) -> None:
-        """See ``UpdateReader``."""
+        """See ``TransportReader``."""
         self._transport.close(self._incoming[1][0] if self._incoming and self._incoming[1] else None)
         self._incoming = None
         super().close()

@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 from wsync.control.receiver_thread import without_waiting
 from wsync.gate import process_gate
-from wsync.receiving.protocols import UpdateReceiver
+from wsync.weights.targets import Destination
 
-gated_receivers: WeakSet[UpdateReceiver] = WeakSet()
+
+class GatedReceiver(Protocol):
+    """A ``Receiver``, as a fork needs it.
+
+    Attributes:
+        destination: has the gated model.
+    """
+
+    destination: Destination
+
+    def copy_to_own_memory(self) -> None:
+        """Copy the model into memory of its own until the next update. Called inside the gate, before a fork."""
+        ...
+
+    def end_in_forked_child(self) -> None:
+        """Process nothing more: the connection belongs to the parent. Called once, in the forked child."""
+        ...
+
+
+gated_receivers: WeakSet[GatedReceiver] = WeakSet()
 """The receivers of this process. Changed inside the gate only; the functions below also read it outside."""
 _locked_for_fork: list[Any] = []  # the gate's lock, from before a fork until after it; else empty
 

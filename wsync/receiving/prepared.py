@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import os
+from typing import Protocol
 
-from wsync.receiving.protocols import UpdateReceiver
 from wsync.types import Update
+
+
+class UpdateReceiver(Protocol):
+    """A ``Receiver``, as a commit needs it."""
+
+    def install(self, update: Update) -> None:
+        """Install a committed update in the model. Called inside the gate."""
+        ...
+
 
 updates_by_transaction: dict[int, list[tuple[UpdateReceiver, Update]]] = {}
 os.register_at_fork(after_in_child=updates_by_transaction.clear)

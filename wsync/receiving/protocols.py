@@ -1,52 +1,15 @@
-"""The interfaces between a ``Receiver`` and the channel that delivers its updates."""
+"""The interface between a ``Receiver`` and the channel that delivers its updates; and what only some channels have."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from wsync.control.receiver_thread import MessageHandler
-from wsync.loops.gate_lock import Feed
-from wsync.loops.worker_slot import SlotReceiver
+from wsync.receiving.arena_reader import ArenaReader
 from wsync.receiving.events import Event
-from wsync.shm.registered import RegisteredView
 from wsync.types import Ack, Update
-from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
-from wsync.weights.targets import Destination
-
-
-class Poller(Feed, MessageHandler, Protocol):
-    """A ``Receiver``, or the ``WorkerSlot`` in its place.
-
-    Registered twice: with the gate (polled before each forward) and with the receiver thread (called per message).
-    """
-
-
-class UpdateReceiver(SlotReceiver, Protocol):
-    """A ``wsync.receiver.Receiver``, as the modules of this folder use it.
-
-    Attributes:
-        destination: has the gated model.
-    """
-
-    destination: Destination
-
-    def process(self, events: Sequence[Event]) -> bool:
-        """Process events, outside the gate; False when there will be no more."""
-        ...
-
-    def install(self, update: Update) -> None:
-        """Install a committed update in the model. Called inside the gate."""
-        ...
-
-    def copy_to_own_memory(self) -> None:
-        """Copy the model into memory of its own until the next update. Called inside the gate, before a fork."""
-        ...
-
-    def end_in_forked_child(self) -> None:
-        """Process nothing more: the connection belongs to the parent. Called once, in the forked child."""
-        ...
 
 
 class ReceiveChannel(Protocol):
@@ -72,11 +35,9 @@ class ReceiveChannel(Protocol):
         """Whether parameters may be bound to the memory of an update. Known once connected."""
         ...
 
-    def registered(self) -> RegisteredView | None:
-        """Return the user's registered buffers, to which the model stays bound, if any.
-
-        Called once, by the connecting thread, outside the gate.
-        """
+    @property
+    def arena(self) -> ArenaReader | None:
+        """The reader of the sender's arena; None if this worker does not use it, or is not connected."""
         ...
 
     def begin_connect(self, worker_idx: int, deadline: float | None) -> Sequence[int]:
@@ -99,20 +60,6 @@ class ReceiveChannel(Protocol):
         Raises:
             NotConnected: there is no sender, or it refused this worker.
             SyncTimeout: it did not answer in time.
-        """
-        ...
-
-    def poller(self, receiver: UpdateReceiver) -> Poller:
-        """Return the object to register with the gate and the receiver thread.
-
-        Called once, when connected, by the connecting thread, outside the gate.
-        """
-        ...
-
-    def enable_fast_path(self, binding: Binding) -> None:
-        """Let the ``Poller`` install the next update itself, if possible.
-
-        Called after each installed update, inside the gate, by the thread that has installed it.
         """
         ...
 
@@ -140,44 +87,10 @@ class ReceiveChannel(Protocol):
         """
         ...
 
-    def fetch_newest(self) -> Sequence[Event]:
-        """Stage the newest version now. Called outside the gate, by a thread in ``pull``.
-
-        A sender that announces its updates has nothing more to give: the result is empty.
-        """
-        ...
-
-    def newest_version(self) -> int:
-        """Return the newest version that is known to be available; 0 for none. Called inside the gate, per forward.
-
-        Only asked for where workers fetch.
-        """
-        ...
-
-    def request_newest(self) -> int:
-        """Request the newest version, where it has to be sent. Called with the gate's bare lock.
-
-        Returns:
-            The number of the request, which a ``Newest`` event answers; 0 if there is nothing to wait for.
-        """
-        ...
-
     def sender_is_alive(self) -> bool:
         """Return False if the sender is known to be gone.
 
         Called every few seconds by a thread in ``receive``, outside the gate.
-        """
-        ...
-
-    def set_wakeups(self, wanted: bool) -> None:
-        """Set whether the sender must wake this worker for an update without acknowledgement. Called by any thread."""
-        ...
-
-    def hold_previous(self) -> None:
-        """Keep the previous version's slot until the next successful install, so that a failed one can roll back.
-
-        Called once, when the layout is known: by the connecting thread outside the gate, or before the first install
-        inside it.
         """
         ...
 
@@ -192,13 +105,6 @@ class ReceiveChannel(Protocol):
         """Record that an update was installed, or was not (``error``).
 
         Called once per update, inside the gate, by the thread that has installed it.
-        """
-        ...
-
-    def forward_ended(self) -> None:
-        """Release the slot that the forward used. Idempotent.
-
-        Called inside the gate, after each forward by the acting thread, and by the thread that shuts down.
         """
         ...
 
@@ -218,88 +124,27 @@ class ReceiveChannel(Protocol):
         ...
 
 
-class UpdateReader(Protocol):
-    """How a connected worker reads the weights: ``ArenaReader``, ``FlatReader`` or ``BackendReader``.
+class RequestChannel(ReceiveChannel, Protocol):
+    """A channel from which a worker can request versions (``initiator="receiver"``)."""
 
-    Called by the worker's channel. ``published``, ``fetch``, ``prepare`` and ``decide`` are called once per message, by
-    the thread that connects and then by the receiver thread. They may raise ValueError (the message is malformed) or
-    ConnectionError (the transport has broken).
+    @property
+    def newest_version(self) -> int:
+        """The newest version that is known to be available; 0 for none. Read inside the gate, per forward."""
+        ...
 
-    Attributes:
-        binds: see ``ReceiveChannel``.
-    """
+    def request_newest(self) -> int:
+        """Request the newest version, where it has to be sent. Called with the gate's bare lock.
 
-    binds: bool
-
-    def set_layout(self, layout: Layout, checksum: bool | None, *, delta: bool) -> None:
-        """Use this layout from now on.
-
-        Called once, outside the gate: by the connecting thread, or by the receiver thread while the acting thread may
-        poll.
-
-        Args:
-            layout: of the weights.
-            checksum: see ``SenderSettings``.
-            delta: see ``SenderSettings``.
+        Returns:
+            The number of the request, which a ``Newest`` event answers; 0 if there is nothing to wait for.
         """
         ...
 
-    def poller(self, receiver: UpdateReceiver) -> Poller:
-        """See ``ReceiveChannel``."""
-        ...
 
-    def enable_fast_path(self, binding: Binding, socket_fd: int) -> None:
-        """See ``ReceiveChannel``. ``socket_fd``: of the connection's stream socket, or -1."""
-        ...
+@runtime_checkable
+class StoredVersions(Protocol):
+    """A channel that reads a version without the sender."""
 
-    def disable_fast_path(self) -> None:
-        """The receiver installs the next updates, until ``enable_fast_path``."""
-        ...
-
-    def published(self, version: int, payload: bytes) -> Sequence[Event]:
-        """Return the events of an ``UPDATE`` message."""
-        ...
-
-    def fetch(self, version: int, payload: bytes) -> Sequence[Event]:
-        """Return the events of a ``FETCH`` message."""
-        ...
-
-    def take_difference(self, version: int, payload: bytes) -> Sequence[Event]:
-        """Return the events of a ``DELTA`` message."""
-        ...
-
-    def prepare(self, version: int, payload: bytes) -> Sequence[Event]:
-        """Return the events of a ``PREPARE`` message."""
-        ...
-
-    def decide(self, transaction: int, commit: bool) -> None:
-        """Process a ``COMMIT`` or ``ABORT`` message."""
-        ...
-
-    def set_wakeups(self, wanted: bool) -> None:
-        """See ``ReceiveChannel``."""
-        ...
-
-    def hold_previous(self) -> None:
-        """See ``ReceiveChannel``."""
-        ...
-
-    def poll_update(self) -> Update | None:
-        """See ``ReceiveChannel``."""
-        ...
-
-    def on_installed(self, update: Update, error: str) -> None:
-        """See ``ReceiveChannel``."""
-        ...
-
-    def forward_ended(self) -> bool:
-        """Release the slot that the forward used; return whether the sender waits for a message about it."""
-        ...
-
-    def answered(self) -> None:
-        """Called after each acknowledgement: the sender may send the next version."""
-        ...
-
-    def close(self) -> None:
-        """Release everything. Idempotent."""
+    def fetch_newest(self) -> Sequence[Event]:
+        """Stage the newest version now. Called outside the gate, by a thread in ``pull``."""
         ...

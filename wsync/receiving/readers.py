@@ -12,7 +12,7 @@ from wsync.forming import Forming
 from wsync.receiving.arena_reader import ArenaReader
 from wsync.receiving.backend_reader import BackendReader
 from wsync.receiving.flat_reader import FlatReader
-from wsync.receiving.protocols import UpdateReader
+from wsync.receiving.transport_reader import TransportReader
 from wsync.shm.arena import Arena, open_handle
 from wsync.transforms.delta import require_zstandard
 from wsync.transport import FlatTransport, TransportBackend, TransportFactory
@@ -46,7 +46,7 @@ class ReaderFactory:
         settings: SenderSettings,
         fds: Sequence[int],
         deadline: float | None,
-    ) -> tuple[UpdateReader, Sequence[Message]]:
+    ) -> tuple[ArenaReader | TransportReader, Sequence[Message]]:
         """Map the arena, or set up the transport.
 
         Args:
@@ -69,7 +69,7 @@ class ReaderFactory:
             files = open_handle(settings.memory) if self.arena else None
             connection.send(Message(Kind.JOINED, worker, int(files is not None)))  # see ``Kind.JOINED``
         if files is not None:
-            return ArenaReader(Arena(settings.workers, files), worker, binds=self.binds_arena), ()
+            return ArenaReader(Arena(settings.workers, files), connection, worker, binds=self.binds_arena), ()
         if self.create_transport is None:
             raise NotConnected(
                 f"worker {worker} cannot use the sender's shared memory, and its scheme has no other transport"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -11,18 +12,14 @@ from wsync.checksum import CHECKSUM, find_damage
 from wsync.control.messages import TRANSACTION, unpack_exactly
 from wsync.errors import NotConnected
 from wsync.receiving.events import Event, Failed, Prepare, Published
-from wsync.receiving.protocols import Poller, UpdateReceiver
 from wsync.transforms.delta import apply_difference, base_of
 from wsync.types import Update
-from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, BufferPool
 
 
-class TransportReader:
-    """The updates of one worker from a transport. Implements ``wsync.receiving.protocols.UpdateReader``.
-
-    A version may also come as a difference to the one that is installed.
+class TransportReader(ABC):
+    """The updates of one worker from a transport. A version may also come as a difference to the one that is installed.
 
     The receiver thread receives into a buffer that is not in use; the thread that installs the update frees the buffer.
     The update that is ready needs no lock: the sender sends a version only after the previous one was answered.
@@ -49,7 +46,7 @@ class TransportReader:
         self._made: tuple[int, Buffer] | None = None  # a version that a difference has made, before its UPDATE
 
     def set_layout(self, layout: Layout, checksum: bool | None, *, delta: bool) -> None:
-        """See ``UpdateReader``."""
+        """Use this layout from now on; ``checksum`` and ``delta`` as in ``SenderSettings``. Called once."""
         self._layout = layout
         self._keeps_base = delta
 
@@ -70,30 +67,22 @@ class TransportReader:
         with self._lock:
             self._used.discard(slot)
 
-    def poller(self, receiver: UpdateReceiver) -> Poller:
-        """See ``ReceiveChannel``."""
-        return receiver
+    # --- messages: called by the thread that connects, and then by the receiver thread. They may raise ValueError (the
+    # message is malformed) or ConnectionError (the transport has broken)
 
-    def enable_fast_path(self, binding: Binding, socket_fd: int) -> None:
-        """See ``ReceiveChannel``: there is none."""
-
-    def disable_fast_path(self) -> None:
-        """See ``UpdateReader``: there is none."""
-
-    # --- messages: called by the receiver thread ---
-
+    @abstractmethod
     def _receive(self, version: int, payload: bytes) -> Update | Failed | None:
         """Receive an announced version; None if it arrived before.
 
         Raises:
             ConnectionError: the transport has broken.
         """
-        raise NotImplementedError
+        ...
 
-    def take_difference(self, version: int, payload: bytes) -> Sequence[Event]:
-        """See ``UpdateReader``: the version is complete once its ``UPDATE`` or ``PREPARE`` has come."""
+    def take_difference(self, version: int, payload: bytes) -> None:
+        """Process a ``DELTA`` message. The version is complete once its ``UPDATE`` or ``PREPARE`` has come."""
         if version <= self._received:
-            return []
+            return
         self._drop_made()
         with self._lock:
             base_version, base = self._base_version, self._pool.at(self._bound) if self._bound >= 0 else None
@@ -102,7 +91,6 @@ class TransportReader:
         buffer = self._take()
         self._made = version, buffer
         apply_difference(payload, base.flat, buffer.flat)
-        return []
 
     def _drop_made(self) -> None:
         if self._made is not None:
@@ -121,7 +109,7 @@ class TransportReader:
         return Update(version, buffer.views, extra, buffer.slot, damage=damage)
 
     def published(self, version: int, payload: bytes) -> Sequence[Event]:
-        """See ``UpdateReader``."""
+        """Return the events of an ``UPDATE`` message."""
         update = self._arrived(version, payload)
         if not isinstance(update, Update):
             return [] if update is None else [update]
@@ -131,7 +119,7 @@ class TransportReader:
         return [Published()]
 
     def prepare(self, version: int, payload: bytes) -> Sequence[Event]:
-        """See ``UpdateReader``."""
+        """Return the events of a ``PREPARE`` message."""
         (transaction,) = unpack_exactly(TRANSACTION, payload[: TRANSACTION.size])
         update = self._arrived(version, payload[TRANSACTION.size :])
         if not isinstance(update, Update):
@@ -139,18 +127,11 @@ class TransportReader:
         self._prepared[transaction] = update
         return [Prepare(transaction, update)]
 
-    def fetch(self, version: int, payload: bytes) -> Sequence[Event]:
-        """See ``UpdateReader``."""
-        raise ValueError("FETCH, although this worker has a flat transport")
-
     def decide(self, transaction: int, commit: bool) -> None:
-        """See ``UpdateReader``."""
+        """Process a ``COMMIT`` or ``ABORT`` message."""
         update = self._prepared.pop(transaction, None)
         if update is not None and not commit:
             self._free(update.slot)
-
-    def answered(self) -> None:
-        """See ``UpdateReader``."""
 
     def _split(self, payload: bytes) -> tuple[int, bytes]:
         """Return checksum and extra state.
@@ -163,12 +144,6 @@ class TransportReader:
         return CHECKSUM.unpack_from(payload)[0], payload[CHECKSUM.size :]
 
     # --- called inside the gate ---
-
-    def set_wakeups(self, wanted: bool) -> None:
-        """See ``ReceiveChannel``: every update has a message."""
-
-    def hold_previous(self) -> None:
-        """See ``ReceiveChannel``: a buffer is not written while the model is bound to it."""
 
     def poll_update(self) -> Update | None:
         """See ``ReceiveChannel``. The update stays pending until it is installed: a signal handler may raise."""
@@ -185,10 +160,6 @@ class TransportReader:
         if self._pending is update:
             self._pending = None
 
-    def forward_ended(self) -> bool:
-        """See ``UpdateReader``."""
-        return False
-
     def close(self) -> None:
-        """See ``UpdateReader``."""
+        """Release everything. Idempotent."""
         self._pending = None

@@ -12,7 +12,7 @@ from wsync.errors import NotConnected, in_forked_child
 from wsync.gate import process_gate
 from wsync.receiving.protocols import ReceiveChannel
 
-_CHECK_INTERVAL = 2.0  # seconds between checks that the sender is alive, in case no message reports its end
+CHECK_INTERVAL = 2.0  # seconds between checks that the sender is alive, in case no message reports its end
 
 
 class VersionState:
@@ -24,11 +24,13 @@ class VersionState:
     Attributes:
         version: the version that is installed in the model.
         waiting: how many threads wait in ``receive``; installing an update has to wake them.
+        refused: the newest version that could not be installed, or did not arrive.
     """
 
     def __init__(self, channel: ReceiveChannel) -> None:
         self.version = 0
         self.waiting = 0
+        self.refused = 0
         self._channel = channel
         self._seen = 0
         self._wake_only_for_receive = False
@@ -61,6 +63,7 @@ class VersionState:
         """Record that there may be more versions: a connection is about to be made."""
         with self._guard:
             self._closed = self._finished = self._end_returned = False
+            self.refused = 0
 
     def end(self, *, finished: bool) -> None:
         """Record that there will be no more versions, and wake the threads that wait for one.
@@ -72,6 +75,11 @@ class VersionState:
             self._finished = finished if not self._closed else self._finished
             self._closed = True
             self._changed.notify_all()
+
+    @property
+    def tried(self) -> int:
+        """The newest version that was installed, or could not be."""
+        return max(self.version, self.refused)
 
     @property
     def closed(self) -> bool:
@@ -130,11 +138,15 @@ class VersionState:
         while True:
             left = remaining(deadline)
             with self._guard:
-                pause = _CHECK_INTERVAL if left is None else min(left, _CHECK_INTERVAL)
+                pause = CHECK_INTERVAL if left is None else min(left, CHECK_INTERVAL)
                 if self._changed.wait_for(lambda: self.version > self._seen or self._closed, pause) or left == 0.0:
                     return
-            if not self._channel.sender_is_alive():
-                self.end(finished=False)
+            self.check_sender()
+
+    def check_sender(self) -> None:
+        """End if the sender has died and no message has reported it. Called every few seconds by waiting threads."""
+        if not self._channel.sender_is_alive():
+            self.end(finished=False)
 
     def wake_only_for_receive(self) -> None:
         """Have the sender wake this worker only while a thread waits in ``receive``.
@@ -147,8 +159,9 @@ class VersionState:
     def _add_waiting(self, threads: int) -> None:
         with self._guard:
             self.waiting += threads
-            if not self._closed:
-                self._channel.set_wakeups(self.waiting > 0 or not self._wake_only_for_receive)
+            arena = self._channel.arena
+            if arena is not None and not self._closed:
+                arena.set_wakeups(self.waiting > 0 or not self._wake_only_for_receive)
 
     def end_in_forked_child(self) -> None:
         """End in a forked child. Its lock may be held by a thread that does not exist there."""

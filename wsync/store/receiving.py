@@ -18,13 +18,10 @@ from wsync.deadlines import remaining
 from wsync.errors import LayoutMismatch, SyncTimeout, WeightSyncError
 from wsync.loops.tensors import copy_all
 from wsync.receiving.events import Event, Published
-from wsync.receiving.protocols import Poller, UpdateReceiver
-from wsync.shm.registered import RegisteredView
 from wsync.store.versions import Manifest, VersionStore
 from wsync.store.watch import Watch
 from wsync.transforms.delta import apply_difference
 from wsync.types import Ack, Update
-from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, BufferPool
 
@@ -32,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class StoreReceiveChannel:
-    """A ``ReceiveChannel`` that reads a store.
+    """A ``RequestChannel`` that reads a store.
 
     Versions are read by the receiver thread, which also serves all other models of this process: their messages wait
     while a version is read. ``connect`` and ``pull`` read in the calling thread.
@@ -43,6 +40,8 @@ class StoreReceiveChannel:
         binds: whether the model may be bound to the memory that a version is read into.
         watches: whether new versions are installed as they appear; otherwise only by ``pull``.
     """
+
+    arena = None
 
     def __init__(self, store: VersionStore, oldest: int, *, binds: bool, watches: bool) -> None:
         self.layout: Layout | None = None
@@ -162,17 +161,6 @@ class StoreReceiveChannel:
             )
         copy_all(list(own.values()), [tensors[name] for name in own])
 
-    def registered(self) -> RegisteredView | None:
-        """See ``ReceiveChannel``: there are no registered buffers."""
-        return None
-
-    def poller(self, receiver: UpdateReceiver) -> Poller:
-        """See ``ReceiveChannel``."""
-        return receiver
-
-    def enable_fast_path(self, binding: Binding) -> None:
-        """See ``ReceiveChannel``: there is none."""
-
     def attach(self, handler: MessageHandler) -> None:
         """See ``ReceiveChannel``: begin to watch the store."""
         if not self._watches:
@@ -194,7 +182,7 @@ class StoreReceiveChannel:
         return self.fetch_newest()
 
     def fetch_newest(self) -> Sequence[Event]:
-        """See ``ReceiveChannel``. A version that cannot be read is logged."""
+        """See ``StoredVersions``. A version that cannot be read is logged."""
         try:
             self._read()
         except WeightSyncError as error:
@@ -202,23 +190,18 @@ class StoreReceiveChannel:
             return ()
         return (Published(),)
 
+    @property
     def newest_version(self) -> int:
-        """See ``ReceiveChannel``: as far as the store has been looked at."""
+        """See ``RequestChannel``: as far as the store has been looked at."""
         return self._version
 
     def request_newest(self) -> int:
-        """See ``ReceiveChannel``: readers read."""
+        """See ``RequestChannel``: readers read."""
         return 0
 
     def sender_is_alive(self) -> bool:
         """See ``ReceiveChannel``: a store outlives its trainer."""
         return True
-
-    def set_wakeups(self, wanted: bool) -> None:
-        """See ``ReceiveChannel``: the store is watched in any case."""
-
-    def hold_previous(self) -> None:
-        """See ``ReceiveChannel``: the buffer in use is never written."""
 
     def poll_update(self) -> Update | None:
         """See ``ReceiveChannel``. The update stays staged until it is installed: a signal handler may raise."""
@@ -238,9 +221,6 @@ class StoreReceiveChannel:
                 self._bound = update.slot
         if error:
             _log.warning("version %d of the store %s was not installed:\n%s", update.version, self._store.url, error)
-
-    def forward_ended(self) -> None:
-        """See ``ReceiveChannel``: nothing has to be released."""
 
     def answer(self, ack: Ack, *, prepared: bool = False) -> None:
         """See ``ReceiveChannel``: the trainer does not wait for answers."""

@@ -1,0 +1,182 @@
+"""When a model's updates are installed: as they arrive (``Immediate``), or when they are asked for (``OnRequest``)."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+from wsync.control.receiver_thread import must_not_wait
+from wsync.deadlines import deadline_in, remaining
+from wsync.errors import SyncTimeout
+from wsync.gate import process_gate
+from wsync.loops.gate_lock import Feed
+from wsync.receiving.protocols import RequestChannel
+from wsync.receiving.versions import CHECK_INTERVAL, VersionState
+
+
+class Immediate:
+    """Updates are installed as they arrive, by the thread that enters the gate first.
+
+    Attributes:
+        keeps_previous: whether the slot of the previous version is needed although installing cannot fail.
+    """
+
+    keeps_previous = False
+
+    def feed(self, poller: Feed) -> Feed:
+        """Return what the gate polls for the updates of ``poller``. Called by ``connect``."""
+        return poller
+
+    def install_now(self) -> None:
+        """Install what is there. Called outside the gate."""
+        process_gate().gate_lock.pass_through()
+
+    def fetch(self, timeout: float | None) -> bool:
+        """Install the newest version; False if it did not come in time. Called outside the gate."""
+        self.install_now()
+        return True
+
+    def on_newest(self, version: int, request: int) -> None:
+        """The sender has named its newest version, in answer to a request. Called inside the gate."""
+
+    def wake(self) -> None:
+        """A version was tried, or an end has gone: threads that wait in ``fetch`` look again. Called by any thread."""
+
+
+class OnRequest:
+    """Updates are installed by ``fetch``; and before a forward, if the model is more than ``max_staleness`` behind.
+
+    A ``Feed``, which stands between the gate and the object that installs updates. Where versions lie in the arena, or
+    in a store that is watched, they are there already. Others are requested from the sender: a thread then waits until
+    the receiver thread has installed the version. A forward that waits has left the gate meanwhile, because the
+    receiver thread needs it; afterwards the gate polls all feeds again. A thread that must not wait
+    (``without_waiting``) leaves the model as it is.
+
+    Attributes other than constants are read and written inside the gate, or with its bare lock. For the methods that
+    ``Immediate`` has too, see there.
+
+    Args:
+        channel: the connection to the sender.
+        state: has the version of the model, and whether the sender has gone.
+        max_staleness: how many versions the model may be behind when a forward starts; None for no limit.
+        timeout: seconds that a forward waits for a version; None for no limit.
+    """
+
+    keeps_previous = True
+
+    def __init__(
+        self, channel: RequestChannel, state: VersionState, max_staleness: int | None, timeout: float | None
+    ) -> None:
+        self._channel = channel
+        self._state = state
+        self._max_staleness = max_staleness
+        self._timeout = timeout
+        self._poller: Feed | None = None
+        self._gate_lock = process_gate().gate_lock
+        self._changed = threading.Condition(self._gate_lock.lock)
+        self._waiting = 0  # threads that wait for a version: updates are installed as they come
+        self._answered = (0, 0)  # the newest request that the sender has answered, and the version that it named
+
+    def feed(self, poller: Feed) -> Feed:
+        """See ``Immediate``: this object."""
+        self._poller = poller
+        return self
+
+    # --- called by the gate ---
+
+    def poll_update(self) -> bool:
+        """See ``Feed``. Raises SyncTimeout if a version that the forward needs did not come in time."""
+        if self._poller is None or not (self._waiting or self._is_too_old()):
+            return False
+        again = self._poller.poll_update()
+        if again or self._waiting or must_not_wait() or not self._is_too_old():
+            return again
+        return self._fetch_before_forward()
+
+    def forward_ended(self) -> None:
+        """See ``Feed``."""
+        if self._poller is not None:
+            self._poller.forward_ended()
+
+    def _is_too_old(self) -> bool:
+        if self._max_staleness is None or self._state.closed:
+            return False
+        return self._channel.newest_version - self._state.tried > self._max_staleness
+
+    def _fetch_before_forward(self) -> bool:
+        request = self._channel.request_newest()
+        if not request:
+            return False
+        self._gate_lock.depth = 0  # as outside: another thread that enters meanwhile polls the feeds
+        try:
+            arrived = self._await(request, self._timeout)
+        finally:
+            self._gate_lock.depth = 1
+        if not arrived:
+            raise SyncTimeout(
+                f"version {self._channel.newest_version} did not come within {self._timeout} s, and the model has "
+                f"version {self._state.version}: more than max_staleness={self._max_staleness} behind"
+            )
+        return True
+
+    # --- called outside the gate ---
+
+    def fetch(self, timeout: float | None) -> bool:
+        """See ``Immediate``."""
+        with self._gate_lock.lock:
+            request = self._channel.request_newest()
+            arrived = not request or self._await(request, timeout)
+        self.install_now()
+        return arrived
+
+    def install_now(self) -> None:
+        """See ``Immediate``."""
+        process_gate().call(self._install)
+
+    def _install(self) -> None:
+        self._waiting += 1
+        try:
+            while self._poller is not None and self._poller.poll_update():
+                pass
+        finally:
+            self._waiting -= 1
+
+    # --- waiting, with the gate's bare lock, which is released meanwhile ---
+
+    def _await(self, request: int, timeout: float | None) -> bool:
+        """Wait until a request is answered and its version installed, or the sender is gone; False at the timeout."""
+        deadline = deadline_in(timeout)
+        self._waiting += 1
+        try:
+            while True:
+                left = remaining(deadline)
+                pause = CHECK_INTERVAL if left is None else min(left, CHECK_INTERVAL)
+                if self._changed.wait_for(partial(self._has_come, request), pause):
+                    return True
+                if left == 0.0:
+                    return False
+                self._check_sender()
+        finally:
+            self._waiting -= 1
+
+    def _has_come(self, request: int) -> bool:
+        answered, version = self._answered
+        return self._state.closed or (answered >= request and self._state.tried >= version)
+
+    def _check_sender(self) -> None:
+        lock = self._gate_lock.lock
+        depth = lock._release_save()  # as in Condition.wait: asking the sender may take seconds
+        try:
+            self._state.check_sender()
+        finally:
+            lock._acquire_restore(depth)
+
+    def on_newest(self, version: int, request: int) -> None:
+        """See ``Immediate``."""
+        self._answered = max(self._answered, (request, version))
+        self.wake()
+
+    def wake(self) -> None:
+        """See ``Immediate``."""
+        with self._gate_lock.lock:
+            self._changed.notify_all()
