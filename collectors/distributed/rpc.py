@@ -259,11 +259,11 @@ class RpcPool(CallPool[RpcWorker]):
         if self._joined:
             leave_group()  # before the workers: torch logs errors in the member that is left alone
             self._joined = False
-        for worker in self.workers:
+        workers, self.workers, self._store = self.workers, [], None
+        for worker in workers:
             worker.close()
-        join_or_kill([worker.process for worker in self.workers if isinstance(worker, LocalRpcWorker)])
-        self.workers, self._store = [], None
         self._replied.close()
+        join_or_kill([worker.process for worker in workers if isinstance(worker, LocalRpcWorker)])
 
 
 def _raise_for(failed: Mapping[int, RuntimeError], names: Sequence[str], timeout: float) -> NoReturn:

@@ -15,7 +15,7 @@ from collectors.environments.specs import to_numpy
 from collectors.environments.stepper import Steps
 from collectors.environments.trees import as_tensors
 from collectors.rollouts.columns import Columns, Key
-from collectors.rollouts.recurrence import IS_INIT, RecurrentState, states_of
+from collectors.rollouts.recurrence import IS_INIT, RecurrentState, reads_is_init, states_of
 from collectors.rollouts.sampled import SampledPolicy, greedy
 from collectors.rollouts.wrapping import UnusablePolicy, first_output
 
@@ -121,7 +121,8 @@ class CalledPolicy:
         with without_side_effects(policy, device):
             policy, output = first_output(policy, _with_flag(self._input, policy), gate)
         written, read = _outputs(output, keys)
-        self._state = state = RecurrentState(output, stepper, batched) if states_of(output) else None
+        carries = bool(states_of(output)) or reads_is_init(policy)
+        self._state = state = RecurrentState(output, stepper, batched) if carries else None
         self.outputs: Mapping[Key, torch.Tensor] = written if state is None else {**written, **state.columns}
 
         def act(observation: TensorDict, columns: Columns, t: int) -> int:
@@ -217,8 +218,8 @@ class PolicyInParts:
 
 
 def _with_flag(inputs: TensorDict, policy: Policy) -> TensorDict:
-    """Return `inputs`, with "is_init" for a module that has it among its ``in_keys``."""
-    if IS_INIT not in getattr(policy, "in_keys", ()):
+    """Return `inputs`, with "is_init" for a policy that reads it."""
+    if not reads_is_init(policy):
         return inputs
     flag = torch.ones((*inputs.batch_size, 1), dtype=torch.bool, device=inputs.device)
     return inputs.clone(recurse=False).set(IS_INIT, flag)

@@ -19,6 +19,7 @@ class RecurrentState:
     """What a policy writes under ``("next", key)`` is its input ``key`` in the next step.
 
     At the start of an episode the input is zero, and "is_init" is true. Inputs and outputs are stored with the batch.
+    Of a policy that reads "is_init" and writes no such key, "is_init" is all.
 
     Args:
         output: of the policy's first call, which has no state as its input.
@@ -53,10 +54,16 @@ class RecurrentState:
 
     def take(self, output: TensorDictBase, columns: Columns, t: int) -> None:
         """Keep the state that the policy wrote, a copy, and write it to row ``t``. Called after each step."""
+        written = states_of(output)
         for key in self._state:
-            value = output.get(("next", key))
+            value = written[key]
             self._state[key] = value.clone()
             columns.others["next", key][t] = to_numpy(value)
+
+
+def reads_is_init(policy: object) -> bool:
+    """Whether `policy` is a module that has "is_init" among its ``in_keys``."""
+    return IS_INIT in getattr(policy, "in_keys", ())
 
 
 def states_of(output: TensorDictBase | Mapping) -> dict[str, torch.Tensor]:

@@ -190,13 +190,17 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
         for worker in self.workers:
             worker.disconnect()
         deadline = time.monotonic() + SHUTDOWN_GRACE
-        for worker in self.workers:
-            if worker.process is None:
-                wait([worker.sentinel], max(0.0, deadline - time.monotonic()))
-        join_or_kill([worker.process for worker in self.workers if worker.process is not None])
-        for worker in self.workers:
-            worker.release()
-        self.workers = []
+        try:
+            for worker in self.workers:
+                if worker.process is None:
+                    wait([worker.sentinel], max(0.0, deadline - time.monotonic()))
+        finally:  # also after Ctrl-C; another call has nothing left to do then
+            workers, self.workers = self.workers, []
+            try:
+                join_or_kill([worker.process for worker in workers if worker.process is not None])
+            finally:
+                for worker in workers:
+                    worker.release()
 
 
 class ProcessPool(ConnectionPool):

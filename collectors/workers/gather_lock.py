@@ -82,6 +82,21 @@ class GatherLock:
                 self._no_updates.set()
 
     @contextmanager
+    def ending(self, patience: float) -> Iterator[None]:
+        """Wake a gathering thread, and hold the lock; or not, if another thread does not release it in time.
+
+        Args:
+            patience: seconds to wait for the lock. A thread that updates may hold it for longer.
+        """
+        self.wake()
+        held = self._lock.acquire(timeout=patience)
+        try:
+            yield
+        finally:
+            if held:
+                self._lock.release()
+
+    @contextmanager
     def _hold(self) -> Iterator[bool]:
         """Hold the lock; yield whether this thread held it already."""
         with self._lock:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import wsync
 from collectors.worker import WorkerOptions
-from collectors.workers.pool import W
+from collectors.workers.pool import SHUTDOWN_GRACE, W
 from collectors.workers.records import FailureCause, RestartBackoff, WorkerRecord, WorkerState
 from collectors.workers.supervisor import WorkerSupervisor
 
@@ -216,12 +216,17 @@ class WorkerGroup(WorkerSupervisor[W]):
         self._lock.wake()
 
     def close(self) -> None:
-        """End all workers, those that are being restarted at once. Idempotent."""
-        for record in self._records:
-            if self._started and record.worker is not None and not record.active:
-                self.pool.discard(record.worker)
-                record.worker = None
-        self.pool.close()
+        """End all workers, those that are being restarted at once. Idempotent.
+
+        A thread that gathers gets ``NotConnected``.
+        """
+        self.over = True  # before the lock, so that a thread that gathers releases it for good
+        with self._lock.ending(SHUTDOWN_GRACE):
+            for record in self._records:
+                if self._started and record.worker is not None and not record.active:
+                    self.pool.discard(record.worker)
+                    record.worker = None
+            self.pool.close()
         self._lock.close()
 
 

@@ -31,7 +31,7 @@ class WorkerSupervisor(Generic[W]):
         failures: is updated.
 
     Attributes:
-        over: whether a failure was raised; the collector cannot be used any more.
+        over: whether a failure was raised, or the workers were ended; the collector cannot be used any more.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class WorkerSupervisor(Generic[W]):
         return [record.worker for record in self._records if record.worker is not None and record.active]
 
     def _send(self, worker: W, command: str, argument: Any) -> None:
-        """Send a command that has an answer; do nothing if the worker was replaced."""
+        """Send a command that has an answer; do nothing if the worker was replaced or ended."""
         record = self._records[worker.worker_idx]
-        if record.worker is worker:
+        if record.worker is worker and not self.over:
             if not record.pending:
                 record.since = time.monotonic()
             record.pending += 1
@@ -71,11 +71,13 @@ class WorkerSupervisor(Generic[W]):
         """Wait for events, and for the next deadline or restart; handle them.
 
         Raises:
-            NotConnected: a failure was raised earlier, in another thread.
+            NotConnected: another thread has ended the collector, by ``close`` or because a failure was raised there.
             WorkerDied, WorkerFailed, SyncTimeout: a failure that the policy raises, or ``interrupt``'s time is over.
         """
         if self.over:
-            raise wsync.NotConnected("a worker's failure was raised in another thread, and has ended this collector")
+            raise wsync.NotConnected(
+                "this collector was ended in another thread: by shutdown, or by a worker's failure"
+            )
         for record in self._records:
             if record.state is WorkerState.WAITING and record.restart_at <= time.monotonic():
                 self._restart(record)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
 from torch import Tensor
 
 from collectors import GymEnv
@@ -35,6 +36,27 @@ def test_a_state_is_handed_back_and_starts_anew_with_each_episode(num_envs: int,
     assert bool((batch["next", "count"].squeeze(-1) == expected)[mask].all())
     assert bool((batch["count"].squeeze(-1) == expected - 1)[mask].all())
     assert bool((batch["is_init"].squeeze(-1) == (expected == 1))[mask].all())
+    assert bool(batch["next", "done"].any())
+
+
+def test_a_state_may_be_written_to_a_plain_dictionary() -> None:
+    def policy(td: TensorDictBase) -> dict[str, Any]:
+        before = td.get("count", torch.zeros(1))
+        return {"action": torch.tensor(0), "next": {"count": before + 1}}
+
+    rollout = Rollout(GymEnv("CartPole-v1", seed=0), policy)  # pyright: ignore[reportArgumentType]
+    assert rollout.collect(rollout.buffer(4))["count"].flatten().tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_a_policy_without_a_state_may_read_where_episodes_start(num_envs: int) -> None:
+    def act(flag: Tensor) -> Tensor:
+        return flag.squeeze(-1).long()
+
+    rollout = Rollout(GymEnv("CartPole-v1", num_envs, seed=0), TensorDictModule(act, ["is_init"], ["action"]))
+    batch = rollout.collect(rollout.buffer(60))
+    starts = batch["next", "episode_length"] == 1
+    assert bool((batch["is_init"] == starts).all()) and bool((batch["action"] == starts.squeeze(-1)).all())
     assert bool(batch["next", "done"].any())
 
 
