@@ -261,9 +261,12 @@ class RpcPool(CallPool[RpcWorker]):
             self._joined = False
         for worker in self.workers:
             worker.close()
-        join_or_kill([worker.process for worker in self.workers if isinstance(worker, LocalRpcWorker)])
-        self.workers, self._store = [], None
-        self._replied.close()
+        workers, self.workers = self.workers, []  # after Ctrl-C, another call must not wait for killed processes again
+        try:
+            join_or_kill([worker.process for worker in workers if isinstance(worker, LocalRpcWorker)])
+        finally:
+            self._store = None
+            self._replied.close()
 
 
 def _raise_for(failed: Mapping[int, RuntimeError], names: Sequence[str], timeout: float) -> NoReturn:

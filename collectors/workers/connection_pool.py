@@ -190,13 +190,15 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
         for worker in self.workers:
             worker.disconnect()
         deadline = time.monotonic() + SHUTDOWN_GRACE
-        for worker in self.workers:
-            if worker.process is None:
-                wait([worker.sentinel], max(0.0, deadline - time.monotonic()))
-        join_or_kill([worker.process for worker in self.workers if worker.process is not None])
-        for worker in self.workers:
-            worker.release()
-        self.workers = []
+        try:
+            for worker in self.workers:
+                if worker.process is None:
+                    wait([worker.sentinel], max(0.0, deadline - time.monotonic()))
+            join_or_kill([worker.process for worker in self.workers if worker.process is not None])
+        finally:  # after Ctrl-C all processes have been killed: another call must not wait for them again
+            for worker in self.workers:
+                worker.release()
+            self.workers = []
 
 
 class ProcessPool(ConnectionPool):

@@ -82,6 +82,17 @@ class GatherLock:
                 self._no_updates.set()
 
     @contextmanager
+    def ending(self, timeout: float) -> Iterator[None]:
+        """Hold the lock to end the workers, or go on without it after ``timeout`` seconds: its owner may be stuck."""
+        self.wake()
+        held = self._lock.acquire(timeout=timeout)
+        try:
+            yield
+        finally:
+            if held:
+                self._lock.release()
+
+    @contextmanager
     def _hold(self) -> Iterator[bool]:
         """Hold the lock; yield whether this thread held it already."""
         with self._lock:

@@ -18,6 +18,7 @@ Send = Callable[[Any, Any], T]
 """``send(weights, worker_ids)``, as ``WeightSyncScheme.send``; of several schemes, with ``{scheme: weights}``."""
 
 _STOP_GRACE = 2.0  # seconds in which a batch has to be complete after ``interrupt``
+_CLOSE_GRACE = 2.0  # seconds in which a thread that gathers or updates has to notice ``close``
 _ERROR_GRACE = 2.0  # seconds in which a worker that has left a scheme has to report its error
 
 
@@ -216,13 +217,18 @@ class WorkerGroup(WorkerSupervisor[W]):
         self._lock.wake()
 
     def close(self) -> None:
-        """End all workers, those that are being restarted at once. Idempotent."""
-        for record in self._records:
-            if self._started and record.worker is not None and not record.active:
-                self.pool.discard(record.worker)
-                record.worker = None
-        self.pool.close()
-        self._lock.close()
+        """End all workers, those that are being restarted at once. Idempotent.
+
+        In a thread that waits for a batch meanwhile, ``NotConnected`` is raised.
+        """
+        self.closing = True
+        with self._lock.ending(_CLOSE_GRACE):
+            for record in self._records:
+                if self._started and record.worker is not None and not record.active:
+                    self.pool.discard(record.worker)
+                    record.worker = None
+            self.pool.close()
+            self._lock.close()
 
 
 def _patience_after(error: wsync.WeightSyncError) -> float:

@@ -32,6 +32,7 @@ class WorkerSupervisor(Generic[W]):
 
     Attributes:
         over: whether a failure was raised; the collector cannot be used any more.
+        closing: whether the workers are being ended, or have been.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class WorkerSupervisor(Generic[W]):
         failures: Failures,
     ) -> None:
         self.pool, self.failure_policy, self.schemes, self.failures = pool, failure_policy, schemes, failures
-        self.over = False
+        self.over = self.closing = False
         self.pool.message_timeout = failure_policy.worker_timeout
         self._records: list[WorkerRecord[W]] = []
         self._events: deque[Event[W]] = deque()  # received, and not yet handled
@@ -71,9 +72,11 @@ class WorkerSupervisor(Generic[W]):
         """Wait for events, and for the next deadline or restart; handle them.
 
         Raises:
-            NotConnected: a failure was raised earlier, in another thread.
+            NotConnected: another thread has raised a failure, or has shut the collector down.
             WorkerDied, WorkerFailed, SyncTimeout: a failure that the policy raises, or ``interrupt``'s time is over.
         """
+        if self.closing:
+            raise wsync.NotConnected("this collector has been shut down")
         if self.over:
             raise wsync.NotConnected("a worker's failure was raised in another thread, and has ended this collector")
         for record in self._records:
