@@ -273,5 +273,5 @@ def _finalize(reference: weakref.ref[WorkerCollector], pool: WorkerPool[Any]) ->
     collector = reference()
     if collector is not None:
         collector.shutdown()
-    else:  # the schemes were garbage as well, and have shut down
+    else:  # the schemes were garbage as well, and their connections are closed
         pool.close()

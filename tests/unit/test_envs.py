@@ -155,6 +155,18 @@ def test_native_vector_environments_mask_their_reset_steps() -> None:
         assert torch.equal(frames["observation"][1:][ongoing], frames["next", "observation"][:-1][ongoing])
 
 
+def test_a_reward_model_gives_nothing_for_a_reset_step() -> None:
+    class One(nn.Module):
+        def forward(self, observation: torch.Tensor) -> torch.Tensor:
+            return torch.ones(len(observation))
+
+    reward_model = ModuleTransform(One(), ["observation"], [("next", "reward")])
+    env = GymEnv("CartPole-v1", 2, seed=0, vectorization_mode="vector_entry_point", transforms=[reward_model])
+    batch = env.rollout(60)
+    assert not bool(batch["mask"].all())
+    assert torch.equal(batch["next", "reward"].squeeze(-1), batch["mask"].float())
+
+
 def test_auto_chooses_a_native_vector_environment_only_where_it_does_the_same() -> None:
     def native(*args: Any, **kwargs: Any) -> bool:
         env = GymEnv(*args, vectorization_mode="auto", **kwargs)
