@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 import wsync
-from collectors.factories import EnvMaker
+from collectors.factories import EnvMaker, check_maker
 from collectors.rollouts.wrapping import UnusablePolicy
 
 
@@ -24,13 +24,35 @@ def check_frames(frames_per_batch: Any, total_frames: Any) -> None:
         TypeError: one is not a whole number.
         ValueError: one is out of range.
     """
-    for name, number in (("frames_per_batch", frames_per_batch), ("total_frames", total_frames)):
-        if not isinstance(number, Integral):
-            raise TypeError(f"{name} is a whole number, not {number!r}")
-    if frames_per_batch < 1:
-        raise ValueError(f"frames_per_batch is at least 1, not {frames_per_batch}")
-    if total_frames != -1 and total_frames < 1:
-        raise ValueError(f"total_frames is at least 1, or -1 for no end, not {total_frames}")
+    check_count("frames_per_batch", frames_per_batch, least=1)
+    if total_frames != -1:
+        check_count("total_frames", total_frames, least=1, otherwise=", or -1 for no end")
+
+
+def check_limits(init_random_frames: Any, max_frames_per_traj: Any, threads: Any = 1) -> None:
+    """Check numbers that are used in the workers, so that a wrong one is an error before they start.
+
+    Raises:
+        TypeError: one is not a whole number.
+        ValueError: one is out of range.
+    """
+    check_count("init_random_frames", init_random_frames)
+    check_count("threads", threads, least=1)
+    if max_frames_per_traj is not None:
+        check_count("max_frames_per_traj", max_frames_per_traj, least=1, otherwise=", or None for no limit")
+
+
+def check_count(name: str, number: Any, *, least: int = 0, otherwise: str = "") -> None:
+    """Check a number that counts something; ``otherwise`` is added to the range in the error.
+
+    Raises:
+        TypeError: it is not a whole number.
+        ValueError: it is less than ``least``.
+    """
+    if not isinstance(number, Integral) or isinstance(number, bool):
+        raise TypeError(f"{name} is a whole number, not {number!r}")
+    if int(number) < least:
+        raise ValueError(f"{name} is at least {least}{otherwise}, not {number}")
 
 
 def check_schemes(schemes: Any) -> None:
@@ -93,7 +115,7 @@ def env_makers(create_env_fn: Any) -> list[EnvMaker]:
     """Return the environment functions, one per worker.
 
     Raises:
-        TypeError: neither a function nor a list.
+        TypeError: neither a function nor a list of functions (or environments).
         ValueError: there is none.
     """
     if callable(create_env_fn):
@@ -104,6 +126,8 @@ def env_makers(create_env_fn: Any) -> list[EnvMaker]:
     makers: list[EnvMaker] = list(create_env_fn or ())
     if not makers:
         raise ValueError("no environment: create_env_fn is a list of functions, one for each worker")
+    for maker in makers:
+        check_maker(maker)
     return makers
 
 
@@ -128,10 +152,13 @@ def device_of_each(device: Any, workers: int) -> list[str | None]:
     """Return the device of each worker; one device is for all.
 
     Raises:
+        TypeError: neither a device nor a list.
         ValueError: a list has another length.
     """
     if device is None or isinstance(device, str | torch.device):
         return [None if device is None else str(device)] * workers
+    if not isinstance(device, Sequence):
+        raise TypeError(f"device is one device ('cpu', 'cuda:0'), or a list of one for each worker, not {device!r}")
     if len(device) != workers:
         raise ValueError(f"{len(device)} devices for {workers} workers")
     return [str(one) for one in device]

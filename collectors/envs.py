@@ -23,7 +23,8 @@ class GymEnv:
     ``batch_size`` is ``[]`` for one environment and ``[E]`` for several. ("next", "observation") is the true successor,
     also at an episode's end, and ``observe()`` gives what to act on next: an ended episode starts again within the same
     step. Only a vector environment with Gymnasium's autoreset mode NEXT_STEP takes a step for that, and then the bool
-    "mask" ``[E]`` is false for rows that a step has reset: they are not frames.
+    "mask" ``[E]`` is false for rows that a step has reset: there is nothing to learn from them. A collector's batches
+    and its number of frames include these rows.
 
     Attributes:
         transform: the transforms in their order; ``append_transform`` adds one. The model id of the first one's module
@@ -57,7 +58,8 @@ class GymEnv:
             **make_kwargs: for ``gymnasium.make``.
 
         Raises:
-            TypeError: for an observation or action space that is not made of tensors of a fixed shape.
+            TypeError: ``env`` is none of these; or an observation or action space is not made of tensors of a fixed
+                shape.
             ValueError: for arguments that contradict each other, or a vector environment without an autoreset mode.
             gymnasium.error.Error: for an unknown id.
         """
@@ -160,7 +162,7 @@ class GymEnv:
 
         Raises:
             KeyError: without an "action".
-            ValueError: for actions of a wrong shape, an index out of range, or scores of NaN.
+            ValueError: for actions of a wrong shape, an index out of range, or NaN.
         """
         stepper = self.stepper
         if not stepper.is_reset:

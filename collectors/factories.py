@@ -13,6 +13,18 @@ from collectors.envs import GymEnv
 EnvMaker = Callable[[], Any]
 PolicyFactory = Callable[[], Any]
 _GYMNASIUM = gymnasium.Env | gymnasium.vector.VectorEnv
+_ENVIRONMENTS = GymEnv | _GYMNASIUM
+
+
+def check_maker(create_env_fn: Any) -> None:
+    """Check what is to make one environment.
+
+    Raises:
+        TypeError: the argument is neither an environment nor a function.
+    """
+    if not isinstance(create_env_fn, _ENVIRONMENTS) and not callable(create_env_fn):
+        what = f"{type(create_env_fn).__name__} ({create_env_fn!r})"
+        raise TypeError(f"create_env_fn is an environment, or a function that makes one, not a {what}")
 
 
 def make_env(create_env_fn: EnvMaker | GymEnv | gymnasium.Env | gymnasium.vector.VectorEnv) -> GymEnv:
@@ -21,13 +33,8 @@ def make_env(create_env_fn: EnvMaker | GymEnv | gymnasium.Env | gymnasium.vector
     Raises:
         TypeError: the argument is neither an environment nor a function that makes one.
     """
-    if isinstance(create_env_fn, GymEnv | _GYMNASIUM):
-        env = create_env_fn
-    elif callable(create_env_fn):
-        env = create_env_fn()
-    else:
-        what = type(create_env_fn).__name__
-        raise TypeError(f"create_env_fn is an environment, or a function that makes one, not a {what}")
+    check_maker(create_env_fn)
+    env = create_env_fn if isinstance(create_env_fn, _ENVIRONMENTS) else create_env_fn()
     if isinstance(env, _GYMNASIUM):
         return GymEnv(env)
     if not isinstance(env, GymEnv):

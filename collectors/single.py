@@ -82,6 +82,7 @@ class Collector(BaseCollector):
             weight_updater=weight_updater,
             staleness=Staleness(max_staleness),
         )
+        arguments.check_limits(init_random_frames, max_frames_per_traj)
         makers = create_env_fn if isinstance(create_env_fn, list | tuple) else [create_env_fn]
         if len(makers) != 1:
             raise ValueError(f"a collector in one process has one environment function, not {len(makers)}")

@@ -58,8 +58,8 @@ class WorkerCollector(BaseCollector):
         create_env_fn: one function per worker; each makes an environment (lambdas work).
         policy: a module that reads "observation" and writes "action", or any function of a TensorDict, or a module that
             maps the tensor of the one to that of the other (it acts by a ``TensorDictModule`` around it); None: random
-            actions. Workers get copies. The policy's other outputs are stored and not passed to it again: there is no
-            recurrence.
+            actions. Workers get copies. The policy's other outputs are stored; those under "next" are its inputs in the
+            next step, see ``collectors.rollouts.rollout``.
         sync: whether a batch has a share of every worker, and all wait for new weights; otherwise it is one worker's.
         start: starts a pool of the given number of workers.
         policy_factory: makes the policy in each worker, instead of a copy of ``policy``; one for all, or a list with
@@ -140,6 +140,7 @@ class WorkerCollector(BaseCollector):
         self.num_workers = count = len(makers := arguments.env_makers(create_env_fn))
         failure_policy = FailurePolicy(on_worker_failure, worker_timeout, max_restarts, restart_window)
         factories = arguments.policy_factory_of_each(policy_factory, count)
+        arguments.check_limits(init_random_frames, max_frames_per_traj, threads)
         self._gathering: Gathering = gathering(sync, cat_results, run_ahead)
         super().__init__(
             policy,
@@ -272,5 +273,5 @@ def _finalize(reference: weakref.ref[WorkerCollector], pool: WorkerPool[Any]) ->
     collector = reference()
     if collector is not None:
         collector.shutdown()
-    else:  # the schemes were garbage as well, and have shut down
+    else:  # the schemes were garbage as well, and their connections are closed
         pool.close()

@@ -259,11 +259,14 @@ class RpcPool(CallPool[RpcWorker]):
         if self._joined:
             leave_group()  # before the workers: torch logs errors in the member that is left alone
             self._joined = False
-        workers, self.workers, self._store = self.workers, [], None
-        for worker in workers:
+        for worker in self.workers:
             worker.close()
-        self._replied.close()
-        join_or_kill([worker.process for worker in workers if isinstance(worker, LocalRpcWorker)])
+        workers, self.workers = self.workers, []  # after Ctrl-C, another call must not wait for killed processes again
+        try:
+            join_or_kill([worker.process for worker in workers if isinstance(worker, LocalRpcWorker)])
+        finally:
+            self._store = None
+            self._replied.close()
 
 
 def _raise_for(failed: Mapping[int, RuntimeError], names: Sequence[str], timeout: float) -> NoReturn:

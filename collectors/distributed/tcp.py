@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import wait
 from typing import Any, Literal, Unpack
@@ -171,12 +172,11 @@ class TcpPool(ConnectionPool):
         channel, liveness = both["messages"], both["liveness"]
         missing = self._missing()
         index = greeting.worker if greeting.worker >= 0 or not missing else missing[0]
+        reason = f"there is a worker {index} already, or there are only {self._count}"
         for end in (liveness, channel):  # also authenticates this end
-            if index in missing:
-                WorkerConnection(end).send("accepted", index)
-            else:
-                reason = f"there is a worker {index} already, or there are only {self._count}"
-                WorkerConnection(end).send("refused", reason)
+            with suppress(ConnectionError):  # the worker has ended meanwhile; if it was accepted, ``poll`` reports it
+                WorkerConnection(end).send(*(("accepted", index) if index in missing else ("refused", reason)))
+            if index not in missing:
                 end.close()
         if index in missing:
             worker = ConnectedWorker(index, b"", liveness=liveness, name=registration["name"])

@@ -105,13 +105,13 @@ class OneHotCodec:
 
 
 class TreeCodec:
-    """Dict and Tuple: one part for each entry, under its key; the entries of a Tuple are called "0", "1", …."""
+    """Dict and Tuple: a part for each entry, by its key as a string; the entries of a Tuple are called "0", "1", …."""
 
     def __init__(self, space: spaces.Dict | spaces.Tuple) -> None:
         """Make a codec for each entry of ``space``.
 
         Raises:
-            TypeError: an entry has no codec, or a key is not a string.
+            TypeError: an entry has no codec.
         """
         entries = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
         self._codecs = {key: observation_codec(entry) for key, entry in entries}
@@ -148,6 +148,11 @@ def observation_codec(space: spaces.Space) -> ObservationCodec:
     )
 
 
+def _has_rows(action: Array, num_envs: int) -> bool:
+    """Whether `action` has one row for each environment; the action of one environment needs no row."""
+    return num_envs == 1 or len(action) == num_envs
+
+
 class DiscreteActions:
     """A choice among n: an index ``[E]``, or scores or one-hot ``[E, n]`` of which the greatest counts.
 
@@ -168,7 +173,7 @@ class DiscreteActions:
         """
         if action.size == num_envs * self.n and action.shape[-1:] == (self.n,):
             taken = self._greatest(action.reshape(num_envs, self.n))
-        elif action.size == num_envs:
+        elif action.size == num_envs and _has_rows(action, num_envs):
             taken = self._known(action.reshape(num_envs))
         else:
             raise ValueError(
@@ -219,14 +224,21 @@ class BoxActions:
         self._bounds = (np.empty(0), np.empty(0))  # for all environments, [E, *shape]: no broadcast in each step
 
     def to_env(self, action: Array, num_envs: int) -> Array:
-        """Return ``[E, *shape]`` in the space's dtype, clipped; raise ValueError for any other shape."""
+        """Return ``[E, *shape]`` in the space's dtype, clipped.
+
+        Raises:
+            ValueError: another shape, or NaN.
+        """
         low, high = self._bounds
         if len(low) != num_envs:
             shape, space = (num_envs, *self.space.shape), self.space
             low, high = self._bounds = tuple(np.full(shape, bound, space.dtype) for bound in (space.low, space.high))
-        if action.size != low.size:
+        if action.size != low.size or not _has_rows(action, num_envs):
             raise ValueError(f"an action for these environments has shape {list(low.shape)}, not {list(action.shape)}")
         clipped = np.maximum(action.reshape(low.shape), low)
+        if (unknown := np.isnan(clipped)).any():
+            row = int(np.argwhere(unknown)[0, 0])
+            raise ValueError(f"the action for environment {row} is {clipped[row].tolist()}")
         np.minimum(clipped, high, out=clipped)
         return clipped.astype(self.space.dtype, copy=False)
 
@@ -256,7 +268,7 @@ class MultiDiscreteActions:
         Raises:
             ValueError: another shape, or an index out of range.
         """
-        if action.size != num_envs * len(self.nvec):
+        if action.size != num_envs * len(self.nvec) or not _has_rows(action, num_envs):
             shape = [num_envs, len(self.nvec)]
             raise ValueError(f"an action for these environments is indices {shape}, not {list(action.shape)}")
         indices = action.reshape(num_envs, len(self.nvec))

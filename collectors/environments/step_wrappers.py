@@ -160,6 +160,8 @@ class RewardedSteps(StepsWrapper):
             self._action = self._taken(action)
         self.inner.step(action)
         self.reward[:] = self._checked(self._reward_of(*(read() for read in self._readers)))
+        if self.reset_step is not None:
+            self.reward[self.reset_step] = 0
 
     def _taken(self, action: Array) -> Array:
         """Return an action as the environment takes it, float32 ``[E, *action_spec.shape]``; a choice as one-hot."""

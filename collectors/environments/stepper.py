@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -132,7 +133,12 @@ class Stepper:
         self._limit = limit
 
     def seed(self, seed: int) -> None:
-        """Seed the random actions, and a reset that precedes the next step."""
+        """Seed the random actions, and a reset that precedes the next step.
+
+        Raises:
+            TypeError: the seed is not a whole number.
+        """
+        seed = operator.index(seed)  # Gymnasium takes no integers of numpy
         self._seed, self.is_reset = seed, False
         # Another stream than the environments', which are seeded with the number itself.
         self.driver.actions.seed(int(np.random.SeedSequence([seed, 1]).generate_state(1)[0]))
@@ -166,7 +172,7 @@ class Stepper:
         """Apply ``action`` (any form that a policy may give); see the class for what can be read then.
 
         Raises:
-            ValueError: for actions of a wrong shape, an index out of range, or scores of NaN.
+            ValueError: for actions of a wrong shape, an index out of range, or NaN.
         """
         taken = self._actions.to_env(action, self.num_envs)
         self.is_reset = False  # until `reset_ended`

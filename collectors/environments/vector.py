@@ -196,8 +196,12 @@ def make_driver(source: EnvSource, num_envs: int | None, mode: str | None, kwarg
     if isinstance(source, str | EnvSpec):
         return _from_id(source, num_envs or 1, mode, kwargs)
     if kwargs or mode is not None:
-        raise ValueError(f"an environment that is made already takes no further arguments: {kwargs or mode}")
-    if isinstance(source, gym.Env | VectorEnv):
+        given = ", ".join([*kwargs, *(["vectorization_mode"] if mode is not None else [])])
+        raise ValueError(
+            f"an environment, or a function that makes one, takes no further arguments ({given}): they are for "
+            "environments that are made by their id"
+        )
+    if isinstance(source, gym.Env | VectorEnv) or not callable(source):
         return _from_made(source, num_envs)
     if num_envs is None or num_envs == 1:
         return _from_made(source(), num_envs)
@@ -207,6 +211,7 @@ def make_driver(source: EnvSource, num_envs: int | None, mode: str | None, kwarg
 def _scalar(make: Callable[[], gym.Env | VectorEnv]) -> Callable[[], gym.Env]:
     def checked() -> gym.Env:
         env = make()
+        _check_environment(env)
         if isinstance(env, VectorEnv):
             raise ValueError(f"the function makes {env}, which brings its own num_envs; leave num_envs out")
         return env
@@ -247,7 +252,16 @@ _DRIVERS = {
 }
 
 
+def _check_environment(env: Any) -> None:
+    if not isinstance(env, gym.Env | VectorEnv):
+        raise TypeError(
+            f"a GymEnv is made from an id, a Gymnasium environment, or a function that makes one, not from a "
+            f"{type(env).__name__}"
+        )
+
+
 def _from_made(env: gym.Env | VectorEnv, num_envs: int | None) -> Driver:
+    _check_environment(env)
     width = env.num_envs if isinstance(env, VectorEnv) else 1
     if num_envs not in (None, width):
         raise ValueError(f"{env} is {width} environment(s), not num_envs={num_envs}; pass a function that makes one")

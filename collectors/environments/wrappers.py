@@ -15,7 +15,7 @@ from collectors.environments.specs import ACTION_MASK
 class ActionMask(gym.Wrapper):
     """Moves the action mask from an environment's ``info`` into its observation, where policies read it.
 
-    The observation becomes a Dict: the entries of a Dict observation, or "observation", and "action_mask" (uint8, one
+    The observation becomes a Dict: the entries of a Dict observation, or "observation", and "action_mask" (int8, one
     element for each choice of a Discrete action; for a MultiDiscrete one, those of all its choices end to end).
 
     Args:
@@ -53,7 +53,7 @@ class ActionMask(gym.Wrapper):
         if self._key not in info:
             raise KeyError(f"{self.env} has no {self._key!r} in its info, only {sorted(info)}")
         mask = info[self._key]
-        flat = np.concatenate(mask) if isinstance(mask, tuple | list) else np.ravel(mask)
+        flat = np.concatenate([np.ravel(part) for part in mask]) if isinstance(mask, tuple | list) else np.ravel(mask)
         entries = observation if self._nested else {"observation": observation}
         return {**entries, ACTION_MASK: flat.astype(np.int8)}
 

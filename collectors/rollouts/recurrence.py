@@ -27,7 +27,7 @@ class RecurrentState:
         batched: whether the environment has a batch dimension.
     """
 
-    def __init__(self, output: TensorDictBase, stepper: Steps, batched: bool) -> None:
+    def __init__(self, output: TensorDictBase | Mapping, stepper: Steps, batched: bool) -> None:
         self._stepper, self._batched = stepper, batched
         self._state = {key: torch.zeros_like(value) for key, value in states_of(output).items()}
         self._is_fresh = True
@@ -52,7 +52,7 @@ class RecurrentState:
             columns.others[key][t] = to_numpy(current)
         self._is_fresh = False
 
-    def take(self, output: TensorDictBase, columns: Columns, t: int) -> None:
+    def take(self, output: TensorDictBase | Mapping, columns: Columns, t: int) -> None:
         """Keep the state that the policy wrote, a copy, and write it to row ``t``. Called after each step."""
         written = states_of(output)
         for key in self._state:

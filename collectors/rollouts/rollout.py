@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Callable, Collection
 from typing import Protocol
@@ -91,6 +92,7 @@ class Rollout:
 
     def seed(self, seed: int) -> None:
         """Seed the environments, the random actions, and the process's global generators."""
+        seed = operator.index(seed)
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)

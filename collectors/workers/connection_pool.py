@@ -194,13 +194,11 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
             for worker in self.workers:
                 if worker.process is None:
                     wait([worker.sentinel], max(0.0, deadline - time.monotonic()))
-        finally:  # also after Ctrl-C; another call has nothing left to do then
-            workers, self.workers = self.workers, []
-            try:
-                join_or_kill([worker.process for worker in workers if worker.process is not None])
-            finally:
-                for worker in workers:
-                    worker.release()
+            join_or_kill([worker.process for worker in self.workers if worker.process is not None])
+        finally:  # after Ctrl-C all processes have been killed: another call must not wait for them again
+            for worker in self.workers:
+                worker.release()
+            self.workers = []
 
 
 class ProcessPool(ConnectionPool):

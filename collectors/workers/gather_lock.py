@@ -82,14 +82,10 @@ class GatherLock:
                 self._no_updates.set()
 
     @contextmanager
-    def ending(self, patience: float) -> Iterator[None]:
-        """Wake a gathering thread, and hold the lock; or not, if another thread does not release it in time.
-
-        Args:
-            patience: seconds to wait for the lock. A thread that updates may hold it for longer.
-        """
+    def ending(self, timeout: float) -> Iterator[None]:
+        """Hold the lock to end the workers, or go on without it after ``timeout`` seconds: its owner may be stuck."""
         self.wake()
-        held = self._lock.acquire(timeout=patience)
+        held = self._lock.acquire(timeout=timeout)
         try:
             yield
         finally:

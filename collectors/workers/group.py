@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import wsync
 from collectors.worker import WorkerOptions
-from collectors.workers.pool import SHUTDOWN_GRACE, W
+from collectors.workers.pool import W
 from collectors.workers.records import FailureCause, RestartBackoff, WorkerRecord, WorkerState
 from collectors.workers.supervisor import WorkerSupervisor
 
@@ -18,6 +18,7 @@ Send = Callable[[Any, Any], T]
 """``send(weights, worker_ids)``, as ``WeightSyncScheme.send``; of several schemes, with ``{scheme: weights}``."""
 
 _STOP_GRACE = 2.0  # seconds in which a batch has to be complete after ``interrupt``
+_CLOSE_GRACE = 2.0  # seconds in which a thread that gathers or updates has to notice ``close``
 _ERROR_GRACE = 2.0  # seconds in which a worker that has left a scheme has to report its error
 
 
@@ -218,16 +219,16 @@ class WorkerGroup(WorkerSupervisor[W]):
     def close(self) -> None:
         """End all workers, those that are being restarted at once. Idempotent.
 
-        A thread that gathers gets ``NotConnected``.
+        In a thread that waits for a batch meanwhile, ``NotConnected`` is raised.
         """
-        self.over = True  # before the lock, so that a thread that gathers releases it for good
-        with self._lock.ending(SHUTDOWN_GRACE):
+        self.closing = True
+        with self._lock.ending(_CLOSE_GRACE):
             for record in self._records:
                 if self._started and record.worker is not None and not record.active:
                     self.pool.discard(record.worker)
                     record.worker = None
             self.pool.close()
-        self._lock.close()
+            self._lock.close()
 
 
 def _patience_after(error: wsync.WeightSyncError) -> float:

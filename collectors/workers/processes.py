@@ -94,8 +94,10 @@ def pipe() -> tuple[Connection, Connection]:
 
 
 def exit_reason(process: BaseProcess) -> str:
-    """Return how a process has ended, as the predicate of a sentence; wait for its end."""
+    """Return how a process has ended, as the predicate of a sentence; wait for its end, but not for ever."""
     process.join(SHUTDOWN_GRACE)
+    if process.exitcode is None:
+        return f"(process {process.pid}) has lost its connection, and has not ended"
     return f"(process {process.pid}) died with exit code {process.exitcode}"
 
 

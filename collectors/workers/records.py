@@ -52,8 +52,9 @@ class FailurePolicy:
         if self.on_failure not in get_args(OnFailure):
             raise ValueError(f"on_worker_failure is one of {', '.join(get_args(OnFailure))}, not {self.on_failure!r}")
         if self.worker_timeout is not None and not 0 < self.worker_timeout < math.inf:
-            raise ValueError(f"worker_timeout is a number of seconds above 0, or None, not {self.worker_timeout}")
-        if self.max_restarts < 0 or not self.restart_window > 0:
+            limit = "a finite number of seconds above 0, or None for no limit"
+            raise ValueError(f"worker_timeout is {limit}, not {self.worker_timeout}")
+        if self.max_restarts < 0 or self.restart_window <= 0:
             raise ValueError("max_restarts is at least 0, and restart_window a number of seconds above 0")
 
 

@@ -31,7 +31,8 @@ class WorkerSupervisor(Generic[W]):
         failures: is updated.
 
     Attributes:
-        over: whether a failure was raised, or the workers were ended; the collector cannot be used any more.
+        over: whether a failure was raised; the collector cannot be used any more.
+        closing: whether the workers are being ended, or have been.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class WorkerSupervisor(Generic[W]):
         failures: Failures,
     ) -> None:
         self.pool, self.failure_policy, self.schemes, self.failures = pool, failure_policy, schemes, failures
-        self.over = False
+        self.over = self.closing = False
         self.pool.message_timeout = failure_policy.worker_timeout
         self._records: list[WorkerRecord[W]] = []
         self._events: deque[Event[W]] = deque()  # received, and not yet handled
@@ -59,9 +60,9 @@ class WorkerSupervisor(Generic[W]):
         return [record.worker for record in self._records if record.worker is not None and record.active]
 
     def _send(self, worker: W, command: str, argument: Any) -> None:
-        """Send a command that has an answer; do nothing if the worker was replaced or ended."""
+        """Send a command that has an answer; do nothing if the worker was replaced."""
         record = self._records[worker.worker_idx]
-        if record.worker is worker and not self.over:
+        if record.worker is worker:
             if not record.pending:
                 record.since = time.monotonic()
             record.pending += 1
@@ -71,13 +72,13 @@ class WorkerSupervisor(Generic[W]):
         """Wait for events, and for the next deadline or restart; handle them.
 
         Raises:
-            NotConnected: another thread has ended the collector, by ``close`` or because a failure was raised there.
+            NotConnected: another thread has raised a failure, or has shut the collector down.
             WorkerDied, WorkerFailed, SyncTimeout: a failure that the policy raises, or ``interrupt``'s time is over.
         """
+        if self.closing:
+            raise wsync.NotConnected("this collector has been shut down")
         if self.over:
-            raise wsync.NotConnected(
-                "this collector was ended in another thread: by shutdown, or by a worker's failure"
-            )
+            raise wsync.NotConnected("a worker's failure was raised in another thread, and has ended this collector")
         for record in self._records:
             if record.state is WorkerState.WAITING and record.restart_at <= time.monotonic():
                 self._restart(record)

@@ -32,6 +32,7 @@ from collectors import (
 )
 from collectors.distributed import DistributedCollector
 from collectors.worker import WorkerOptions
+from collectors.workers import processes
 from collectors.workers.connection_pool import _main
 from collectors.workers.connections import WorkerConnection
 from collectors.workers.processes import hidden_main, join_or_kill, start
@@ -512,6 +513,59 @@ def test_a_worker_that_fails_when_its_trainer_has_hung_up_already_is_silent(capf
     assert capfd.readouterr().err == ""
 
 
+class Stuck(Broken):
+    """Opens a FIFO in its first step, and returns from none; nor from being closed."""
+
+    def __init__(self, fifo):
+        self.fifo = fifo
+
+    def step(self, action):
+        open(self.fifo, "w").close()
+        time.sleep(1000)
+
+    def close(self):
+        time.sleep(1000)
+
+
+@pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
+def test_a_shutdown_in_another_thread_ends_the_wait_for_a_batch(cls, tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "SHUTDOWN_GRACE", 0.1)
+    fifo = tmp_path / "started"
+    os.mkfifo(fifo)
+    collector = cls([lambda: GymEnv(Stuck(fifo))], policy(), frames_per_batch=16)
+    errors: list[str] = []
+
+    def gather():
+        try:
+            next(collector)
+        except wsync.NotConnected as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=gather)
+    thread.start()
+    open(fifo).close()  # once the worker is in the middle of the batch
+    collector.shutdown()
+    thread.join(20)
+    assert errors == ["this collector has been shut down"]
+
+
+def test_an_interrupted_shutdown_of_a_collector_can_be_repeated():
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    collector = MultiSyncCollector([lambda: GymEnv(Stuck("unused"))] * 2, policy(), frames_per_batch=16)
+    pids = [worker.process.pid for worker in collector.remote_workers]
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt):
+            collector.shutdown()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    collector.shutdown()
+    assert collector.closed and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
 class Nudging(Broken):
     """Signals its trainer in the middle of the second batch, and goes on."""
 
@@ -606,6 +660,13 @@ def test_a_collector_in_one_process_that_cannot_be_made_leaves_nothing():
         (dict(policy=threading.Lock().acquire), TypeError, "policy cannot be sent to a worker"),
         (dict(frames_per_batch=0), ValueError, "frames_per_batch"),
         (dict(frames_per_batch=8.0), TypeError, "frames_per_batch is a whole number, not 8.0"),
+        (dict(create_env_fn="CartPole-v1"), TypeError, "create_env_fn is an environment, or a function that makes one"),
+        (dict(init_random_frames=-1), ValueError, "init_random_frames is at least 0, not -1"),
+        (dict(init_random_frames=2.5), TypeError, "init_random_frames is a whole number, not 2.5"),
+        (dict(max_frames_per_traj=0), ValueError, "max_frames_per_traj is at least 1, or None for no limit, not 0"),
+        (dict(threads=0), ValueError, "threads is at least 1, not 0"),
+        (dict(worker_timeout=float("inf")), ValueError, "worker_timeout is a finite number"),
+        (dict(device=0), TypeError, "device is one device"),
         (dict(storing_device="nope"), RuntimeError, "nope"),
         (dict(cat_results=5), ValueError, r"cat_results=5 cannot join workers' batches of shape \[2, 4\]"),
         (dict(create_env_fn=[cartpole(2), cartpole(4)]), ValueError, r"cannot join .* \[2, 4\], \[4, 2\]"),
@@ -632,6 +693,11 @@ def test_bad_arguments_are_clear_errors_and_leave_nothing(arguments, error, mess
 def test_an_environment_may_be_given_as_it_is_or_in_a_tuple(given):
     with Collector(given, policy(), frames_per_batch=8) as collector:
         assert next(collector)["observation"].shape == (8, 4)
+
+
+def test_a_collector_in_one_process_checks_its_limits_as_well():
+    with pytest.raises(ValueError, match="init_random_frames is at least 0, not -1"):
+        Collector(cartpole(), policy(), frames_per_batch=8, init_random_frames=-1)
 
 
 def test_what_makes_no_environment_is_named():

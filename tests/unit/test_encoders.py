@@ -148,6 +148,16 @@ def test_a_mask_has_an_element_for_each_option() -> None:
         make_actor_critic(MLP, env.observation_spec["observation"], wrong)
 
 
+@pytest.mark.parametrize("mask", [[1, 0], (True, False), np.array([1, 0])])
+def test_a_mask_may_be_a_list(mask: Any) -> None:
+    class Masked(gym.Wrapper):
+        def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+            return self.env.reset(**options)[0], {"action_mask": mask}
+
+    observation, _ = ActionMask(Masked(gym.make("CartPole-v1"))).reset()
+    assert observation["action_mask"].tolist() == [1, 0]
+
+
 def test_a_mask_belongs_to_choices_and_has_to_be_there() -> None:
     with pytest.raises(TypeError, match="an action mask is for Discrete and MultiDiscrete actions"):
         ActionMask(gym.make("Pendulum-v1"))

@@ -155,6 +155,18 @@ def test_native_vector_environments_mask_their_reset_steps() -> None:
         assert torch.equal(frames["observation"][1:][ongoing], frames["next", "observation"][:-1][ongoing])
 
 
+def test_a_reward_model_gives_nothing_for_a_reset_step() -> None:
+    class One(nn.Module):
+        def forward(self, observation: torch.Tensor) -> torch.Tensor:
+            return torch.ones(len(observation))
+
+    reward_model = ModuleTransform(One(), ["observation"], [("next", "reward")])
+    env = GymEnv("CartPole-v1", 2, seed=0, vectorization_mode="vector_entry_point", transforms=[reward_model])
+    batch = env.rollout(60)
+    assert not bool(batch["mask"].all())
+    assert torch.equal(batch["next", "reward"].squeeze(-1), batch["mask"].float())
+
+
 def test_auto_chooses_a_native_vector_environment_only_where_it_does_the_same() -> None:
     def native(*args: Any, **kwargs: Any) -> bool:
         env = GymEnv(*args, vectorization_mode="auto", **kwargs)
@@ -396,6 +408,14 @@ REFUSED: dict[str, tuple[Callable[[], GymEnv], type[Exception], str]] = {
         'vectorization_mode="sync"',
     ),
     "vectors of vectors": (lambda: GymEnv(lambda: CartPoleVectorEnv(2), 2), ValueError, "brings its own num_envs"),
+    "a mode and a function": (
+        lambda: GymEnv(Scripted, 2, vectorization_mode="sync"),
+        ValueError,
+        r"a function that makes one, takes no further arguments \(vectorization_mode\)",
+    ),
+    "a number": (lambda: GymEnv(lambda: 3), TypeError, "not from a int"),
+    "a GymEnv": (lambda: GymEnv(GymEnv(Scripted())), TypeError, "not from a GymEnv"),
+    "a seed": (lambda: GymEnv("CartPole-v1", seed=1.5), TypeError, "integer"),
     "limit": (lambda: GymEnv("CartPole-v1", max_frames_per_traj=0), ValueError, "at least 1"),
 }
 
@@ -415,6 +435,28 @@ def test_a_wrong_action_is_an_error() -> None:
         GymEnv("Pendulum-v1").step(TensorDict({"action": torch.zeros(2)}))
     with pytest.raises(KeyError, match="action"):
         env.step(env.reset())
+
+
+@pytest.mark.parametrize("space", [spaces.Discrete(3), spaces.Box(-1, 1, (2,)), spaces.MultiDiscrete([2, 2])])
+def test_an_action_with_its_dimensions_in_another_order_is_an_error(space: spaces.Space) -> None:
+    env = GymEnv(lambda: Scripted(actions=space), 3)
+    action = torch.zeros(1, 3) if isinstance(space, spaces.Discrete) else torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"not \[[12], 3\]"):
+        env.step(TensorDict({"action": action}))
+
+
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_a_continuous_action_of_nan_is_an_error(num_envs: int) -> None:
+    action = torch.zeros(num_envs, 1)
+    action[-1] = torch.nan
+    with pytest.raises(ValueError, match=rf"the action for environment {num_envs - 1} is \[nan\]"):
+        GymEnv("Pendulum-v1", num_envs).step(TensorDict({"action": action}))
+
+
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_a_seed_may_be_an_integer_of_any_type(num_envs: int) -> None:
+    one, other = (GymEnv("CartPole-v1", num_envs, seed=seed).reset()["observation"] for seed in (3, np.int64(3)))
+    assert torch.equal(one, other)
 
 
 WRONG = {

@@ -119,3 +119,22 @@ def test_the_lock_excludes(lock: GatherLock) -> None:
     for thread in threads:
         thread.join()
     assert not inside
+
+
+def test_the_end_wakes_the_owner_and_does_not_wait_for_it_for_ever(lock: GatherLock) -> None:
+    held, release = threading.Event(), threading.Event()
+
+    def own() -> None:
+        with lock.gathering():
+            held.set()
+            release.wait(PATIENCE)
+
+    thread = threading.Thread(target=own)
+    thread.start()
+    assert held.wait(PATIENCE)
+    with lock.ending(0.01):
+        assert wait_in(lock) and thread.is_alive()
+    release.set()
+    thread.join(PATIENCE)
+    with lock.ending(PATIENCE), lock.gathering():  # re-entrant
+        pass

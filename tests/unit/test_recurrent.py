@@ -67,6 +67,14 @@ def test_random_frames_leave_no_state() -> None:
     assert batch["is_init"].flatten().tolist() == [True] * 6 + [False] * 2
 
 
+def test_a_policy_may_return_its_state_in_a_dictionary() -> None:
+    def policy(td: TensorDictBase) -> Any:
+        return {"action": torch.tensor(1), "next": {"count": td.get("count", torch.zeros(1)) + 1}}
+
+    rollout = Rollout(GymEnv("CartPole-v1", seed=0), policy)
+    assert rollout.collect(rollout.buffer(4))["count"].flatten().tolist() == [0, 1, 2, 3]
+
+
 class Stepwise(RecurrentNetwork):
     """Uses the sequence that every recurrent network has, a loop."""
 

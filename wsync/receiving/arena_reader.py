@@ -1,7 +1,7 @@
 """A worker's updates from the arena: it binds its model to a slot, or copies the weights out.
 
-Called by the channel and the receiver. ``published``, ``prepare`` and ``set_layout`` are called outside the gate, by the
-thread that connects and then by the receiver thread, while the acting thread may poll.
+Called by the channel and the receiver. ``published``, ``prepare`` and ``set_layout`` are called outside the gate, by
+the thread that connects and then by the receiver thread, while the acting thread may poll.
 """
 
 from __future__ import annotations

@@ -62,6 +62,6 @@ class Buffers:
         return self._slots.arena.buffer(published[0]).views if len(published) == 1 else None
 
     def clear(self) -> None:
-        """Free private buffers. The arena is closed by its owner."""
-        self._newest = None  # its tensors keep the arena's mapping, and with it a descriptor
+        """Release all buffers. The arena is closed by its owner."""
+        self._newest = self._slots = None  # they keep the arena's mapping, and with it a descriptor
         self._pool.clear()
