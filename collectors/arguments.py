@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 import wsync
 from collectors.factories import EnvMaker, check_maker
 from collectors.rollouts.wrapping import UnusablePolicy
+from collectors.staleness import check_count
 
 
 def check_frames(frames_per_batch: Any, total_frames: Any) -> None:
@@ -40,19 +40,6 @@ def check_limits(init_random_frames: Any, max_frames_per_traj: Any, threads: Any
     check_count("threads", threads, least=1)
     if max_frames_per_traj is not None:
         check_count("max_frames_per_traj", max_frames_per_traj, least=1, otherwise=", or None for no limit")
-
-
-def check_count(name: str, number: Any, *, least: int = 0, otherwise: str = "") -> None:
-    """Check a number that counts something; ``otherwise`` is added to the range in the error.
-
-    Raises:
-        TypeError: it is not a whole number.
-        ValueError: it is less than ``least``.
-    """
-    if not isinstance(number, Integral) or isinstance(number, bool):
-        raise TypeError(f"{name} is a whole number, not {number!r}")
-    if int(number) < least:
-        raise ValueError(f"{name} is at least {least}{otherwise}, not {number}")
 
 
 def check_schemes(schemes: Any) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any
 
 from tensordict import TensorDictBase
-
-from collectors.arguments import check_count
 
 _PATIENCE = 10  # batches of a worker that may be dropped in a row, beyond those that it has collected ahead
 
@@ -70,3 +70,16 @@ class Staleness:
     def as_dict(self) -> dict[str, int | None]:
         """Return the public attributes, for a log."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+
+def check_count(name: str, number: Any, *, least: int = 0, otherwise: str = "") -> None:
+    """Check a number that counts something; ``otherwise`` is added to the range in the error.
+
+    Raises:
+        TypeError: it is not a whole number.
+        ValueError: it is less than ``least``.
+    """
+    if not isinstance(number, Integral) or isinstance(number, bool):
+        raise TypeError(f"{name} is a whole number, not {number!r}")
+    if int(number) < least:
+        raise ValueError(f"{name} is at least {least}{otherwise}, not {number}")

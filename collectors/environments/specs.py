@@ -224,11 +224,7 @@ class BoxActions:
         self._bounds = (np.empty(0), np.empty(0))  # for all environments, [E, *shape]: no broadcast in each step
 
     def to_env(self, action: Array, num_envs: int) -> Array:
-        """Return ``[E, *shape]`` in the space's dtype, clipped.
-
-        Raises:
-            ValueError: another shape, or NaN.
-        """
+        """Return ``[E, *shape]`` in the space's dtype, clipped; raise ValueError for any other shape, or NaN."""
         low, high = self._bounds
         if len(low) != num_envs:
             shape, space = (num_envs, *self.space.shape), self.space

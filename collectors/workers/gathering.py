@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 from tensordict import TensorDictBase
 
-from collectors.arguments import check_count
+from collectors.staleness import check_count
 from collectors.workers.group import WorkerGroup
 from collectors.workers.joining import JoinedBatch, Joiner, join
 from collectors.workers.pool import WorkerHandle
