@@ -112,6 +112,54 @@ class RNN(RecurrentNetwork):
         return output, torch.cat([new[0][0], new[1][0]], -1)
 
 
+class SideBySide(RecurrentNetwork):
+    """Two recurrent networks on the same observations, each with its own state: a policy's and its critic's.
+
+    Features and states are those of the policy's network, followed by those of the critic's.
+
+    Args:
+        policy: the policy's.
+        critic: the critic's.
+    """
+
+    def __init__(self, policy: RecurrentNetwork, critic: RecurrentNetwork) -> None:
+        super().__init__()
+        self.policy, self.critic = policy, critic
+        self.state_size = policy.state_size + critic.state_size
+
+    def forward(self, observation: Observation, state: Tensor) -> tuple[Tensor, Tensor]:
+        """See RecurrentNetwork."""
+        of_policy, of_critic = self._split(state)
+        (features, new), (valued, new_valued) = self.policy(observation, of_policy), self.critic(observation, of_critic)
+        return torch.cat([features, valued], -1), torch.cat([new, new_valued], -1)
+
+    def sequence(self, observation: Observation, state: Tensor, is_init: Tensor) -> Tensor:
+        """See RecurrentNetwork."""
+        of_policy, of_critic = self._split(state)
+        features = self.policy.sequence(observation, of_policy, is_init)
+        return torch.cat([features, self.critic.sequence(observation, of_critic, is_init)], -1)
+
+    def _split(self, state: Tensor) -> tuple[Tensor, ...]:
+        return state.split([self.policy.state_size, self.critic.state_size], -1)
+
+
+class FeatureSlice(nn.Module):
+    """A part of the features: the columns from `start` to `stop`.
+
+    Args:
+        start: the first.
+        stop: the one after the last.
+    """
+
+    def __init__(self, start: int, stop: int) -> None:
+        super().__init__()
+        self.start, self.stop = start, stop
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return features ``[*B, stop - start]``."""
+        return features[..., self.start : self.stop]
+
+
 class RecurrentPolicy(TensorDictModuleBase):
     """A policy with a state: reads "recurrent_state" ``[*B, S]``, and writes the new one under "next".
 
@@ -158,7 +206,7 @@ class RecurrentPolicy(TensorDictModuleBase):
 
 
 class RecurrentCritic(nn.Module):
-    """A value function that shares the network, and so the state, of a `RecurrentPolicy`.
+    """A value function on the features of a `RecurrentPolicy`: the same ones, or those of its own half of `SideBySide`.
 
     Args:
         network: the trunk and the normaliser of the policy's network, with a head for the value.
