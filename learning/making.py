@@ -29,13 +29,8 @@ def make_actor_critic(
         observation_spec: the environment's.
         action_spec: the environment's; see :func:`policy_for`.
         initial_std: see :func:`policy_for`.
-<<<<<<< ours
-        shared: whether one network serves both; otherwise each has its own. A recurrent one is always shared.
-        normalizer: of observations, for both; None: observations are not normalized.
-=======
         shared: whether one network serves both; otherwise each has its own.
-        normalizer: of observations, for both; None: they are used as they are.
->>>>>>> theirs
+        normalizer: of observations, for both; None: observations are not normalized.
 
     Raises:
         ValueError: the network does not suit the observations, or a continuous action has no bounds.

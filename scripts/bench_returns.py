@@ -4,9 +4,10 @@
     python scripts/bench_returns.py --env mujoco/hopper --frames 300000 --out outputs/hopper
     python scripts/bench_returns.py --env cartpole_masked --also policy=mlp  # the peer: RecurrentPPO of sb3-contrib
 
-The contenders take turns, seed by seed, each a process of its own; ours has two workers more. The return is the mean of
-the last episodes. Seconds count from the first step of an environment. The folder ``--out`` gets ``results.json``, with
-every episode's return, and ``returns.png``.
+The contenders take turns, seed by seed, each a process of its own; ours has two workers more. With ``--at-once 4`` four
+of them run at a time; their seconds are then no measure. The return is the mean of the last episodes. Seconds count
+from the first step of an environment. The folder ``--out`` gets ``results.json``, with every episode's return, and
+``returns.png``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,9 +60,9 @@ def train(overrides: Sequence[str]) -> Outcome:
     return {"returns": returns, "seconds": summary["seconds"], "frames": summary["frames"]}
 
 
-def train_peer(overrides: Sequence[str]) -> Outcome:
+def train_peer(settings: Mapping[str, Any]) -> Outcome:
     """Run the peer once with the settings of a run of train.py; return the same."""
-    command = [sys.executable, "scripts/bench/sb3_returns.py", json.dumps(settings_of(overrides))]
+    command = [sys.executable, "scripts/bench/sb3_returns.py", json.dumps(settings)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
@@ -90,6 +93,7 @@ def main(
     frames: Annotated[int, typer.Option(min=2048)] = 100_000,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each contender, with seeds 0, 1, …")] = 3,
     also: Annotated[list[str] | None, typer.Option(help="One more contender of ours: overrides of train.py")] = None,
+    at_once: Annotated[int, typer.Option(min=1, help="Runs at a time")] = 1,
     peer: Annotated[bool, typer.Option(help="Run Stable-Baselines3 as well")] = True,
     last: Annotated[int, typer.Option(min=1, help="Episodes in a mean")] = 20,
     out: Annotated[Path | None, typer.Option(help="Folder for the returns and the picture")] = None,
@@ -102,9 +106,14 @@ def main(
     contenders = {OURS: []} | {f"{OURS} {one}": one.split() for one in also or []} | ({PEER: []} if peer else {})
     results: dict[str, list[Outcome]] = {name: [] for name in contenders}
     title, console = f"{settings_of(fixed)['env']['id']}, {frames:,} frames", Console()
-    for seed in range(seeds):
-        for name, overrides in contenders.items():
-            outcome = (train_peer if name == PEER else train)([*fixed, *overrides, f"seed={seed}"])
+    runs = [(seed, name) for seed in range(seeds) for name in contenders]
+    with ThreadPoolExecutor(at_once) as pool:
+        pending = []
+        for seed, name in runs:
+            overrides = [*fixed, *contenders[name], f"seed={seed}"]
+            call = partial(train_peer, settings_of(overrides)) if name == PEER else partial(train, overrides)
+            pending.append(pool.submit(call))
+        for (seed, name), outcome in zip(runs, (one.result() for one in pending), strict=True):
             results[name].append(outcome)
             mean = last_mean(outcome["returns"], outcome["frames"], last)
             console.print(f"{name}, seed {seed}: return {mean:.0f} in {outcome['seconds']:.0f} s", highlight=False)
