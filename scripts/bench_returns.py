@@ -7,7 +7,7 @@
 The contenders take turns, seed by seed, each a process of its own; ours has two workers more. With ``--at-once 4`` four
 of them run at a time; their seconds are then no measure. The return is the mean of the last episodes. Seconds count
 from the first step of an environment. The folder ``--out`` gets ``results.json``, with every episode's return, and
-``returns.png``.
+``returns.png``, as soon as a run has ended.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ def main(
     contenders = {OURS: []} | {f"{OURS} {one}": one.split() for one in also or []} | ({PEER: []} if peer else {})
     results: dict[str, list[Outcome]] = {name: [] for name in contenders}
     title, console = f"{settings_of(fixed)['env']['id']}, {frames:,} frames", Console()
+    subtitle = "line: mean of the seeds; band: from the lowest to the highest"
     runs = [(seed, name) for seed in range(seeds) for name in contenders]
     with ThreadPoolExecutor(at_once) as pool:
         pending = []
@@ -120,10 +121,9 @@ def main(
             if out is not None:
                 out.mkdir(parents=True, exist_ok=True)
                 (out / "results.json").write_text(json.dumps(results))
+                learning_curves(results, title, subtitle, last).savefig(out / "returns.png")
     console.print(table(results, title, last))
     if out is not None:
-        subtitle = "line: mean of the seeds; band: from the lowest to the highest"
-        learning_curves(results, title, subtitle, last).savefig(out / "returns.png")
         console.print(f"files: {out}", highlight=False)
 
 

@@ -5,7 +5,8 @@
 A process of its own, which ``scripts/bench_returns.py`` starts with the composed settings of the run beside it. The
 environments, with their wrappers, and the settings of PPO are the same; the networks are those of ``MlpPolicy`` and
 ``CnnPolicy`` (the same as ``policy=mlp_tanh`` and ``policy=cnn``), and of ``MlpLstmPolicy`` for a recurrent policy.
-The factor ``reward_scale`` is not passed on: Stable-Baselines3 has no such setting. Seconds count from the first step of an environment.
+The factor ``reward_scale`` is not passed on: Stable-Baselines3 has no such setting. Seconds count
+from the first step of an environment.
 """
 
 from __future__ import annotations
@@ -59,10 +60,8 @@ def make_one(env: Settings) -> gymnasium.Env:
 def environments(settings: Settings) -> VecEnv:
     """Make all environments of a run, in this process."""
     env, count = settings["env"], settings["num_workers"] * settings["num_envs"]
-    signs: dict[str, Any] = (
-        {"wrapper_class": ClipRewardEnv} if env["rewards"] == "sign" else {}
-    )  # around the one that records returns
-    made = make_vec_env(partial(make_one, env), n_envs=count, seed=settings["seed"], **signs)
+    wrapper = ClipRewardEnv if env["rewards"] == "sign" else None  # around the one that records returns
+    made = make_vec_env(partial(make_one, env), n_envs=count, seed=settings["seed"], wrapper_class=wrapper)
     observations, rewards = env["normalize_observations"], env["rewards"] == "normalized"
     if not observations and not rewards:
         return made
