@@ -90,7 +90,7 @@ class RNN(RecurrentNetwork):
     def sequence(self, observation: Observation, state: Tensor, is_init: Tensor) -> Tensor:
         """See RecurrentNetwork. Each part of a sequence that is of one episode is a row; all rows run at once.
 
-        The rows are padded to the longest: PyTorch's LSTM is several times faster on them than on a `PackedSequence`.
+        The rows are padded to the longest: on a CPU, PyTorch's LSTM is faster on them than on a `PackedSequence`.
         """
         starts = is_init.clone()
         starts[:, 0] = True
