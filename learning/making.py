@@ -11,7 +11,7 @@ from collectors.environments.specs import ACTION_MASK, Spec, SpecTree
 from learning.encoders import Observation, feature_size, linear
 from learning.networks import Critic, Network, Policy, policy_for
 from learning.normalization import ObservationNormalizer
-from learning.recurrent import RecurrentCritic, RecurrentNetwork, RecurrentPolicy
+from learning.recurrent import FeatureSlice, RecurrentCritic, RecurrentNetwork, RecurrentPolicy, SideBySide
 
 
 def make_actor_critic(
@@ -29,7 +29,7 @@ def make_actor_critic(
         observation_spec: the environment's.
         action_spec: the environment's; see :func:`policy_for`.
         initial_std: see :func:`policy_for`.
-        shared: whether one network serves both; otherwise each has its own. A recurrent one is always shared.
+        shared: whether one network serves both; otherwise each has its own.
         normalizer: of observations, for both; None: observations are not normalized.
 
     Raises:
@@ -42,7 +42,9 @@ def make_actor_critic(
         )
     trunk = make_network(observation_spec)
     if isinstance(trunk, RecurrentNetwork):
-        return _recurrent(trunk, observation_spec, action_spec, initial_std, normalizer)
+        valued = trunk if shared else make_network(observation_spec)
+        assert isinstance(valued, RecurrentNetwork)
+        return _recurrent(trunk, valued, observation_spec, action_spec, initial_std, normalizer)
     size = feature_size(trunk, observation_spec)
     policy = policy_for(
         action_spec, lambda outputs: Network(trunk, linear(size, outputs, 0.01), normalizer), initial_std
@@ -52,16 +54,24 @@ def make_actor_critic(
 
 
 def _recurrent(
-    trunk: RecurrentNetwork,
+    actor: RecurrentNetwork,
+    valued: RecurrentNetwork,
     observation_spec: SpecTree,
     action_spec: Spec,
     initial_std: float,
     normalizer: ObservationNormalizer | None,
 ) -> tuple[RecurrentPolicy, RecurrentCritic]:
-    size = feature_size(_FirstStep(trunk), observation_spec)
-    actions = policy_for(action_spec, lambda outputs: linear(size, outputs, 0.01), initial_std)
+    size = feature_size(_FirstStep(actor), observation_spec)
+    trunk, parts = actor, (nn.Identity(), nn.Identity())
+    if valued is not actor:
+        trunk, parts = SideBySide(actor, valued), (FeatureSlice(0, size), FeatureSlice(size, 2 * size))
+
+    def head(part: nn.Module, outputs: int, gain: float) -> nn.Module:
+        return nn.Sequential(part, linear(size, outputs, gain))
+
+    actions = policy_for(action_spec, lambda outputs: head(parts[0], outputs, 0.01), initial_std)
     policy = RecurrentPolicy(Network(trunk, actions.network, normalizer), actions)
-    return policy, RecurrentCritic(Network(trunk, linear(size, 1, 1.0), normalizer))
+    return policy, RecurrentCritic(Network(trunk, head(parts[1], 1, 1.0), normalizer))
 
 
 class _FirstStep(nn.Module):

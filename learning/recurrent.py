@@ -85,31 +85,78 @@ class RNN(RecurrentNetwork):
         """See RecurrentNetwork."""
         encoded = self.encoder(observation)
         features, new = self._run(encoded.reshape(-1, 1, encoded.shape[-1]), state.reshape(-1, self.state_size))
-        assert isinstance(features, Tensor)
         return features.reshape(*encoded.shape[:-1], -1), new.reshape(state.shape)
 
     def sequence(self, observation: Observation, state: Tensor, is_init: Tensor) -> Tensor:
-        """See RecurrentNetwork. Each part of a sequence that is of one episode is a row; all rows run at once."""
+        """See RecurrentNetwork. Each part of a sequence that is of one episode is a row; all rows run at once.
+
+        The rows are padded to the longest: on a CPU, PyTorch's LSTM is faster on them than on a `PackedSequence`.
+        """
         starts = is_init.clone()
         starts[:, 0] = True
         first = starts.flatten().nonzero().squeeze(-1)
-        lengths = torch.diff(first, append=first.new_tensor([starts.numel()])).tolist()
-        rows = self.encoder(observation).flatten(0, 1).split(lengths)
-        packed = nn.utils.rnn.pack_sequence(list(rows), enforce_sorted=False)
+        lengths = torch.diff(first, append=first.new_tensor([starts.numel()]))
+        rows = self.encoder(observation).flatten(0, 1).split(lengths.tolist())
         begin = state.masked_fill(is_init.unsqueeze(-1), 0.0).flatten(0, 1)[first]
-        output, _ = self._run(packed, begin)
-        features = nn.utils.rnn.unpack_sequence(output)  # pyright: ignore[reportArgumentType]  (packed, as its input)
+        output, _ = self._run(nn.utils.rnn.pad_sequence(list(rows), batch_first=True), begin)
+        features = nn.utils.rnn.unpad_sequence(output, lengths.cpu(), batch_first=True)
         return torch.cat(features).reshape(*is_init.shape, -1)
 
-    def _run(
-        self, inputs: Tensor | nn.utils.rnn.PackedSequence, state: Tensor
-    ) -> tuple[Tensor | nn.utils.rnn.PackedSequence, Tensor]:
-        """Run the cell from `state` ``[n, S]``; return its outputs and the new state."""
+    def _run(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the cell on `inputs` ``[n, T, F]`` from `state` ``[n, S]``; return its outputs and the new state."""
         if isinstance(self.cell, nn.GRU):
             output, new = self.cell(inputs, state.unsqueeze(0).contiguous())
             return output, new[0]
         output, new = self.cell(inputs, tuple(part.unsqueeze(0).contiguous() for part in state.chunk(2, -1)))
         return output, torch.cat([new[0][0], new[1][0]], -1)
+
+
+class SideBySide(RecurrentNetwork):
+    """Two recurrent networks on the same observations, each with its own state: a policy's and its critic's.
+
+    Features and states are those of the policy's network, followed by those of the critic's.
+
+    Args:
+        policy: the policy's.
+        critic: the critic's.
+    """
+
+    def __init__(self, policy: RecurrentNetwork, critic: RecurrentNetwork) -> None:
+        super().__init__()
+        self.policy, self.critic = policy, critic
+        self.state_size = policy.state_size + critic.state_size
+
+    def forward(self, observation: Observation, state: Tensor) -> tuple[Tensor, Tensor]:
+        """See RecurrentNetwork."""
+        of_policy, of_critic = self._split(state)
+        (features, new), (valued, new_valued) = self.policy(observation, of_policy), self.critic(observation, of_critic)
+        return torch.cat([features, valued], -1), torch.cat([new, new_valued], -1)
+
+    def sequence(self, observation: Observation, state: Tensor, is_init: Tensor) -> Tensor:
+        """See RecurrentNetwork."""
+        of_policy, of_critic = self._split(state)
+        features = self.policy.sequence(observation, of_policy, is_init)
+        return torch.cat([features, self.critic.sequence(observation, of_critic, is_init)], -1)
+
+    def _split(self, state: Tensor) -> tuple[Tensor, ...]:
+        return state.split([self.policy.state_size, self.critic.state_size], -1)
+
+
+class FeatureSlice(nn.Module):
+    """A part of the features: the columns from `start` to `stop`.
+
+    Args:
+        start: the first.
+        stop: the one after the last.
+    """
+
+    def __init__(self, start: int, stop: int) -> None:
+        super().__init__()
+        self.start, self.stop = start, stop
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return features ``[*B, stop - start]``."""
+        return features[..., self.start : self.stop]
 
 
 class RecurrentPolicy(TensorDictModuleBase):
@@ -158,7 +205,7 @@ class RecurrentPolicy(TensorDictModuleBase):
 
 
 class RecurrentCritic(nn.Module):
-    """A value function that shares the network, and so the state, of a `RecurrentPolicy`.
+    """A value function on the features of a `RecurrentPolicy`: the same ones, or those of its own half of `SideBySide`.
 
     Args:
         network: the trunk and the normaliser of the policy's network, with a head for the value.

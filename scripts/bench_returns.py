@@ -1,10 +1,13 @@
-"""Returns after a number of frames, for ``train.py`` beside Stable-Baselines3's PPO with the same settings, in one run.
+"""Returns over frames, of ``train.py`` beside Stable-Baselines3's PPO with the same settings, in one run.
 
     python scripts/bench_returns.py                                          # HalfCheetah, 100,000 frames, 3 seeds
-    python scripts/bench_returns.py --env mujoco/hopper --frames 300000
+    python scripts/bench_returns.py --env mujoco/hopper --frames 300000 --out outputs/hopper
+    python scripts/bench_returns.py --env cartpole_masked --also policy=mlp  # the peer: RecurrentPPO of sb3-contrib
 
-The contenders take turns, seed by seed, each a process of its own; ours has two workers more. The return is the mean of
-the last 20 episodes. Seconds count from the first step of an environment.
+The contenders take turns, seed by seed, each a process of its own; ours has two workers more. With ``--at-once 4`` four
+of them run at a time; their seconds are then no measure. The return is the mean of the last episodes. Seconds count
+from the first step of an environment. The folder ``--out`` gets ``results.json``, with every episode's return, and
+``returns.png``, as soon as a run has ended.
 """
 
 from __future__ import annotations
@@ -15,67 +18,113 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
-import yaml
+from bench.curves import last_mean, learning_curves
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from learning.config import register_configs
+
 ROOT = Path(__file__).resolve().parent.parent
-LAST = 20
+OURS, PEER = "train.py", "stable-baselines3"
 Outcome = dict[str, Any]
+Results = Mapping[str, Sequence[Outcome]]
 
 
-def train(env: str, frames: int, seed: int) -> Outcome:
-    """Run train.py once; return its returns, seconds and frames."""
+def settings_of(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the settings that train.py has with `overrides`, as plain values."""
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        settings = OmegaConf.to_container(compose("train", overrides=[*overrides]), resolve=True)
+    assert isinstance(settings, dict)
+    return {str(name): value for name, value in settings.items()}
+
+
+def train(overrides: Sequence[str]) -> Outcome:
+    """Run train.py once; return its returns, each with the frames at the end of its batch, its seconds and frames."""
     with tempfile.TemporaryDirectory() as folder:
-        settings = [f"env={env}", f"total_frames={frames}", f"seed={seed}", "logger=none", "stop_when_solved=false"]
-        command = [sys.executable, "train.py", *settings, f"hydra.run.dir={folder}"]
+        command = [sys.executable, "train.py", *overrides, f"hydra.run.dir={folder}"]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
         summary = json.loads(Path(folder, "summary.json").read_text())
-    returns = [value for row in rows for value in row["episode_returns"]]
+    returns = [(row["frames"], value) for row in rows for value in row["episode_returns"]]
     return {"returns": returns, "seconds": summary["seconds"], "frames": summary["frames"]}
 
 
-def train_peer(env_id: str, frames: int, seed: int) -> Outcome:
-    """Run the peer once; return the same."""
-    command = [sys.executable, "scripts/bench/sb3_mujoco.py", env_id, str(frames), str(seed)]
+def train_peer(settings: Mapping[str, Any]) -> Outcome:
+    """Run the peer once with the settings of a run of train.py; return the same."""
+    command = [sys.executable, "scripts/bench/sb3_returns.py", json.dumps(settings)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def table(results: Results, title: str, last: int) -> Table:
+    """Return a table of all contenders."""
+    shown = Table("", "return", "(each)", "seconds", "(each)", "frames/s", box=None, title=title)
+    for name, outcomes in results.items():
+        means = [last_mean(one["returns"], one["frames"], last) for one in outcomes]
+        seconds = [one["seconds"] for one in outcomes]
+        rate = statistics.median(one["frames"] / one["seconds"] for one in outcomes)
+        shown.add_row(
+            name,
+            f"{np.mean(means):.0f} ± {np.std(means):.0f}",
+            " ".join(f"{mean:.0f}" for mean in means),
+            f"{statistics.median(seconds):.0f}",
+            " ".join(f"{one:.0f}" for one in seconds),
+            f"{rate:,.0f}",
+        )
+    return shown
+
+
 def main(
-    env: Annotated[str, typer.Option(help="An option of env: mujoco/half_cheetah, mujoco/hopper, …")] = (
+    env: Annotated[str, typer.Option(help="An option of env: mujoco/half_cheetah, atari/pong, …")] = (
         "mujoco/half_cheetah"
     ),
     frames: Annotated[int, typer.Option(min=2048)] = 100_000,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each contender, with seeds 0, 1, …")] = 3,
+    also: Annotated[list[str] | None, typer.Option(help="One more contender of ours: overrides of train.py")] = None,
+    at_once: Annotated[int, typer.Option(min=1, help="Runs at a time")] = 1,
+    peer: Annotated[bool, typer.Option(help="Run Stable-Baselines3 as well")] = True,
+    last: Annotated[int, typer.Option(min=1, help="Episodes in a mean")] = 20,
+    out: Annotated[Path | None, typer.Option(help="Folder for the returns and the picture")] = None,
 ) -> None:
     """Measure, and print a table."""
-    if find_spec("stable_baselines3") is None or find_spec("mujoco") is None:
-        raise typer.BadParameter("stable-baselines3 or mujoco is missing: pip install -e '.[bench,mujoco]'")
-    env_id = yaml.safe_load((ROOT / "conf" / "env" / f"{env}.yaml").read_text())["env"]["id"]
-    results: dict[str, list[Outcome]] = {"train.py": [], "stable-baselines3": []}
-    console = Console()
-    for seed in range(seeds):
-        for name, outcomes in results.items():
-            outcome = train(env, frames, seed) if name == "train.py" else train_peer(env_id, frames, seed)
-            outcomes.append(outcome)
-            mean = statistics.fmean(outcome["returns"][-LAST:])
+    if peer and find_spec("stable_baselines3") is None:
+        raise typer.BadParameter("stable-baselines3 is missing: pip install -e '.[bench]', or say --no-peer")
+    register_configs()
+    fixed = [f"env={env}", f"total_frames={frames}", "logger=none", "stop_when_solved=false"]
+    contenders = {OURS: []} | {f"{OURS} {one}": one.split() for one in also or []} | ({PEER: []} if peer else {})
+    results: dict[str, list[Outcome]] = {name: [] for name in contenders}
+    title, console = f"{settings_of(fixed)['env']['id']}, {frames:,} frames", Console()
+    subtitle = "line: mean of the seeds; band: from the lowest to the highest"
+    runs = [(seed, name) for seed in range(seeds) for name in contenders]
+    with ThreadPoolExecutor(at_once) as pool:
+        pending = []
+        for seed, name in runs:
+            overrides = [*fixed, *contenders[name], f"seed={seed}"]
+            call = partial(train_peer, settings_of(overrides)) if name == PEER else partial(train, overrides)
+            pending.append(pool.submit(call))
+        for (seed, name), outcome in zip(runs, (one.result() for one in pending), strict=True):
+            results[name].append(outcome)
+            mean = last_mean(outcome["returns"], outcome["frames"], last)
             console.print(f"{name}, seed {seed}: return {mean:.0f} in {outcome['seconds']:.0f} s", highlight=False)
-    table = Table("", "return, median", "(all)", "seconds, median", "frames/s", box=None, title=f"{env_id}, {frames:,}")
-    for name, outcomes in results.items():
-        means = sorted(statistics.fmean(one["returns"][-LAST:]) for one in outcomes)
-        seconds = statistics.median(one["seconds"] for one in outcomes)
-        rate = statistics.median(one["frames"] / one["seconds"] for one in outcomes)
-        every = " ".join(f"{mean:.0f}" for mean in means)
-        table.add_row(name, f"{statistics.median(means):.0f}", every, f"{seconds:.0f}", f"{rate:,.0f}")
-    console.print(table)
+            if out is not None:
+                out.mkdir(parents=True, exist_ok=True)
+                (out / "results.json").write_text(json.dumps(results))
+                learning_curves(results, title, subtitle, last).savefig(out / "returns.png")
+    console.print(table(results, title, last))
+    if out is not None:
+        console.print(f"files: {out}", highlight=False)
 
 
 if __name__ == "__main__":

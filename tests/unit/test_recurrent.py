@@ -14,6 +14,7 @@ from collectors import GymEnv
 from collectors.environments.specs import Spec
 from collectors.rollouts.rollout import Rollout
 from learning import PPO, RNN, RecurrentNetwork, make_actor_critic
+from learning.recurrent import STATE, RecurrentCritic, RecurrentPolicy
 
 SPEC, CHOICE = Spec(torch.Size([4]), torch.float32), Spec(torch.Size([2]), torch.int64, n=2)
 
@@ -101,10 +102,10 @@ def test_a_sequence_is_what_its_steps_are(cell: str) -> None:
         RNN(SPEC, "elman")
 
 
-@pytest.mark.parametrize("mode", ["sync", "vector_entry_point"])
-def test_before_learning_the_probabilities_are_those_of_acting(mode: str) -> None:
+@pytest.mark.parametrize(("mode", "shared"), [("sync", True), ("sync", False), ("vector_entry_point", True)])
+def test_before_learning_the_probabilities_are_those_of_acting(mode: str, shared: bool) -> None:
     torch.manual_seed(0)
-    policy, critic = make_actor_critic(lambda spec: RNN(spec, "lstm", 16), SPEC, CHOICE)
+    policy, critic = make_actor_critic(lambda spec: RNN(spec, "lstm", 16), SPEC, CHOICE, shared=shared)
     with torch.no_grad():
         for p in policy.parameters():
             p.add_(0.3 * torch.randn_like(p))
@@ -116,6 +117,21 @@ def test_before_learning_the_probabilities_are_those_of_acting(mode: str) -> Non
         assert stats["kl"] == pytest.approx(0.0, abs=1e-6) and stats["clip_fraction"] == 0.0
     mask = batch.get("mask", torch.ones(4, 40, dtype=torch.bool))
     assert learner.frames <= 320 and int(mask.sum()) <= 160
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_loss_of_the_values_changes_the_policy_only_in_a_shared_network(shared: bool) -> None:
+    """A critic's errors are large at first: in a network of its own they leave the policy's features alone."""
+    torch.manual_seed(0)
+    policy, critic = make_actor_critic(lambda spec: RNN(spec, "lstm", 16), SPEC, CHOICE, shared=shared)
+    assert isinstance(policy, RecurrentPolicy) and isinstance(critic, RecurrentCritic)
+    state = torch.randn(3, 7, policy(TensorDict({"observation": torch.randn(3, 4)}, [3]))["next", STATE].shape[-1])
+    parameters, features = policy.sequence(torch.randn(3, 7, 4), state, torch.rand(3, 7) < 0.3)
+    wanted = [*policy.network.trunk.parameters()]
+    of_policy = torch.autograd.grad(parameters.square().sum(), wanted, retain_graph=True)
+    of_value = torch.autograd.grad(critic.of_features(features).square().sum(), wanted)
+    both = [bool(a.any()) and bool(b.any()) for a, b in zip(of_policy, of_value, strict=True)]
+    assert all(both) if shared else not any(both)
 
 
 def test_ppo_learns_to_remember() -> None:
@@ -133,7 +149,9 @@ def test_ppo_learns_to_remember() -> None:
             td = td if state is None else td.set("recurrent_state", state)
             with torch.no_grad():
                 td = policy(td)
-            steps.append(td if state is not None else td.set("recurrent_state", torch.zeros(40, 16)))
+            steps.append(
+                td if state is not None else td.set("recurrent_state", torch.zeros_like(td["next", "recurrent_state"]))
+            )
             state = td["next", "recurrent_state"]
         batch = torch.stack(steps, 1)
         batch["is_init"] = torch.zeros(40, 8, 1, dtype=torch.bool)

@@ -1,0 +1,105 @@
+"""PPO of Stable-Baselines3, or RecurrentPPO of sb3-contrib, with the settings of a run of train.py: one JSON line.
+
+    python scripts/bench/sb3_returns.py '{"env": {...}, "algorithm": {...}, ...}'
+
+A process of its own, which ``scripts/bench_returns.py`` starts with the composed settings of the run beside it. The
+environments, with their wrappers, and the settings of PPO are the same; the networks are those of ``MlpPolicy`` and
+``CnnPolicy`` (the same as ``policy=mlp_tanh`` and ``policy=cnn``), and of ``MlpLstmPolicy`` for a recurrent policy.
+The factor ``reward_scale`` is not passed on: Stable-Baselines3 has no such setting. Seconds count
+from the first step of an environment.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium
+import torch
+from hydra.utils import instantiate
+from stable_baselines3 import PPO  # pyright: ignore[reportMissingImports]
+from stable_baselines3.common.atari_wrappers import ClipRewardEnv  # pyright: ignore[reportMissingImports]
+from stable_baselines3.common.callbacks import BaseCallback  # pyright: ignore[reportMissingImports]
+from stable_baselines3.common.env_util import make_vec_env  # pyright: ignore[reportMissingImports]
+from stable_baselines3.common.vec_env import VecEnv, VecNormalize  # pyright: ignore[reportMissingImports]
+
+POLICIES = {"learning.MLP": "MlpPolicy", "learning.CNN": "CnnPolicy", "learning.RNN": "MlpLstmPolicy"}
+Settings = dict[str, Any]
+
+
+class Returns(BaseCallback):
+    """Collects the returns of episodes, each with the number of frames at its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started = 0.0
+        self.returns: list[tuple[int, float]] = []
+
+    def _on_rollout_start(self) -> None:
+        self.started = self.started or time.perf_counter()
+
+    def _on_step(self) -> bool:
+        ended = [info["episode"]["r"] for info in self.locals["infos"] if "episode" in info]
+        self.returns += [(self.num_timesteps, float(value)) for value in ended]
+        return True
+
+
+def make_one(env: Settings) -> gymnasium.Env:
+    """Make one environment, as train.py does."""
+    kwargs = {name: value for name, value in env["kwargs"].items() if name != "vectorization_mode"}
+    made = gymnasium.make(env["id"], **kwargs)
+    for wrapper in env["wrappers"]:
+        made = instantiate(wrapper, made)
+    return made
+
+
+def environments(settings: Settings) -> VecEnv:
+    """Make all environments of a run, in this process."""
+    env, count = settings["env"], settings["num_workers"] * settings["num_envs"]
+    wrapper = ClipRewardEnv if env["rewards"] == "sign" else None  # around the one that records returns
+    made = make_vec_env(partial(make_one, env), n_envs=count, seed=settings["seed"], wrapper_class=wrapper)
+    observations, rewards = env["normalize_observations"], env["rewards"] == "normalized"
+    if not observations and not rewards:
+        return made
+    return VecNormalize(made, norm_obs=observations, norm_reward=rewards, gamma=settings["algorithm"]["gamma"])
+
+
+def falling(first: float, final: float | None, frames: int, total: int) -> Callable[[float], float]:
+    """Return the schedule of a value from `first` to `final` over `frames`, of the part that remains of `total`."""
+    final = first if final is None else final
+    return lambda remaining: final + max(0.0, 1.0 - (1.0 - remaining) * total / frames) * (first - final)
+
+
+def make_model(settings: Settings, made: VecEnv) -> PPO:
+    """Make the peer's algorithm with the settings of the run."""
+    ppo, total = settings["algorithm"], settings["total_frames"]
+    policy, schedule = POLICIES[settings["policy"]["_target_"]], (ppo["anneal_frames"], total)
+    algorithm = PPO
+    if policy == "MlpLstmPolicy":
+        from sb3_contrib import RecurrentPPO  # pyright: ignore[reportMissingImports]
+
+        algorithm = RecurrentPPO
+    return algorithm(
+        policy, made, n_steps=settings["frames_per_batch"] // made.num_envs, batch_size=ppo["minibatch_size"],
+        n_epochs=ppo["epochs"], gamma=ppo["gamma"], gae_lambda=ppo["gae_lambda"], vf_coef=ppo["value_coef"],
+        ent_coef=ppo["entropy_coef"], max_grad_norm=ppo["max_grad_norm"], seed=settings["seed"], device="cpu",
+        learning_rate=falling(ppo["lr"], ppo["lr_final"], *schedule),
+        clip_range=falling(ppo["clip"], ppo["clip_final"], *schedule),
+    )  # fmt: skip
+
+
+def main(settings: Settings) -> None:
+    """Train, and print the returns and the seconds."""
+    torch.set_num_threads(1)
+    model, watch = make_model(settings, environments(settings)), Returns()
+    model.learn(settings["total_frames"], callback=watch)
+    seconds = time.perf_counter() - watch.started
+    print(json.dumps({"returns": watch.returns, "seconds": seconds, "frames": model.num_timesteps}))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
