@@ -156,8 +156,6 @@ def check_combinations(config: TrainConfig) -> None:
         )
     if isinstance(config.policy, MLPConfig | RNNConfig) and config.policy.activation not in ACTIVATIONS:
         raise ConfigError(f"policy.activation={config.policy.activation}: it is one of {', '.join(ACTIVATIONS)}")
-    if isinstance(config.policy, RNNConfig) and not config.policy.shared:
-        raise ConfigError("policy.shared=false: the critic of a recurrent policy shares its network")
     if isinstance(config.logger, WandbConfig) and config.logger.mode not in (None, *WANDB_MODES):
         raise ConfigError(f"logger.mode={config.logger.mode}: it is one of {', '.join(WANDB_MODES)}, or null")
 

@@ -255,7 +255,6 @@ def test_what_a_class_says_of_its_settings_is_said_once(override: str, said: str
         (["weight_sync=distributed", "weight_sync.host="], "weight_sync.host is empty: name an address"),
         (["weight_sync=rpc", "collector.host=''"], "collector.host is empty"),
         (["collector.cat_results=0", "num_envs=1"], "along time"),
-        (["policy=lstm", "policy.shared=false"], "the critic of a recurrent policy shares its network"),
         (["policy=gru", "policy.activation=cubic"], "it is one of tanh, "),
         (["logger.mode=of-line"], "logger.mode=of-line: it is one of online, offline, disabled, or null"),
         (["objective=frame"], "objective=frame: the summary has no 'frame' there; entries: status, .*, frames, "),
