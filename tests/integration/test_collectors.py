@@ -437,6 +437,19 @@ def test_an_environment_that_raises_is_an_error_with_its_traceback():
     assert collector.closed and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
+class Exiting(Broken):
+    """Ends its process where others raise an error, as some simulators do without a licence."""
+
+    def step(self, action):
+        sys.exit("no licence")
+
+
+def test_an_environment_that_exits_is_an_error_with_its_traceback():
+    collector = MultiAsyncCollector([lambda: GymEnv(Exiting())], frames_per_batch=8)
+    with pytest.raises(wsync.WorkerFailed, match=r"worker 0 failed:(.|\n)*SystemExit: no licence"):
+        next(collector)
+
+
 class Judged(Broken):
     """Its rewards are a model's."""
 
