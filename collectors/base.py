@@ -33,7 +33,8 @@ class BaseCollector(WeightUpdates, ABC):
     manager.
 
     Attributes:
-        frames: frames of the batches that were returned so far.
+        frames: frames of the batches that were returned so far, with the rows in which a step has reset an environment
+            (where a batch has a "mask", it is false there).
         failures: how often workers have failed, and what was done.
         staleness: how old a batch may be, and what was dropped because it was older.
         num_workers: number of workers.
@@ -185,7 +186,12 @@ class BaseCollector(WeightUpdates, ABC):
 
     @abstractmethod
     def set_seed(self, seed: int) -> int:
-        """Seed the environments: environment ``i`` of all gets ``seed + i``. Returns the next free seed."""
+        """Seed the environments: environment ``i`` of all gets ``seed + i``. Returns the next free seed.
+
+        Raises:
+            TypeError: the seed is not a whole number.
+            ValueError: it is negative.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the counters, the policy's version and its weights. The state of environments is not saved.

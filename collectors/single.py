@@ -17,7 +17,7 @@ from collectors.exploration import warn_if_greedy
 from collectors.factories import EnvMaker, copy_of, make_env
 from collectors.hosted import connect_hosted
 from collectors.rollouts.acting import Actor, policy_scheme
-from collectors.staleness import Staleness
+from collectors.staleness import Staleness, check_count
 
 
 class Collector(BaseCollector):
@@ -71,6 +71,7 @@ class Collector(BaseCollector):
         track_policy_version: bool = True,
         max_staleness: int | None = None,
     ) -> None:
+        check_count("init_random_frames", init_random_frames)
         super().__init__(
             policy,
             policy_factory=policy_factory,
@@ -141,6 +142,7 @@ class Collector(BaseCollector):
 
     def set_seed(self, seed: int) -> int:
         """Seed environment ``i`` with ``seed + i``."""
+        check_count("seed", seed)
         self._actor.rollout.seed(seed)
         return seed + self.env.num_envs
 

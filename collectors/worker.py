@@ -212,12 +212,12 @@ def _reported_errors(connection: WorkerConnection) -> Iterator[None]:
         yield
     except _ConnectionClosed:
         return
-    except Exception as error:  # noqa: BLE001  any error is raised again in the trainer, with this traceback
+    except (Exception, SystemExit) as error:  # noqa: BLE001  raised again in the trainer, with this traceback
         with suppress(ConnectionError):  # the trainer may have ended already, because another worker failed
             connection.send_error(error_kind(error), traceback.format_exc())
 
 
-def error_kind(error: Exception) -> Literal["error", "unusable"]:
+def error_kind(error: BaseException) -> Literal["error", "unusable"]:
     """Return the kind of the event that reports ``error``: see ``collectors.workers.pool.Event``."""
     return "unusable" if isinstance(error, UnusablePolicy) else "error"
 

@@ -18,7 +18,7 @@ from collectors import arguments
 from collectors.base import BaseCollector, UpdaterOrFactory
 from collectors.factories import EnvMaker, PolicyFactory, pickled
 from collectors.hosted import connect_hosted
-from collectors.staleness import Staleness
+from collectors.staleness import Staleness, check_count
 from collectors.worker import WorkerOptions, WorkerSpec
 from collectors.workers.gathering import Gathering, gathering
 from collectors.workers.group import WorkerGroup
@@ -137,6 +137,7 @@ class WorkerCollector(BaseCollector):
         run_ahead: int | None = None,
         max_staleness: int | None = None,
     ) -> None:
+        check_count("init_random_frames", init_random_frames)
         self.num_workers = count = len(makers := arguments.env_makers(create_env_fn))
         failure_policy = FailurePolicy(on_worker_failure, worker_timeout, max_restarts, restart_window)
         factories = arguments.policy_factory_of_each(policy_factory, count)
@@ -242,6 +243,7 @@ class WorkerCollector(BaseCollector):
 
         A restarted worker gets the next free seeds (random ones, if this method was never called).
         """
+        check_count("seed", seed)
         return self._group.seed(seed)
 
     def _resume(self) -> None:

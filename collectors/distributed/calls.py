@@ -64,7 +64,7 @@ class CommandExecutor:
                 reply = self._build(*argument) if self._worker is None else self._work(self._worker, command, argument)
                 on_error.pop_all()
             return reply
-        except Exception as error:  # noqa: BLE001  any error is raised again in the trainer, with this traceback
+        except (Exception, SystemExit) as error:  # noqa: BLE001  raised again in the trainer, with this traceback
             self._failed = True
             return Reply(error_kind(error), traceback.format_exc())
 

@@ -39,9 +39,9 @@ def end(processes: set[int], number: signal.Signals) -> None:
     for process in processes:
         try:
             descriptor = os.pidfd_open(process)
+            signal.pidfd_send_signal(descriptor, number)
         except ProcessLookupError:
-            continue
-        signal.pidfd_send_signal(descriptor, number)
+            continue  # it has ended meanwhile
         waiting.register(descriptor, select.POLLIN)
         left += 1
     deadline = time.monotonic() + _GRACE

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Collection
 from typing import Any, Literal, Protocol
 
-import torch
 from tensordict import TensorDictBase
 
 from collectors.staleness import check_count
@@ -81,13 +80,16 @@ class SyncGathering:
 
     def check_shapes(self, workers: Collection[WorkerHandle]) -> None:
         """See Gathering."""
-        shapes = [worker.batches[0].batch_size for worker in workers]
+        batches = [worker.batches[0] for worker in workers]
+        columns = {frozenset(batch.keys(include_nested=True, leaves_only=True)) for batch in batches}
+        if odd := sorted(map(str, frozenset.union(*columns) - frozenset.intersection(*columns))):
+            raise ValueError(f"workers' batches cannot be joined: not all have {', '.join(odd)}")
         try:
-            join([torch.empty(shape, device="meta") for shape in shapes], self._cat_results)
+            join([batch.to("meta") for batch in batches], self._cat_results)
         except (IndexError, RuntimeError) as error:
-            listed = ", ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+            listed = ", ".join(str(list(shape)) for shape in dict.fromkeys(batch.batch_size for batch in batches))
             raise ValueError(
-                f"cat_results={self._cat_results!r} cannot join workers' batches of shape {listed}"
+                f"cat_results={self._cat_results!r} cannot join workers' batches of shape {listed}: {error}"
             ) from error
 
     def gather(self, group: WorkerGroup[Any], admits: Admits) -> TensorDictBase:

@@ -7,7 +7,6 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any, Generic
 
@@ -152,14 +151,14 @@ class WorkerSupervisor(Generic[W]):
         elif kind == "connected":
             record.state, record.gets_updates = WorkerState.ACTIVE, True
             if self._started:
+                self.pool.send([worker], "resume", record.frames)  # its predecessor's random frames are not repeated
                 self._seed_restarted(worker)
         else:
             self._fail(record, FailureCause.of(record.index, kind, value))
 
     def _build(self, record: WorkerRecord[W]) -> None:
         assert record.worker is not None
-        left = max(0, record.options.init_random_frames - record.frames)
-        self._send(record.worker, "build", (record.spec, replace(record.options, init_random_frames=left)))
+        self._send(record.worker, "build", (record.spec, record.options))
 
     def _connect(self, record: WorkerRecord[W]) -> None:
         assert record.worker is not None

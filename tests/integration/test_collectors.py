@@ -41,6 +41,7 @@ from wsync.gate import process_gate
 from wsync.testing.shutdowns import shared_memory_files
 
 SCHEMES = ["shared_mem", "multiprocess"]
+SCORED = ["action", "action_log_prob"]
 
 
 class Scores(nn.Module):
@@ -61,6 +62,14 @@ def policy(sign: float = 1.0) -> TensorDictModule:
 
 def cartpole(num_envs: int = 2):
     return lambda: GymEnv("CartPole-v1", num_envs)
+
+
+def acrobot():
+    return GymEnv("Acrobot-v1", 2)
+
+
+def scored_policy():
+    return TensorDictModule(lambda x: (x[..., :2], x[..., 0]), in_keys=["observation"], out_keys=SCORED)
 
 
 def multi(cls=MultiSyncCollector, *, workers=2, scheme="shared_mem", trained=None, **options):
@@ -428,6 +437,19 @@ def test_an_environment_that_raises_is_an_error_with_its_traceback():
     assert collector.closed and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
+class Exiting(Broken):
+    """Ends its process where others raise an error, as some simulators do without a licence."""
+
+    def step(self, action):
+        sys.exit("no licence")
+
+
+def test_an_environment_that_exits_is_an_error_with_its_traceback():
+    collector = MultiAsyncCollector([lambda: GymEnv(Exiting())], frames_per_batch=8)
+    with pytest.raises(wsync.WorkerFailed, match=r"worker 0 failed:(.|\n)*SystemExit: no licence"):
+        next(collector)
+
+
 class Judged(Broken):
     """Its rewards are a model's."""
 
@@ -668,6 +690,11 @@ def test_a_collector_in_one_process_that_cannot_be_made_leaves_nothing():
         (dict(worker_timeout=float("inf")), ValueError, "worker_timeout is a finite number"),
         (dict(device=0), TypeError, "device is one device"),
         (dict(storing_device="nope"), RuntimeError, "nope"),
+        (dict(create_env_fn="CartPole-v1"), TypeError, "a list of them, not a str"),
+        (dict(create_env_fn=[cartpole(), acrobot]), ValueError, r"cannot join .* \[2, 4\]: .*for key observation"),
+        (dict(policy_factory=[policy, scored_policy]), ValueError, "not all have action_log_prob"),
+        (dict(init_random_frames=1e3), TypeError, "init_random_frames is a whole number, not 1000.0"),
+        (dict(init_random_frames=-1), ValueError, "init_random_frames is at least 0"),
         (dict(cat_results=5), ValueError, r"cat_results=5 cannot join workers' batches of shape \[2, 4\]"),
         (dict(create_env_fn=[cartpole(2), cartpole(4)]), ValueError, r"cannot join .* \[2, 4\], \[4, 2\]"),
         (dict(total_frames=-7), ValueError, "total_frames"),
@@ -687,6 +714,15 @@ def test_bad_arguments_are_clear_errors_and_leave_nothing(arguments, error, mess
         MultiSyncCollector(**options)
     assert time.monotonic() - started < 20
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
+def test_a_seed_that_environments_do_not_take_is_refused_before_it_is_sent(cls):
+    with cls([cartpole()], frames_per_batch=8) as collector:
+        for wrong, error in ((-1, ValueError), (1.5, TypeError)):
+            with pytest.raises(error, match="seed is"):
+                collector.set_seed(wrong)
+        assert next(collector).numel() == 8
 
 
 @pytest.mark.parametrize("given", [gymnasium.make("CartPole-v1"), (cartpole(1),)])

@@ -433,6 +433,27 @@ def test_one_that_cannot_be_built_is_tried_again(events):
         assert collector.failures.failed == collector.failures.restarted == {1: 3}
 
 
+def test_a_worker_that_is_restarted_while_a_state_is_loaded_repeats_no_random_frames(events):
+    line = events.with_suffix(".line")
+    os.mkfifo(line)
+    make, third = fails_at(events, set()), events.with_suffix(".build2")
+
+    def maker() -> GymEnv:
+        env = make()
+        if third.exists():
+            line.read_text()  # until the state is loaded
+        return env
+
+    with collect("sync", events, maker=maker, init_random_frames=10**6) as collector:
+        next(collector)
+        kill(collector, 1)
+        while not third.exists():
+            next(collector)
+        collector.load_state_dict({"frames": 2 * 10**6})
+        line.write_text("loaded")
+        assert (until_there(collector, 2, True)["policy_version"] >= 0).all()
+
+
 def test_one_that_fails_too_often_is_an_error_with_the_last_cause(events):
     options = {"max_restarts": 2, "restart_window": 30.0, "maker": fails_at(events, set(range(2, 99)))}
     with collect("async", events, **options) as collector:
