@@ -107,7 +107,7 @@ def env_makers(create_env_fn: Any) -> list[EnvMaker]:
     """
     if callable(create_env_fn):
         return [create_env_fn]
-    if isinstance(create_env_fn, str) or not isinstance(create_env_fn, Iterable | None):
+    if not isinstance(create_env_fn, Iterable | None):
         what = type(create_env_fn).__name__
         raise TypeError(f"create_env_fn is a function that makes an environment, or a list of them, not a {what}")
     makers: list[EnvMaker] = list(create_env_fn or ())

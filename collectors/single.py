@@ -71,7 +71,6 @@ class Collector(BaseCollector):
         track_policy_version: bool = True,
         max_staleness: int | None = None,
     ) -> None:
-        check_count("init_random_frames", init_random_frames)
         super().__init__(
             policy,
             policy_factory=policy_factory,

@@ -137,7 +137,6 @@ class WorkerCollector(BaseCollector):
         run_ahead: int | None = None,
         max_staleness: int | None = None,
     ) -> None:
-        check_count("init_random_frames", init_random_frames)
         self.num_workers = count = len(makers := arguments.env_makers(create_env_fn))
         failure_policy = FailurePolicy(on_worker_failure, worker_timeout, max_restarts, restart_window)
         factories = arguments.policy_factory_of_each(policy_factory, count)
