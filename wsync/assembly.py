@@ -19,6 +19,7 @@ from wsync.receiving.schedule import OnRequest
 from wsync.roles import SenderRole
 from wsync.sender import Sender
 from wsync.sending.channel import WorkerChannel
+from wsync.sending.routes import Routes
 from wsync.transforms.chain import compose
 from wsync.transforms.delta import delta_of
 from wsync.weights.targets import Destination, Load
@@ -53,7 +54,7 @@ def make_sender(
     Workers are accepted during ``connect`` and ``readmit``, by the calling thread.
     """
     on_request = scheme.initiator == "receiver"
-    channel = WorkerChannel(
+    routes = Routes(
         connections,
         num_workers,
         scheme._transport_factory(),
@@ -61,10 +62,10 @@ def make_sender(
         arena=scheme._uses_arena(),
         retains=scheme.binds_arena,  # workers' models stay bound to the published slot: it must not be written
         checksum=scheme.checksum,
-        device=scheme.device,
         delta=delta_of(scheme.send_transform),
         on_request=on_request,
     )
+    channel = WorkerChannel(routes, scheme.device)
     sender = Sender(
         channel,
         source,

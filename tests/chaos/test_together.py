@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from backends import BuiltIn
 from cells import VICTIM, Cell
 
 import wsync
+from wsync.sending.transactions import Transaction
 from wsync.testing import Session
 from wsync.testing.models import WithExtraState, fill
 
@@ -44,22 +46,33 @@ def updates_continue(cell: Cell, actor: Session, critic: Session) -> None:
         assert all_have(actor, critic, 5)
 
 
+@contextmanager
+def around(phase: str, nth: int, kill: Callable[[], None], before: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Call ``before`` and ``kill`` around a phase of a transaction, that of its first or its second model."""
+    real, seen = getattr(Transaction, phase), 0
+
+    def interrupted(*args: Any) -> None:
+        nonlocal seen
+        seen += 1
+        if seen != nth:
+            real(*args)
+            return
+        before()
+        real(*args)
+        kill()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transaction, phase, interrupted)
+        yield
+        assert seen >= nth
+
+
 def test_together_killed_before_it_has_prepared(cell: Cell, backend: BuiltIn) -> None:
     """Two models are sent together (`weights_dict`), and a worker is killed before it has prepared the second one.
     No worker installs either."""
     with two_models(backend) as (actor, critic):
-        sender: Any = actor.scheme.sender
-        real = sender.prepare
-
-        def prepare_and_kill(*args: Any) -> Any:
-            prepared = real(*args)
-            actor.workers[VICTIM].kill()
-            return prepared
-
-        sender.prepare = prepare_and_kill
-        with cell.detects(wsync.WorkerDied, "worker 1"):
+        with around("prepare", 1, actor.workers[VICTIM].kill), cell.detects(wsync.WorkerDied, "worker 1"):
             send_both(actor, critic, 2)
-        sender.prepare = real
         assert all_have(actor, critic, 1)
         updates_continue(cell, actor, critic)
 
@@ -68,18 +81,9 @@ def test_together_killed_before_the_commit(cell: Cell, backend: BuiltIn) -> None
     """A worker is killed when every worker has prepared both models: the others install both, and the error says that
     the update was committed."""
     with two_models(backend) as (actor, critic):
-        sender: Any = critic.scheme.sender
-        real = sender.prepare
-
-        def prepare_and_kill(*args: Any) -> Any:
-            prepared = real(*args)
-            actor.workers[VICTIM].kill()
-            return prepared
-
-        sender.prepare = prepare_and_kill
-        with cell.detects(wsync.WorkerDied, r"(?s)it was committed.*worker 1"):
+        error = r"(?s)it was committed.*worker 1"
+        with around("prepare", 2, actor.workers[VICTIM].kill), cell.detects(wsync.WorkerDied, error):
             send_both(actor, critic, 2)
-        sender.prepare = real
         assert all_have(actor, critic, 2)
         updates_continue(cell, actor, critic)
 
@@ -87,18 +91,10 @@ def test_together_killed_before_the_commit(cell: Cell, backend: BuiltIn) -> None
 def test_together_killed_after_the_commit(cell: Cell, backend: BuiltIn) -> None:
     """A worker is killed when the first of two models was committed. The others have both, and the error says so."""
     with two_models(backend) as (actor, critic):
-        sender: Any = actor.scheme.sender
-        real = sender.commit
-
-        def commit_and_kill(*args: Any) -> None:
-            actor.workers[VICTIM].stop()  # so that it has not acknowledged
-            real(*args)
-            actor.workers[VICTIM].kill()
-
-        sender.commit = commit_and_kill
-        with cell.detects(wsync.WorkerDied, r"(?s)it was committed.*worker 1"):
+        victim, error = actor.workers[VICTIM], r"(?s)it was committed.*worker 1"
+        # Stopped before, so that it has not acknowledged.
+        with around("commit", 1, victim.kill, before=victim.stop), cell.detects(wsync.WorkerDied, error):
             send_both(actor, critic, 2)
-        sender.commit = real
         assert all_have(actor, critic, 2)
         updates_continue(cell, actor, critic)
 

@@ -12,7 +12,7 @@ from wsync.control.workers import WorkerConnections, join_indices
 from wsync.deadlines import remaining, wait_readable
 from wsync.errors import SyncTimeout
 from wsync.fast_path import FastCalls, PartialDelivery
-from wsync.sending.queues import QueuedUpdate
+from wsync.sending.queued_update import QueuedUpdate
 from wsync.shm.arena import Arena
 from wsync.types import ANY_VERSION, Ack
 from wsync.weights.layout import Layout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import traceback
-from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -56,9 +55,3 @@ class TransferThread:
             self._transport.close()
         self._calls.put(None)
         return self._thread
-
-
-def join_all(threads: Sequence[threading.Thread], timeout: float) -> None:
-    """Wait for threads that end soon: a thread that is still running while the interpreter exits may abort it."""
-    for thread in threads:
-        thread.join(timeout)

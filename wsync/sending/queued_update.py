@@ -1,0 +1,101 @@
+"""An update that is to be sent, and one that is being sent to a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from wsync.checksum import CHECKSUM, checksum_of
+from wsync.control.messages import TRANSACTION, Kind
+from wsync.errors import WeightSyncError
+from wsync.transport import Transfer
+from wsync.weights.packing import Buffer
+
+_MAX_EXTRA = 1000 << 20  # bytes of extra state, or of a difference, in one message
+
+
+@dataclass(slots=True, eq=False)
+class QueuedUpdate:
+    """A version to be sent.
+
+    Attributes:
+        kind: ``UPDATE``, or ``PREPARE`` in a transaction.
+        buffer: the packed weights; unchanged while the update is queued or being sent.
+        extra: the modules' extra state.
+        transaction: its number, for ``PREPARE``.
+        checksum: empty until it is computed.
+        expressed: the weights in the strategy's format, once a transport was given them.
+        carried: the most bytes of weights that a worker was sent for it, with a transport; 0 if there was none.
+        differences: to older versions, by version, as far as they were needed; None where one would not be smaller.
+    """
+
+    kind: Kind
+    version: int
+    buffer: Buffer
+    extra: bytes = b""
+    transaction: int = 0
+    checksum: bytes = b""
+    expressed: Any = None
+    carried: int = 0
+    differences: dict[int, bytes | None] = field(default_factory=dict)
+
+    @property
+    def transaction_prefix(self) -> bytes:
+        """The beginning of a ``PREPARE`` payload: the transaction; empty outside a transaction."""
+        return TRANSACTION.pack(self.transaction) if self.kind is Kind.PREPARE else b""
+
+    def payload(self, *, checked: bool) -> bytes:
+        """Return the rest of the payload: the checksum if ``checked``, and the extra state."""
+        if checked and not self.checksum:
+            self.checksum = CHECKSUM.pack(checksum_of(self.buffer.flat, self.extra))
+        return (self.checksum if checked else b"") + self.extra
+
+    def difference_to(self, base: QueuedUpdate | None, make: Difference | None) -> bytes | None:
+        """Return what is sent in the place of this update to a worker that has ``base``; None: the full weights."""
+        if make is None or base is None:
+            return None
+        known = self.differences
+        if base.version not in known:
+            found = make(base, self)
+            known[base.version] = found if found is not None and len(found) <= _MAX_EXTRA else None
+        return known[base.version]
+
+
+Difference = Callable[[QueuedUpdate, QueuedUpdate], bytes | None]
+"""``(base, update) -> difference``: see ``Delta.difference``."""
+
+
+def check_extra(extra: bytes) -> None:
+    """Check that extra state fits into one message.
+
+    Raises:
+        WeightSyncError: it does not.
+    """
+    if len(extra) > _MAX_EXTRA:
+        raise WeightSyncError(
+            f"the modules' extra state has {len(extra) / 2**20:.0f} MiB; a message carries up to "
+            f"{_MAX_EXTRA / 2**20:.0f}: register large values as buffers"
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Delivery:
+    """An update that is being sent. If a signal handler raises in between, the next use continues from there.
+
+    Attributes:
+        transfers: the asynchronous transfer, once it has begun.
+        announced: whether the message about it was sent; it may have been sent twice.
+        handed_over: whether the transfer thread has it.
+        sent: whether ``send_weights`` has returned.
+        difference: what travels in the place of the weights; None: the weights, by the transport.
+        aborted: whether the transaction was aborted while ``send_weights`` ran.
+    """
+
+    update: QueuedUpdate
+    transfers: list[Transfer] = field(default_factory=list)
+    announced: bool = False
+    handed_over: bool = False
+    sent: bool = False
+    difference: bytes | None = None
+    aborted: bool = False

@@ -1,0 +1,231 @@
+"""How each worker gets its updates: it reads them in the arena, or a transport sends them to it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from wsync.control.handshake import SenderSettings
+from wsync.control.interfaces import ConnectionSource
+from wsync.control.messages import Kind, Message
+from wsync.control.workers import WorkerConnections
+from wsync.sending.queued_update import QueuedUpdate, check_extra
+from wsync.sending.slots import Slots
+from wsync.sending.transfers import Transfers
+from wsync.shm.arena import PREPARE
+from wsync.transforms.delta import Delta
+from wsync.transport import TransportFactory
+from wsync.weights.layout import Layout
+from wsync.weights.strategy import WeightStrategy
+
+
+class Routes:
+    """Chooses one of the two ways for each worker that connects, and delivers updates by it.
+
+    Implements ``ConnectionCallbacks``. All methods are called under the channel's lock.
+
+    Args:
+        source: where workers connect.
+        num_workers: the number of workers.
+        create_transport: makes the transport of a worker that cannot use the arena; None if every worker must use it.
+        strategy: the format of the weights that transports are given.
+        arena: whether workers on this machine take weights from shared memory.
+        retains: whether a worker's model stays bound to the slot that it was given.
+        checksum: whether updates have a checksum; None: only those that a transport carries.
+        delta: makes the differences that transports' workers are sent; None: they are sent the full weights.
+        on_request: whether workers fetch: they are sent an update when they request it.
+
+    Attributes:
+        connections: to all workers.
+        slots: of the arena; None if there is none.
+        transfers: to the workers that do not use the arena.
+        layout: of the weights; None before the first.
+    """
+
+    def __init__(
+        self,
+        source: ConnectionSource,
+        num_workers: int,
+        create_transport: TransportFactory | None,
+        strategy: WeightStrategy,
+        *,
+        arena: bool,
+        retains: bool,
+        checksum: bool | None,
+        delta: Delta | None,
+        on_request: bool,
+    ) -> None:
+        checksum = None if delta is not None and checksum is False else checksum  # it proves that the result is exact
+        retains = retains or on_request  # a worker may copy its slot at any time
+        self.num_workers = num_workers
+        self.layout: Layout | None = None
+        self._strategy = strategy
+        self._checksum = checksum
+        self._delta = delta
+        self._on_request = on_request
+        self._has_transports = create_transport is not None
+        self._passes_descriptors = source.passes_descriptors
+        connections = self.connections = WorkerConnections(source, num_workers, self)
+        self.slots = Slots(connections, num_workers, retains=retains, checksum=checksum) if arena else None
+        difference = None if delta is None else self._difference
+        self.transfers = Transfers(
+            connections, num_workers, create_transport, self._in_format, checksum, difference, on_request=on_request
+        )
+
+    def _in_format(self, update: QueuedUpdate) -> Any:
+        assert self.layout is not None, "set_layout() comes first"
+        views = dict(zip(self.layout.names, update.buffer.views, strict=True))
+        return self._strategy.extract_weights(views)
+
+    def _difference(self, base: QueuedUpdate, update: QueuedUpdate) -> bytes | None:
+        assert self._delta is not None and self.layout is not None, "set_layout() comes first"
+        return self._delta.difference(base.buffer.flat, base.version, update.buffer.flat, self.layout.width)
+
+    def must_read(self) -> bool:
+        """Return whether messages are to be read while the trainer does other work."""
+        return self.transfers.unfinished or (self._on_request and bool(self.connections.workers))
+
+    def _split(self, workers: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Return those of ``workers`` that get the version by a published word, and those that get it by a transport.
+
+        For workers that are not connected the published word keeps the version, if there is an arena.
+        """
+        if self.slots is None:
+            return [], list(workers)
+        connected = self.connections.workers
+        in_arena = [worker for worker in workers if worker in self.slots.workers or worker not in connected]
+        return in_arena, [worker for worker in workers if worker not in in_arena]
+
+    # --- layout ---
+
+    def check_layout(self, layout: Layout, version: int) -> None:
+        """See ``SendChannel``."""
+        payload = SenderSettings(layout, self._checksum, self.num_workers).dump()
+        for worker in self.connections.workers:
+            self.connections.send(worker, Message(Kind.CHECK_LAYOUT, worker, version, payload))
+
+    def set_layout(self, layout: Layout) -> None:
+        """See ``SendChannel``."""
+        self.layout = layout
+        if self.slots is not None:
+            self.slots.set_layout(layout)
+        for worker in self.connections.workers:
+            self.connections.send(worker, Message(Kind.LAYOUT, worker, payload=self._settings(worker).dump()))
+
+    def _settings(self, worker: int) -> SenderSettings:
+        generation = self.transfers.queues[worker].generation
+        handle = None if self.slots is None or self._passes_descriptors else self.slots.arena.handle
+        has_delta = self._delta is not None
+        return SenderSettings(self.layout, self._checksum, self.num_workers, generation, handle, has_delta)
+
+    # --- ConnectionCallbacks ---
+
+    def accept_message(self, worker: int, rejoined: bool) -> Message:
+        """See ``ConnectionCallbacks``: the message names the version that the worker is given first."""
+        queue = self.transfers.queues[worker]
+        queue.generation += 1
+        fds: tuple[int, ...] = ()
+        if self.slots is None:
+            if rejoined:
+                queue.restart(queue.latest)
+            first = queue.waiting[0] if queue.waiting else None
+        else:
+            first = self.slots.published(worker)
+            if first is not None and rejoined:
+                self.slots.point(worker, first.version, first.buffer.slot, acknowledge=True)
+            if self._passes_descriptors:
+                fds = self.slots.arena.fds
+        return Message(Kind.ACCEPTED, worker, first.version if first else 0, self._settings(worker).dump(), fds=fds)
+
+    def on_accepted(self, worker: int, deadline: float | None) -> None:
+        """See ``ConnectionCallbacks``: find out whether the worker uses the arena; else set up its transport."""
+        slots = self.slots
+        if slots is not None and (self._passes_descriptors or slots.are_mapped(worker, deadline)):
+            slots.workers.add(worker)
+        elif worker in self.connections.workers:
+            if slots is not None:
+                self.transfers.queues[worker].restart(slots.published(worker))
+                slots.clear(worker)
+            self.transfers.connect(worker, deadline)
+
+    def on_disconnected(self, worker: int) -> None:
+        """See ``ConnectionCallbacks``: free what the worker used; keep the version that its replacement will get."""
+        self.transfers.disconnect(worker)
+        latest = self.transfers.queues[worker].latest
+        if self.slots is not None:
+            in_arena = worker in self.slots.workers
+            self.slots.vacate(worker)
+            if latest is not None and not in_arena:
+                self.slots.point(worker, latest.version, latest.buffer.slot, acknowledge=False)
+
+    def on_answer(self, worker: int, message: Message) -> None:
+        """See ``ConnectionCallbacks``."""
+        queue = self.transfers.queues[worker]
+        if message.kind is Kind.REQUEST:
+            queue.request(message.version)
+        elif self.slots is None or worker not in self.slots.workers:
+            queue.answered(message.version, installed=message.kind is Kind.ACK)
+
+    # --- updates ---
+
+    def complete(self, update: QueuedUpdate) -> None:
+        """Store what belongs to the weights that were packed into a buffer. Called once, before the update is sent.
+
+        Raises:
+            WeightSyncError: the extra state is too large, or the machine has no memory left for it.
+        """
+        if self._has_transports:
+            check_extra(update.extra)
+        if self.slots is not None:
+            self.slots.complete(update.buffer, update.extra)
+
+    def publish(self, update: QueuedUpdate, workers: Collection[int], acknowledge: bool) -> None:
+        """Make an update the newest of ``workers``; that of absent ones is kept for their replacements."""
+        in_arena, others = self._split(workers)
+        self._point(dict.fromkeys(in_arena, update), acknowledge)
+        self.transfers.enqueue(update, others)
+
+    def _point(self, updates: Mapping[int, QueuedUpdate], acknowledge: bool) -> None:
+        for worker, update in updates.items():
+            assert self.slots is not None, "some workers use it"
+            self.slots.point(worker, update.version, update.buffer.slot, acknowledge)
+
+    def prepare(self, update: QueuedUpdate, workers: Collection[int]) -> None:
+        """Have ``workers`` check an update and keep it."""
+        in_arena, others = self._split(workers)
+        place = PREPARE.pack(update.transaction, update.buffer.slot)
+        for worker in in_arena:
+            self.connections.send(worker, Message(Kind.PREPARE, worker, update.version, place))
+        self.transfers.enqueue(update, [worker for worker in others if worker in self.connections.workers])
+
+    def commit(self, prepared: Mapping[int, QueuedUpdate]) -> None:
+        """Have workers install what they have prepared.
+
+        In the arena the published word is the commit, for all models of the transaction.
+        """
+        in_arena, others = self._split(prepared)
+        self._point({worker: prepared[worker] for worker in in_arena}, acknowledge=True)
+        for worker in others:
+            self.transfers.queues[worker].commit(prepared[worker])
+
+    def abort(self, workers: Collection[int], transaction: int) -> None:
+        """Have ``workers`` drop what they have prepared."""
+        in_arena, others = self._split(workers)
+        for worker in in_arena:  # may be dropped: without a commit nothing is installed
+            self.connections.notify(worker, Message(Kind.ABORT, worker, transaction))
+        for worker in others:
+            self.transfers.queues[worker].abort(transaction)
+
+    def carried_bytes(self, version: int) -> int:
+        """See ``SendChannel``."""
+        whole = self.layout.nbytes if self.layout else 0
+        sent = 0 if self.slots is not None and self.slots.workers else self.transfers.carried_bytes(version)
+        return sent or whole
+
+    def close(self, *, finished: bool) -> None:
+        """See ``SendChannel``."""
+        slots, self.slots = self.slots, None  # first: disconnecting must not write words in a forked child
+        self.connections.close(finished=finished)
+        self.transfers.close()
+        if slots is not None:
+            slots.arena.close()
