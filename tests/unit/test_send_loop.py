@@ -8,6 +8,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import pytest
@@ -60,6 +61,7 @@ class FromMemory(NoTransport):
     """Carries weights from one thread of this process to another."""
 
     weights: ClassVar[Any] = None
+    refused: ClassVar = False
 
     def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
         FromMemory.weights = {name: tensor.clone() for name, tensor in weights.items()}
@@ -137,6 +139,31 @@ def test_a_partial_update_may_follow_a_transaction(kind: Callable[[], Any]) -> N
             wsync.synchronize({sender: model_of(2.0)})
             sender.send({"bias": torch.full((2,), 3.0)}, partial=True)
             assert model.weight.eq(2.0).all() and model.bias.eq(3.0).all()
+
+
+def first_fails() -> FromMemory:
+    """A worker's transport; the first one that the trainer, the main thread, makes cannot be created."""
+    if threading.current_thread() is threading.main_thread() and not FromMemory.refused:
+        FromMemory.refused = True
+        raise ArithmeticError("no transport")
+    return FromMemory()
+
+
+def test_a_worker_whose_transport_cannot_be_created_is_disconnected() -> None:
+    with Scheme(first_fails) as sender:
+        sender.init_on_sender("policy", model=model_of(1.0), num_workers=1)
+        worker = pickle.loads(pickle.dumps(sender))
+        worker.init_on_receiver("policy", model=nn.Linear(2, 2), worker_idx=0)
+        with ThreadPoolExecutor() as pool, worker:
+            refused = pool.submit(worker.connect)
+            with pytest.raises(ArithmeticError, match="no transport"):
+                sender.connect()
+            with pytest.raises(wsync.NotConnected):
+                refused.result()
+        model = nn.Linear(2, 2)
+        with connected(sender, model):
+            sender.send(model_of(2.0))
+            assert model.weight.eq(2.0).all()
 
 
 def test_threads_of_former_connections_are_not_kept() -> None:

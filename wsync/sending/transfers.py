@@ -75,11 +75,16 @@ class Transfers:
 
         Raises:
             SyncTimeout: it could not be set up; the worker is disconnected.
+            Exception: whatever ``create_transport`` raised; the worker is disconnected.
         """
         queue = self.queues[worker]
         if self._create_transport is None:
             return  # the worker disconnects
-        transport = self._create_transport(worker)
+        try:
+            transport = self._create_transport(worker)
+        except BaseException:  # without a transport, it would wait for updates that are never sent
+            self._connections.disconnect(worker)
+            raise
 
         def set_up() -> None:
             assert isinstance(transport, TransportBackend), "called unless it is a FlatTransport"
