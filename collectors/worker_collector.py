@@ -180,9 +180,9 @@ class WorkerCollector(BaseCollector):
             for model_id, scheme in self._worker_schemes.items():
                 scheme.init_on_sender(model_id, context=self, num_workers=self.num_workers)
             self._group.build([pickled(spec, "schemes") for spec in specs], options)  # with the schemes' addresses
-            self._gathering.check_shapes(self.remote_workers)
             if self._scheme_is_tentative:
                 self._settle_tentative_scheme()
+            self._gathering.check_shapes(self.remote_workers)
             connect_hosted(self._hosted_schemes, self._find_in_workers)
             self._group.connect()
         except BaseException:  # also Ctrl-C: the workers that have been started are ended

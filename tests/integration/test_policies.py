@@ -49,8 +49,9 @@ def policy(sign: float = 1.0) -> TensorDictModule:
 
 
 def rule(given):
-    """A policy without weights."""
-    return given.set("action", (given["observation"][..., 2] > 0).long())
+    """A policy without weights; its actions are scores, as those of the others."""
+    choices = (given["observation"][..., 2] > 0).long()
+    return given.set("action", nn.functional.one_hot(choices, 2).float())
 
 
 def cartpole():
