@@ -49,9 +49,13 @@ def policy(sign: float = 1.0) -> TensorDictModule:
 
 
 def rule(given):
-    """A policy without weights; its actions are scores, as those of the others."""
-    choices = (given["observation"][..., 2] > 0).long()
-    return given.set("action", nn.functional.one_hot(choices, 2).float())
+    """A policy without weights."""
+    return given.set("action", (given["observation"][..., 2] > 0).long())
+
+
+def scoring_rule(given):
+    """The same; its actions are scores, as those of the policies with weights."""
+    return given.set("action", nn.functional.one_hot(rule(given)["action"], 2).float())
 
 
 def cartpole():
@@ -136,9 +140,9 @@ def test_policies_with_weights_and_without_are_an_error_that_leaves_nothing():
     gc.collect()
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))
     with pytest.raises(ValueError, match=r"with weights, and for worker\(s\) \[1\] without"):
-        collect_with(MultiSyncCollector, policy_factory=[policy, lambda: rule])
+        collect_with(MultiSyncCollector, policy_factory=[policy, lambda: scoring_rule])
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
-    collector = collect_with(MultiSyncCollector, policy_factory=[policy, lambda: rule], weight_sync_schemes={})
+    collector = collect_with(MultiSyncCollector, policy_factory=[policy, lambda: scoring_rule], weight_sync_schemes={})
     with collector, pytest.raises(KeyError, match="there are: none at all"):
         collector.update_policy_weights_(policy())
 
