@@ -87,7 +87,7 @@ BENCHMARKS = (
         "Where the time of a small update goes",
         "18 KiB in 6 tensors to two workers. *Warm*: one update after another. *Cold*: other work between two updates. "
         "*Python*: without a C compiler.",
-        "scripts/profile_sync.py",
+        "scripts/profile_sync.py --turns 1",
     ),
     Benchmark(
         "transforms",
@@ -199,15 +199,17 @@ def main(
     if unknown := set(only or ()) - {one.name for one in chosen}:
         known = ", ".join(one.name for one in BENCHMARKS)
         raise typer.BadParameter(f"unknown benchmark {', '.join(sorted(unknown))}: choose from {known}")
-    console, where = Console(), machine()
-    sections = [run(one, console) for one in chosen]
-    head = (
+    console = Console()
+    parts = [
         "# Figures\n\n*This page is made by `make figures`, which takes 20 minutes. [Performance](performance.md) "
         "explains it.*\n\nBenchmarks that compare two sides run both in alternation, in one run, and print the ratio. "
         "Where a machine is shared, read the ratios rather than the times. p50 and p95 are the median and the 95th "
-        "percentile."
-    )
-    PAGE.write_text("\n\n".join([head, f"Measured on {where}", *sections]) + "\n")
+        "percentile.",
+        f"Measured on {machine()}",
+    ]
+    for one in chosen:
+        parts.append(run(one, console))
+        PAGE.write_text("\n\n".join(parts) + "\n")  # after each: an interrupted run leaves a page
     console.print(f"→ {PAGE.relative_to(ROOT)}", highlight=False)
 
 
