@@ -142,6 +142,7 @@ BENCHMARKS = (
         "scripts/bench_start.py --rounds 5",
     ),
 )
+_PROGRESS = re.compile(r"→|(send|update) .*: p50 |.*, seed \d+: |A\.L\.E|\[Powered")  # or known from the table
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -154,15 +155,13 @@ def run(benchmark: Benchmark, console: Console) -> str:
         command = [sys.executable, *benchmark.command.split()]
         if benchmark.folder:
             command.append(benchmark.folder + folder)
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         image = keep_picture(benchmark, Path(folder))
     seconds = time.monotonic() - began
     console.print(f"{seconds:.0f} s" if done.returncode == 0 else f"[red]exit status {done.returncode}[/]")
-    lines = [line.rstrip() for line in _COLOURS.sub("", done.stdout).splitlines() if not line.startswith("→")]
+    lines = [line.rstrip() for line in _COLOURS.sub("", done.stdout).splitlines() if not _PROGRESS.match(line)]
     if done.returncode:
-        lines = [f"exit status {done.returncode}", *lines[-20:]]
+        lines = [f"exit status {done.returncode}", *lines[-10:], *done.stderr.splitlines()[-10:]]
     table = "\n".join(lines).strip("\n")
     note = f"`python {benchmark.command}` ({seconds:.0f} s; load before: {load:.1f})"
     return "\n\n".join(filter(None, [f"## {benchmark.title}", benchmark.text, image, note, f"```text\n{table}\n```"]))
