@@ -219,9 +219,8 @@ def check_parts(learner: Any, logger: Any, callbacks: Sequence[Any]) -> None:
     Raises:
         ConfigError: the learner lacks what the training loop uses, or a reporter is none.
     """
-    if missing := [
-        name for name in ("policy", "update", "state_dict", "load_state_dict") if not hasattr(learner, name)
-    ]:
+    needed = ("policy", "update", "state_dict", "load_state_dict")
+    if missing := [name for name in needed if not hasattr(learner, name)]:  # a learner is of any class
         raise ConfigError(
             f"algorithm: {type(learner).__name__} has no {', '.join(missing)}: derive it from learning.ActorCritic, "
             "or see what that has"

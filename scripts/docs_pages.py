@@ -12,7 +12,7 @@ from typing import Any
 
 import griffe  # pyright: ignore[reportMissingImports]  (of the extra docs)
 import yaml
-from hydra.core.config_store import ConfigStore
+from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
@@ -51,7 +51,8 @@ def configuration() -> str:
 
 def _group(group: str) -> Iterator[str]:
     """Yield the lines of a group: the table of its options, and the settings of each of them."""
-    stored = {name.removesuffix(".yaml"): one.node for name, one in _stored(group).items() if hasattr(one, "node")}
+    configs = {name: one for name, one in _stored(group).items() if isinstance(one, ConfigNode)}
+    stored = {name.removesuffix(".yaml"): one.node for name, one in configs.items()}
     bases = {name.removeprefix("base_"): node for name, node in stored.items() if name.startswith("base_")}
     yield from _options(group, bases)
     for name, node in bases.items():

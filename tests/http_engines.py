@@ -18,7 +18,7 @@ TOKEN = "a token"
 
 
 def start_engine(state: WorkerState, port: int = 0, token: str | None = TOKEN) -> str:
-    """Serve an engine whose function keeps copies of what it is given; return its URL."""
+    """Serve an engine with a function that keeps copies of what it is given; return its URL."""
     loaded = state.kept["loaded"] = dict[str, Tensor]()
 
     def load(pairs: Any) -> None:

@@ -1,4 +1,4 @@
-"""A scheme whose sender follows a script, message by message."""
+"""A worker's scheme, and a sender that follows a script, message by message."""
 
 from __future__ import annotations
 

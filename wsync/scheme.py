@@ -525,7 +525,7 @@ class WeightSyncScheme(ABC):
 
     @property
     def sender_transports(self) -> dict[int, TransportBackend]:
-        """On the sender, ``{worker_idx: transport}``, whose calls go through this scheme; empty on a receiver."""
+        """On the sender, ``{worker_idx: transport}``; their calls go through this scheme. Empty on a receiver."""
         role = self._role
         if not isinstance(role, SenderRole):
             return {}

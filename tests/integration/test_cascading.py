@@ -1,4 +1,4 @@
-"""A worker whose context has only ``update_policy_weights_``: each installed update is passed on to it."""
+"""A worker with a context that has only ``update_policy_weights_``: each installed update is passed on to it."""
 
 import multiprocessing
 import pickle

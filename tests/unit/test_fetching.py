@@ -144,7 +144,7 @@ def test_a_forward_that_waits_goes_on_without_a_sender_that_dies_silently() -> N
 
 @contextmanager
 def too_old() -> Iterator[None]:
-    """A model that is too old, and whose sender does not send the version that it needs."""
+    """A model that is too old; the sender does not send the version that it needs."""
     silent = Silent()
     with connected(silent, timeout=0.2, initiator="receiver", max_staleness=0) as (_, model):
         silent.name_a_version()

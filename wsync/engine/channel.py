@@ -25,7 +25,7 @@ _PROBE = 2.0  # seconds for the first request to an engine, before the next engi
 
 
 class EngineSendChannel:
-    """A ``SendChannel`` whose workers are engines: HTTP servers that the user has started.
+    """A ``SendChannel`` to engines, its workers: HTTP servers that the user has started.
 
     All methods are called under the sender's lock, except ``_done``, which the engines' threads call.
 

@@ -1,4 +1,4 @@
-"""Passing an installed update on: a worker whose context has workers of its own."""
+"""Passing an installed update on, where the context of a worker has workers of its own."""
 
 from __future__ import annotations
 

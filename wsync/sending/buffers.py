@@ -13,7 +13,7 @@ from wsync.weights.packing import Buffer, BufferPool
 
 
 class Buffers:
-    """Reserves buffers, and knows the one that all workers were sent last. Used under the channel's lock.
+    """Reserves buffers, and has the one that all workers were sent last. Used under the channel's lock.
 
     Args:
         slots: of the arena; None if there is none.
@@ -35,7 +35,7 @@ class Buffers:
     def reserve(
         self, layout: Layout, workers: Collection[int], busy: set[int], deadline: float | None, *, keep: bool
     ) -> Buffer:
-        """Return a buffer whose slot is not in ``busy``: see ``SendChannel.reserve``."""
+        """Return a buffer with a slot that is not in ``busy``: see ``SendChannel.reserve``."""
         busy = busy | self._reserved
         if self._slots is None:
             buffer = self._pool.buffer(layout, busy)

@@ -125,7 +125,7 @@ class FastChannel(Protocol):
 
 @runtime_checkable
 class TransactionChannel(SendChannel, Protocol):
-    """A channel whose workers can keep an update before they use it: ``WorkerChannel`` and ``InProcessChannel``."""
+    """A channel to workers that can keep an update before they use it: ``WorkerChannel`` and ``InProcessChannel``."""
 
     def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
         """See ``SendChannel``; ``keep`` the previous version unchanged, because this one may be aborted."""

@@ -257,7 +257,7 @@ class UnlikeEnds(BackendHooks):
 
     @contextmanager
     def differing(self) -> Iterator[Session]:
-        """A session whose sender sends differences."""
+        """A session in which the sender sends differences."""
         with self.workers(2) as workers, self.make_scheme(timeout=TIMEOUT) as scheme:
             scheme.send_transform = Delta()
             model = Wide()

@@ -1,4 +1,4 @@
-"""Transforms: what is done to weights between a trainer and workers whose models differ from the trainer's.
+"""Transforms: what is done to weights between a trainer and workers with models that differ from the trainer's.
 
 A transform is a function ``Mapping[str, Tensor] → Mapping[str, Tensor]`` of weights by their dotted names. A scheme
 applies ``send_transform`` in the trainer, before the weights are packed, so that the result is what travels; and
