@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -11,8 +12,10 @@ from contextlib import contextmanager, suppress
 class GatherLock:
     """A re-entrant lock with two modes: gathering, which may wait for workers for long, and updating, which is short.
 
-    A thread that wants to update makes ``wakeup_fd`` readable, so that the gathering thread stops waiting and releases
-    the lock. Updates have priority, because a gathering thread would otherwise take the lock again at once.
+    Threads take the lock in the order in which they asked for it: a thread that releases the lock and asks again at
+    once stands behind those that wait, so neither continuous updates nor continuous gathering starves the other. A
+    thread that wants to update makes ``wakeup_fd`` readable, so that a gathering thread stops waiting and releases the
+    lock.
 
     Attributes:
         wakeup_fd: a descriptor that is readable while the gathering thread has to stop waiting; -1 after ``close``.
@@ -22,11 +25,9 @@ class GatherLock:
 
     def __init__(self) -> None:
         self.wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._lock = threading.RLock()
+        self._changed = threading.Condition()
         self._owner: int | None = None
-        self._updates: set[object] = set()  # those that hold the lock or wait for it
-        self._no_updates = threading.Event()
-        self._no_updates.set()
+        self._waiting: deque[_Waiting] = deque()
 
     @property
     def closed(self) -> bool:
@@ -56,48 +57,62 @@ class GatherLock:
     @contextmanager
     def gathering(self) -> Iterator[None]:
         """Hold the lock to gather; the block may wait for workers and for ``wakeup_fd``."""
-        if self._owner != threading.get_ident() and self._updates:
-            self._no_updates.wait()  # once only: continuous updates must not starve the gathering thread
-        with self._hold() as nested:
-            # An update registers itself and then looks for an owner; this thread becomes the owner and then looks for
-            # updates. In any order, one of the two sees the other and wakes this thread.
-            if self._updates and not nested:
-                self.wake()
+        taken = self._acquire(updates=False)
+        try:
             yield
+        finally:
+            self._release(taken)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Hold the lock to deliver an update, ahead of a thread that gathers."""
-        update = object()
+        """Hold the lock to deliver an update; a thread that gathers is woken, and releases the lock."""
+        taken = self._acquire(updates=True)
         try:
-            self._updates.add(update)
-            self._no_updates.clear()
-            if self._owner not in (None, threading.get_ident()):
-                self.wake()
-            with self._hold():
-                yield
+            yield
         finally:
-            self._updates.discard(update)
-            if not self._updates:
-                self._no_updates.set()
+            self._release(taken)
 
     @contextmanager
     def ending(self, timeout: float) -> Iterator[None]:
         """Hold the lock to end the workers, or go on without it after ``timeout`` seconds: its owner may be stuck."""
         self.wake()
-        held = self._lock.acquire(timeout=timeout)
+        taken = self._acquire(updates=True, timeout=timeout)
         try:
             yield
         finally:
-            if held:
-                self._lock.release()
+            self._release(taken)
 
-    @contextmanager
-    def _hold(self) -> Iterator[bool]:
-        """Hold the lock; yield whether this thread held it already."""
-        with self._lock:
-            owner, self._owner = self._owner, threading.get_ident()
+    def _acquire(self, *, updates: bool, timeout: float | None = None) -> bool:
+        """Take the lock after those that asked earlier; return False if this thread held it already or time ran out."""
+        thread = threading.get_ident()
+        if self._owner == thread:
+            return False
+        turn = _Waiting(updates)
+        with self._changed:
+            self._waiting.append(turn)
             try:
-                yield owner is not None
+                if updates and self._owner is not None:
+                    self.wake()
+                if not self._changed.wait_for(lambda: self._owner is None and self._waiting[0] is turn, timeout):
+                    return False
+                self._owner = thread
             finally:
-                self._owner = owner
+                self._waiting.remove(turn)
+                self._changed.notify_all()
+            if not updates and any(waiting.updates for waiting in self._waiting):
+                self.wake()  # those saw another owner when they asked
+            return True
+
+    def _release(self, taken: bool) -> None:
+        """Release the lock, if ``_acquire`` took it."""
+        if taken:
+            with self._changed:
+                self._owner = None
+                self._changed.notify_all()
+
+
+class _Waiting:
+    """A thread that waits for the lock, compared by identity."""
+
+    def __init__(self, updates: bool) -> None:
+        self.updates = updates

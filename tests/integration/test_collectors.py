@@ -706,10 +706,8 @@ def test_bad_arguments_are_clear_errors_and_leave_nothing(arguments, error, mess
     with multi():
         pass  # the fork server is there
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    started = time.monotonic()
     with pytest.raises(error, match=message):
         MultiSyncCollector(**options)
-    assert time.monotonic() - started < 20
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 
 

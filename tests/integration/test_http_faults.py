@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
@@ -27,10 +26,8 @@ def pool() -> Iterator[WorkerPool]:
 def test_a_killed_engine_is_an_error_at_once_and_another_takes_its_place(pool: WorkerPool) -> None:
     with engines(pool, 2) as (workers, urls), trainer(urls) as scheme:
         workers[1].kill()
-        started = time.monotonic()
         with pytest.raises(wsync.WorkerDied, match=rf"worker 1: {urls[1]}: phase start .*refused") as caught:
             scheme.send(fill(Small(), 2))
-        assert time.monotonic() - started < 10
         assert list(caught.value.workers) == [1]
         assert workers[0].call(value) == ("2", [2.0] * 4)
         scheme.send(fill(Small(), 3))  # to those that are left

@@ -379,11 +379,10 @@ def test_a_stopped_worker_is_ended_and_replaced(kind, events):
 def test_a_stopped_worker_is_an_error_in_the_end(events, monkeypatch):
     monkeypatch.setattr("collectors.workers.processes.SHUTDOWN_GRACE", 0.5)  # a stopped worker does not end within it
     (events / "stop").touch()
-    started = time.monotonic()
     with collect("sync", events, "raise", worker_timeout=2.0) as collector:
         with pytest.raises(wsync.SyncTimeout, match="did not answer within 2 s"):
             next(collector)
-        assert collector.closed and time.monotonic() - started < 15
+        assert collector.closed
 
 
 def test_a_stopped_worker_does_not_hold_up_an_update_for_ever(events):
@@ -509,10 +508,9 @@ def test_interrupt_ends_a_wait_for_workers_that_do_not_come_back(events):
             kill(collector, worker)
         timer = threading.Timer(0.5, collector.interrupt)
         timer.start()
-        started = time.monotonic()
         with pytest.raises(wsync.SyncTimeout, match="asked to stop"):
             next(collector)
-        assert collector.closed and time.monotonic() - started < 5
+        assert collector.closed
         timer.join()
 
 

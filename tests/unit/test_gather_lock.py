@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import select
+import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -42,48 +43,52 @@ def wait_in(lock: GatherLock) -> bool:
 
 
 def test_an_update_interrupts_a_gathering_thread_that_waits(lock: GatherLock) -> None:
-    inside, slowest, over = [0], [0.0], threading.Event()
+    inside, over = [0], threading.Event()
+    woken: list[bool] = []
 
     def gather() -> None:
         while not over.is_set():
             with lock.gathering():
                 inside[0] += 1
-                wait_in(lock)
+                woken.append(wait_in(lock))
                 inside[0] -= 1
 
     gathering = threading.Thread(target=gather)
     gathering.start()
     for _ in range(3_000):
-        began = time.monotonic()
         with lock.updating():
             assert inside[0] == 0
-        slowest[0] = max(slowest[0], time.monotonic() - began)
     over.set()
     lock.wake()
     gathering.join()
-    assert slowest[0] < PATIENCE / 2
+    assert all(woken)
 
 
-def test_continuous_updates_do_not_starve_gathering(lock: GatherLock) -> None:
-    over = threading.Event()
+def test_threads_that_ask_again_at_once_stand_behind_those_that_wait(lock: GatherLock) -> None:
+    over, entered = threading.Event(), threading.Event()
+    updates = [0]
 
     def update() -> None:
         while not over.is_set():
             with lock.updating():
+                updates[0] += 1
+                entered.set()
                 until = time.monotonic() + 0.001
-                while time.monotonic() < until:
+                while time.monotonic() < until:  # keeps the interpreter lock, as work in Python does
                     pass
 
     updating = threading.Thread(target=update)
     updating.start()
-    began = time.monotonic()
-    for _ in range(100):
+    assert entered.wait(PATIENCE)
+    passed = []
+    for _ in range(50):
+        before = updates[0]
         with lock.gathering():
-            pass
-    took = time.monotonic() - began
+            passed.append(updates[0] - before)
     over.set()
     updating.join()
-    assert took < PATIENCE
+    # One update may hold the lock and one may have asked before; a thread that is not scheduled has not asked yet.
+    assert statistics.median(passed) <= 2
 
 
 @pytest.mark.parametrize("inner", ["gathering", "updating"])
