@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 from torch import nn
 
@@ -22,6 +23,7 @@ from wsync.sending.channel import WorkerChannel
 from wsync.sending.routes import Routes
 from wsync.transforms.chain import compose
 from wsync.transforms.delta import delta_of
+from wsync.transport import FlatTransport, TransportBackend, TransportFactory
 from wsync.weights.targets import Destination, Load
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ def make_sender(
     routes = Routes(
         connections,
         num_workers,
-        scheme._transport_factory(),
+        _transport_factory(scheme),
         scheme.strategy,
         arena=scheme._uses_arena(),
         retains=scheme.binds_arena,  # workers' models stay bound to the published slot: it must not be written
@@ -77,6 +79,21 @@ def make_sender(
         record=scheme.metrics.record,
     )
     return sender, channel
+
+
+def _transport_factory(scheme: WeightSyncScheme) -> TransportFactory | None:
+    """Return the scheme's factory without a reference to the scheme, which is closed when it is garbage-collected."""
+    method = scheme._transport_factory()
+    if method is None:
+        return None
+    reference = WeakMethod(method)
+
+    def create(worker_idx: int) -> TransportBackend | FlatTransport:
+        factory = reference()
+        assert factory is not None, "called only during connect and readmit of the scheme"
+        return factory(worker_idx)
+
+    return create
 
 
 def make_receive_channel(scheme: WeightSyncScheme, model_id: str) -> SenderChannel:

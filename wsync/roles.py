@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import util
 from typing import Any
-from weakref import ref
 
 from wsync.control.processes import Processes, watched
 from wsync.deadlines import deadline_in
@@ -23,7 +22,7 @@ from wsync.sending.source import per_worker
 from wsync.weights.strategy import WeightStrategy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class Role:
     """What a scheme was initialised with. ``Role()`` itself: nothing yet, or ``shutdown`` was called.
 
@@ -284,16 +283,10 @@ def prepared_weights(role: Role, weights: Any, model_id: str, strategy: WeightSt
     return extracted(weights, strategy)
 
 
-def close_at_exit(channel: SendChannel) -> None:
-    """Close ``channel`` before this process waits for its children, unless that has been done.
+def close_unused(role: SenderRole) -> None:
+    """Close the channel of ``role`` when its scheme is garbage-collected, or this process ends, without ``shutdown``.
 
     A trainer that ends by an error has not shut down. ``multiprocessing`` then joins its child processes, which may be
     waiting for weights. Finalizers of ``multiprocessing`` run before that; a forked child inherits none.
     """
-    util.Finalize(channel, _close, args=(ref(channel),), exitpriority=0)
-
-
-def _close(reference: ref[SendChannel]) -> None:
-    channel = reference()
-    if channel is not None:
-        channel.close()
+    util.Finalize(role, role.channel.close, exitpriority=0)

@@ -30,7 +30,7 @@ from wsync.options import full_signature
 from wsync.receiving.protocols import RequestChannel
 from wsync.registry import load_backend
 from wsync.rendezvous import Rendezvous, SocketRendezvous
-from wsync.roles import ReceiverRole, Role, SenderRole, close_at_exit, prepared_weights
+from wsync.roles import ReceiverRole, Role, SenderRole, close_unused, prepared_weights
 from wsync.scheme_transports import ReceiverTransport, SenderTransport
 from wsync.sender import Sender
 from wsync.sending.counting import agreed_count
@@ -211,7 +211,7 @@ class WeightSyncScheme(ABC):
             address=self._address,
             sentinels={worker.worker_idx: worker.sentinel for worker in workers},
         )
-        close_at_exit(channel)
+        close_unused(self._role)
         if pipes:
             invite_all(self, pipes)  # tell each worker through its pipe where to connect
 

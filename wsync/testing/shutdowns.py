@@ -14,6 +14,7 @@ from wsync.testing import commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.hooks import TIMEOUT, BackendHooks
 from wsync.testing.models import Small
+from wsync.testing.session import Session, connect_all
 from wsync.testing.workers import WorkerError
 
 ROUNDS = 3
@@ -89,6 +90,26 @@ class Shutdowns(BackendHooks):
         assert shared_memory_files() <= files
         assert sorted(map(str, latest)) == sorted(map(str, inside))
         assert _resident() - size < GROWTH
+
+    def test_a_scheme_that_is_dropped_without_shutdown_leaves_nothing(self) -> None:
+        def attempt() -> None:
+            with self.workers(2) as workers:
+                scheme = self.make_scheme(timeout=TIMEOUT)
+                scheme.init_on_sender("policy", model=Small(), num_workers=2)
+                session = Session(scheme, workers, Small(), Small, "policy")
+                connect_all(session, first_weights_at_connect=self.first_weights_at_connect)
+                session.send(2)
+                assert session.outputs() == [2, 2]
+                del scheme, session
+                gc.collect()
+                assert workers.call(commands.shutdown) == [[]] * 2
+
+        attempt()
+        before, files = self.trainer_resources(), shared_memory_files()
+        for _ in range(ROUNDS):
+            attempt()
+        assert self.trainer_resources() == before
+        assert shared_memory_files() <= files
 
     def test_nothing_is_left_of_killed_workers(self) -> None:
         def attempt() -> None:
