@@ -1,8 +1,9 @@
 """The gate: no model changes while its forward runs.
 
 There is one re-entrant gate per process, for all synchronised models in it. A forward of a gated model holds it. Each
-model has a *feed* (the object that checks for a pending update and installs it). The gate polls the feeds when a thread
-that does not hold it yet enters, and only then; so a forward sees one version from its first layer to its last.
+model has a *hook*: the object that installs its updates (``GateHook``). When a thread that does not hold the gate yet
+enters it, and only then, the gate has each hook install a pending update; so a forward sees one version from its first
+layer to its last.
 
 The receiver thread installs by passing through the gate too. It blocks on the lock, so a pending update is installed as
 soon as the running forward ends, even if no other forward follows. With ``acknowledge="published"`` the receiver thread
@@ -33,7 +34,7 @@ from torch import nn
 
 from wsync import loops
 from wsync.deadlines import remaining
-from wsync.loops.gate_lock import Feed
+from wsync.loops.gate_lock import GateHook
 
 
 class Gate:
@@ -41,7 +42,8 @@ class Gate:
 
     Attributes:
         gate_lock: the state of the gate, in Python or compiled: an RLock (``lock``), how often the holder has entered
-            (``depth``), and the feeds. Acquiring ``lock`` alone does not enter the gate: no feed is polled.
+            (``depth``), and the hooks. Acquiring ``lock`` alone does not enter the gate: no hook is called, and nothing
+            is installed.
         call: ``call(function, *args, **kwargs)`` calls ``function`` inside the gate; faster than ``hold``.
     """
 
@@ -63,10 +65,10 @@ class Gate:
                 gate_lock.leave(depth)
 
     def call_with_deadline(self, deadline: float | None, function: Callable[..., Any], *args: Any) -> Any | None:
-        """Acquire the gate within ``deadline`` and call ``function``; None on timeout.
+        """Wait for the gate until ``deadline``, and call ``function`` inside it; None if the gate was not free in time.
 
-        Called by the thread in ``receive()``, which must not hold the gate already: at a timeout the ``release`` below
-        would end that hold.
+        Called by the thread in ``receive()``, outside the gate: the lock is released in any case, so a thread that held
+        it before would lose it at a timeout.
         """
         lock, left = self.gate_lock.lock, remaining(deadline)
         try:
@@ -83,20 +85,20 @@ class Gate:
         gate_lock = self.gate_lock
         return gate_lock.lock._is_owned() and gate_lock.depth > 0  # the depth is 0 if only ``lock`` was acquired
 
-    def attach(self, feed: Feed) -> None:
-        """Poll ``feed`` for updates from now on."""
+    def attach(self, hook: GateHook) -> None:
+        """Call ``hook`` from now on, after those that are attached already. Called by the thread that connects."""
         with self.gate_lock.lock:
-            self.gate_lock.feeds = (*self.feeds, feed)
+            self.gate_lock.hooks = (*self.hooks, hook)
 
-    def detach(self, feed: Feed) -> None:
-        """Stop polling ``feed``."""
+    def detach(self, hook: GateHook) -> None:
+        """Stop calling ``hook``. Called by the thread that shuts down."""
         with self.gate_lock.lock:
-            self.gate_lock.feeds = tuple(other for other in self.feeds if other is not feed)
+            self.gate_lock.hooks = tuple(other for other in self.hooks if other is not hook)
 
     @property
-    def feeds(self) -> Sequence[Feed]:
-        """The attached feeds."""
-        return self.gate_lock.feeds
+    def hooks(self) -> Sequence[GateHook]:
+        """The attached hooks."""
+        return self.gate_lock.hooks
 
 
 _gate = Gate()

@@ -6,12 +6,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from wsync.control.receiver_thread import without_waiting
+from wsync.control.receiver_thread import without_fetching
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
 from wsync.gate import gate_model, process_gate, ungate_model
 from wsync.loops import WorkerSlot
-from wsync.loops.gate_lock import Feed
+from wsync.loops.gate_lock import GateHook
 from wsync.receiving import prepared
 from wsync.receiving.cascade import Cascade
 from wsync.receiving.forking import gated_receivers
@@ -51,11 +51,10 @@ class Receiver(ModelUpdater):
     ) -> None:
         super().__init__(destination, channel, make_schedule, cascade)
         self._strategy = strategy
-        self._stored = channel if isinstance(channel, StoredVersions) else None
-        # Registered twice: with the gate (polled before each forward) and with the receiver thread (called per
-        # message). With the arena a ``WorkerSlot`` stands before this object.
-        self._poller: Receiver | WorkerSlot = self
-        self._feed: Feed = self  # what the gate polls: the poller, or what stands before it
+        self._store = channel if isinstance(channel, StoredVersions) else None
+        # Handles messages and installs updates: this object; with the arena, a ``WorkerSlot`` that calls this object.
+        self._updater: Receiver | WorkerSlot = self
+        self._gate_hook: GateHook = self  # attached to the gate: the updater, or the schedule, which calls the updater
         self._follower: RegisteredFollower | None = None
         self._connecting = False  # ``connect`` or ``begin_connect`` was called
         self._attached = False
@@ -96,7 +95,7 @@ class Receiver(ModelUpdater):
         try:
             self._gate_or_refuse()
             self._install_first_weights()
-            self._channel.attach(self._poller)
+            self._channel.attach(self._updater)
             self._attached = True
         except BaseException:  # also a signal's
             self.close()
@@ -106,7 +105,7 @@ class Receiver(ModelUpdater):
         try:
             if self._channel.layout is not None:
                 self._target_or_create()
-            with without_waiting():
+            with without_fetching():
                 self._gate_model()
         except Exception:
             self._channel.answer(Ack(self.worker_idx, ANY_VERSION, traceback.format_exc()))
@@ -115,16 +114,17 @@ class Receiver(ModelUpdater):
     def _install_first_weights(self) -> None:
         gate = process_gate()
         arena = self._channel.arena
-        self._poller = self if arena is None else arena.poller(self)
-        self._feed = self._schedule.feed(self._poller)
-        gate.attach(self._feed)
+        self._updater = self if arena is None else arena.updater_for(self)
+        self._gate_hook = self._schedule.gate_hook(self._updater)
+        gate.attach(self._gate_hook)
         memory = None if arena is None else arena.registered()
         if memory is not None:
             self._follower = RegisteredFollower(memory, self)
             gate.attach(self._follower)
-        with without_waiting():
+        with without_fetching():
             self._schedule.install_now()
-        error = self._error if self._channel.first_version else ""  # without a first version: of a later update
+        # A sender without first weights may have sent an update meanwhile: its answer carries its error.
+        error = self._error if self._channel.first_version else ""
         self._acknowledge_after_cascade()
         self._seen = min(self.version, self._channel.first_version)  # `receive` returns a newer one
         if error:
@@ -186,8 +186,8 @@ class Receiver(ModelUpdater):
         Raises:
             SyncTimeout: the sender has one, and did not send it in time.
         """
-        if self._stored is not None:
-            self.process(self._stored.fetch_newest())
+        if self._store is not None:
+            self.process(self._store.fetch_newest())
         if not self._schedule.fetch(timeout):
             raise SyncTimeout(f"worker {self.worker_idx}: the newest version did not come within {timeout} s")
 
@@ -235,19 +235,20 @@ class Receiver(ModelUpdater):
     def close(self) -> None:
         """Copy the model to memory of its own, restore its class, and close the connection.
 
-        ``receive`` returns in other threads.
+        Called outside the gate, by the thread that shuts down, or that connects (after an error, and again). Calls of
+        ``receive`` in other threads return.
         """
         self.end(finished=True)
-        self._channel.detach(self._poller)
+        self._channel.detach(self._updater)
         gate = process_gate()
-        with without_waiting(), gate.hold():  # not for a version of another model, which may not come
-            gate.detach(self._feed)
+        with without_fetching(), gate.hold():  # entering must not wait for a version of another model
+            gate.detach(self._gate_hook)
             if self._follower is not None:
                 gate.detach(self._follower)
                 self._follower = None
             prepared.forget(self)
             if not self._in_forked_child:
-                self.forward_ended()
+                self.forward_ended()  # entering the gate may have taken a slot; a detached hook does not release it
             self.copy_to_own_memory()
             self._target = None
             gated_receivers.discard(self)

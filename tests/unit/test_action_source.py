@@ -166,7 +166,7 @@ class Told(CategoricalPolicy):
 
 
 class UpdatedAtOnce:
-    """A feed with a next version that is there as soon as the gate is open."""
+    """A hook with a next version that is there as soon as the gate is open."""
 
     def __init__(self, weights: nn.Parameter) -> None:
         self.weights = weights
@@ -187,7 +187,7 @@ def test_outputs_that_are_views_of_weights_are_of_the_version_that_acted(called:
     def call(td: TensorDictBase) -> TensorDictBase:
         return td.set("action", scores(td["observation"])).set("action_log_prob", scores.weights[0].expand(2))
 
-    feed = UpdatedAtOnce(scores.weights)
+    hook = UpdatedAtOnce(scores.weights)
     rollout = Rollout(
         GymEnv("CartPole-v1", 2, seed=0),
         call if called else policy,
@@ -195,11 +195,11 @@ def test_outputs_that_are_views_of_weights_are_of_the_version_that_acted(called:
         version=lambda: int(scores.weights[0]),
     )
     batch = rollout.buffer(5)
-    process_gate().attach(feed)
+    process_gate().attach(hook)
     try:
         rollout.collect(batch)
     finally:
-        process_gate().detach(feed)
+        process_gate().detach(hook)
     assert isinstance(rollout._source, CalledPolicy if called else PolicyInParts)
     assert batch["policy_version"].tolist() == [[0, 1, 2, 3, 4]] * 2
     assert torch.equal(batch["action_log_prob"], batch["policy_version"].float())

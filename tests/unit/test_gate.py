@@ -26,7 +26,7 @@ from wsync.gate import Gate, gate_model, process_gate, ungate_model
 
 
 class News:
-    """A feed that counts."""
+    """A hook that counts."""
 
     def __init__(self) -> None:
         self.entered = self.left = 0
@@ -90,7 +90,7 @@ def test_open_again_whatever_the_forward_raised(error: BaseException) -> None:
 
 @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt()])
 @pytest.mark.parametrize("where", ["poll_update", "forward_ended"])
-def test_open_again_whatever_a_feed_raised(where: str, error: BaseException) -> None:
+def test_open_again_whatever_a_hook_raised(where: str, error: BaseException) -> None:
     gate, news = Gate(), News()
 
     def fail() -> bool:
@@ -135,7 +135,7 @@ def test_open_again_wherever_a_signal_strikes(passing: Callable[[Gate], object])
             break
 
 
-def test_a_feed_that_decides_for_others_has_all_asked_again() -> None:
+def test_a_hook_that_decides_for_others_has_all_called_again() -> None:
     gate, news, decisions = Gate(), News(), [True, True, False]
     decider = News()
     decider.poll_update = lambda: decisions.pop(0)

@@ -555,7 +555,7 @@ def fast_worker(
     slot, receiver = loops.WorkerSlot(), Receiver()
     slot.map_words(arena.words, arena.first_word_of(0))
     gate_lock = loops.GateLock(threading.RLock())
-    gate_lock.feeds = (slot,)
+    gate_lock.hooks = (slot,)
     slot.set_receiver(receiver, gate_lock)
     one, other = tcp_pair() if family == socket.AF_INET else socket.socketpair(family, socket.SOCK_SEQPACKET)
     installer = Binding(model, layout, bind=retains).installer

@@ -12,22 +12,25 @@ from contextlib import contextmanager, suppress
 from typing import Protocol
 
 _log = logging.getLogger(__name__)
-_here = threading.local()  # ``must_not_wait``: of this thread
+_here = threading.local()  # ``must_not_fetch``: of this thread
 
 
 @contextmanager
-def without_waiting() -> Iterator[None]:
-    """While the block runs, this thread waits for no message, e.g. because it is the one that reads messages."""
-    before, _here.must_not_wait = must_not_wait(), True
+def without_fetching() -> Iterator[None]:
+    """While the block runs, no forward in this thread requests a version and waits for it (``OnRequest``).
+
+    The receiver thread itself is such a thread: it would wait for a message that only it can read.
+    """
+    before, _here.must_not_fetch = must_not_fetch(), True
     try:
         yield
     finally:
-        _here.must_not_wait = before
+        _here.must_not_fetch = before
 
 
-def must_not_wait() -> bool:
-    """Return whether this thread is in a block of ``without_waiting``."""
-    return getattr(_here, "must_not_wait", False)
+def must_not_fetch() -> bool:
+    """Return whether this thread is in a block of ``without_fetching``."""
+    return getattr(_here, "must_not_fetch", False)
 
 
 class MessageHandler(Protocol):
@@ -98,7 +101,7 @@ class ReceiverThread:
             with self._calling:  # wait for a running handler
                 return
 
-    @without_waiting()
+    @without_fetching()
     def _run(self, wake: int) -> None:
         try:
             while True:

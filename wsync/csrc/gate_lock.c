@@ -1,11 +1,11 @@
-/* GateLock: the lock of a process's gate, and the feeds that it polls (loops/gate_lock.py). */
+/* GateLock: the lock of a process's gate, and the hooks that it calls (loops/gate_lock.py). */
 
 #include "loops.h"
 
 typedef struct {
     PyObject_HEAD
     PyObject *lock, *acquire, *release; /* a threading.RLock, and its methods */
-    PyObject *feeds;                    /* a tuple */
+    PyObject *hooks;                    /* a tuple */
     int depth;                          /* of the thread that has the lock */
 } GateLock;
 
@@ -14,7 +14,7 @@ static int GateLock_traverse(GateLock *self, visitproc visit, void *arg)
     Py_VISIT(self->lock);
     Py_VISIT(self->acquire);
     Py_VISIT(self->release);
-    Py_VISIT(self->feeds);
+    Py_VISIT(self->hooks);
     Py_VISIT(Py_TYPE(self));
     return 0;
 }
@@ -24,7 +24,7 @@ static int GateLock_clear(GateLock *self)
     Py_CLEAR(self->lock);
     Py_CLEAR(self->acquire);
     Py_CLEAR(self->release);
-    Py_CLEAR(self->feeds);
+    Py_CLEAR(self->hooks);
     return 0;
 }
 
@@ -46,24 +46,24 @@ static PyObject *GateLock_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     self->lock = Py_NewRef(lock);
     self->acquire = PyObject_GetAttrString(lock, "acquire");
     self->release = PyObject_GetAttrString(lock, "release");
-    self->feeds = PyTuple_New(0);
-    if (!self->acquire || !self->release || !self->feeds)
+    self->hooks = PyTuple_New(0);
+    if (!self->acquire || !self->release || !self->hooks)
         Py_CLEAR(self);
     return (PyObject *)self;
 }
 
-/* Call a method of all feeds. Return whether any returned a true value, or -1 with an error. */
-static int call_feeds(GateLock *self, PyObject *method)
+/* Call a method of all hooks. Return whether any returned a true value, or -1 with an error. */
+static int call_hooks(GateLock *self, PyObject *method)
 {
     int yes = 0;
-    PyObject *feeds = Py_NewRef(self->feeds);
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(feeds) && yes >= 0; i++) {
-        PyObject *said = PyObject_CallMethodNoArgs(PyTuple_GET_ITEM(feeds, i), method);
-        int answer = said ? PyObject_IsTrue(said) : -1;
-        Py_XDECREF(said);
+    PyObject *hooks = Py_NewRef(self->hooks);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(hooks) && yes >= 0; i++) {
+        PyObject *result = PyObject_CallMethodNoArgs(PyTuple_GET_ITEM(hooks, i), method);
+        int answer = result ? PyObject_IsTrue(result) : -1;
+        Py_XDECREF(result);
         yes = answer < 0 ? -1 : yes | answer;
     }
-    Py_DECREF(feeds);
+    Py_DECREF(hooks);
     return yes;
 }
 
@@ -73,7 +73,7 @@ static int enter(GateLock *self, int depth)
     self->depth = depth + 1;
     int again = depth == 0;
     while (again > 0)
-        again = call_feeds(self, names.poll_update);
+        again = call_hooks(self, names.poll_update);
     return again;
 }
 
@@ -85,7 +85,7 @@ static int leave(GateLock *self, int depth)
         return 0;
     PyObject *type, *error, *traceback;
     PyErr_Fetch(&type, &error, &traceback);
-    int failed = call_feeds(self, names.forward_ended) < 0;
+    int failed = call_hooks(self, names.forward_ended) < 0;
     if (!failed) {
         PyErr_Restore(type, error, traceback);
         return 0;
@@ -167,18 +167,18 @@ static PyObject *GateLock_leave(GateLock *self, PyObject *depth)
     Py_RETURN_NONE;
 }
 
-static PyObject *GateLock_get_feeds(GateLock *self, void *Py_UNUSED(closure))
+static PyObject *GateLock_get_hooks(GateLock *self, void *Py_UNUSED(closure))
 {
-    return Py_NewRef(self->feeds);
+    return Py_NewRef(self->hooks);
 }
 
-static int GateLock_set_feeds(GateLock *self, PyObject *feeds, void *Py_UNUSED(closure))
+static int GateLock_set_hooks(GateLock *self, PyObject *hooks, void *Py_UNUSED(closure))
 {
-    if (!feeds || !PyTuple_CheckExact(feeds)) {
-        PyErr_SetString(PyExc_TypeError, "feeds must be a tuple");
+    if (!hooks || !PyTuple_CheckExact(hooks)) {
+        PyErr_SetString(PyExc_TypeError, "hooks must be a tuple");
         return -1;
     }
-    Py_SETREF(self->feeds, Py_NewRef(feeds));
+    Py_SETREF(self->hooks, Py_NewRef(hooks));
     return 0;
 }
 
@@ -188,7 +188,7 @@ static PyMemberDef GateLock_members[] = {
     {NULL},
 };
 static PyGetSetDef GateLock_attributes[] = {
-    {"feeds", (getter)GateLock_get_feeds, (setter)GateLock_set_feeds, NULL, NULL},
+    {"hooks", (getter)GateLock_get_hooks, (setter)GateLock_set_hooks, NULL, NULL},
     {NULL},
 };
 PyDoc_STRVAR(GateLock_call_doc, "call(function, ...): see wsync.loops.gate_lock.");

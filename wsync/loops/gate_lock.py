@@ -1,19 +1,22 @@
-"""The lock around every forward of a synchronised model, and the feeds that are polled on the way in."""
+"""The lock around every forward of a synchronised model, and the hooks that are called before and after it."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
 
-class Feed(Protocol):
-    """The object that installs one model's updates: a ``Receiver`` or a ``WorkerSlot``."""
+class GateHook(Protocol):
+    """What the gate calls before and after each forward: the object that installs one model's updates.
+
+    Implemented by ``Receiver``, ``WorkerSlot``, ``OnRequest`` and ``RegisteredFollower``.
+    """
 
     def poll_update(self) -> bool:
         """Install the newest version before a forward.
 
         Called each time a thread enters the gate from outside, with the lock held: by the acting thread before each
         forward, by the receiver thread after a message. Returns True if that also committed updates of other models:
-        all feeds are then polled again. An exception is raised in the caller of the forward.
+        the method of all hooks is then called again. An exception is raised in the caller of the forward.
         """
         ...
 
@@ -23,7 +26,7 @@ class Feed(Protocol):
 
 
 class GateLock:
-    """The gate's lock and feeds. One per process; used by every thread that runs a forward, and the receiver thread.
+    """The gate's lock and hooks. One per process; used by every thread that runs a forward, and the receiver thread.
 
     Args:
         lock: a ``threading.RLock``.
@@ -31,7 +34,7 @@ class GateLock:
     Attributes:
         lock: as given.
         depth: how often the thread that has the lock has entered; 0 if no thread is inside.
-        feeds: polled in this order; the tuple is replaced as a whole, by a thread that has the lock.
+        hooks: called in this order; the tuple is replaced as a whole, by a thread that has the lock.
     """
 
     def __init__(self, lock: Any, /) -> None:
@@ -39,7 +42,7 @@ class GateLock:
         # whatever a forward raised, and wherever a KeyboardInterrupt came.
         self.lock = lock
         self.depth = 0
-        self.feeds: tuple[Feed, ...] = ()
+        self.hooks: tuple[GateHook, ...] = ()
 
     def call(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Return ``function(*args, **kwargs)``, called inside the gate."""
@@ -57,16 +60,20 @@ class GateLock:
         self.call(bool)
 
     def enter(self, depth: int, /) -> None:
-        """Enter with the lock held, from ``depth``. The caller sets ``depth`` back and calls ``leave`` in any case."""
+        """Enter the gate; from outside (``depth`` is 0), call ``poll_update`` of all hooks.
+
+        Called with the lock held, with the attribute ``depth``. Whether or not this raises, the caller must set the
+        attribute to the same value again, and then call ``leave`` with it.
+        """
         self.depth = depth + 1
         if depth == 0:
-            # A commit that one feed finds changes the models of others, so all feeds are polled again.
-            while any([feed.poll_update() for feed in self.feeds]):
+            # A commit that one hook finds changes the models of others, so all hooks are called again.
+            while any([hook.poll_update() for hook in self.hooks]):
                 pass
 
     def leave(self, depth: int, /) -> None:
-        """Call ``forward_ended`` of all feeds if ``depth`` is 0. The caller has set ``depth`` back."""
+        """Leave the gate; to the outside (``depth`` is 0), call ``forward_ended`` of all hooks: see ``enter``."""
         self.depth = depth
         if depth == 0:
-            for feed in self.feeds:
-                feed.forward_ended()
+            for hook in self.hooks:
+                hook.forward_ended()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from wsync.loops.gate_lock import Feed, GateLock
+from wsync.loops.gate_lock import GateHook, GateLock
 from wsync.loops.installer import Installer
 from wsync.loops.messages import ACK, SLOT_FREED, UPDATE, Message, send_answer, take_message
 from wsync.loops.pack_plan import PackPlan
@@ -24,7 +24,7 @@ from wsync.loops.words import (
 )
 
 
-class SlotReceiver(Feed, Protocol):
+class SlotReceiver(GateHook, Protocol):
     """A ``wsync.receiver.Receiver``, which installs the updates that the fast path of its ``WorkerSlot`` does not.
 
     Attributes:
@@ -195,7 +195,7 @@ class WorkerSlot:
     # --- called by the gate and by the receiver thread ---
 
     def poll_update(self) -> bool:
-        """See ``gate_lock.Feed``. Most calls find nothing new."""
+        """See ``gate_lock.GateHook``. Most calls find nothing new."""
         receiver = self._receiver
         if receiver is None:
             return False
@@ -252,7 +252,7 @@ class WorkerSlot:
             send_answer(self._fd, Message(ACK, self._worker, version, wait, time.perf_counter() - started))
 
     def forward_ended(self) -> None:
-        """See ``gate_lock.Feed``."""
+        """See ``gate_lock.GateHook``."""
         if self._receiver is None:
             return
         if self._block is None or self._installer is None:

@@ -57,10 +57,11 @@ class ArenaReader:
         self._slot.set_wakeups(self._wakeups)
         self._has_layout = True  # last: an acting thread that sees it uses all of the above
 
-    def poller(self, receiver: SlotReceiver) -> WorkerSlot:
-        """Return the object to register with the gate and the receiver thread, in place of ``receiver``.
+    def updater_for(self, receiver: SlotReceiver) -> WorkerSlot:
+        """Return the object that the gate and the receiver thread call in place of ``receiver``.
 
-        It passes to ``receiver`` what is not on the fast path. Called once, when connected, outside the gate.
+        It takes the fast path, and calls ``receiver`` for the rest. Called once, outside the gate, by the thread that
+        connects.
         """
         self._slot.set_receiver(receiver, process_gate().gate_lock)
         return self._slot
@@ -86,7 +87,10 @@ class ArenaReader:
             )
 
     def on_sent(self) -> None:
-        """End the fast path while a background thread sends: it writes to the socket. Called after each message."""
+        """Disable the fast path while a background thread sends: the fast path writes to the same socket.
+
+        Called after each message, by the thread that has sent it.
+        """
         if self._connection.busy:
             self._installer = None
             self._slot.disable_fast_path()

@@ -6,7 +6,7 @@ import os
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from wsync.control.receiver_thread import without_waiting
+from wsync.control.receiver_thread import without_fetching
 from wsync.gate import process_gate
 from wsync.weights.targets import Destination
 
@@ -45,7 +45,7 @@ def _before_fork() -> None:
         gate_lock = process_gate().gate_lock
         gate_lock.lock.acquire()
         _locked_for_fork.append(gate_lock)
-        with without_waiting():
+        with without_fetching():
             gate_lock.call(_own_memory)
 
 
@@ -57,12 +57,12 @@ def _after_in_parent() -> None:
 def _after_in_child() -> None:
     """End all receivers: the child has a gate of its own, and no connection.
 
-    A child that was forked inside a forward still leaves its copy of the parent's gate. That copy has no feeds, so the
+    A child that was forked inside a forward still leaves its copy of the parent's gate. That copy has no hooks, so the
     end of the forward is not reported to the sender.
     """
     if _locked_for_fork:
         gate_lock = _locked_for_fork.pop()
-        gate_lock.feeds = ()
+        gate_lock.hooks = ()
         gate_lock.lock.release()
     for receiver in gated_receivers:
         receiver.end_in_forked_child()

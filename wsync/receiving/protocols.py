@@ -133,7 +133,7 @@ class RequestChannel(ReceiveChannel, Protocol):
         ...
 
     def request_newest(self) -> int:
-        """Request the newest version, where it has to be sent. Called with the gate's bare lock.
+        """Request the newest version, where it has to be sent. Called with the gate's lock held, by any thread.
 
         Returns:
             The number of the request, which a ``Newest`` event answers; 0 if there is nothing to wait for.
@@ -143,8 +143,11 @@ class RequestChannel(ReceiveChannel, Protocol):
 
 @runtime_checkable
 class StoredVersions(Protocol):
-    """A channel that reads a version without the sender."""
+    """A channel that reads versions from a store, where they lie without a sender: ``StoreReceiveChannel``."""
 
     def fetch_newest(self) -> Sequence[Event]:
-        """Stage the newest version now. Called outside the gate, by a thread in ``pull``."""
+        """Read the newest version now; return its event, or none if nothing could be read.
+
+        ``poll_update`` then returns the version. Called outside the gate, by a thread in ``pull``.
+        """
         ...

@@ -27,7 +27,7 @@ class BoundReceiver(Protocol):
 class RegisteredFollower:
     """Binds a model to the registered buffers while these have the model's version.
 
-    Implements ``wsync.loops.gate_lock.Feed``; polled after the feed that installs updates.
+    Implements ``wsync.loops.gate_lock.GateHook``; called after the hook that installs updates.
 
     Args:
         memory: the buffers.
@@ -40,7 +40,7 @@ class RegisteredFollower:
         self._left_at_version = 0  # the model has weights of its own while it has this version
 
     def poll_update(self) -> bool:
-        """See ``Feed``: the buffers may have been changed in place, so casts of them are dropped each time."""
+        """See ``GateHook``. The buffers may have been changed in place, so autocast's casts of them are dropped."""
         version, binding = self._receiver.version, self._receiver.binding
         if version and version == self._memory.version and version != self._left_at_version and binding is not None:
             binding.rebind(self._memory.tensors)
@@ -48,8 +48,11 @@ class RegisteredFollower:
         return False
 
     def forward_ended(self) -> None:
-        """See ``Feed``."""
+        """See ``GateHook``."""
 
     def leave_until_next_version(self) -> None:
-        """The worker has applied weights of its own. Called inside the gate."""
+        """Leave the model unbound until it has another version: the worker has applied weights of its own.
+
+        Called inside the gate.
+        """
         self._left_at_version = self._receiver.version

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from functools import partial
 
-from wsync.control.receiver_thread import must_not_wait
+from wsync.control.receiver_thread import must_not_fetch
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import SyncTimeout
 from wsync.gate import process_gate
-from wsync.loops.gate_lock import Feed
+from wsync.loops.gate_lock import GateHook
 from wsync.receiving.protocols import RequestChannel
 from wsync.receiving.versions import CHECK_INTERVAL, VersionState
 
@@ -17,18 +17,20 @@ from wsync.receiving.versions import CHECK_INTERVAL, VersionState
 class Immediate:
     """Updates are installed as they arrive, by the thread that enters the gate first.
 
+    ``gate_hook`` and ``install_now`` are called by the thread that connects, ``fetch`` by a thread in ``pull``.
+
     Attributes:
         keeps_previous: whether the slot of the previous version is needed although installing cannot fail.
     """
 
     keeps_previous = False
 
-    def feed(self, poller: Feed) -> Feed:
-        """Return what the gate polls for the updates of ``poller``. Called by ``connect``."""
-        return poller
+    def gate_hook(self, updater: GateHook) -> GateHook:
+        """Return the hook to attach to the gate; ``updater`` installs the updates. Called outside the gate."""
+        return updater
 
     def install_now(self) -> None:
-        """Install what is there. Called outside the gate."""
+        """Install the version that has arrived, if any. Called outside the gate."""
         process_gate().gate_lock.pass_through()
 
     def fetch(self, timeout: float | None) -> bool:
@@ -37,22 +39,28 @@ class Immediate:
         return True
 
     def on_newest(self, version: int, request: int) -> None:
-        """The sender has named its newest version, in answer to a request. Called inside the gate."""
+        """Record the newest version, which the sender has named in answer to a request.
+
+        Called inside the gate, by the receiver thread.
+        """
 
     def wake(self) -> None:
-        """A version was tried, or an end has gone: threads that wait in ``fetch`` look again. Called by any thread."""
+        """Wake the threads that wait for a version: one was installed or refused, or the connection has ended.
+
+        Called by any thread.
+        """
 
 
 class OnRequest:
     """Updates are installed by ``fetch``; and before a forward, if the model is more than ``max_staleness`` behind.
 
-    A ``Feed``, which stands between the gate and the object that installs updates. Where versions lie in the arena, or
-    in a store that is watched, they are there already. Others are requested from the sender: a thread then waits until
-    the receiver thread has installed the version. A forward that waits has left the gate meanwhile, because the
-    receiver thread needs it; afterwards the gate polls all feeds again. A thread that must not wait
-    (``without_waiting``) leaves the model as it is.
+    It is the ``GateHook`` of the model, and calls the hook that installs updates when one is to be installed. A version
+    in the arena, or in a store that is watched, is at hand. Others are requested from the sender: a thread then waits
+    until the receiver thread has installed the version. A forward that waits has left the gate meanwhile, because the
+    receiver thread needs it; afterwards the gate calls all hooks again. A thread in a block of ``without_fetching``
+    requests nothing.
 
-    Attributes other than constants are read and written inside the gate, or with its bare lock. For the methods that
+    Attributes are read and written inside the gate, or outside it with ``gate_lock.lock`` held. For the methods that
     ``Immediate`` has too, see there.
 
     Args:
@@ -71,32 +79,32 @@ class OnRequest:
         self._state = state
         self._max_staleness = max_staleness
         self._timeout = timeout
-        self._poller: Feed | None = None
+        self._updater: GateHook | None = None
         self._gate_lock = process_gate().gate_lock
         self._changed = threading.Condition(self._gate_lock.lock)
         self._waiting = 0  # threads that wait for a version: updates are installed as they come
         self._answered = (0, 0)  # the newest request that the sender has answered, and the version that it named
 
-    def feed(self, poller: Feed) -> Feed:
+    def gate_hook(self, updater: GateHook) -> GateHook:
         """See ``Immediate``: this object."""
-        self._poller = poller
+        self._updater = updater
         return self
 
     # --- called by the gate ---
 
     def poll_update(self) -> bool:
-        """See ``Feed``. Raises SyncTimeout if a version that the forward needs did not come in time."""
-        if self._poller is None or not (self._waiting or self._is_too_old()):
+        """See ``GateHook``. Raises SyncTimeout if a version that the forward needs did not come in time."""
+        if self._updater is None or not (self._waiting or self._is_too_old()):
             return False
-        again = self._poller.poll_update()
-        if again or self._waiting or must_not_wait() or not self._is_too_old():
+        again = self._updater.poll_update()
+        if again or self._waiting or must_not_fetch() or not self._is_too_old():
             return again
         return self._fetch_before_forward()
 
     def forward_ended(self) -> None:
-        """See ``Feed``."""
-        if self._poller is not None:
-            self._poller.forward_ended()
+        """See ``GateHook``."""
+        if self._updater is not None:
+            self._updater.forward_ended()
 
     def _is_too_old(self) -> bool:
         if self._max_staleness is None or self._state.closed:
@@ -107,7 +115,7 @@ class OnRequest:
         request = self._channel.request_newest()
         if not request:
             return False
-        self._gate_lock.depth = 0  # as outside: another thread that enters meanwhile polls the feeds
+        self._gate_lock.depth = 0  # as outside: for a thread that enters meanwhile, the gate calls the hooks
         try:
             arrived = self._await(request, self._timeout)
         finally:
@@ -136,12 +144,12 @@ class OnRequest:
     def _install(self) -> None:
         self._waiting += 1
         try:
-            while self._poller is not None and self._poller.poll_update():
+            while self._updater is not None and self._updater.poll_update():
                 pass
         finally:
             self._waiting -= 1
 
-    # --- waiting, with the gate's bare lock, which is released meanwhile ---
+    # --- waiting, with ``gate_lock.lock`` held, which is released meanwhile ---
 
     def _await(self, request: int, timeout: float | None) -> bool:
         """Wait until a request is answered and its version installed, or the sender is gone; False at the timeout."""

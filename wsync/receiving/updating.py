@@ -60,9 +60,9 @@ class ModelUpdater(VersionState):
     # --- called inside the gate, by the thread that enters it from outside: acting or receiver thread mostly ---
 
     def poll_update(self) -> bool:
-        """Install the version that the next forward must use. Implements ``wsync.loops.gate_lock.Feed``.
+        """Install the version that the next forward must use. Implements ``wsync.loops.gate_lock.GateHook``.
 
-        Returns True if it committed a transaction: other models have changed too, and the gate polls all feeds again.
+        Returns True if it committed a transaction: other models have changed too, and the gate calls all hooks again.
         """
         update = self._channel.poll_update()
         if update is None:
@@ -73,7 +73,7 @@ class ModelUpdater(VersionState):
         return False
 
     def forward_ended(self) -> None:
-        """Release what the forward used. Implements ``wsync.loops.gate_lock.Feed``."""
+        """Release what the forward used. Implements ``wsync.loops.gate_lock.GateHook``."""
         arena = self._channel.arena
         if arena is not None:
             arena.forward_ended()
@@ -147,7 +147,7 @@ class ModelUpdater(VersionState):
         self._schedule.wake()
 
     def _process(self, event: Event) -> None:
-        # ``Published`` needs no branch: entering the gate has already polled the feed and installed the update.
+        # ``Published`` needs no branch: entering the gate has already called ``poll_update``, which has installed it.
         if isinstance(event, Prepare):
             self._prepare(event)
         elif isinstance(event, Decision):
