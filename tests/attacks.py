@@ -69,7 +69,7 @@ class SlowTransport(wsync.DistributedTransport):
 
     late: int
 
-    def form(self, store: Any, rank: int, generation: int, host: str, deadline: float | None) -> None:
+    def connect(self, store: Any, rank: int, generation: int, host: str, deadline: float | None) -> None:
         if rank == self.late:
             get = store.get
 
@@ -79,7 +79,7 @@ class SlowTransport(wsync.DistributedTransport):
                 return value
 
             store.get = get_late
-        super().form(store, rank, generation, host, deadline)
+        super().connect(store, rank, generation, host, deadline)
 
 
 class SlowScheme(wsync.DistributedWeightSyncScheme):

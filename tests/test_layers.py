@@ -20,7 +20,7 @@ LAYERS = (  # of ``wsync``, from the lowest: a module or folder imports its own 
     ("checksum", "deadlines", "errors", "fast_path", "metrics", "paths", "registry", "types"),
     ("loops", "_loops"),
     ("gate", "transforms", "weights"),
-    ("control", "forming", "options", "pending_transfer", "process_group", "rendezvous", "shm", "transport"),
+    ("control", "options", "pending_transfer", "process_group", "rendezvous", "shm", "transport", "transport_setup"),
     ("receiving", "sending"),
     (
         "assembly",

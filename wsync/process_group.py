@@ -100,7 +100,7 @@ class GroupTransport:
 
     # --- under a scheme: FlatTransport ---
 
-    def form(self, store: TorchStore, rank: int, generation: int, host: str, deadline: float | None) -> None:
+    def connect(self, store: TorchStore, rank: int, generation: int, host: str, deadline: float | None) -> None:
         """See ``FlatTransport``.
 
         gloo accepts any process that reaches its port in the short time while a group is formed. So both ends prove
@@ -109,7 +109,7 @@ class GroupTransport:
         Raises:
             NotConnected: one end was given a group by the user, and the other was not.
             ConnectionError: another process has connected to gloo's port in the other end's place.
-            RuntimeError: it could not be formed.
+            RuntimeError: the group could not be formed.
         """
         store.set_timeout(time_until(deadline))
         if rank == 0:
@@ -176,14 +176,15 @@ class GroupTransport:
         self._set_up(1)
         return None
 
-    def _set_up(self, half: int) -> None:
+    def _set_up(self, rank: int) -> None:
+        """Connect, unless that has been done; ``rank`` is 0 on the sender and 1 in the worker."""
         if self._group is not None:
             return
         if self._store is not None:
-            self.form(PrefixStore(f"wsync/{self._rank}", self._store), half, 0, "127.0.0.1", None)
+            self.connect(PrefixStore(f"wsync/{self._rank}", self._store), rank, 0, "127.0.0.1", None)
             return
         self._group = distributed.distributed_c10d._get_default_group()
-        self._peer = self._rank if half == 0 else 0
+        self._peer = self._rank if rank == 0 else 0
 
     def send_weights(self, weights: Any) -> None:
         """Send one version, and return when it has been sent.

@@ -12,9 +12,12 @@ A custom backend is a class with the four methods of ``TransportBackend``, and a
 Versions, acknowledgements, deadlines, deaths, restarts and all-or-nothing updates are not a transport's concern: the
 scheme handles them.
 
-A ``TransportBackend`` with resources to release has a method ``close`` as well (``Closable``). A ``FlatTransport`` is
-used instead of a ``TransportBackend``: it is given the packed buffer, all weights in one ``uint8`` tensor. Which of
-these protocols a transport implements is tested with ``isinstance``, once per connection.
+A ``TransportBackend`` with resources to release has a method ``close`` as well (``Closable``).
+
+A ``FlatTransport`` is for a medium that sends one tensor asynchronously, such as a process group. It takes the place of
+a ``TransportBackend``: instead of a TensorDict or state dict it is given the flat buffer into which all weights are
+packed, one ``uint8`` tensor. Which of these protocols a transport implements is tested with ``isinstance``, once per
+connection.
 """
 
 from __future__ import annotations
@@ -43,10 +46,10 @@ class TransportBackend(Protocol):
     """
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """Set up the sender's half.
+        """Set up the sender's end.
 
         Called once per connection, in a dedicated thread of the trainer, before any ``send_weights``. May wait for the
-        worker's half, which runs at the same time. If it raises anything, the worker counts as not connected:
+        worker's end, which is set up at the same time. If it raises anything, the worker counts as not connected:
         ``connect`` raises ``SyncTimeout``, which names the worker and this error. If it has not returned by the
         deadline of ``connect``, or the worker dies before that, ``close()`` is called, if there is one.
         """
@@ -60,7 +63,7 @@ class TransportBackend(Protocol):
         model: nn.Module | None = None,
         strategy: WeightStrategy | None = None,
     ) -> Any | None:
-        """Set up the worker's half.
+        """Set up the worker's end.
 
         Called once per connection, in a dedicated thread of the worker, before any ``receive_weights``. Under a scheme
         ``weights`` and ``model`` are None, the result is ignored, and the first weights arrive by ``receive_weights``
@@ -103,12 +106,13 @@ class TransportBackend(Protocol):
     ) -> Any | None:
         """Return the next version, or None if none arrived within ``timeout`` seconds.
 
-        Under a scheme it is called when the sender has announced an update, while ``send_weights`` runs or after it has
-        returned, by the thread that reads the sender's messages: the receiver thread or, for the first weights, the
-        thread in ``connect``. While it waits, that thread serves no other model of the process. If it returned None, or
-        another version (detected by the checksum), it is called again after ``send_weights`` has returned, up to eight
-        times, until the announced version arrives; after ``send_weights`` has returned, None is an error. What it
-        raises is raised in the trainer as ``WorkerFailed``.
+        Under a scheme it is called by the thread that reads the sender's messages: the receiver thread or, for the
+        first weights, the thread in ``connect``. While it waits, that thread serves no other model of the process.
+
+        For each update it is called once when the sender has announced the update; ``send_weights`` then runs, or has
+        returned. If that call returned None, raised, or returned another version (detected by the checksum), it is
+        called again when ``send_weights`` has returned, up to eight times while it returns other versions. None is an
+        error then; that, or what it raises, is raised in the trainer as ``WorkerFailed``.
 
         Args:
             timeout: seconds; None for no limit.
@@ -143,7 +147,7 @@ class Transfer(Protocol):
 
 @runtime_checkable
 class FlatTransport(Protocol):
-    """A transport that moves the packed (flat) buffer as one asynchronous message, such as a process group.
+    """A transport that moves the flat buffer of packed weights as one asynchronous message, such as a process group.
 
     It needs no methods of ``TransportBackend``, except for standalone use (without a scheme).
 
@@ -155,10 +159,10 @@ class FlatTransport(Protocol):
     device: torch.device
     receives_ahead: bool
 
-    def form(self, store: Store, rank: int, generation: int, host: str, deadline: float | None) -> None:
-        """Form the connection to the other half.
+    def connect(self, store: Store, rank: int, generation: int, host: str, deadline: float | None) -> None:
+        """Connect this end to the other end.
 
-        Called once per connection, in a dedicated thread of the trainer and in one of the worker.
+        Called once per connection at each end, in a dedicated thread. Both calls run at the same time.
 
         Args:
             store: a store that only these two processes use, for as long as this call runs. Its messages go over their
@@ -169,7 +173,7 @@ class FlatTransport(Protocol):
             deadline: on ``time.monotonic``'s clock; None for none.
 
         Raises:
-            RuntimeError: it could not be formed.
+            RuntimeError: the connection could not be made.
         """
         ...
 
@@ -214,10 +218,10 @@ class FlatTransport(Protocol):
 
 
 class SenderEnd:
-    """The methods of a ``TransportBackend`` that has no receiving half.
+    """A base for the sender's end of a ``TransportBackend`` whose two ends are two classes: it refuses to receive.
 
     Attributes:
-        receiving_end: where that is, for the error.
+        receiving_end: where weights are received instead: the end of the error's sentence.
     """
 
     receiving_end = "in the worker, by its scheme"

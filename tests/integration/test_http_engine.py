@@ -20,7 +20,7 @@ from safetensors.torch import load, save
 
 import wsync
 from wsync.checksum import checksum_of
-from wsync.control.handshake import SenderSettings
+from wsync.control.settings import SenderSettings
 from wsync.engine import protocol
 from wsync.testing.asgi import serve
 from wsync.testing.models import Small

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import wsync
 from wsync.control import Connection, Kind, Message
-from wsync.control.handshake import SenderSettings
+from wsync.control.settings import SenderSettings
 from wsync.gate import process_gate
 from wsync.receiving.joining import BackgroundConnect
 from wsync.weights.layout import Layout

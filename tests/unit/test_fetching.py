@@ -15,8 +15,8 @@ from torch import nn
 import wsync
 from wsync.control import Connection, Kind, Message
 from wsync.control.connection import SocketConnection
-from wsync.control.handshake import SenderSettings
 from wsync.control.messages import REQUEST
+from wsync.control.settings import SenderSettings
 from wsync.deadlines import deadline_in, wait_readable
 from wsync.gate import process_gate
 from wsync.testing import WorkerPool, commands

@@ -29,7 +29,7 @@ from torch import Tensor
 import wsync
 from learning import checkpoint
 from wsync.control import Address, Kind, Listener, Message, SocketConnection, connect
-from wsync.control.handshake import SenderSettings
+from wsync.control.settings import SenderSettings
 from wsync.testing.models import Small, fill
 from wsync.weights.layout import Layout, same_bits
 from wsync.weights.packing import Buffer, Packer

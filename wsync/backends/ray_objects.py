@@ -23,7 +23,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayActorError
 from torch import Tensor, nn
 
-from wsync.control.handshake import SenderSettings, layout_in
+from wsync.control.settings import SenderSettings, layout_in
 from wsync.gate import process_gate
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, Packer

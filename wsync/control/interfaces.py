@@ -55,9 +55,9 @@ class Connection(Protocol):
         ...
 
     def notify(self, message: Message) -> None:
-        """As ``send``, for a message without payload. It may be dropped if the socket is full.
+        """As ``send``, for a message without payload that is dropped if the socket is full.
 
-        That is harmless: the peer has unread messages, which wake it, and works without this one.
+        The peer then has unread messages, which wake it as well.
         """
         ...
 

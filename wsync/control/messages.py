@@ -44,7 +44,7 @@ class Kind(IntEnum):
     REQUEST = 22  # send the newest version, where workers fetch; version: the number of this request
     # both ways
     LEAVE = 32  # this side closes the connection on purpose; version: 1 if it is a sender that shuts down, else 0
-    STORE = 33  # a key and its value, while a process group is being formed; payload: see forming.py
+    STORE = 33  # a key and its value, while a process group is being formed; payload: see transport_setup.py
     DATA = 34  # for other users of a connection, such as collectors
 
 

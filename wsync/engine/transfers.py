@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from wsync.control.handshake import SenderSettings
+from wsync.control.settings import SenderSettings
 from wsync.engine import protocol
 from wsync.engine.client import EngineClient
 from wsync.errors import LayoutMismatch

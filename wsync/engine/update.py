@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from wsync.checksum import checksum_of
-from wsync.control.handshake import layout_in
+from wsync.control.settings import layout_in
 from wsync.engine import protocol
 from wsync.errors import LayoutMismatch
 from wsync.gate import process_gate

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from wsync.control import Connection, Kind, Message
-from wsync.control.handshake import SenderSettings, layout_in
 from wsync.control.messages import REQUEST, unpack_exactly
 from wsync.control.receiver_thread import MessageHandler
+from wsync.control.settings import SenderSettings, layout_in
 from wsync.errors import NotConnected, WeightSyncError
 from wsync.receiving.arena_reader import ArenaReader
 from wsync.receiving.backend_reader import BackendReader

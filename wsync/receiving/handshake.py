@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from wsync.control import Connection, Kind, Message
-from wsync.control.handshake import SenderSettings
+from wsync.control.settings import SenderSettings
 from wsync.deadlines import wait_readable
 from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
 from wsync.receiving.events import Event, Failed

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wsync.control import Connection, Kind, Message
-from wsync.control.handshake import SenderSettings
+from wsync.control.settings import SenderSettings
 from wsync.errors import NotConnected, WeightSyncError
-from wsync.forming import Forming
 from wsync.receiving.arena_reader import ArenaReader
 from wsync.receiving.backend_reader import BackendReader
 from wsync.receiving.flat_reader import FlatReader
@@ -16,6 +15,7 @@ from wsync.receiving.transport_reader import TransportReader
 from wsync.shm.arena import Arena, open_handle
 from wsync.transforms.delta import require_zstandard
 from wsync.transport import FlatTransport, TransportBackend, TransportFactory
+from wsync.transport_setup import TransportSetup
 from wsync.weights.strategy import WeightStrategy
 
 
@@ -86,7 +86,7 @@ class ReaderFactory:
             transport.setup_connection_and_weights_on_receiver(worker_idx=worker, strategy=self.strategy)
 
         try:
-            early = Forming(connection, worker, deadline, transport, 1, settings.generation, set_up).wait()
+            early = TransportSetup(connection, worker, deadline, transport, 1, settings.generation, set_up).wait()
         except WeightSyncError:
             raise
         except Exception as error:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from wsync.control.handshake import SenderSettings
 from wsync.control.interfaces import ConnectionSource
 from wsync.control.messages import Kind, Message
+from wsync.control.settings import SenderSettings
 from wsync.control.workers import WorkerConnections
 from wsync.sending.queued_update import QueuedUpdate, check_extra
 from wsync.sending.slots import Slots

@@ -9,11 +9,11 @@ from typing import Any
 
 from wsync.control.workers import WorkerConnections
 from wsync.errors import NotConnected, SyncTimeout
-from wsync.forming import Forming
 from wsync.sending.queued_update import Difference, QueuedUpdate
 from wsync.sending.queues import WorkerQueue
 from wsync.sending.transfer_thread import TransferThread
 from wsync.transport import FlatTransport, TransportBackend, TransportFactory
+from wsync.transport_setup import TransportSetup
 
 
 class Transfers:
@@ -92,11 +92,11 @@ class Transfers:
 
         try:
             with self._connections.reading_directly(worker) as connection:
-                forming = Forming(connection, worker, deadline, transport, 0, queue.generation, set_up)
+                setup = TransportSetup(connection, worker, deadline, transport, 0, queue.generation, set_up)
                 try:
-                    forming.wait()
+                    setup.wait()
                 finally:
-                    self._keep(forming.thread)
+                    self._keep(setup.thread)
         except NotConnected as error:
             self._connections.mark_dead(worker, str(error))
             return

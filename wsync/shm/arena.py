@@ -9,7 +9,7 @@ A *word* is a control field of 8 bytes. The arena has two files, the second for 
              slots                  from _slots_offset on; _slot_size bytes each: one version of the packed weights
     file 2   one extra per slot     every _EXTRA_SPAN bytes; sparse
 
-**The promise.** For each worker the arena has a *published word* (version and slot), a word for the slot that the
+**Guarantees.** For each worker the arena has a *published word* (version and slot), a word for the slot that the
 worker's running forward uses, and a mutex. The sender locks the mutex to store the published word. A worker that starts
 a forward locks it to read the published word and to record the slot as used. Therefore:
 
@@ -219,7 +219,7 @@ class Arena:
         return sorted({slot for version, slot in words if version})
 
     def fast_update(self, descriptors: bytes, retains: bool, acknowledge: bool) -> FastUpdate | None:
-        """Return the fast path to all workers (``fast_path.py``); None if a worker is gone.
+        """Return the call that does a whole update of all workers (``fast_path.py``); None if a worker is gone.
 
         Args:
             descriptors: the workers' sockets, then their pidfds: the bytes of an ``array("i")``.
@@ -228,7 +228,7 @@ class Arena:
         """
         try:
             watch = None if acknowledge else PeerWatch(descriptors)
-        except OSError:  # a worker is gone, or this process can open no more files; the general path reports it
+        except OSError:  # a worker is gone, or this process can open no more files; a full send reports it
             return None
         return partial(self.writer.update, self.plans, descriptors, retains, watch)
 

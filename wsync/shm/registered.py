@@ -58,7 +58,7 @@ def _shared_mappings() -> list[_Mapping]:
 
 
 def _open(mapping: _Mapping) -> int | None:
-    """Return a new descriptor of a mapped file; None if this process has none, and the file has no name."""
+    """Return a new descriptor of a mapped file; None if the file has no path and this process no descriptor of it."""
     paths = [mapping.path, *(f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))]
     for path in paths:
         try:
@@ -71,7 +71,7 @@ def _open(mapping: _Mapping) -> int | None:
 
 
 class RegisteredBuffers:
-    """The sender's end. Called under the channel's lock.
+    """The sender's end. Made when the buffers are registered; afterwards called under the sender's lock.
 
     Args:
         arena: of the sender.
@@ -147,7 +147,7 @@ class RegisteredBuffers:
 
 
 class RegisteredView:
-    """A worker's end.
+    """A worker's end. Made by the thread in ``connect``; afterwards read inside the gate.
 
     Args:
         word: the mapped page.

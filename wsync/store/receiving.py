@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from wsync.checksum import find_damage
-from wsync.control.handshake import layout_in
 from wsync.control.receiver_thread import MessageHandler, receiver_thread
+from wsync.control.settings import layout_in
 from wsync.deadlines import remaining
 from wsync.errors import LayoutMismatch, SyncTimeout, WeightSyncError
 from wsync.loops.tensors import copy_all

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wsync.checksum import checksum_of
-from wsync.control.handshake import SenderSettings
+from wsync.control.settings import SenderSettings
 from wsync.errors import LayoutMismatch
 from wsync.store.versions import Difference, VersionStore
 from wsync.transforms.delta import Delta

@@ -1,4 +1,4 @@
-"""The sender's settings, which a worker gets in the ``ACCEPTED`` message: plain JSON, of which everything is checked.
+"""The sender's settings, which a worker gets in the ``ACCEPTED`` message: plain JSON. Every field is checked.
 
 The layout gives the positions of tensors in shared memory, so it is checked to stay within its buffer.
 """

@@ -1,8 +1,9 @@
 """Setting up a transport between two processes, while their control connection is watched.
 
-Forming a process group is a blocking call that cannot end at a deadline or at the death of the peer. So it runs in a
-thread of its own, the forming thread. Meanwhile the thread that connects waits for all three, and relays the group's
-store over the authenticated connection. If it stops waiting, the forming thread ends: its store raises.
+Making a process group is a blocking call that cannot end at a deadline or at the death of the peer. So it runs in a
+thread of its own, the set-up thread. Meanwhile the thread in ``connect`` waits for the end of that call, the deadline
+and the death of the peer, and relays the group's store over the authenticated connection. If it stops waiting, the
+set-up thread ends, because its store raises.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from wsync.transport import Closable, FlatTransport, TransportBackend
 
 _KEY_LENGTH = struct.Struct("<H")
 _LONGEST = 600.0  # seconds, where there is no deadline
-_LATER = 1.0  # seconds by which the forming thread's deadline is later: the waiting thread then reports the timeout
+_LATER = 1.0  # seconds by which the set-up thread's deadline is later: the waiting thread then reports the timeout
 
 
 class RelayStore(Store):
     """A ``torch.distributed`` store of two processes: a value that one sets, the other can get.
 
-    ``set``, ``get``, ``wait`` and ``check`` are called by the forming thread; ``put`` and ``abandon`` by the thread
-    that connects.
+    ``set``, ``get``, ``wait`` and ``check`` are called by the set-up thread; ``put`` and ``abandon`` by the thread that
+    connects.
 
     Args:
         relay: sends a key and its value to the other process.
@@ -97,8 +98,8 @@ def _key_and_value(message: Message) -> tuple[str, bytes]:
     return payload[begin : begin + length].decode(), payload[begin + length :]
 
 
-class Forming:
-    """The set-up of one half of a transport, in a thread of its own. Used by the thread that connects.
+class TransportSetup:
+    """The set-up of one end of a transport, in a thread of its own. Used by the thread that connects.
 
     Args:
         connection: to the other process; only ``wait`` reads it meanwhile.
@@ -107,10 +108,10 @@ class Forming:
         transport: to set up.
         rank: 0 on the sender, 1 in the worker.
         generation: how many workers have connected with this index, including this one.
-        set_up: sets up a transport that is not flat.
+        set_up: sets up a ``TransportBackend``; a ``FlatTransport`` is set up by its ``connect``.
 
     Attributes:
-        thread: the forming thread. After ``wait`` has raised it may still run for a short time.
+        thread: the set-up thread. After ``wait`` has raised it may still run for a short time.
     """
 
     def __init__(
@@ -134,8 +135,8 @@ class Forming:
         latest = deadline_in(_LONGEST) if deadline is None else deadline + _LATER
         self._store = RelayStore(self._relay, latest)
         if isinstance(transport, FlatTransport):
-            set_up = partial(transport.form, self._store, rank, generation, connection.local_host, latest)
-        self.thread = threading.Thread(target=self._run, args=(set_up,), name="wsync-forming", daemon=True)
+            set_up = partial(transport.connect, self._store, rank, generation, connection.local_host, latest)
+        self.thread = threading.Thread(target=self._run, args=(set_up,), name="wsync-transport-setup", daemon=True)
         self.thread.start()
 
     def _relay(self, key: str, value: bytes) -> None:
@@ -153,7 +154,7 @@ class Forming:
                 os.eventfd_write(self._done, 1)
 
     def wait(self) -> Sequence[Message]:
-        """Wait until this half is set up; return other messages that arrived meanwhile. Called once.
+        """Wait until this end is set up; return other messages that arrived meanwhile. Called once.
 
         Raises:
             NotConnected: the connection ended.
