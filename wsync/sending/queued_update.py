@@ -1,4 +1,4 @@
-"""An update that is to be sent, and one that is being sent to a worker."""
+"""An update that is to be sent to workers by their transports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from wsync.checksum import CHECKSUM, checksum_of
 from wsync.control.messages import TRANSACTION, Kind
 from wsync.errors import WeightSyncError
-from wsync.transport import Transfer
 from wsync.weights.packing import Buffer
 
 _MAX_EXTRA = 1000 << 20  # bytes of extra state, or of a difference, in one message
@@ -25,8 +24,8 @@ class QueuedUpdate:
         extra: the modules' extra state.
         transaction: its number, for ``PREPARE``.
         checksum: empty until it is computed.
-        expressed: the weights in the strategy's format, once a transport was given them.
-        carried: the most bytes of weights that a worker was sent for it, with a transport; 0 if there was none.
+        formatted: the weights in the strategy's format, once a ``TransportBackend`` was given them.
+        carried: how many bytes of weights a worker was sent for it, the largest number of all workers.
         differences: to older versions, by version, as far as they were needed; None where one would not be smaller.
     """
 
@@ -36,7 +35,7 @@ class QueuedUpdate:
     extra: bytes = b""
     transaction: int = 0
     checksum: bytes = b""
-    expressed: Any = None
+    formatted: Any = None
     carried: int = 0
     differences: dict[int, bytes | None] = field(default_factory=dict)
 
@@ -52,7 +51,7 @@ class QueuedUpdate:
         return (self.checksum if checked else b"") + self.extra
 
     def difference_to(self, base: QueuedUpdate | None, make: Difference | None) -> bytes | None:
-        """Return what is sent in the place of this update to a worker that has ``base``; None: the full weights."""
+        """Return what is sent in place of this update to a worker that has ``base``; None: the full weights."""
         if make is None or base is None:
             return None
         known = self.differences
@@ -77,25 +76,3 @@ def check_extra(extra: bytes) -> None:
             f"the modules' extra state has {len(extra) / 2**20:.0f} MiB; a message carries up to "
             f"{_MAX_EXTRA / 2**20:.0f}: register large values as buffers"
         )
-
-
-@dataclass(slots=True, eq=False)
-class Delivery:
-    """An update that is being sent. If a signal handler raises in between, the next use continues from there.
-
-    Attributes:
-        transfers: the asynchronous transfer, once it has begun.
-        announced: whether the message about it was sent; it may have been sent twice.
-        handed_over: whether the transfer thread has it.
-        sent: whether ``send_weights`` has returned.
-        difference: what travels in the place of the weights; None: the weights, by the transport.
-        aborted: whether the transaction was aborted while ``send_weights`` ran.
-    """
-
-    update: QueuedUpdate
-    transfers: list[Transfer] = field(default_factory=list)
-    announced: bool = False
-    handed_over: bool = False
-    sent: bool = False
-    difference: bytes | None = None
-    aborted: bool = False

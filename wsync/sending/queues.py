@@ -1,12 +1,4 @@
-"""For each worker with a transport: the update that is being sent, and those that wait. There are three ways to send.
-
-- to a ``FlatTransport``: ``UPDATE`` (or ``PREPARE``) and ``begin_send``, which comes first if the transport
-  ``receives_ahead``
-- to a ``TransportBackend``: ``FETCH``, then ``send_weights`` in the worker's transfer thread, then ``UPDATE`` (or
-  ``PREPARE``)
-- as a difference to the version that the worker has, over the control connection: ``DELTA``, then ``UPDATE`` (or
-  ``PREPARE``)
-"""
+"""For each worker with a transport: the update that is being sent (``deliveries.py``), and those that wait."""
 
 from __future__ import annotations
 
@@ -18,7 +10,8 @@ from typing import Any
 
 from wsync.control.messages import REQUEST, Kind, Message
 from wsync.control.workers import WorkerConnections
-from wsync.sending.queued_update import Delivery, Difference, QueuedUpdate
+from wsync.sending.deliveries import BackendDelivery, Delivery, DifferenceDelivery, FlatDelivery
+from wsync.sending.queued_update import Difference, QueuedUpdate
 from wsync.sending.transfer_thread import TransferThread
 from wsync.transport import FlatTransport
 from wsync.types import Ack
@@ -36,14 +29,13 @@ class WorkerQueue:
         worker: its index.
         connections: to all workers.
         in_format: ``(update) -> weights`` in the strategy's format, views of the update's buffer.
-        difference: makes what is sent in the place of weights; None: the full weights are sent.
+        difference: makes what is sent in place of weights; None: the full weights are sent.
         on_request: whether an update waits until the worker requests it.
 
     Attributes:
         latest: the newest version that was queued or committed, for a replacement of this worker.
-        flat: the transport of this connection, if it is a ``FlatTransport`` (``isinstance`` takes 9 µs: asked once).
-        thread: runs ``send_weights`` of the transport, if it is a ``TransportBackend``. Without either the worker is
-            not connected, or uses the arena.
+        transport: the transport of this connection, if it is a ``FlatTransport``; the thread that calls its
+            ``send_weights``, if it is a ``TransportBackend``; None if the worker is not connected, or uses the arena.
         checked: whether updates have a checksum.
         generation: how many workers have connected with this index.
         current: the update that is being sent.
@@ -61,8 +53,7 @@ class WorkerQueue:
         on_request: bool,
     ) -> None:
         self.latest: QueuedUpdate | None = None
-        self.flat: FlatTransport | None = None
-        self.thread: TransferThread | None = None
+        self.transport: FlatTransport | TransferThread | None = None
         self.checked = False
         self.generation = 0
         self.current: Delivery | None = None
@@ -74,12 +65,13 @@ class WorkerQueue:
         self._difference = difference
         self._on_request = on_request
         self._base: QueuedUpdate | None = None  # what the worker has installed last, if differences are sent
-        self._requested = True  # where workers fetch, whether this one waits for a version; the first is sent at once
+        # Where workers fetch: whether this one has requested a version and was sent none. The first needs no request.
+        self._requested = True
 
     @property
-    def has_transport(self) -> bool:
-        """Whether the worker is connected, and is sent updates by a transport."""
-        return self.flat is not None or self.thread is not None
+    def is_sending(self) -> bool:
+        """Whether ``send_weights`` is running."""
+        return isinstance(self.transport, TransferThread) and self.transport.busy
 
     @property
     def updates(self) -> Iterable[QueuedUpdate]:
@@ -93,13 +85,13 @@ class WorkerQueue:
     # --- what waits ---
 
     def append(self, update: QueuedUpdate) -> None:
-        """Queue an update. If the worker has begun to receive, the data is sent at once: ``advance`` announces it."""
+        """Queue an update, and begin to send its data, if the worker receives that early. ``advance`` announces it."""
         self._append(update)
         if self.current is not None and self.overdue:
             self.overdue = False
             self._send(Kind.RESEND)
-        self._begin_ahead()
-        if self._on_request and self.has_transport:
+        self._begin_next()
+        if self._on_request and self.transport is not None:
             self._send(Kind.NEWEST, update.version, REQUEST.pack(0))
 
     def _append(self, update: QueuedUpdate) -> None:
@@ -147,8 +139,7 @@ class WorkerQueue:
         delivery = self.current
         if delivery is not None and delivery.update.transaction == transaction:
             self.advance()  # a signal handler may have raised before ``PREPARE`` was sent
-            if delivery.handed_over and not delivery.sent:
-                delivery.aborted = True  # ``PREPARE`` follows the transfer, and ``ABORT`` follows ``PREPARE``
+            if delivery.abort_later():
                 return
         self._send(Kind.ABORT, transaction)
 
@@ -156,66 +147,45 @@ class WorkerQueue:
 
     def advance(self) -> None:
         """Send the next update; or continue the current one, if a signal handler has raised meanwhile."""
-        self._begin_ahead()
-        delivery = self.current
-        if delivery is None or not self.has_transport:
-            return
-        if not delivery.announced:
-            update = delivery.update
-            kind, prefix = (update.kind, update.transaction_prefix) if self.thread is None else (Kind.FETCH, b"")
-            if delivery.difference is not None:
-                self._send(Kind.DELTA, update.version, delivery.difference)
-                kind, prefix = update.kind, update.transaction_prefix
-            self._send(kind, update.version, prefix + update.payload(checked=self.checked))
-            delivery.announced = True
-        if delivery.difference is not None:
-            return
-        if self.thread is None:
-            self._begin_transfer(delivery)
-        elif not delivery.handed_over:
-            if delivery.update.expressed is None:
-                delivery.update.expressed = self._in_format(delivery.update)
-            self.thread.begin(delivery.update.expressed)
-            delivery.handed_over = True
+        self._begin_next()
+        if self.current is not None and self.transport is not None:
+            self.current.advance()
 
-    def _begin_ahead(self) -> None:
-        """Take the next update, if none is being sent; begin its transfer, if the worker has begun to receive."""
-        if not self.has_transport:
+    def _begin_next(self) -> None:
+        """Take the next update, if none is being sent; begin to send its data, if the worker receives that early."""
+        if self.transport is None:
             return
         if self.current is None and self.waiting and (self._requested or not self._on_request):
-            update = self.waiting[0]
-            difference = update.difference_to(self._base, self._difference)
-            update.carried = max(update.carried, update.buffer.flat.numel() if difference is None else len(difference))
-            self.current = Delivery(self.waiting.popleft(), difference=difference)
+            delivery = self._delivery_to(self.transport, self.waiting[0])
             self._requested = False
-        if self.current is not None and self.flat is not None and self.flat.receives_ahead:
-            self._begin_transfer(self.current)
+            self.current = delivery  # and the next line: no signal handler runs between them, so no update is lost
+            self.waiting.popleft()
+        if isinstance(self.current, FlatDelivery):
+            self.current.begin_ahead()
 
-    def _begin_transfer(self, delivery: Delivery) -> None:
-        if delivery.transfers or self.flat is None or delivery.difference is not None:
-            return
-        try:
-            self.flat.begin_send(delivery.update.buffer.flat, delivery.transfers)
-        except RuntimeError as error:
-            self._connections.drain()  # the worker may have sent a reason
-            if self._worker in self._connections.workers:
-                self._connections.mark_dead(self._worker, f"its transport has broken: {error}")
+    def _delivery_to(self, transport: FlatTransport | TransferThread, update: QueuedUpdate) -> Delivery:
+        difference = update.difference_to(self._base, self._difference)
+        update.carried = max(update.carried, update.buffer.flat.numel() if difference is None else len(difference))
+        if difference is not None:
+            return DifferenceDelivery(update, self._send, difference, checked=self.checked)
+        if isinstance(transport, TransferThread):
+            return BackendDelivery(update, self._send, transport, self._in_format, checked=self.checked)
+        return FlatDelivery(update, self._send, transport, self._on_broken, checked=self.checked)
+
+    def _on_broken(self, error: RuntimeError) -> None:
+        """Disconnect the worker, whose ``FlatTransport`` has broken."""
+        self._connections.drain()  # the worker may have sent a reason
+        if self._worker in self._connections.workers:
+            self._connections.mark_dead(self._worker, f"its transport has broken: {error}")
 
     def call_ended(self) -> None:
-        """If a call of ``send_weights`` has ended, send ``UPDATE`` or ``PREPARE``, or report its error."""
-        thread, delivery = self.thread, self.current
-        if thread is None or thread.busy or delivery is None or not delivery.handed_over or delivery.sent:
+        """Called when ``send_weights`` of some worker has returned; if of this one, go on with its update."""
+        delivery = self.current
+        error = delivery.end_call() if isinstance(delivery, BackendDelivery) else None
+        if delivery is None or error is None:
             return
-        delivery.sent = True
-        update = delivery.update
-        if thread.error is None:
-            self._send(update.kind, update.version, update.transaction_prefix)
-            if delivery.aborted:
-                self._send(Kind.ABORT, update.transaction)
-            return
-        _log.debug("worker %d: send_weights of version %d failed", self._worker, update.version)
-        self._send(Kind.ABORT, update.version)
-        error = f"its transport could not send:\n{thread.error}"
-        self._connections.record(Ack(self._worker, update.version, error=error))
+        version = delivery.update.version
+        _log.debug("worker %d: send_weights of version %d failed", self._worker, version)
+        self._connections.record(Ack(self._worker, version, error=f"its transport could not send:\n{error}"))
         self.current = None
         self.advance()

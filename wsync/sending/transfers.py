@@ -9,6 +9,7 @@ from typing import Any
 
 from wsync.control.workers import WorkerConnections
 from wsync.errors import NotConnected, SyncTimeout
+from wsync.sending.deliveries import FlatDelivery
 from wsync.sending.queued_update import Difference, QueuedUpdate
 from wsync.sending.queues import WorkerQueue
 from wsync.sending.transfer_thread import TransferThread
@@ -62,11 +63,7 @@ class Transfers:
     @property
     def unfinished(self) -> bool:
         """Whether an update waits for a connected worker, or for its transfer thread."""
-        return any(
-            queue.waiting or (queue.thread is not None and queue.thread.busy)
-            for queue in self.queues
-            if queue.has_transport
-        )
+        return any(queue.waiting or queue.is_sending for queue in self.queues if queue.transport is not None)
 
     # --- connections ---
 
@@ -79,7 +76,7 @@ class Transfers:
         """
         queue = self.queues[worker]
         if self._create_transport is None:
-            return  # the worker disconnects
+            return  # the worker must use the arena; it could not, and disconnects (``ReaderFactory.open``)
         try:
             transport = self._create_transport(worker)
         except BaseException:  # without a transport, it would wait for updates that are never sent
@@ -105,24 +102,24 @@ class Transfers:
             message = f"worker {worker}: the set-up of its transport raised {type(error).__name__}: {error}"
             raise SyncTimeout(message, {worker: str(error)}) from error
         if isinstance(transport, FlatTransport):
-            queue.flat, queue.checked = transport, self._checksum is not False
+            queue.transport, queue.checked = transport, self._checksum is not False
         else:
-            queue.thread, queue.checked = TransferThread(transport, self._wake), True
+            queue.transport, queue.checked = TransferThread(transport, self._wake), True
         queue.advance()
 
     def disconnect(self, worker: int) -> None:
         """Close the transport of a worker that has gone, and drop its updates but the latest."""
         queue = self.queues[worker]
-        flat, thread, current = queue.flat, queue.thread, queue.current
-        queue.flat = queue.thread = None
+        transport, current = queue.transport, queue.current
+        queue.transport = None
         queue.restart(None)
-        if thread is not None:
-            if thread.busy and current is not None:
+        if isinstance(transport, TransferThread):
+            if transport.busy and current is not None:
                 self._abandoned.add(current.update.buffer.slot)  # send_weights may still read it
-            self._keep(thread.close())
-        elif flat is not None:
-            pending = current.transfers[0] if current is not None and current.transfers else None
-            if flat.close(pending) and current is not None:
+            self._keep(transport.close())
+        elif transport is not None:
+            pending = current.pending if isinstance(current, FlatDelivery) else None
+            if transport.close(pending) and current is not None:
                 self._abandoned.add(current.update.buffer.slot)
 
     def _keep(self, thread: threading.Thread) -> None:
@@ -158,8 +155,7 @@ class Transfers:
         The others stay connected. ``mark_overdue`` follows.
         """
         for worker in workers:
-            thread = self.queues[worker].thread
-            if thread is not None and thread.busy:
+            if self.queues[worker].is_sending:
                 self._connections.mark_dead(worker, "its transport's send_weights did not return in time")
 
     def mark_overdue(self, workers: Collection[int]) -> None:
