@@ -73,7 +73,7 @@ class Sender:
         self._in_forked_child = False
         senders.add(self)
         self._locators = Locators(source.weights)  # where the tensors of weights sent before are
-        self._fast_channel = channel if isinstance(channel, FastChannel) else None  # asked once: it takes 9 µs
+        self._fast_channel = channel if isinstance(channel, FastChannel) else None  # once: ``isinstance`` takes 9 µs
         self._fast: FastCalls | None = None  # the fast path, while it is enabled
         # Its versions are copied to the membership by `_disable_fast`, not after each update: a shorter fast path.
         self._last_fast_report: SyncReport | None = None
@@ -117,14 +117,14 @@ class Sender:
             if weights is not None or (self._delivers_at_connect and self.source.weights is not None):
                 update = self._updates.publish(weights, everyone, (), acknowledge=True)
             elif self.source.weights is not None:
-                # Workers check the layout as they connect; the first send brings weights.
-                self._updates.loader.define(None)
+                # Workers are sent the layout, and check it as they connect; the first send brings weights.
+                self._updates.loader.define_layout(None)
             deadline = update.deadline if update else deadline_in(self._acks.timeout)
             self._channel.wait_for_workers(everyone, sentinels, deadline)
             self._members.add(everyone)  # connect may be called again to accept replacements
             self._members.connected = True
             if update:
-                self._updates.settle(update)  # not recorded in the metrics: the time includes worker start-up
+                self._updates.wait_for_acks(update)  # not recorded in the metrics: the time includes worker start-up
                 self._enable_fast(weights)
 
     def disconnect(self, worker: int) -> None:
@@ -182,9 +182,9 @@ class Sender:
             began = time.perf_counter()
             fast = self._fast
             if fast is not None and wait and worker_ids is None and not partial:
-                known = self._locators
-                own = known.own_tree if weights is None or weights is known.own else None
-                tensors = own if own is not None else known.find(weights)
+                locators = self._locators
+                tree = locators.default_tree if weights is None or weights is locators.default else None
+                tensors = tree if tree is not None else locators.find(weights)
                 if tensors is not None:
                     updates = self._updates
                     version = updates.version = updates.version + 1  # first: an interrupted update's is not reused
@@ -213,7 +213,7 @@ class Sender:
                     self._enable_fast(weights)
                 return report
             updates.in_flight.append(update)
-            self._channel.drain()  # and have the send loop send what still waits for a worker
+            self._channel.drain()  # from here on the channel's thread sends what still waits for a worker
             return None
 
     def wait(self) -> SyncReport | None:
@@ -245,7 +245,7 @@ class Sender:
         self._disable_fast()
         workers, timeout, version = self._members.present, self._acks.timeout, self.version
         left = None if timeout is None else max(0.0, timeout - (time.perf_counter() - began))
-        self._members.note_sent(version, ((workers, b""),))
+        self._members.note_sent(version, ((workers, b""),))  # b"": the fast path is for models without extra state
         fast.complete(delivery, version)
         if self._finishes_on_publish:
             self._acks.raise_failures(workers, version)

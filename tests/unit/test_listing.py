@@ -82,12 +82,12 @@ def test_forms_do_not_displace_one_another() -> None:
     tree = ModuleIndex(own).tree(NAMES)
     locators.add(None, ModuleLocator(own, tree))
     assert locators.find(own) is locators.find(None) is tree and locators.find(other) is not None
-    assert locators.own_tree is tree
+    assert locators.default_tree is tree
     for _ in range(20):
         net = Net()
         locators.add(net, ModuleLocator(net, ModuleIndex(net).tree(NAMES)))
     assert locators.find(net) is not None and locators.find(other) is None
-    assert locators.own_tree is tree, "another module's tree does not take its place"
+    assert locators.default_tree is tree, "another module's tree does not take its place"
 
 
 def test_a_module_and_its_children_are_not_kept_alive() -> None:

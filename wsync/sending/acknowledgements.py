@@ -68,7 +68,11 @@ class Acknowledgements:
         awaited: bool = True,
         committed: bool = True,
     ) -> None:
-        """Raise one error for all workers that lack ``version``; those that have died are removed."""
+        """Raise one error for all workers that lack ``version``; those that have died are removed from the members.
+
+        ``acks`` are the acknowledgements, errors and deaths that have arrived. If ``awaited``, a worker that has none
+        of them lacks the version too. For ``committed`` see ``require``.
+        """
         died = {ack.worker: ack.error for ack in acks if ack.died}
         late = {ack.worker: ack.error for ack in acks if ack.late}
         failed = {ack.worker: ack.error for ack in acks if ack.error and not (ack.died or ack.late)}

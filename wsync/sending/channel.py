@@ -16,16 +16,16 @@ from wsync.control.messages import Kind
 from wsync.deadlines import NOW
 from wsync.fast_path import FastCalls
 from wsync.sending.buffers import Buffers
-from wsync.sending.general_update import GeneralUpdate
 from wsync.sending.queued_update import QueuedUpdate
 from wsync.sending.routes import Routes
 from wsync.sending.send_loop import SendLoop
+from wsync.sending.transport_fast_path import TransportFastPath
 from wsync.shm.registered import RegisteredBuffers
 from wsync.types import Ack
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
 
-_GRACE = 2.0  # seconds for a thread that has nothing to wait for any more
+_JOIN_TIMEOUT = 2.0  # seconds; a thread whose transport is closed ends at once, unless the transport does not return
 
 
 class WorkerChannel:
@@ -118,7 +118,7 @@ class WorkerChannel:
         """See ``SendChannel``."""
         with self._lock:
             update = QueuedUpdate(Kind.UPDATE, version, buffer, extra)
-            self._routes.complete(update)
+            self._routes.store_extra_and_checksum(update)
             self._routes.publish(update, workers, acknowledge)
             self._buffers.release([buffer])
             self._buffers.set_newest(buffer if len(set(workers)) == self._routes.num_workers else None)
@@ -132,7 +132,7 @@ class WorkerChannel:
             return slots.fast_calls(acknowledge=acknowledge)
         if not acknowledge:
             return None
-        return GeneralUpdate(self, num_workers, self._connections.record).calls()
+        return TransportFastPath(self, num_workers, self._connections.record).calls()
 
     # --- transactions ---
 
@@ -140,7 +140,7 @@ class WorkerChannel:
         """See ``TransactionChannel``."""
         with self._lock:
             update = QueuedUpdate(Kind.PREPARE, version, buffer, extra, transaction)
-            self._routes.complete(update)
+            self._routes.store_extra_and_checksum(update)
             self._buffers.set_newest(None)
             self._prepared.setdefault(transaction, {}).update(dict.fromkeys(workers, update))
             self._routes.prepare(update, workers)
@@ -200,4 +200,4 @@ class WorkerChannel:
             self._buffers.clear()
         self._loop.close()
         for thread in self._routes.transfers.ending:  # one that still runs while the interpreter exits may abort it
-            thread.join(_GRACE)
+            thread.join(_JOIN_TIMEOUT)

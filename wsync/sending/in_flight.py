@@ -16,7 +16,7 @@ class InFlight:
         workers: the workers that have to acknowledge it.
         extra: the extra state of each group of workers, absent ones included.
         acknowledge: whether the sender waits for acknowledgements.
-        must_copy: whether the weights have to be copied into registered buffers, when all workers have them.
+        must_copy: whether the weights are to be copied into registered buffers once all workers have acknowledged them.
     """
 
     version: int

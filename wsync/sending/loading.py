@@ -46,8 +46,12 @@ class Loader:
         """Return the layout that ``weights`` would define, if they were the first."""
         return Layout.of(self._source.first(weights))
 
-    def define(self, weights: object) -> tuple[Layout, Packer]:
-        """Return the layout and its packer; the first weights define them."""
+    def define_layout(self, weights: object) -> tuple[Layout, Packer]:
+        """Return the layout and its packer. The first call makes them, and sends the layout to the workers.
+
+        Args:
+            weights: the first weights; None reads the source.
+        """
         if self.layout is None or self._packer is None:
             layout = self.layout_of(weights)
             self._channel.set_layout(layout)
@@ -79,7 +83,7 @@ class Loader:
         packed: list[Packed] = []
         try:
             started = time.perf_counter()
-            layout, packer = self.define(weights)
+            layout, packer = self.define_layout(weights)
             parts = self._source.parts(weights, workers, absent, layout, rest)
             blobs = [self._extra_of(part) for part in parts]
             extracted = time.perf_counter()

@@ -52,19 +52,19 @@ class Locators:
     """The forms in which weights were sent, newest first.
 
     Attributes:
-        own: the weights that ``send()`` without an argument reads.
-        own_tree: finds the tensors of ``own``, if that is a module that was sent before. Read directly by the sender:
-            ``find`` would add two calls to the shortest update.
+        default: the weights that ``send()`` without an argument reads.
+        default_tree: finds the tensors of ``default``, if that is a module that was sent before. Read directly by the
+            sender: ``find`` would add two calls to the shortest update.
     """
 
-    own: object
-    own_tree: TensorTree | None = None
+    default: object
+    default_tree: TensorTree | None = None
     _known: list[Locator] = field(default_factory=list)
 
     def find(self, given: object) -> TensorTree | list[Tensor] | None:
-        """Return the tensors of ``given`` (None: of ``own``), or a tree that finds them; None for an unknown form."""
+        """Return the tensors of ``given`` (None: the default), or a tree that finds them; None for an unknown form."""
         if given is None:
-            given = self.own
+            given = self.default
         for locator in self._known:
             found = locator.find(given)
             if found is not None:
@@ -73,8 +73,8 @@ class Locators:
 
     def add(self, given: object, locator: Locator) -> None:
         """Keep the locator of ``given``; it replaces an older one."""
-        given = self.own if given is None else given
+        given = self.default if given is None else given
         others = [one for one in self._known if one.find(given) is None]
         self._known = [locator, *others][:_MAX_LOCATORS]
-        if given is self.own and isinstance(locator, ModuleLocator):
-            self.own_tree = locator.find(given)
+        if given is self.default and isinstance(locator, ModuleLocator):
+            self.default_tree = locator.find(given)

@@ -85,9 +85,10 @@ class SendChannel(Protocol):
         ...
 
     def drain(self) -> None:
-        """Process the workers' messages that have arrived, without waiting.
+        """Process the workers' messages that have arrived, without waiting. Called by each ``send`` that does not wait.
 
-        Unread acknowledgements would fill the socket, and a worker would wait for room inside its gate.
+        Unread acknowledgements would fill the socket, and a worker would wait for room inside its gate. An update that
+        still waits for a worker is from then on sent by a thread of the channel's, as soon as the worker is ready.
         """
         ...
 
@@ -96,9 +97,9 @@ class SendChannel(Protocol):
         ...
 
     def carried_bytes(self, version: int) -> int:
-        """Return the bytes of weights that a worker is sent for the newest ``version``; of several numbers the largest.
+        """Return how many bytes of weights a worker is sent for the newest ``version``: the largest number of any.
 
-        The size of the packed weights, unless a worker is sent only what has changed.
+        That is the size of the packed weights, unless all workers are sent only what has changed.
         """
         ...
 

@@ -55,7 +55,8 @@ class Routes:
         delta: Delta | None,
         on_request: bool,
     ) -> None:
-        checksum = None if delta is not None and checksum is False else checksum  # it proves that the result is exact
+        if delta is not None and checksum is False:
+            checksum = None  # what a worker makes from a difference is compared with the checksum in any case
         retains = retains or on_request  # a worker may copy its slot at any time
         self.num_workers = num_workers
         self.layout: Layout | None = None
@@ -168,8 +169,8 @@ class Routes:
 
     # --- updates ---
 
-    def complete(self, update: QueuedUpdate) -> None:
-        """Store what belongs to the weights that were packed into a buffer. Called once, before the update is sent.
+    def store_extra_and_checksum(self, update: QueuedUpdate) -> None:
+        """Store what belongs to the weights of an update, next to them in the arena. Called once, before it is sent.
 
         Raises:
             WeightSyncError: the extra state is too large, or the machine has no memory left for it.
@@ -177,7 +178,7 @@ class Routes:
         if self._has_transports:
             check_extra(update.extra)
         if self.slots is not None:
-            self.slots.complete(update.buffer, update.extra)
+            self.slots.store_extra_and_checksum(update.buffer, update.extra)
 
     def publish(self, update: QueuedUpdate, workers: Collection[int], acknowledge: bool) -> None:
         """Make an update the newest of ``workers``; that of absent ones is kept for their replacements."""

@@ -46,12 +46,14 @@ class Slots:
         self._connections = connections
         self._num_workers = num_workers
         self._retains = retains
+        # Slots besides those that words name: one to write; if models are bound, one that forwards may still use.
+        self._spare = 2 if retains else 1
         self._checksum = checksum
 
     def set_layout(self, layout: Layout) -> None:
-        """Define what a slot contains. If workers stay bound, the second update always needs another slot."""
+        """Define what a slot contains, and allocate the first slots."""
         self.arena.set_layout(layout)
-        for _ in range(2 if self._retains else 1):
+        for _ in range(self._spare):
             self.arena.grow()
 
     def reserve(self, workers: Collection[int], busy: set[int], deadline: float | None, *, keep: bool) -> Buffer:
@@ -70,7 +72,7 @@ class Slots:
             named, used, held = (set(slots) for slots in arena.writer.occupied(keep_published_of))
             named |= busy
             slot = arena.free_slot(named | used | held)
-            if slot is None and arena.slots < len(named | held) + (2 if self._retains else 1):
+            if slot is None and arena.slots < len(named | held) + self._spare:
                 slot = arena.grow()
             if slot is not None:
                 return arena.buffer(slot)
@@ -86,8 +88,8 @@ class Slots:
                 {worker: "holds its weights in a forward that does not end" for worker in blocking},
             )
 
-    def complete(self, buffer: Buffer, extra: bytes) -> None:
-        """Store what belongs to the weights that were packed into a slot."""
+    def store_extra_and_checksum(self, buffer: Buffer, extra: bytes) -> None:
+        """Store what belongs to the weights that were packed into a slot, for the workers that read it."""
         self.arena.write_extra(buffer.slot, extra)
         if self._checksum:
             self.arena.write_checksum(buffer.slot, extra)

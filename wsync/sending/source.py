@@ -155,7 +155,7 @@ class Source:
         self._transform = transform
         self._chains: dict[int, Chain] = {}  # by worker, where workers get different weights
         self._reader = Reader()
-        self._fallback_reader = Reader()  # of tensors that optional names of an update may lack
+        self._fallback_reader = Reader()  # reads ``weights``, for optional tensors that an update lacks
         # One part for all workers, and no other work.
         self._alike = device_map_fn is None and mirror is None and transform is None and not own_buffers
 

@@ -73,7 +73,7 @@ class Updates:
     ) -> InFlight:
         """Send the next version, without waiting for the workers: see ``Loader.loaded``.
 
-        ``settle`` waits for acknowledgements if ``acknowledge``, or if they are needed.
+        ``wait_for_acks`` waits for acknowledgements if ``acknowledge``, or if they are needed.
         """
         with self.loaded(weights, workers, absent, rest=rest) as (update, packed):
             # Two cases need acknowledgements in any mode: extra state, because set_extra_state may raise; and workers
@@ -143,8 +143,8 @@ class Updates:
 
     # --- waiting ---
 
-    def settle(self, update: InFlight) -> Sequence[Ack]:
-        """Wait for the acknowledgements, if they are wanted.
+    def wait_for_acks(self, update: InFlight) -> Sequence[Ack]:
+        """Wait for the update's acknowledgements; if it needs none, only raise the errors that have been reported.
 
         Raises:
             WorkerDied, WorkerFailed, SyncTimeout: names the workers that lack the update.
@@ -159,8 +159,8 @@ class Updates:
         return acks
 
     def finish(self, update: InFlight) -> SyncReport:
-        """``settle``, and report."""
-        acks = self.settle(update)
+        """``wait_for_acks``; return the report, and record it in the metrics."""
+        acks = self.wait_for_acks(update)
         report = update.report(self.channel.carried_bytes(update.version), acks, time.perf_counter())
         self._record(report)
         return report

@@ -1,4 +1,4 @@
-"""The fast path where some workers are sent weights by a transport: the steps of a full send that can have changed."""
+"""The fast path of a sender that reaches some of its workers by a transport, not by the arena."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from wsync.sending.protocols import SendChannel
 from wsync.types import Ack, SyncReport
 
 
-class GeneralUpdate:
+class TransportFastPath:
     """Packs and publishes an update to all workers, and waits for their acknowledgements.
 
-    What a full send does besides was done by the send that enabled the fast path: reading the form in which weights are
-    given, checking their layout, choosing workers, extra state. Called under the sender's lock, by the sending thread.
+    The other steps of a full send were done by the send that enabled the fast path, and would have the same result:
+    finding the tensors in the given weights, checking their layout, choosing workers, extra state. Called under the
+    sender's lock, by the sending thread.
 
     Args:
         channel: to the workers, all of which are connected.
         num_workers: the number of workers.
-        record: stores an acknowledgement again, for the next ``wait_acks``.
+        record: puts an acknowledgement that ``wait_acks`` has returned back, for its next call.
     """
 
     def __init__(self, channel: SendChannel, num_workers: int, record: Callable[[Ack], None]) -> None:
@@ -81,4 +82,4 @@ class GeneralUpdate:
         return report, buffer.slot, (), b""
 
     def _complete(self, delivery: PartialDelivery, version: int) -> None:
-        """Nothing is left to publish; ``wait_acks`` finds what was recorded again."""
+        """Do nothing: the update is published, and ``wait_acks`` finds the acknowledgements that were put back."""
