@@ -20,7 +20,9 @@ from wsync.weights.packing import Buffer
 class InProcessChannel:
     """A ``TransactionChannel`` and a ``ReceiveChannel`` at once; worker 0 is this process.
 
-    Weights are packed into one private buffer, and copied from there into the model inside the gate.
+    Weights are packed into one private buffer, and copied from there into the model inside the gate. Every method is
+    called by the thread that calls the scheme; ``poll_update``, ``on_installed`` and ``answer`` also by a thread that
+    runs a forward, if it enters the gate first.
 
     Args:
         connect: connects the receiver, and returns it; called when the sender connects.
@@ -111,7 +113,7 @@ class InProcessChannel:
         acks, self._acks = self._acks, []
         return [ack for ack in acks if ack.version >= version][-1:]
 
-    # --- ReceiveChannel ---
+    # --- ReceiveChannel: there is no connection, so its first methods have nothing to do ---
 
     def begin_connect(self, worker_idx: int, deadline: float | None) -> Sequence[int]:
         """See ``ReceiveChannel``: the sender is in this process."""

@@ -17,7 +17,7 @@ from wsync.weights.packing import Buffer
 from wsync.weights.snapshot import Snapshot, snapshot
 from wsync.weights.strategy import WeightStrategy
 
-_ATTEMPTS = 8  # calls of receive_weights for one version, after that at its FETCH, if they return other versions
+_ATTEMPTS = 8  # calls of receive_weights after UPDATE or PREPARE, while they return other versions; FETCH has one more
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ class Cascade:
     """Passes each installed update on to the workers of this worker; only then is it acknowledged.
 
     Args:
-        pass_on: called outside the gate; what it raises, the trainer raises: those workers lack the update.
+        pass_on: called outside the gate. Its error is sent to the trainer, which raises it as ``WorkerFailed``.
     """
 
     def __init__(self, pass_on: Callable[[], object]) -> None:

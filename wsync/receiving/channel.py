@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class SenderChannel:
-    """A worker's channel to its sender. Implements ``wsync.receiving.protocols.RequestChannel``; see there for threads.
+    """A worker's end of the connection; the sender's is ``WorkerChannel``. A ``RequestChannel``: see there for threads.
 
     Args:
         dial: ``(worker, deadline) -> connection``.
@@ -96,11 +96,11 @@ class SenderChannel:
         self.first_version = accepted.version
         try:
             settings = handshake.settings_in(accepted)
-            self._reader, early = self._readers.open(connection, self._worker, settings, accepted.fds, deadline)
+            self._reader, arrived = self._readers.open(connection, self._worker, settings, accepted.fds, deadline)
             if settings.layout is not None:
                 self._set_layout(settings)
             if accepted.version and self.arena is None:  # the first weights follow at once
-                handshake.wait_first_update(early, self._events_of)
+                handshake.wait_first_update(arrived, self._events_of)
         except WeightSyncError:  # also a LayoutMismatch, which is a ValueError
             raise
         except ValueError as error:
@@ -227,7 +227,7 @@ class SenderChannel:
         self._last_answer = Message.answer(ack, prepared=prepared)
         self._send(self._last_answer)
         if isinstance(self._reader, FlatReader):
-            self._reader.answered()
+            self._reader.receive_ahead()
 
     def _send(self, message: Message) -> None:
         """Send; if the sender is gone, the receiver thread will notice."""

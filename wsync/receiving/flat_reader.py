@@ -31,12 +31,13 @@ class FlatReader(TransportReader):
         """See ``TransportReader``."""
         super().set_layout(layout, checksum, delta=delta)
         self._checksum = checksum is not False
-        self.answered()
+        self.receive_ahead()
 
-    def answered(self) -> None:
-        """Begin the next transfer before it is announced, so that it costs no round trip.
+    def receive_ahead(self) -> None:
+        """Begin to receive the next version before it is announced, so that it costs no round trip.
 
-        Called after each acknowledgement: the sender may send the next version.
+        Called when the layout is known and after each acknowledgement, by the thread that has sent it: from then on the
+        sender may send. Does nothing if the transport does not receive ahead.
         """
         if self._layout is None or not self._transport.receives_ahead:
             return

@@ -55,11 +55,11 @@ class Handshake:
             raise
         return settings
 
-    def wait_first_update(self, early: Sequence[Message], events_of: Callable[[Message], Sequence[Event]]) -> None:
+    def wait_first_update(self, arrived: Sequence[Message], events_of: Callable[[Message], Sequence[Event]]) -> None:
         """Receive the version that the sender sends at once; the first ``poll_update`` returns it.
 
         Args:
-            early: messages that have arrived.
+            arrived: messages that were read while the transport was set up.
             events_of: processes a message.
 
         Raises:
@@ -68,7 +68,7 @@ class Handshake:
             NotConnected: the sender has gone.
             SyncTimeout: it did not send in time.
         """
-        waiting = list(early)
+        waiting = list(arrived)
         while True:
             message = waiting.pop(0) if waiting else self._wait_message()
             for event in events_of(message):

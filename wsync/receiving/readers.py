@@ -86,7 +86,7 @@ class ReaderFactory:
             transport.setup_connection_and_weights_on_receiver(worker_idx=worker, strategy=self.strategy)
 
         try:
-            early = TransportSetup(connection, worker, deadline, transport, 1, settings.generation, set_up).wait()
+            arrived = TransportSetup(connection, worker, deadline, transport, 1, settings.generation, set_up).wait()
         except WeightSyncError:
             raise
         except Exception as error:
@@ -94,5 +94,5 @@ class ReaderFactory:
                 f"worker {worker}: the set-up of its transport raised {type(error).__name__}: {error}"
             ) from error
         if isinstance(transport, FlatTransport):
-            return FlatReader(transport, binds=self.binds_buffers, timeout=self.timeout), early
-        return BackendReader(transport, self.strategy, binds=self.binds_buffers, timeout=self.timeout), early
+            return FlatReader(transport, binds=self.binds_buffers, timeout=self.timeout), arrived
+        return BackendReader(transport, self.strategy, binds=self.binds_buffers, timeout=self.timeout), arrived

@@ -37,13 +37,13 @@ class TransportReader(ABC):
         self._pool = BufferPool(device)
         self._used: set[int] = set()  # slots
         self._lock = threading.Lock()  # the receiver thread takes buffers, the acting thread may free them
-        self._bound = -1  # the buffer that the model is bound to, or that is kept
+        self._bound = -1  # the buffer that the model is bound to, or that is kept as the base of the next difference
         self._pending: Update | None = None  # received, and not installed
         self._received = 0  # the newest version that has arrived: it may be announced again
         self._prepared: dict[int, Update] = {}  # by transaction
         self._keeps_base = False  # whether the newest installed version is kept, for the next difference
         self._base_version = 0  # of the bound buffer
-        self._made: tuple[int, Buffer] | None = None  # a version that a difference has made, before its UPDATE
+        self._reconstructed: tuple[int, Buffer] | None = None  # from a difference, before its UPDATE or PREPARE
 
     def set_layout(self, layout: Layout, checksum: bool | None, *, delta: bool) -> None:
         """Use this layout from now on; ``checksum`` and ``delta`` as in ``SenderSettings``. Called once."""
@@ -83,26 +83,26 @@ class TransportReader(ABC):
         """Process a ``DELTA`` message. The version is complete once its ``UPDATE`` or ``PREPARE`` has come."""
         if version <= self._received:
             return
-        self._drop_made()
+        self._drop_reconstructed()
         with self._lock:
             base_version, base = self._base_version, self._pool.at(self._bound) if self._bound >= 0 else None
         if base is None or base_of(payload) != base_version:
             raise ValueError(f"a difference to version {base_of(payload)}, but the version here is {base_version}")
         buffer = self._take()
-        self._made = version, buffer
+        self._reconstructed = version, buffer
         apply_difference(payload, base.flat, buffer.flat)
 
-    def _drop_made(self) -> None:
-        if self._made is not None:
-            self._free(self._made[1].slot)
-        self._made = None
+    def _drop_reconstructed(self) -> None:
+        if self._reconstructed is not None:
+            self._free(self._reconstructed[1].slot)
+        self._reconstructed = None
 
-    def _arrived(self, version: int, payload: bytes) -> Update | Failed | None:
-        """Return an announced version: made by the difference before it, or else by ``_receive``."""
-        if self._made is None or self._made[0] != version:
-            self._drop_made()
+    def _take_announced(self, version: int, payload: bytes) -> Update | Failed | None:
+        """Return an announced version: reconstructed from the difference before it, or else by ``_receive``."""
+        if self._reconstructed is None or self._reconstructed[0] != version:
+            self._drop_reconstructed()
             return self._receive(version, payload)
-        buffer, self._made = self._made[1], None
+        buffer, self._reconstructed = self._reconstructed[1], None
         checksum, extra = self._split(payload)
         self._received = version
         damage = find_damage(version, buffer.flat, extra, checksum)
@@ -110,7 +110,7 @@ class TransportReader(ABC):
 
     def published(self, version: int, payload: bytes) -> Sequence[Event]:
         """Return the events of an ``UPDATE`` message."""
-        update = self._arrived(version, payload)
+        update = self._take_announced(version, payload)
         if not isinstance(update, Update):
             return [] if update is None else [update]
         older, self._pending = self._pending, update
@@ -121,7 +121,7 @@ class TransportReader(ABC):
     def prepare(self, version: int, payload: bytes) -> Sequence[Event]:
         """Return the events of a ``PREPARE`` message."""
         (transaction,) = unpack_exactly(TRANSACTION, payload[: TRANSACTION.size])
-        update = self._arrived(version, payload[TRANSACTION.size :])
+        update = self._take_announced(version, payload[TRANSACTION.size :])
         if not isinstance(update, Update):
             return [] if update is None else [update]
         self._prepared[transaction] = update

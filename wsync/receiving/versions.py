@@ -35,7 +35,7 @@ class VersionState:
         self._seen = 0
         self._wake_only_for_receive = False
         self._closed = False
-        self._finished = False  # why it is closed: by a shutdown of either end, not by a death
+        self._finished = False  # once closed: True after a shutdown of either end, False after a death
         self._end_returned = False  # whether ``wait_next`` has returned None for the end
         self._creator = os.getpid()
         self._reset_lock()
