@@ -51,7 +51,7 @@ class Receiver(ModelUpdater):
     ) -> None:
         super().__init__(destination, channel, make_schedule, cascade)
         self._strategy = strategy
-        self._store = channel if isinstance(channel, StoredVersions) else None
+        self._stored_versions = channel if isinstance(channel, StoredVersions) else None
         # Handles messages and installs updates: this object; with the arena, a ``WorkerSlot`` that calls this object.
         self._updater: Receiver | WorkerSlot = self
         self._gate_hook: GateHook = self  # attached to the gate: the updater, or the schedule, which calls the updater
@@ -123,7 +123,7 @@ class Receiver(ModelUpdater):
             gate.attach(self._follower)
         with without_fetching():
             self._schedule.install_now()
-        # A sender without first weights may have sent an update meanwhile: its answer carries its error.
+        # If the sender has no first weights, an error is of an update sent meanwhile; the answer to that carries it.
         error = self._error if self._channel.first_version else ""
         self._acknowledge_after_cascade()
         self._seen = min(self.version, self._channel.first_version)  # `receive` returns a newer one
@@ -186,8 +186,8 @@ class Receiver(ModelUpdater):
         Raises:
             SyncTimeout: the sender has one, and did not send it in time.
         """
-        if self._store is not None:
-            self.process(self._store.fetch_newest())
+        if self._stored_versions is not None:
+            self.process(self._stored_versions.fetch_newest())
         if not self._schedule.fetch(timeout):
             raise SyncTimeout(f"worker {self.worker_idx}: the newest version did not come within {timeout} s")
 

@@ -105,7 +105,7 @@ class WorkerConnections:
             if self._source.fileno() in ready:
                 missing.discard(self._accept(deadline))
                 watched = {fd: worker for fd, worker in watched.items() if worker in missing}
-            gone = {  # without those that have sent an answer: it says why they ended, and is left to ``wait_acks``
+            gone = {  # without those that have sent an answer, which names the reason: ``wait_acks`` returns it
                 worker: death.error
                 for worker, death in self._deaths.items()
                 if worker in workers and worker not in {*missing, *self._connections, *self._answers}

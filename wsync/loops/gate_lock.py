@@ -62,8 +62,8 @@ class GateLock:
     def enter(self, depth: int, /) -> None:
         """Enter the gate; from outside (``depth`` is 0), call ``poll_update`` of all hooks.
 
-        Called with the lock held, with the attribute ``depth``. Whether or not this raises, the caller must set the
-        attribute to the same value again, and then call ``leave`` with it.
+        Called with the lock held; ``depth`` is the attribute's value. Afterwards, also if this raises, the caller must
+        set the attribute back to that value, and then call ``leave`` with it.
         """
         self.depth = depth + 1
         if depth == 0:
