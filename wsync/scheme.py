@@ -451,7 +451,9 @@ class WeightSyncScheme(ABC):
             RuntimeError: in a worker, inside the gate; would deadlock: the receiver thread may be waiting for it.
         """
         self._role.close()
-        self._role, self._address = Role(), None
+        if isinstance(self._role, SenderRole):
+            self._address = None  # a worker's stays valid: it may connect again
+        self._role = Role()
 
     # --- what can be asked of a scheme; the role is read once: another thread may shut the scheme down ---
 

@@ -87,7 +87,11 @@ class TransportBackend(Protocol):
         Called by a thread in the trainer that is dedicated to this worker, one call at a time: once per update, except
         for an update that is replaced by a newer one while it waits. May block until the worker receives. If it has not
         returned by the deadline of the update, ``close()`` is called, if the transport has such a method, and the
-        worker is disconnected. What it raises is raised in the trainer as ``WorkerFailed``, naming the worker.
+        worker is disconnected.
+
+        Raise ``ConnectionError`` (such as ``BrokenPipeError``) if nothing can be sent to this worker any more: it is
+        then disconnected, and named in a ``WorkerDied`` in the trainer. Any other error is raised in the trainer as
+        ``WorkerFailed`` (or as ``WorkerDied``, if the worker is dead); the worker stays connected.
 
         Args:
             weights: in the scheme's format (``strategy``): its leaves are views of the packed buffer, which stays
@@ -116,8 +120,8 @@ class TransportBackend(Protocol):
 
         Args:
             timeout: seconds; None for no limit.
-            weights: a buffer in the strategy's format; a transport may copy the received tensors into it and return it,
-                or return tensors of its own.
+            weights: a buffer in the strategy's format, with the same layout as what ``send_weights`` is given; a
+                transport may copy the received tensors into it and return it, or return tensors of its own.
             model: None under a scheme; otherwise the weights are applied to it, inside ``wsync.gate()``.
             strategy: how they are applied, and the format of the result.
         """

@@ -114,6 +114,8 @@ class SocketConnection:
     def send(self, message: Message) -> None:
         """See ``Connection``: if the socket is full, a background thread sends the rest and all later messages."""
         self._require_opener()
+        if len(message.payload) > _MAX_MESSAGE:
+            raise ValueError(f"a message has at most {_MAX_MESSAGE} bytes, not {len(message.payload)}: send parts")
         proof, self._proof = self._proof, b""
         if proof:
             # In a sendmsg of its own: descriptors arrive with the first byte of a sendmsg, and the peer closes those

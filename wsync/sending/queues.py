@@ -10,6 +10,7 @@ from typing import Any
 
 from wsync.control.messages import REQUEST, Kind, Message
 from wsync.control.workers import WorkerConnections
+from wsync.deadlines import deadline_in
 from wsync.sending.deliveries import BackendDelivery, Delivery, DifferenceDelivery, FlatDelivery
 from wsync.sending.queued_update import Difference, QueuedUpdate
 from wsync.sending.transfer_thread import TransferThread
@@ -17,6 +18,7 @@ from wsync.transport import FlatTransport
 from wsync.types import Ack
 
 _log = logging.getLogger(__name__)
+_GRACE = 0.5  # seconds in which the death of a worker is noticed after its transport has failed
 
 
 class WorkerQueue:
@@ -172,11 +174,18 @@ class WorkerQueue:
             return BackendDelivery(update, self._send, transport, self._in_format, checked=self.checked)
         return FlatDelivery(update, self._send, transport, self._on_broken, checked=self.checked)
 
-    def _on_broken(self, error: RuntimeError) -> None:
-        """Disconnect the worker, whose ``FlatTransport`` has broken."""
-        self._connections.drain()  # the worker may have sent a reason
+    def _on_broken(self, error: object) -> None:
+        """Disconnect the worker, whose transport has broken."""
+        self._connections.drain()  # the worker may have sent a reason, or have died
         if self._worker in self._connections.workers:
             self._connections.mark_dead(self._worker, f"its transport has broken: {error}")
+
+    def _dies(self) -> bool:
+        """Return whether the worker is dead: a transport may notice that before the control connection does."""
+        deadline = deadline_in(_GRACE)
+        while self._worker in self._connections.workers and self._connections.read(deadline):
+            pass
+        return self._worker not in self._connections.workers
 
     def call_ended(self) -> None:
         """Called when ``send_weights`` of some worker has returned; if of this one, go on with its update."""
@@ -186,6 +195,11 @@ class WorkerQueue:
             return
         version = delivery.update.version
         _log.debug("worker %d: send_weights of version %d failed", self._worker, version)
+        if isinstance(self.transport, TransferThread) and self.transport.broken:
+            self._on_broken(error)
+            return
+        if self._dies():
+            return
         self._connections.record(Ack(self._worker, version, error=f"its transport could not send:\n{error}"))
         self.current = None
         self.advance()

@@ -21,6 +21,7 @@ class TransferThread:
     Attributes:
         busy: whether a call is in progress.
         error: the traceback of the last call; None if it succeeded.
+        broken: whether the last call raised a ``ConnectionError``: what the transport sends can no longer arrive.
     """
 
     def __init__(self, transport: TransportBackend, wake: int) -> None:
@@ -28,13 +29,14 @@ class TransferThread:
         self._wake = os.dup(wake)
         self._calls: SimpleQueue[Any] = SimpleQueue()
         self.error: str | None = None
+        self.broken = False
         self.busy = False
         self._thread = threading.Thread(target=self._run, name="wsync-transfer", daemon=True)
         self._thread.start()
 
     def begin(self, weights: Any) -> None:
         """Begin to send ``weights``. The thread must not be busy."""
-        self.error, self.busy = None, True
+        self.error, self.broken, self.busy = None, False, True
         self._calls.put((weights,))
 
     def _run(self) -> None:
@@ -42,8 +44,8 @@ class TransferThread:
             (weights,) = call
             try:
                 self._transport.send_weights(weights)
-            except Exception:  # noqa: BLE001  a transport may raise anything; the trainer raises it as WorkerFailed
-                self.error = traceback.format_exc()
+            except Exception as error:  # noqa: BLE001  a transport may raise anything; the trainer raises it
+                self.error, self.broken = traceback.format_exc(), isinstance(error, ConnectionError)
             del call, weights
             self.busy = False
             os.eventfd_write(self._wake, 1)
