@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import util
-from typing import Any
+from typing import Any, Literal
 
 from wsync.control.processes import Processes, watched
 from wsync.deadlines import deadline_in
@@ -27,10 +27,12 @@ class Role:
     """What a scheme was initialised with. ``Role()`` itself: nothing yet, or ``shutdown`` was called.
 
     Attributes:
+        end: which end of the connection this is; empty before init.
         model_id: the model's name; None before init.
         pid: of the process that initialised the scheme.
     """
 
+    end: Literal["sender", "receiver", ""] = ""
     model_id: str | None = None
     context: Any = None
     model: Any = None
@@ -50,16 +52,15 @@ class Role:
         if self.inherited:
             raise in_forked_child()
 
-    def require_fresh(self) -> None:
+    def require_uninitialised(self) -> None:
         """Check that the scheme is not initialised.
 
         Raises:
             RuntimeError: it is; names the end and the model.
         """
         if self.model_id is not None:
-            end = "receiver" if isinstance(self, ReceiverRole) else "sender"
-            where = ", in the parent of this forked process" if self.inherited else ""
-            raise RuntimeError(f"this scheme is already initialised on the {end}, for model '{self.model_id}'{where}")
+            where = f"on the {self.end}" + (", in the parent of this forked process" if self.inherited else "")
+            raise RuntimeError(f"this scheme is already initialised {where}, for model '{self.model_id}'")
 
     def as_sender(self, what: str) -> SenderRole:
         """Return this role, for a call of ``what`` that only a sender has.
@@ -127,9 +128,11 @@ class Role:
         if self.model is None:
             raise NotConnected("this end has no model to apply weights to")
         with process_gate().hold():
-            if isinstance(self, ReceiverRole):
-                self.receiver.copy_to_own_memory(stay_unbound=True)  # the arena's must not be written
+            self.make_writable()
             strategy.apply_weights(self.model, weights, inplace=inplace)
+
+    def make_writable(self) -> None:
+        """Move the model's parameters out of shared memory, which must not be written. Called inside the gate."""
 
     def close(self) -> None:
         """Release this end."""
@@ -145,6 +148,7 @@ class SenderRole(Role):
         in_process_receiver: the receiver, where both ends are in this process.
     """
 
+    end: Literal["sender", "receiver", ""] = "sender"
     sender: Sender
     channel: SendChannel
     address: Any = None
@@ -201,6 +205,7 @@ class ReceiverRole(Role):
         background_connect: the connection that ``init_on_worker`` has begun, which the receiver thread completes.
     """
 
+    end: Literal["sender", "receiver", ""] = "receiver"
     receiver: Receiver
     given_idx: int | None = None
     background_connect: BackgroundConnect | None = None
@@ -248,6 +253,10 @@ class ReceiverRole(Role):
     def weights(self, strategy: WeightStrategy) -> Any:
         """See ``Role``."""
         return process_gate().call(self.receiver.weights)
+
+    def make_writable(self) -> None:
+        """See ``Role``."""
+        self.receiver.copy_to_own_memory(stay_unbound=True)
 
     def close(self) -> None:
         """See ``Role``.

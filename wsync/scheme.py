@@ -75,9 +75,9 @@ class WeightSyncScheme(ABC):
     sends_weights: ClassVar[bool] = True
     """Whether anything is sent at all."""
     sender_driven: ClassVar[bool] = False
-    """Whether the sender also connects the receiving ends, which are in the actors that its context names.
+    """Whether ``connect`` on the sender also initialises and connects the receivers, in actors that its context names.
 
-    Such a scheme does not update the workers of a collector.
+    Such a scheme updates those actors, such as that of ``RayModuleTransform``; a collector gives it no workers.
     """
     delivers_at_connect: ClassVar[bool] = True
     """Whether the first weights are delivered by ``connect``; otherwise by the first ``send``."""
@@ -147,7 +147,7 @@ class WeightSyncScheme(ABC):
         return self.arena
 
     def _workers_by_option(self) -> Mapping[str, int]:
-        """Return the number of workers, if an option of this scheme tells it, by the option's name."""
+        """Return ``{option: number of workers}`` for options of this scheme that imply the number, e.g. ``urls``."""
         return {}
 
     def _transport_factory(self) -> Any:
@@ -195,7 +195,7 @@ class WeightSyncScheme(ABC):
             TypeError: an argument has a wrong type.
             ValueError: arguments contradict one another.
         """
-        self._role.require_fresh()
+        self._role.require_uninitialised()
         model, first = assembly.model_and_weights(context, model_id, model, weights, params_map)
         pipes = pipes_of(context, pipes)
         workers = context.remote_workers if isinstance(context, CollectorContext) else ()
@@ -234,8 +234,9 @@ class WeightSyncScheme(ABC):
 
         Args:
             model_id: the model's name, and its path in ``context``.
-            context: an object that has the model. If it has workers of its own, ``context.cascade_weights(model_id)``
-                is called after each update; or else ``context.update_policy_weights_(weights, model_id=model_id)``.
+            context: an object that has the model. If it has a method ``cascade_weights``, because it has workers of its
+                own, ``context.cascade_weights(model_id)`` is called after each update; if it only has
+                ``update_policy_weights_``, that is called, with ``(weights, model_id=model_id)``.
             model: the model itself, or a mapping of tensors into which weights are copied. If a module's parameters are
                 in memory shared with another process, they are copied first.
             load: for an inference engine: called inside the gate, by the acting thread or the receiver thread,
@@ -250,7 +251,7 @@ class WeightSyncScheme(ABC):
             ValueError: neither a model, a context nor ``load``; or a context with ``cascade_weights`` and a scheme with
                 ``acknowledge="published"``.
         """
-        self._require_fresh_receiver()
+        self._release_inherited_end()
         model, receiver = assembly.make_receiver(self, model_id, context, model, load, chunk_bytes)
         self._role = ReceiverRole(
             model_id=model_id, context=context, model=model, receiver=receiver, given_idx=worker_idx
@@ -272,14 +273,15 @@ class WeightSyncScheme(ABC):
             RuntimeError: the scheme is initialised already.
             LayoutMismatch: the source does not fit the model.
         """
-        self._role.require_fresh()
+        self._role.require_uninitialised()
         self._role = assembly.connect_in_process(self, model_id, model, source)
 
-    def _require_fresh_receiver(self) -> None:
+    def _release_inherited_end(self) -> None:
+        """Release the trainer's end that a forked child has inherited; require that the scheme is not initialised."""
         if isinstance(self._role, SenderRole) and self._role.inherited:
-            self._role.channel.close()  # a forked child has inherited the trainer's end
+            self._role.channel.close()
             self._role = Role()
-        self._role.require_fresh()
+        self._role.require_uninitialised()
 
     # --- connect, update, shut down ---
 
@@ -338,7 +340,7 @@ class WeightSyncScheme(ABC):
 
         Raises:
             SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or not with these weights.
-            TypeError: ``process`` is none.
+            TypeError: ``process`` is not a process.
             ValueError: there is no such worker.
         """
         sender = self._role.as_sender("readmit").sender
@@ -435,9 +437,9 @@ class WeightSyncScheme(ABC):
     def prepare_weights(
         self, weights: Any, model_id: str, strategy: WeightStrategy | None = None, context: Any = None
     ) -> Any:
-        """Return the weights that ``send(weights)`` starts from, before any ``device_map_fn``; changes nothing.
+        """Return ``weights`` in the strategy's format, before ``device_map_fn`` and ``send_transform`` are applied.
 
-        In the strategy's format; ``{worker: …}`` where workers differ.
+        ``{worker: weights}`` where workers have different ones. Nothing is sent, and nothing is changed.
 
         Raises:
             NotConnected: no weights were given, and there is no model to take them from.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -52,13 +52,11 @@ class IdleRole(Role):
     """Either end of a scheme that carries nothing.
 
     Attributes:
-        end: which one.
         source: what ``prepare_weights`` and ``weights`` read: a model, weights or None.
         worker_idx: the worker's index, on a receiver.
         num_workers: the number of workers, on the sender.
     """
 
-    end: Literal["sender", "receiver"]
     source: Any = None
     worker_idx: int | None = None  # pyright: ignore[reportIncompatibleMethodOverride]
     num_workers: int = 0  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -51,7 +51,7 @@ class WeightSender:
             RuntimeError: the scheme is initialised already, with the workers that it was given there.
             TypeError: neither a pipe nor such an object.
         """
-        self._scheme._role.require_fresh()
+        self._scheme._role.require_uninitialised()
         pipe = pipe_or_context.pipe if isinstance(pipe_or_context, PipeContext) else pipe_or_context
         if not isinstance(pipe, Connection):
             raise TypeError(f"worker {worker_idx} needs a pipe, or an object with one, not a {type(pipe).__name__}")
@@ -118,7 +118,7 @@ class WeightReceiver:
         Raises:
             RuntimeError: the scheme is initialised already, with its model.
         """
-        self._scheme._require_fresh_receiver()
+        self._scheme._release_inherited_end()
         self._model = model
 
     def register_worker_transport(self, pipe: Any) -> None:
@@ -131,7 +131,7 @@ class WeightReceiver:
             RuntimeError: the scheme is initialised already.
             TypeError: it is no pipe.
         """
-        self._scheme._require_fresh_receiver()
+        self._scheme._release_inherited_end()
         if not isinstance(pipe, Connection):
             raise TypeError(f"a worker's transport is its end of a pipe, not a {type(pipe).__name__}")
         self._pipe = pipe
@@ -221,7 +221,7 @@ def init_on_worker(
     if pipe is None and isinstance(context, PipeContext):
         pipe = context.pipe
     if pipe is not None:
-        scheme._require_fresh_receiver()
+        scheme._release_inherited_end()
         invited, scheme._address = read_invitation(pipe, model_id, scheme.timeout)
         if worker_idx not in (None, invited):
             raise ValueError(f"which worker is this? worker_idx: {worker_idx}, pipe: {invited}")
