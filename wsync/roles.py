@@ -18,7 +18,7 @@ from wsync.receiving.joining import BackgroundConnect
 from wsync.rendezvous import Rendezvous
 from wsync.sender import Sender
 from wsync.sending.protocols import SendChannel
-from wsync.sending.source import per_worker
+from wsync.sending.source import extracted
 from wsync.weights.strategy import WeightStrategy
 
 
@@ -269,14 +269,6 @@ class ReceiverRole(Role):
         if self.background_connect is not None:
             self.background_connect.close()
         self.receiver.close()
-
-
-def extracted(weights: Any, strategy: WeightStrategy) -> Any:
-    """Return ``weights`` in the format of ``strategy``; ``{worker: …}`` where workers differ."""
-    by_worker = per_worker(weights)
-    if by_worker is None:
-        return strategy.extract_weights(weights)
-    return {worker: strategy.extract_weights(own) for worker, own in by_worker.items()}
 
 
 def prepared_weights(role: Role, weights: Any, model_id: str, strategy: WeightStrategy, context: Any) -> Any:

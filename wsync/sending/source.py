@@ -113,6 +113,14 @@ def per_worker(weights: object) -> dict[int, Any] | None:
     return found or None
 
 
+def extracted(weights: Any, strategy: WeightStrategy) -> Any:
+    """Return ``weights`` in the format of ``strategy``; ``{worker: …}`` where workers differ."""
+    by_worker = per_worker(weights)
+    if by_worker is None:
+        return strategy.extract_weights(weights)
+    return {worker: strategy.extract_weights(own) for worker, own in by_worker.items()}
+
+
 class Source:
     """A model, live weights, or weights per worker; read again for every update. Used by the sending thread.
 
