@@ -101,6 +101,18 @@ def test_several_nodes(three: list[Any]) -> None:
     assert ray.get(three[0].where.remote())[2], "the actor's model is its own again"
 
 
+def test_process_groups_carry_the_weights_where_there_is_no_shared_memory(three: list[Any]) -> None:
+    model = nn.Linear(3, 2)
+    with wsync.RayWeightSyncScheme(timeout=60.0, shared_memory=False) as scheme:
+        scheme.init_on_sender("nets['policy']", model=model, actors=three)
+        scheme.connect()
+        assert ray.get([actor.act.remote() for actor in three]) == [pytest.approx(model.bias.tolist())] * 3
+        for value in range(2, 6):
+            nn.init.constant_(model.bias, value)
+            scheme.send()
+            assert ray.get([actor.act.remote() for actor in three]) == [[value, value]] * 3
+
+
 def test_the_address_of_the_node(three: list[Any]) -> None:
     with wsync.RayWeightSyncScheme(timeout=60.0, host="node") as scheme:
         scheme.init_on_sender("nets['policy']", model=nn.Linear(3, 2), actors=three)

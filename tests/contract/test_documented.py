@@ -14,11 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from backends import BuiltIn, SharedMemory
 from rpc_workers import Rpc
 from tensordict import TensorDict
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import wsync
 from wsync.testing import WorkerError, WorkerPool, commands
@@ -35,12 +37,12 @@ def threads(state: WorkerState) -> int:
     return len([thread for thread in threading.enumerate() if thread.name.startswith(commands.THREAD_PREFIX)])
 
 
-def properties(state: WorkerState) -> dict[str, Any]:
+def properties(state: WorkerState, model_id: str) -> dict[str, Any]:
     """What a receiver answers."""
-    scheme = state.schemes["policy"]
+    scheme = state.schemes[model_id]
     assert isinstance(scheme.receiver_transport, wsync.TransportBackend | None)
     return {
-        "model": scheme.model is state.models["policy"],
+        "model": scheme.model is state.models[model_id],
         "model_id": scheme.model_id,
         "worker_idx": scheme.worker_idx,
         "context": scheme.context,
@@ -89,6 +91,13 @@ def test_arguments_have_the_documented_order_and_defaults(make: Callable[..., An
     assert list(found.items())[: len(documented)] == list(documented.items())
 
 
+def test_options_may_be_given_by_position() -> None:
+    copying = wsync.MultiProcessWeightSyncScheme("state_dict", False)
+    assert (copying.strategy, copying.sync) == ("state_dict", False)
+    shared = wsync.SharedMemWeightSyncScheme({"policy": TensorDict()}, "state_dict", False)
+    assert (shared.strategy, shared.auto_register) == ("state_dict", False)
+
+
 def test_init_communicates_nothing_and_the_scheme_can_be_pickled_after_it(backend: BuiltIn) -> None:
     model = fill(Small(), 5)
     with backend.workers(2) as workers, backend.make_scheme(timeout=TIMEOUT) as scheme:
@@ -104,22 +113,76 @@ def test_init_communicates_nothing_and_the_scheme_can_be_pickled_after_it(backen
         assert [output[0] for output in workers.call(commands.output)] == [5, 5]
 
 
+def initialise_without_a_sender(state: WorkerState, scheme: wsync.WeightSyncScheme) -> None:
+    """``init_on_receiver`` where the sender has ended: only ``connect`` notices that."""
+    scheme.init_on_receiver("policy", model=Small(), worker_idx=0)
+    with pytest.raises(wsync.NotConnected):
+        scheme.connect()
+
+
+def test_init_on_a_receiver_does_not_call_the_sender(backend: BuiltIn) -> None:
+    with backend.workers(1) as workers:
+        with backend.make_scheme(timeout=TIMEOUT) as scheme:
+            scheme.init_on_sender("policy", model=Small(), num_workers=1)
+            copy = pickle.loads(pickle.dumps(scheme))
+        workers[0].call(initialise_without_a_sender, copy)
+
+
+class TensorOperations(TorchDispatchMode):
+    """Records the operations on tensors that this thread runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(operation))
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("form", ["model", "weights", "params_map"])
+def test_init_on_the_sender_copies_no_weights(backend: BuiltIn, form: str) -> None:
+    model = fill(Small(), 1)
+    given: dict[str, Any] = {"model": model, "weights": model.state_dict(), "params_map": {0: model, 1: model}}
+    with backend.make_scheme() as scheme, TensorOperations() as operations:
+        scheme.init_on_sender("policy", num_workers=2, **{form: given[form]})
+        assert [name for name in operations.names if "detach" not in name] == []
+
+
+def join_as(state: WorkerState, scheme: wsync.WeightSyncScheme, given: int | None, index: int) -> int | None:
+    """Initialise with one index or none, and connect with another; returns the index that the scheme has."""
+    state.schemes["policy"], state.models["policy"] = scheme, Small()
+    scheme.init_on_receiver("policy", model=state.models["policy"], worker_idx=given)
+    scheme.connect(worker_idx=index)
+    return scheme.worker_idx
+
+
+def test_connect_may_be_given_the_workers_index(backend: BuiltIn) -> None:
+    with backend.workers(2) as workers, backend.make_scheme(timeout=TIMEOUT) as scheme:
+        scheme.init_on_sender("policy", params_map={0: fill(Small(), 5), 1: fill(Small(), 6)})
+        workers[0].start(join_as, scheme, None, 1)
+        workers[1].start(join_as, scheme, 1, 0)  # it takes precedence
+        scheme.connect()
+        assert workers.results() == [1, 0]
+        assert [output[0] for output in workers.call(commands.output)] == [6, 5]
+
+
 def test_properties_of_both_ends(backend: BuiltIn) -> None:
     scheme = backend.make_scheme()
     assert (scheme.context, scheme.model, scheme.model_id, scheme.worker_idx) == (None, None, None, None)
     assert (scheme.weights, scheme.receiver_transport, scheme.shared_transport) == (None, None, None)
     assert scheme.sender_transports == {}
-    with backend.connected() as session:
+    with backend.connected(model_id="actor") as session:
         scheme = session.scheme
-        assert scheme.model is session.model and scheme.model_id == "policy" and scheme.worker_idx is None
+        assert scheme.model is session.model and scheme.model_id == "actor" and scheme.worker_idx is None
         assert scheme.weights["weight"].tolist() == [1.0] * 4 and scheme.receiver_transport is None
         assert sorted(scheme.sender_transports) == [0, 1]
         transports = [*scheme.sender_transports.values(), scheme.shared_transport]
         assert all(isinstance(transport, wsync.TransportBackend) for transport in transports)
-        for worker_idx, found in enumerate(session.workers.call(properties)):
+        for worker_idx, found in enumerate(session.workers.call(properties, "actor")):
             assert found == {
                 "model": True,
-                "model_id": "policy",
+                "model_id": "actor",
                 "worker_idx": worker_idx,
                 "context": None,
                 "sender_transports": {},
@@ -163,21 +226,28 @@ def test_bound_workers_read_one_memory(pool: WorkerPool) -> None:
 
 
 class Mapped:
-    """A ``device_map_fn``: maps weights to new ones, and counts those of other workers that still exist."""
+    """A ``device_map_fn``: maps weights to new ones, and counts those of other workers whose memory still exists."""
 
-    def __init__(self) -> None:
-        self.made: list[weakref.ref[torch.Tensor]] = []
+    def __init__(self, as_module: bool) -> None:
+        self.as_module = as_module
+        self.made: list[weakref.ref[np.ndarray]] = []  # a tensor may be gone, and a view of it keep its memory
         self.alive: list[int] = []
 
     def __call__(self, worker_idx: int, weights: Any) -> Any:
         self.alive.append(sum(made() is not None for made in self.made))
-        mapped = {name: value + worker_idx for name, value in weights.items()}
-        self.made += [weakref.ref(value) for value in mapped.values()]
-        return mapped
+        memory = weights["weight"].numpy() + worker_idx
+        self.made.append(weakref.ref(memory))
+        mapped = {"weight": torch.from_numpy(memory)}
+        if not self.as_module:
+            return mapped
+        model = Small()
+        model.load_state_dict(mapped, assign=True)
+        return model
 
 
-def test_weights_mapped_for_a_worker_are_made_when_they_are_sent(pool: WorkerPool) -> None:
-    mapped = Mapped()
+@pytest.mark.parametrize("as_module", [False, True])
+def test_weights_mapped_for_a_worker_are_made_when_they_are_sent(pool: WorkerPool, as_module: bool) -> None:
+    mapped = Mapped(as_module)
     with pool.group(3) as workers, wsync.MultiProcessWeightSyncScheme("state_dict", timeout=TIMEOUT) as scheme:
         scheme.init_on_sender("policy", model=fill(Small(), 1), device_map_fn=mapped, num_workers=3)
         assert mapped.made == []
@@ -187,7 +257,8 @@ def test_weights_mapped_for_a_worker_are_made_when_they_are_sent(pool: WorkerPoo
         workers.results()
         assert [output[0] for output in workers.call(commands.output)] == [1, 2, 3]
         scheme.send()
-        assert all(made() is None for made in mapped.made) and max(mapped.alive) <= 2
+        assert len(mapped.made) == 6 and all(made() is None for made in mapped.made)
+        assert mapped.alive == [0] * 6  # one worker's at a time
 
 
 def test_nothing_travels_at_the_connect_of_rpc_and_its_workers_have_no_thread() -> None:

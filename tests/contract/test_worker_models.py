@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import BuiltIn
+from backends import BuiltIn, Multiprocess
 from torch import nn
 
 import wsync
@@ -57,6 +57,21 @@ def test_weights_that_a_worker_applies_stay_in_that_worker(backend: BuiltIn) -> 
         assert session.outputs() == [9, 1]
         session.send(2)
         assert session.outputs() == [2, 2]
+
+
+def train_in_place(state: WorkerState) -> None:
+    """One step, by the worker alone."""
+    with wsync.gate(), torch.no_grad():
+        state.models["policy"].weight.sub_(1.0)
+
+
+def test_workers_with_copies_may_train_them_in_place(pool: WorkerPool) -> None:
+    Multiprocess.pool = pool
+    with Multiprocess().connected() as session:
+        for value in range(2, 6):
+            session.send(value)
+            session.workers[0].call(train_in_place)
+            assert session.outputs() == [value - 1, value]
 
 
 def replace_parameter(state: WorkerState) -> None:
@@ -251,14 +266,15 @@ def many_values() -> Small:
     return Small(1 << 18)
 
 
-def values_of_copies(state: WorkerState, count: int) -> list[int]:
-    """How many different values there are in each of ``count`` copies of the weights, made as they are received."""
+def values_of_copies(state: WorkerState, count: int) -> list[list[float]]:
+    """The different values in each of ``count`` copies of the weights, made as they are received."""
     transport, copy = state.schemes["policy"].receiver_transport, many_values()
-    counts: list[int] = []
-    while len(counts) < count:
+    values: list[list[float]] = []
+    while len(values) < count:
+        fill(copy, -1)
         assert transport is not None and transport.receive_weights(20.0, model=copy) is not None
-        counts.append(copy.weight.unique().numel())
-    return counts
+        values.append(copy.weight.unique().tolist())
+    return values
 
 
 def test_received_weights_are_copied_from_one_version(pool: WorkerPool, backend: BuiltIn) -> None:
@@ -275,7 +291,8 @@ def test_received_weights_are_copied_from_one_version(pool: WorkerPool, backend:
         trainer = threading.Thread(target=send)
         trainer.start()
         try:
-            assert session.workers[0].result() == [1] * 30
+            values = session.workers[0].result()
+            assert len(values) == 30 and all(value in ([0.0], [1.0], [2.0], [3.0]) for value in values)
         finally:
             done.set()
             trainer.join()

@@ -37,10 +37,10 @@ def follow_by_its_line(port: int, _: str, line: Any) -> None:
     """Connect by the transport, which knows which worker this is; say what has come with it."""
     store = TCPStore("127.0.0.1", port, is_master=False)
     with wsync.DistributedWeightSyncScheme(store=store, timeout=line.recv()) as scheme:
-        scheme.init_on_receiver("policy", model=nn.Linear(1, 1), worker_idx=0)
+        scheme.init_on_receiver("policy", model=nn.Linear(1, 1))
         transport = scheme.receiver_transport
         assert transport is not None
-        line.send(float(transport.setup_connection_and_weights_on_receiver()["bias"]))
+        line.send(float(transport.setup_connection_and_weights_on_receiver(worker_idx=0)["bias"]))
         line.recv()
 
 

@@ -27,6 +27,21 @@ def group_of_two(rank: int, port: int) -> Any:
     return ProcessGroupGloo(TCPStore("127.0.0.1", port, is_master=False), rank, 2, options)
 
 
+class Counted:
+    """A process group that counts what is sent through it."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.sent = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.group, name)
+
+    def send(self, *given: Any) -> Any:
+        self.sent += 1
+        return self.group.send(*given)
+
+
 def start(target: Any, store: TCPStore) -> tuple[Any, Any]:
     """A worker process, and the test's end of a pipe to it."""
     context = multiprocessing.get_context("forkserver")
@@ -57,14 +72,16 @@ def test_an_update_in_progress_when_the_sender_shuts_down_leaves_the_group_usabl
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     worker, pipe = start(follow_then_use_the_group, store)
     try:
-        group, model = group_of_two(0, store.port), nn.Linear(3, 1)
-        with wsync.DistributedWeightSyncScheme(group=group, store=store, timeout=30.0) as scheme:
+        group, model = Counted(group_of_two(0, store.port)), nn.Linear(3, 1)
+        given: Any = group
+        with wsync.DistributedWeightSyncScheme(group=given, store=store, timeout=30.0) as scheme:
             scheme.init_on_sender("policy", model=model, num_workers=1)
             scheme.connect()
-            assert pipe.recv() == "connected"
+            assert pipe.recv() == "connected" and group.sent == 1  # the first weights went through it
             stop(worker.pid)
             nn.init.constant_(model.bias, 2.0)
             scheme.send_async()
+            assert group.sent == 2
         os.kill(worker.pid, signal.SIGCONT)
         assert pipe.recv() == [2.0]  # it had been announced
         group.send([torch.full((1,), 7.0)], 1, 0).wait()

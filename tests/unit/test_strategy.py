@@ -10,6 +10,7 @@ from tensordict import LazyStackedTensorDict, TensorDict
 from torch import nn
 
 from wsync import LayoutMismatch, SharedMemWeightSyncScheme, SyncTimeout, WeightStrategy
+from wsync.testing.models import EveryTensorKind, digest, scramble
 from wsync.weights.binding import unshare
 from wsync.weights.snapshot import Snapshot
 
@@ -18,9 +19,11 @@ from wsync.weights.snapshot import Snapshot
 @pytest.mark.parametrize("taken", ["tensordict", "state_dict"])
 @pytest.mark.parametrize("given", ["tensordict", "state_dict"])
 def test_formats_cross(taken: Any, given: Any, inplace: bool) -> None:
-    source, model = nn.Linear(2, 3), nn.Linear(2, 3)
+    source, model = scramble(EveryTensorKind(), 1), scramble(EveryTensorKind(), 2)
+    memory = model.wide.data_ptr()
     WeightStrategy(given).apply_weights(model, WeightStrategy(taken).extract_weights(source), inplace=inplace)
-    assert torch.equal(model.weight, source.weight) and torch.equal(model.bias, source.bias)
+    assert digest(model) == digest(source)
+    assert (model.wide.data_ptr() == memory) is inplace
 
 
 def test_weights_that_do_not_fit_change_nothing() -> None:

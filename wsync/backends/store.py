@@ -122,13 +122,13 @@ class OneVersionSource(Source):
         absent: Sequence[int],
         layout: Layout,
         rest: Sequence[Tensor] | None = None,
-    ) -> list[Part]:
+    ) -> Sequence[Part]:
         """See ``Source``.
 
         Raises:
             ValueError: ``weights`` are for several workers, to each its own.
         """
-        parts = super().parts(weights, workers, absent, layout, rest)
+        parts = list(super().parts(weights, workers, absent, layout, rest))
         if len(parts) > 1:
             raise ValueError(f"{ONE_VERSION}: weights per worker cannot be used")
         return parts

@@ -17,7 +17,10 @@ from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, Packer
 
 Packed = tuple[Part, Buffer, bytes]
-"""Weights for some workers, the buffer that they were copied into, and their extra state."""
+"""Weights for some workers, the buffer that they were copied into, and their extra state.
+
+Without the tensors, if those were made for the worker (``Source.maps``).
+"""
 
 Reserve = Callable[[Collection[int], float | None], Buffer]
 """``SendChannel.reserve``."""
@@ -84,16 +87,17 @@ class Loader:
         try:
             started = time.perf_counter()
             layout, packer = self.define_layout(weights)
-            parts = self._source.parts(weights, workers, absent, layout, rest)
-            blobs = [self._extra_of(part) for part in parts]
-            extracted = time.perf_counter()
-            waited, recipients = 0.0, [*workers, *absent]
-            for part, blob in zip(parts, blobs, strict=True):
+            waited, packing, recipients = 0.0, 0.0, [*workers, *absent]
+            for part in self._source.parts(weights, workers, absent, layout, rest):
+                blob = self._extra_of(part)
                 before = time.perf_counter()
                 buffer = reserve(recipients, deadline)
-                packed.append((part, buffer, blob))
-                waited += time.perf_counter() - before
+                reserved = time.perf_counter()
+                # What was made for a worker is freed before the next worker's is made.
+                packed.append((part._replace(tensors=[]) if self._source.maps else part, buffer, blob))
                 packer.pack(part.tensors, buffer)
+                waited, packing = waited + reserved - before, packing + time.perf_counter() - reserved
+                del part
             update = InFlight(
                 version=version,
                 workers=workers,
@@ -101,9 +105,9 @@ class Loader:
                 acknowledge=True,
                 deadline=deadline,
                 started=started,
-                extract=extracted - started,
+                extract=time.perf_counter() - started - waited - packing,
                 wait=waited,
-                pack=time.perf_counter() - extracted - waited,
+                pack=packing,
             )
             yield update, packed
         except BaseException:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tensordict import TensorDictBase
@@ -167,6 +167,11 @@ class Source:
         # One part for all workers, and no other work.
         self._alike = device_map_fn is None and mirror is None and transform is None and not own_buffers
 
+    @property
+    def maps(self) -> bool:
+        """Whether weights are made for each worker, by a ``device_map_fn``."""
+        return self._device_map_fn is not None
+
     def first(self, weights: object) -> Snapshot:
         """Return one worker's weights, which define the layout.
 
@@ -205,8 +210,8 @@ class Source:
         absent: Sequence[int],
         layout: Layout,
         rest: Sequence[Tensor] | None = None,
-    ) -> list[Part]:
-        """Return the weights of each worker, all of them checked.
+    ) -> Iterable[Part]:
+        """Return the weights of each worker, checked. Those that ``device_map_fn`` makes are made one by one.
 
         Args:
             weights: the update; None reads the source's own.
@@ -238,7 +243,14 @@ class Source:
                 self._strategy.apply_weights(self.mirror, given)
             return [Part([worker], part.tensors, part.extra) for worker in everyone] if self._own_buffers else [part]
         expressed = self._strategy.express(self._reader.read(given))
-        return [self._part([worker], self._device_map_fn(worker, expressed), layout) for worker in everyone]
+        return self._mapped_parts(everyone, expressed, layout, self._device_map_fn)
+
+    def _mapped_parts(
+        self, workers: Sequence[int], weights: object, layout: Layout, device_map_fn: DeviceMap
+    ) -> Iterator[Part]:
+        """Yield the weights that are made for each worker; no earlier ones are kept here."""
+        for worker in workers:
+            yield self._ordered([worker], snapshot(device_map_fn(worker, weights)), layout)
 
     def _completed(self, workers: Sequence[int], given: object, layout: Layout, rest: Sequence[Tensor]) -> Part:
         """Return a part of a model, completed by ``rest``."""
@@ -255,13 +267,13 @@ class Source:
         return Part(workers, tensors, None)
 
     def _part(self, workers: Sequence[int], given: object, layout: Layout) -> Part:
+        known = self._reader.read_module(given, layout) if self._transform is None else None
+        return self._ordered(workers, self._reader.read(given), layout) if known is None else Part(workers, *known)
+
+    def _ordered(self, workers: Sequence[int], weights: Snapshot, layout: Layout) -> Part:
         if self._transform is not None:
-            weights = self._transformed(self._reader.read(given), workers[0])
+            weights = self._transformed(weights, workers[0])
             return Part(workers, layout.order(weights), weights.extra)
-        known = self._reader.read_module(given, layout)
-        if known is not None:
-            return Part(workers, *known)
-        weights = self._reader.read(given)
         fallback = None
         if layout.optional and self.weights is not None and per_worker(self.weights) is None:
             fallback = self._fallback_reader.read(self.weights)

@@ -107,7 +107,8 @@ class Updates:
             self.version += 1
             registered, layout, (update, packed) = self._source.registered, self.loader.layout, loaded
             if registered is not None and layout is not None:
-                update.must_copy = len(packed) > 1 or not registered.holds(layout, packed[0][0].tensors)
+                made = self._source.maps or len(packed) > 1
+                update.must_copy = made or not registered.holds(layout, packed[0][0].tensors)
             yield loaded
 
     def _agree_on_layout(self, weights: object, deadline: float | None) -> None:

@@ -140,6 +140,8 @@ class Updates(BackendHooks):
             for version in range(2, 40):
                 report = session.send(version)
                 assert report is not None and report.version == session.scheme.version == version
+                if self.acknowledged:  # installed, although no forward has run
+                    assert session.workers.call(commands.plain_digest) == [digest(session.model)] * 2
                 assert session.outputs() == [version, version]
             assert session.versions() == [39, 39]
             assert session.scheme.metrics.updates == before + 38
@@ -166,6 +168,7 @@ class Updates(BackendHooks):
             fill(session.model, -1)
             report = session.scheme.wait_async()
             assert report is not None and report.version == 19
+            assert session.workers.call(commands.plain_digest) == [digest(fill(session.model, 19))] * 2
             assert session.outputs() == [19, 19]
             session.post(20, worker_ids=0)
             session.post(21, worker_ids=1)
@@ -173,10 +176,16 @@ class Updates(BackendHooks):
             assert session.outputs() == [20, 21]
 
     def test_with_sync_false_send_does_not_wait(self) -> None:
+        """Not even for a worker that is stopped."""
         with self.connected(1, sync=False) as session:
-            assert session.send(2) is None
-            session.scheme.wait_async()
-            assert session.outputs() == [2]
+            (worker,) = session.workers
+            for value in (2, 3):  # the first one may take another path than the next
+                worker.stop()
+                assert session.send(value) is None
+                worker.resume()
+                session.scheme.wait_async()
+                assert worker.call(commands.plain_digest) == digest(session.model)
+                assert session.outputs() == [value]
 
     def test_acknowledgements_that_are_not_waited_for_do_not_block_a_worker(self) -> None:
         with self.connected(1) as session:
