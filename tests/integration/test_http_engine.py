@@ -104,8 +104,8 @@ def test_bodies_are_safetensors_files() -> None:
     [
         (b"", 400, "ends within its header"),
         (b"\xff" * 8 + b"{}", 400, "ends within its header"),
-        (body()[:-1], 400, "its tensors end at"),
-        (body() + b"x", 400, "its tensors end at"),
+        (body()[:-1], 400, "its tensors end at byte"),
+        (body() + b"x", 400, "its tensors end at byte"),
         (body(weight_version="2"), 409, "has not been started"),
         (body(session="other"), 409, "another trainer"),
         (save(WEIGHTS), 400, "'session' is missing"),

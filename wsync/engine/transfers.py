@@ -14,6 +14,7 @@ from wsync.engine import protocol
 from wsync.engine.client import EngineClient
 from wsync.errors import LayoutMismatch
 from wsync.weights.layout import Layout
+from wsync.weights.tensor_file import check_dtypes
 
 
 class Transfer(Protocol):
@@ -90,7 +91,7 @@ class BodyTransfer:
         self._source = source
         self._session = secrets.token_hex(8)
         self._groups = list(protocol.groups_of(source.layout, chunk_bytes))
-        protocol.check_dtypes(source.layout)
+        check_dtypes(source.layout)
         if source.layout.extra:
             raise LayoutMismatch(f"extra state cannot be sent over HTTP: {', '.join(sorted(source.layout.extra))}")
         client.init_weight_transfer_engine(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from wsync.checksum import checksum_of
 from wsync.control.handshake import layout_in
@@ -17,6 +18,7 @@ from wsync.errors import LayoutMismatch
 from wsync.gate import process_gate
 from wsync.weights.layout import Layout
 from wsync.weights.targets import Destination, Target
+from wsync.weights.tensor_file import Entry, check_dtypes, find_misfit
 
 
 class Refused(Exception):
@@ -54,9 +56,8 @@ class _Session:
         self.version: str | None = None  # that is being received
         self.missing: set[str] = set()
 
-    def keep(self, body: memoryview, entries: Mapping[str, protocol.Entry]) -> None:
-        """Copy the tensors of a checked body."""
-        content = torch.frombuffer(body, dtype=torch.uint8)
+    def keep(self, content: Tensor, entries: Mapping[str, Entry]) -> None:
+        """Copy the tensors of a checked body, whose bytes are ``content``."""
         for name, entry in entries.items():
             index = self.indices[name]
             view, (offset, size) = self.views[index], self.layout.places[index]
@@ -122,7 +123,7 @@ class EngineWeights:
         with self._lock:
             self._session = None
             try:
-                protocol.check_dtypes(layout)
+                check_dtypes(layout)
                 target = process_gate().call(self._target, layout)
             except LayoutMismatch as error:
                 raise Refused(422, f"LayoutMismatch: {error}") from error
@@ -150,14 +151,14 @@ class EngineWeights:
         """
         with self._lock:
             try:
-                entries, metadata = protocol.parse_body(body)
+                entries, metadata, content = protocol.parse_body(body)
             except ValueError as error:
                 raise Refused(400, str(error)) from error
             session = self._begun(metadata)
-            misfit = protocol.find_misfit(entries, session.layout, session.indices)
+            misfit = find_misfit(entries, session.layout, session.indices)
             if misfit:
                 raise Refused(422, f"LayoutMismatch: {misfit}")
-            session.keep(body, entries)
+            session.keep(protocol.as_tensor(content), entries)
 
     def finish(self, fields: Mapping[str, Any], installed: Callable[[str], None]) -> dict[str, Any]:
         """Phase 4: check that the version is whole, then load it inside the gate.
