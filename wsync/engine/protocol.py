@@ -9,12 +9,18 @@ version's tensors, and ``/start_weight_update`` has fields. vLLM does not have i
 =====================================  =================================================================================
 request                                JSON fields of the body transfer
 =====================================  =================================================================================
-``POST /init_weight_transfer_engine``  ``init_info``: ``transfer`` ("body"), ``session``, ``layout``, ``chunk_bytes``
-``POST /start_weight_update``          ``session``, ``weight_version``
+``POST /init_weight_transfer_engine``  ``init_info``: ``transfer`` ("body"), ``session``, ``layout``, ``chunk_bytes``,
+                                       ``delta``
+``POST /start_weight_update``          ``session``, ``weight_version``; perhaps ``base``
 ``POST /update_weights``               none: a safetensors file, with ``session`` and ``weight_version`` as its metadata
 ``POST /finish_weight_update``         ``session``, ``weight_version``, ``checksum`` (of the flat buffer, hexadecimal)
 ``POST /pause?mode=…``, ``/resume``    none
 =====================================  =================================================================================
+
+With ``Delta`` (``delta`` is true) a version may come as differences to one that the engine has, which ``base`` names: a
+body is then either tensors as above, or the difference of some of them (``wsync/transforms/delta.py``), a tensor named
+``difference`` with ``base``, ``begin`` and ``end`` in the metadata: the range of bytes of the flat buffer. An engine
+that does not have the base answers ``/start_weight_update`` with the reason ``no_base``, and is sent the full version.
 
 ``session`` is a random name that the trainer chooses for an initialisation; ``layout`` is JSON (``SenderSettings``).
 ``weight_version`` and ``GET /weight_info`` are as on vLLM's main branch (docs/training/weight_transfer/README.md at
@@ -49,6 +55,10 @@ SAFETENSORS = "application/x-safetensors"
 TRANSFER = "body"
 NOT_INITIALISED = "not_initialised"
 """``reason`` in the answer of an engine that knows no layout: it has been started again."""
+NO_BASE = "no_base"
+"""``reason`` in the answer of an engine that does not have the version to which differences would be."""
+DIFFERENCE = "difference"
+"""Name of the tensor in a body with a difference."""
 
 PauseMode = Literal["abort", "wait", "keep"]
 """What happens to generations in flight. abort: end them. wait: let them finish. keep: suspend them, and continue them
@@ -106,10 +116,8 @@ def make_body(
         dtype, shape = DTYPES[layout.dtypes[index]], list(layout.shapes[index])
         header[layout.names[index]] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
         at = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % LENGTH_BYTES)
     pieces: list[bytes | memoryview] = []
-    small = bytearray(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+    small = bytearray(_packed_header(header))
     for index in group:
         content = _bytes_of(views[index])
         if len(content) > _SMALL:
@@ -118,6 +126,23 @@ def make_body(
         else:
             small += content
     return [piece for piece in (*pieces, bytes(small)) if piece]
+
+
+def make_difference_body(difference: bytes, metadata: Mapping[str, str]) -> list[bytes | memoryview]:
+    """Return the difference of some tensors as a safetensors file, in pieces.
+
+    Args:
+        difference: see ``wsync.transforms.delta``.
+        metadata: ``session``, ``weight_version``, ``base``, ``begin`` and ``end``.
+    """
+    entry = {"dtype": "U8", "shape": [len(difference)], "data_offsets": [0, len(difference)]}
+    return [_packed_header({"__metadata__": dict(metadata), DIFFERENCE: entry}), difference]
+
+
+def _packed_header(header: Mapping[str, Any]) -> bytes:
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def _bytes_of(view: Tensor) -> memoryview:
