@@ -72,15 +72,6 @@ def test_the_contract_suite_runs_outside_the_repository(tmp_path: Path) -> None:
     run(sys.executable, "-m", "pytest", *options, "my_backend.py", folder=tmp_path)
 
 
-@pytest.mark.parametrize("way", ["shared_mem", "store", "http", "int8", "ray"])
-def test_unlike_ends_with_gpt2(way: str, tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="the GPT-2 is one of transformers, which is not installed")
-    if way == "ray":
-        pytest.importorskip("ray", reason="Ray is not installed")
-    out = run(sys.executable, FOLDER / "unlike_ends.py", way, folder=tmp_path)
-    assert out.count(": 700672 bytes" if way == "int8" else ": 1337600 bytes") == 5
-
-
 def test_dqn_learns_from_what_workers_collect(tmp_path: Path) -> None:
     pytest.importorskip("gymnasium", reason="the example needs gymnasium, which is not installed")
     printed = run(sys.executable, FOLDER / "dqn.py", "--frames", "8192", folder=tmp_path)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import re
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 import torch
+from http_engines import EngineServer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
@@ -22,7 +20,6 @@ import wsync
 from wsync.checksum import checksum_of
 from wsync.control.settings import SenderSettings
 from wsync.engine import protocol
-from wsync.testing.asgi import serve
 from wsync.testing.models import Small
 from wsync.weights.layout import Layout
 from wsync.weights.snapshot import snapshot
@@ -38,38 +35,8 @@ INIT = {
 }
 
 
-class Engine:
-    """An engine, and requests to it.
-
-    Attributes:
-        calls: how often its weights have been loaded.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        self.calls = 0
-        self.app = wsync.engine_app(load=self._load, **{"token": None, **options})
-        self.url = ""
-
-    def _load(self, pairs: Any) -> None:
-        self.calls += 1
-        dict(pairs)
-
-    @contextmanager
-    def serving(self) -> Iterator[Engine]:
-        with serve(self.app) as self.url:
-            yield self
-
-    def ask(self, method: str, route: str, body: bytes = b"", **headers: str) -> tuple[int, Mapping[str, Any]]:
-        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=30)
-        try:
-            connection.request(method, route, body, {name.replace("_", "-"): value for name, value in headers.items()})
-            answer = connection.getresponse()
-            return answer.status, json.loads(answer.read())
-        finally:
-            connection.close()
-
-    def post(self, route: str, fields: object) -> tuple[int, Mapping[str, Any]]:
-        return self.ask("POST", route, json.dumps(fields).encode())
+class Engine(EngineServer):
+    """An engine, and the requests of an update to it."""
 
     def update(self, body: bytes) -> tuple[int, Mapping[str, Any]]:
         return self.ask("POST", protocol.UPDATE, body, content_type=protocol.SAFETENSORS)
@@ -104,8 +71,8 @@ def test_bodies_are_safetensors_files() -> None:
     [
         (b"", 400, "ends within its header"),
         (b"\xff" * 8 + b"{}", 400, "ends within its header"),
-        (body()[:-1], 400, "its tensors end at"),
-        (body() + b"x", 400, "its tensors end at"),
+        (body()[:-1], 400, "its tensors end at byte"),
+        (body() + b"x", 400, "its tensors end at byte"),
         (body(weight_version="2"), 409, "has not been started"),
         (body(session="other"), 409, "another trainer"),
         (save(WEIGHTS), 400, "'session' is missing"),

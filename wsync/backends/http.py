@@ -17,6 +17,7 @@ from wsync.sender import Sender
 from wsync.sending.protocols import SendChannel
 from wsync.sending.source import Source
 from wsync.transforms.chain import Transform
+from wsync.transforms.delta import Delta, delta_of
 from wsync.transport import SenderEnd
 from wsync.weights.packing import packed
 
@@ -59,6 +60,8 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         sync: see ``WeightSyncScheme``.
         timeout: seconds for ``connect``, which waits for engines that are starting, and for ``send``.
         send_transform: see ``WeightSyncScheme``. What the engine does to weights is ``engine_app(receive_transform=)``.
+            With ``Delta()`` at its end, HTTP bodies have differences to the version that an engine has; no ``transfer``
+            but the default takes them.
 
     Raises:
         ValueError: no URL, a malformed or repeated one, an unknown ``pause``, a bad token, ``chunk_bytes`` below 1.
@@ -106,10 +109,14 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
     def _make_transfer(self, client: EngineClient, source: VersionSource) -> Transfer:
         if self.transfer is not None:
             return self.transfer(client, source)
-        return BodyTransfer(client, source, self.chunk_bytes)
+        return BodyTransfer(client, source, self.chunk_bytes, delta=self._delta() is not None)
+
+    def _delta(self) -> Delta | None:
+        delta = delta_of(self.send_transform)
+        return delta if self.transfer is None else None
 
     def _open_channel(self) -> EngineSendChannel:
-        return EngineSendChannel(self._clients(), self._make_transfer, self.pause, lambda: self.timeout)
+        return EngineSendChannel(self._clients(), self._make_transfer, self.pause, lambda: self.timeout, self._delta())
 
     def _open_sender(self, model_id: str, source: Source, num_workers: int) -> tuple[Sender, SendChannel]:
         channel = self._open_channel()

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Unpack
 from torch import Tensor, nn
 
 from wsync.deadlines import deadline_in
-from wsync.errors import SyncTimeout, WeightSyncError
+from wsync.errors import SyncTimeout
 from wsync.options import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.sender import Sender
@@ -188,7 +188,5 @@ class StoreTransport:
             return None
         update, layout = channel.poll_update(), channel.layout
         assert update is not None and layout is not None, "connect() has read a version"
-        if update.damage:
-            raise WeightSyncError(update.damage)
         self._version = update.version
         return apply_received(dict(zip(layout.names, update.views, strict=True)), weights, model, strategy)

@@ -13,10 +13,12 @@ from torch import Tensor
 from wsync.checksum import checksum_of
 from wsync.deadlines import deadline_in, remaining, wait_readable
 from wsync.engine.client import EngineClient, EngineError
+from wsync.engine.differences import Differences
 from wsync.engine.protocol import PauseMode
 from wsync.engine.sending import EngineThread, Job
 from wsync.engine.transfers import MakeTransfer
 from wsync.errors import SyncTimeout, WorkerDied, WorkerFailed
+from wsync.transforms.delta import Delta
 from wsync.types import Ack
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
@@ -34,6 +36,7 @@ class EngineSendChannel:
         make_transfer: see ``MakeTransfer``.
         pause: see ``EngineThread``.
         timeout: returns the seconds that an update may take; None for no limit.
+        delta: makes differences to the versions that engines have; None: full versions are sent.
     """
 
     def __init__(
@@ -42,8 +45,10 @@ class EngineSendChannel:
         make_transfer: MakeTransfer,
         pause: PauseMode | None,
         timeout: Callable[[], float | None],
+        delta: Delta | None,
     ) -> None:
         self._timeout = timeout
+        self._delta = delta
         self._pid = os.getpid()
         self._engines = [
             EngineThread(worker, client, make_transfer, pause, self._done) for worker, client in enumerate(clients)
@@ -123,9 +128,8 @@ class EngineSendChannel:
         """See ``SendChannel``: a buffer that no engine's thread reads, and that is no engine's newest version."""
         assert self._layout is not None, "set_layout() comes first"
         jobs = [*self._latest.values(), *(job for engine in self._engines for job in engine.jobs)]
-        used = [job.views for job in jobs]
         for buffer in self._buffers:
-            if buffer.slot not in self._reserved and all(buffer.views is not views for views in used):
+            if buffer.slot not in self._reserved and all(buffer is not job.buffer for job in jobs):
                 break
         else:
             flat = torch.zeros(self._layout.nbytes, dtype=torch.uint8)
@@ -136,9 +140,9 @@ class EngineSendChannel:
 
     def newest_views(self) -> Sequence[Tensor] | None:
         """See ``SendChannel``. The buffer of an engine's newest version is never reserved."""
-        views = [job.views for job in self._latest.values()]
-        same = len(views) == len(self._engines) and all(one is views[0] for one in views)
-        return views[0] if same else None
+        buffers = [job.buffer for job in self._latest.values()]
+        same = len(buffers) == len(self._engines) and all(one is buffers[0] for one in buffers)
+        return buffers[0].views if same and buffers[0] is not None else None
 
     def release(self, buffers: Sequence[Buffer]) -> None:
         """See ``SendChannel``."""
@@ -148,7 +152,8 @@ class EngineSendChannel:
         """See ``SendChannel``: the threads of the engines send it."""
         assert self._layout is not None, "set_layout() comes first"
         checksum = checksum_of(buffer.flat, b"")
-        job = Job(version, self._layout, buffer.views, checksum, deadline_in(self._timeout()))
+        differences = None if self._delta is None else Differences(self._delta, self._layout, buffer.flat)
+        job = Job(version, self._layout, buffer, checksum, deadline_in(self._timeout()), differences)
         for worker in workers:
             self._latest[worker] = job
             if worker in self._connected:
@@ -191,6 +196,9 @@ class EngineSendChannel:
 
     def carried_bytes(self, version: int) -> int:
         """See ``SendChannel``."""
+        if self._delta is not None:
+            made = {job.differences for job in self._latest.values() if job.version == version}
+            return max((differences.carried for differences in made if differences is not None), default=0)
         return self._layout.nbytes if self._layout else 0
 
     def close(self, *, finished: bool = False) -> None:

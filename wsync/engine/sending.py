@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from wsync.deadlines import deadline_in
 from wsync.engine.client import EngineClient, EngineError
+from wsync.engine.differences import Base, Differences
 from wsync.engine.protocol import NOT_INITIALISED, PauseMode
 from wsync.engine.transfers import MakeTransfer, Transfer, VersionSource
 from wsync.types import Ack
 from wsync.weights.layout import Layout
+from wsync.weights.packing import Buffer
 
 _RESUME_TIMEOUT = 5.0  # seconds, after an update has failed
 
@@ -27,16 +27,18 @@ class Job:
     Attributes:
         version: its number.
         layout: of the weights.
-        views: the packed tensors; None: only ask the engine whether the layout fits.
+        buffer: the packed tensors; None: only ask the engine whether the layout fits.
         checksum: of the packed bytes.
         deadline: on ``time.monotonic``.
+        differences: to older versions; None: the full version is sent.
     """
 
     version: int
     layout: Layout
-    views: Sequence[Tensor] | None
+    buffer: Buffer | None
     checksum: int
     deadline: float | None
+    differences: Differences | None = None
 
 
 class EngineThread:
@@ -72,12 +74,13 @@ class EngineThread:
         self._thread: threading.Thread | None = None
         self._transfer: tuple[Layout, VersionSource, Transfer] | None = None  # the thread's own
         self._disconnected = False  # since the thread began the last job
+        self._delivered: Job | None = None  # the version that the engine has, if differences to it may be sent
 
     @property
     def jobs(self) -> Sequence[Job]:
-        """The jobs that are being sent, or wait: their tensors are read."""
+        """The jobs that are being sent, or wait, and the base of differences: their tensors are read."""
         with self._changed:
-            return [job for job in (self._running, self._waiting) if job is not None]
+            return [job for job in (self._running, self._waiting, self._delivered) if job is not None]
 
     def submit(self, job: Job) -> None:
         """Have the thread send a version."""
@@ -132,11 +135,15 @@ class EngineThread:
                 self._waiting = None
                 self.client.deadline, self.client.version = job.deadline, job.version  # `abort` may follow at once
                 if self._disconnected:
-                    self._transfer, self._disconnected = None, False
+                    self._transfer, self._delivered, self._disconnected = None, None, False
             ack = self._attempt(job)
             self.client.close()
             with self._changed:
                 self._running = None
+                if self._transfer is None:
+                    self._delivered = None
+                elif not ack.error and job.differences is not None:
+                    self._delivered = job
             self._done(job, ack)
 
     def _attempt(self, job: Job) -> Ack:
@@ -146,7 +153,7 @@ class EngineThread:
             except EngineError as error:
                 if error.reason != NOT_INITIALISED:
                     raise
-                self._transfer = None  # the engine has been started again
+                self._transfer = self._delivered = None  # the engine has been started again
                 self._send(job)
         except EngineError as error:
             if error.died:
@@ -165,9 +172,11 @@ class EngineThread:
 
     def _send(self, job: Job) -> None:
         source, transfer = self._initialised(job.layout)
-        if job.views is None:
+        if job.buffer is None:
             return
-        source.views, source.checksum = job.views, job.checksum
+        source.views, source.checksum, source.differences = job.buffer.views, job.checksum, job.differences
+        base = self._delivered
+        source.base = None if base is None or base.buffer is None else Base(base.version, base.buffer.flat)
         try:
             if self._pause is not None:
                 self.client.pause(self._pause)
@@ -179,12 +188,12 @@ class EngineThread:
                 self._resume_after_failure()
             raise
         finally:
-            source.views = ()
+            source.views, source.base, source.differences = (), None, None
 
     def _initialised(self, layout: Layout) -> tuple[VersionSource, Transfer]:
         """Phase 1, for a new layout."""
         if self._transfer is None or self._transfer[0] != layout:
-            self._transfer = None
+            self._transfer = self._delivered = None
             source = VersionSource(layout)
             self.client.phase = "init"
             self._transfer = layout, source, self._make_transfer(self.client, source)

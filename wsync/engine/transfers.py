@@ -11,9 +11,11 @@ from torch import Tensor
 
 from wsync.control.settings import SenderSettings
 from wsync.engine import protocol
-from wsync.engine.client import EngineClient
+from wsync.engine.client import EngineClient, EngineError
+from wsync.engine.differences import Base, Differences, range_of
 from wsync.errors import LayoutMismatch
 from wsync.weights.layout import Layout
+from wsync.weights.tensor_file import check_dtypes
 
 
 class Transfer(Protocol):
@@ -46,6 +48,8 @@ class VersionSource:
         layout: as given.
         views: the packed tensors of the version, in the layout's order. Valid during ``send_weights``.
         checksum: of the packed bytes.
+        base: the version that the engine has, as far as the trainer can tell; None if it is not known.
+        differences: to older versions; None: the full version is sent.
     """
 
     def __init__(self, layout: Layout, device: torch.device | str | None = None) -> None:
@@ -53,6 +57,8 @@ class VersionSource:
         self.device = device
         self.views: Sequence[Tensor] = ()
         self.checksum = 0
+        self.base: Base | None = None
+        self.differences: Differences | None = None
 
     def metadata(self) -> list[ParamMeta]:
         """Return name, dtype and shape of every tensor, in the order of iteration."""
@@ -79,18 +85,19 @@ class BodyTransfer:
         client: of the engine.
         source: has the weights.
         chunk_bytes: of tensors in one body; a tensor that is larger has a body of its own.
+        delta: whether versions may be sent as differences.
 
     Raises:
         EngineError: the engine has refused the layout.
         LayoutMismatch: there is extra state, or a dtype that safetensors files cannot have.
     """
 
-    def __init__(self, client: EngineClient, source: VersionSource, chunk_bytes: int) -> None:
+    def __init__(self, client: EngineClient, source: VersionSource, chunk_bytes: int, *, delta: bool) -> None:
         self._client = client
         self._source = source
         self._session = secrets.token_hex(8)
         self._groups = list(protocol.groups_of(source.layout, chunk_bytes))
-        protocol.check_dtypes(source.layout)
+        check_dtypes(source.layout)
         if source.layout.extra:
             raise LayoutMismatch(f"extra state cannot be sent over HTTP: {', '.join(sorted(source.layout.extra))}")
         client.init_weight_transfer_engine(
@@ -99,6 +106,7 @@ class BodyTransfer:
                 "session": self._session,
                 "layout": SenderSettings(source.layout, checksum=True).dump().decode(),
                 "chunk_bytes": chunk_bytes,
+                "delta": delta,
             }
         )
 
@@ -110,7 +118,38 @@ class BodyTransfer:
         """
         client, source = self._client, self._source
         version = str(client.version)
-        client.start_weight_update({"session": self._session, "weight_version": version})
+        base, carried = self._start(version), 0
         for group in self._groups:
-            client.send_body(protocol.make_body(source.layout, source.views, group, self._session, version))
+            body, size = self._body(group, version, base)
+            client.send_body(body)
+            carried += size
         client.finish_weight_update(version, session=self._session, checksum=f"{source.checksum:016x}")
+        if source.differences is not None:
+            source.differences.note_carried(carried)
+
+    def _start(self, version: str) -> Base | None:
+        """Begin a version; return the one that the engine has, to which differences may be sent."""
+        base, fields = self._source.base, {"session": self._session, "weight_version": version}
+        if base is not None:
+            try:
+                self._client.start_weight_update({**fields, "base": str(base.version)})
+            except EngineError as error:
+                if error.reason != protocol.NO_BASE:
+                    raise
+            else:
+                return base
+        self._client.start_weight_update(fields)
+        return None
+
+    def _body(self, group: Sequence[int], version: str, base: Base | None) -> tuple[list[bytes | memoryview], int]:
+        """Return a body, and how many bytes of weights, or of a difference, are in it."""
+        source, (begin, end) = self._source, range_of(self._source.layout, group)
+        difference = None
+        if base is not None and source.differences is not None and begin < end:
+            difference = source.differences.difference(base, begin, end)
+        if difference is None:
+            return protocol.make_body(source.layout, source.views, group, self._session, version), end - begin
+        assert base is not None, "there is a difference to it"
+        metadata = {"session": self._session, "weight_version": version, "base": str(base.version)}
+        metadata |= {"begin": str(begin), "end": str(end)}
+        return protocol.make_difference_body(difference, metadata), len(difference)

@@ -9,14 +9,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from wsync.checksum import checksum_of
 from wsync.control.settings import layout_in
 from wsync.engine import protocol
+from wsync.engine.differences import entries_in
 from wsync.errors import LayoutMismatch
 from wsync.gate import process_gate
+from wsync.transforms.delta import apply_difference, require_zstandard
 from wsync.weights.layout import Layout
 from wsync.weights.targets import Destination, Target
+from wsync.weights.tensor_file import Entry, check_dtypes, find_misfit
 
 
 class Refused(Exception):
@@ -53,10 +57,12 @@ class _Session:
         self.indices = {layout.names[index]: index for index in layout.leaders}
         self.version: str | None = None  # that is being received
         self.missing: set[str] = set()
+        self.complete: str | None = None  # the version that ``flat`` has, if it has all of one
+        self.base: str | None = None  # the version to which there may be differences in the one that is being received
 
-    def keep(self, body: memoryview, entries: Mapping[str, protocol.Entry]) -> None:
-        """Copy the tensors of a checked body."""
-        content = torch.frombuffer(body, dtype=torch.uint8)
+    def keep(self, content: Tensor, entries: Mapping[str, Entry]) -> None:
+        """Copy the tensors of a checked body, whose bytes are ``content``."""
+        self.complete = None
         for name, entry in entries.items():
             index = self.indices[name]
             view, (offset, size) = self.views[index], self.layout.places[index]
@@ -66,6 +72,21 @@ class _Session:
             else:  # strides of its own; in the body it is row-major
                 view.copy_(received.clone().view(view.dtype).reshape(view.shape))
             self.missing.discard(name)
+
+    def apply(self, difference: memoryview, begin: int, end: int) -> None:
+        """Turn the bytes from ``begin`` to ``end``, which are those of ``base``, into those of the new version.
+
+        Raises:
+            ValueError: the difference is malformed, or the range has a part of a tensor, or one that has arrived.
+        """
+        entries = entries_in(self.layout, begin, end)
+        names = {self.layout.names[index] for index in entries}
+        if not {self.layout.names[index] for index in entries if self.layout.places[index][1]} <= self.missing:
+            raise ValueError(f"tensors in the bytes {begin} to {end} have arrived already")
+        part = self.flat[begin:end]
+        apply_difference(difference, part, part)
+        self.complete = None
+        self.missing -= names
 
 
 class EngineWeights:
@@ -119,10 +140,15 @@ class EngineWeights:
             )
         if layout.extra:
             raise Refused(422, "extra state (pickles) is not accepted over HTTP")
+        if info.get("delta") is True:
+            try:
+                require_zstandard()
+            except ImportError as error:
+                raise Refused(422, f"ImportError: {error}") from error
         with self._lock:
             self._session = None
             try:
-                protocol.check_dtypes(layout)
+                check_dtypes(layout)
                 target = process_gate().call(self._target, layout)
             except LayoutMismatch as error:
                 raise Refused(422, f"LayoutMismatch: {error}") from error
@@ -135,11 +161,14 @@ class EngineWeights:
         """Phase 2: forget what has been received of another version.
 
         Raises:
-            Refused: another trainer has initialised this engine, or none has.
+            Refused: another trainer has initialised this engine, or none has; or the base is not here.
         """
         with self._lock:
             session = self._current(_text(fields, "session"))
-            session.version = _text(fields, "weight_version")
+            version, base = _text(fields, "weight_version"), _text(fields, "base") if "base" in fields else None
+            if base is not None and base != session.complete:
+                raise Refused(409, f"version {base}, to which differences would be, is not here", protocol.NO_BASE)
+            session.version, session.base = version, base
             session.missing = set(session.indices)
 
     def add(self, body: memoryview) -> None:
@@ -150,14 +179,17 @@ class EngineWeights:
         """
         with self._lock:
             try:
-                entries, metadata = protocol.parse_body(body)
+                entries, metadata, content = protocol.parse_body(body)
             except ValueError as error:
                 raise Refused(400, str(error)) from error
             session = self._begun(metadata)
-            misfit = protocol.find_misfit(entries, session.layout, session.indices)
+            if "base" in metadata:
+                _apply_difference(session, entries, metadata, content)
+                return
+            misfit = find_misfit(entries, session.layout, session.indices)
             if misfit:
                 raise Refused(422, f"LayoutMismatch: {misfit}")
-            session.keep(body, entries)
+            session.keep(protocol.as_tensor(content), entries)
 
     def finish(self, fields: Mapping[str, Any], installed: Callable[[str], None]) -> dict[str, Any]:
         """Phase 4: check that the version is whole, then load it inside the gate.
@@ -183,6 +215,7 @@ class EngineWeights:
                 raise Refused(409, f"the version is corrupt: checksum {found}, not {expected}; nothing was applied")
             version, session.version = session.version, None
             assert version is not None, "_begun() has checked it"
+            session.complete = version
             asked = time.perf_counter()
             return process_gate().call(self._install, session, version, asked, installed)
 
@@ -212,6 +245,20 @@ class EngineWeights:
         if session.version != version:
             raise Refused(409, f"version {version} has not been started, or another one has been started since")
         return session
+
+
+def _apply_difference(
+    session: _Session, entries: Mapping[str, Entry], metadata: Mapping[str, Any], content: memoryview
+) -> None:
+    base, range_ = _text(metadata, "base"), [_text(metadata, name) for name in ("begin", "end")]
+    if session.base is None or base != session.base:
+        raise Refused(409, f"the difference is to version {base}, which {protocol.START} has not named")
+    if entries.keys() != {protocol.DIFFERENCE} or not all(one.isdecimal() and len(one) < 20 for one in range_):
+        raise Refused(400, f"a body with a base has one tensor, '{protocol.DIFFERENCE}', and a range of bytes")
+    try:
+        session.apply(content, *map(int, range_))
+    except ValueError as error:
+        raise Refused(422, str(error)) from error
 
 
 def _text(fields: Mapping[str, Any], name: str) -> str:

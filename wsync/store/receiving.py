@@ -6,24 +6,24 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from wsync.checksum import find_damage
 from wsync.control.receiver_thread import MessageHandler, receiver_thread
 from wsync.control.settings import layout_in
 from wsync.deadlines import remaining
 from wsync.errors import LayoutMismatch, SyncTimeout, WeightSyncError
-from wsync.loops.tensors import copy_all
 from wsync.receiving.events import Event, Published
-from wsync.store.versions import Manifest, VersionStore
+from wsync.store.manifest import Manifest
+from wsync.store.versions import VersionStore
 from wsync.store.watch import Watch
 from wsync.transforms.delta import apply_difference
 from wsync.types import Ack, Update
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, BufferPool
+from wsync.weights.tensor_file import TensorFile
 
 _log = logging.getLogger(__name__)
 
@@ -95,23 +95,40 @@ class StoreReceiveChannel:
         newest = self._store.newest()
         if newest is None or newest.version == self._version or self._read_difference(newest):
             return
-        found = self._store.read()
-        if found is None:
-            return
-        manifest, tensors = found
-        self._set_layout(manifest)
-        buffer = self._free_buffer()
-        self._fill(buffer, tensors, manifest)
-        self._stage(manifest, buffer, find_damage(manifest.version, buffer.flat, b"", manifest.checksum))
+        self._store.read(self._take)
+
+    def _take(self, manifest: Manifest, file: TensorFile) -> None:
+        """Stage a version from its file, if it is whole: nothing is staged otherwise.
+
+        Raises:
+            LayoutMismatch: it has another layout than the version before.
+            WeightSyncError: its manifest is damaged.
+            ValueError: the file is damaged.
+            OSError: it cannot be read.
+        """
+        layout = self._layout_of(manifest)
+        entries = file.check(layout)  # so that no more memory is allocated than the file has bytes
+        buffer = self._free_buffer(layout)
+        try:
+            file.read_into(layout, buffer.flat, entries)
+            damage = find_damage(manifest.version, buffer.flat, b"", manifest.checksum)
+            if damage:
+                raise ValueError(damage)
+            self._stage(manifest, layout, buffer)
+        finally:
+            if self.layout is None:  # the next version may have another layout
+                self._pool.clear()
 
     def _read_difference(self, manifest: Manifest) -> bool:
         """Stage a version that is stored as a difference to the one here; False: the full version has to be read."""
-        if self._base is None or not manifest.base or manifest.base != self._base[0]:
+        layout = self.layout
+        if layout is None or self._base is None or not manifest.base or manifest.base != self._base[0]:
             return False
+        self._layout_of(manifest)
         content = self._store.read_difference(manifest)
         if content is None:
             return False
-        buffer = self._free_buffer()
+        buffer = self._free_buffer(layout)
         try:
             apply_difference(content, self._base[1].flat, buffer.flat)
         except (ValueError, ImportError) as error:
@@ -121,45 +138,32 @@ class StoreReceiveChannel:
         if damage:
             _log.warning("%s in the store %s: %s; the full version is read", manifest.delta, self._store.url, damage)
             return False
-        self._stage(manifest, buffer)
+        self._stage(manifest, layout, buffer)
         return True
 
-    def _stage(self, manifest: Manifest, buffer: Buffer, damage: str = "") -> None:
-        self._version = manifest.version
-        keeps = not damage and (self.binds or manifest.base > 0)  # a bound buffer is kept in any case
+    def _stage(self, manifest: Manifest, layout: Layout, buffer: Buffer) -> None:
+        self._version, self.layout = manifest.version, layout
+        keeps = self.binds or manifest.base > 0  # a bound buffer is kept in any case
         with self._lock:
             self._base = (manifest.version, buffer) if keeps else None
-            self._staged = Update(manifest.version, buffer.views, slot=buffer.slot, acknowledge=False, damage=damage)
+            self._staged = Update(manifest.version, buffer.views, slot=buffer.slot, acknowledge=False)
 
-    def _free_buffer(self) -> Buffer:
-        assert self.layout is not None, "_set_layout() comes first"
+    def _free_buffer(self, layout: Layout) -> Buffer:
         with self._lock:
             kept = self._base[1].slot if self._base else -1
             busy = {self._bound, self._taken, self._staged.slot if self._staged else -1, kept}
-        return self._pool.buffer(self.layout, busy)
+        return self._pool.buffer(layout, busy)
 
-    def _set_layout(self, manifest: Manifest) -> None:
+    def _layout_of(self, manifest: Manifest) -> Layout:
         try:
-            layout = layout_in(manifest.layout.encode())
+            layout = manifest.parse_layout()
         except ValueError as error:
-            raise WeightSyncError(f"the manifest of the store {self._store.url} is damaged: {error}") from error
-        if self.layout is None:
-            self.layout = layout
-        elif layout != self.layout:
+            raise self._store.damaged_manifest(error) from error
+        if self.layout is not None and layout != self.layout:
             raise LayoutMismatch(
                 f"version {manifest.version} of the store {self._store.url} has another layout than the one before"
             )
-
-    def _fill(self, buffer: Buffer, tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
-        assert self.layout is not None, "_set_layout() comes first"
-        own = {self.layout.names[index]: buffer.views[index] for index in self.layout.leaders}
-        wrong = [name for name, view in own.items() if name not in tensors or tensors[name].shape != view.shape]
-        wrong += tensors.keys() - own.keys()
-        if wrong:
-            raise WeightSyncError(
-                f"{manifest.file} in the store {self._store.url} has other tensors than its manifest names: {wrong}"
-            )
-        copy_all(list(own.values()), [tensors[name] for name in own])
+        return self.layout or layout
 
     def attach(self, handler: MessageHandler) -> None:
         """See ``ReceiveChannel``: begin to watch the store."""

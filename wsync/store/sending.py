@@ -15,6 +15,7 @@ from wsync.transforms.delta import Delta
 from wsync.types import Ack
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
+from wsync.weights.tensor_file import check_dtypes
 
 ONE_VERSION = "a store has one version for all readers"
 
@@ -25,11 +26,13 @@ def publish(
     """Store packed weights as a version; and its difference to an older version, if that is given.
 
     Raises:
-        LayoutMismatch: a module has extra state, which would be a pickle in a file.
+        LayoutMismatch: a module has extra state, which would be a pickle in a file; or a tensor has a dtype that
+            safetensors files cannot have.
         WeightSyncError: they could not be stored.
     """
     if layout.extra:
         raise LayoutMismatch(f"extra state cannot be stored: {', '.join(sorted(layout.extra))}")
+    check_dtypes(layout)
     tensors = {layout.names[index]: buffer.views[index].contiguous() for index in layout.leaders}
     settings = SenderSettings(layout, checksum=True).dump().decode()
     store.publish(version, tensors, settings, checksum_of(buffer.flat, b""), layout.nbytes, difference)

@@ -10,54 +10,34 @@ flushed to the disk and renamed; other file systems (S3, memory) make an object 
 
 from __future__ import annotations
 
-import json
+import errno
+import io
 import logging
 import os
 import re
 import secrets
-from collections.abc import Mapping
+import stat
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file, save, save_file
+from safetensors.torch import save, save_file
 from torch import Tensor
 
 from wsync.errors import NotConnected, WeightSyncError
+from wsync.store.manifest import MANIFEST_BYTES, Manifest, version_name
+from wsync.weights.tensor_file import TensorFile
 
 _log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 _VERSION_FILE = re.compile(r"v(\d+)-\w+\.(safetensors|delta)")
 _READ_ATTEMPTS = 5
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """The newest version of a store, and how it is read.
-
-    Attributes:
-        version: the newest.
-        file: its name in the folder.
-        writer: a token of the trainer that wrote it.
-        layout: names, shapes, dtypes, ties, as JSON (``SenderSettings``).
-        checksum: of the packed weights.
-        nbytes: of the packed weights.
-        base: the version to which there is a difference; 0 for none.
-        delta: the name of the difference's file; empty for none.
-    """
-
-    version: int
-    file: str
-    writer: str
-    layout: str
-    checksum: int
-    nbytes: int
-    base: int = 0
-    delta: str = ""
+_DELETED = (errno.ENOENT, errno.ESTALE)  # the second one by NFS, while the file is being read
 
 
 @dataclass(frozen=True)
@@ -108,44 +88,61 @@ class VersionStore:
         """
         try:
             self._fs.invalidate_cache(self._root)
-            content = self._fs.cat_file(f"{self._root}/{MANIFEST}")
+            self._require_regular(MANIFEST)
+            content = self._fs.cat_file(f"{self._root}/{MANIFEST}", start=0, end=MANIFEST_BYTES + 1)
         except FileNotFoundError:
             return None
         except Exception as error:  # besides OSError: whatever the library of the file system raises
             raise WeightSyncError(f"the store {self.url} cannot be read: {type(error).__name__}: {error}") from error
         try:
-            manifest = Manifest(**json.loads(content))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise WeightSyncError(f"the manifest of the store {self.url} is damaged: {error}") from error
-        types = Manifest.__annotations__  # as text
-        wrong = [name for name, value in vars(manifest).items() if type(value).__name__ != types[name]]
-        if wrong:
-            raise WeightSyncError(f"the manifest of the store {self.url} is damaged: {', '.join(wrong)}")
-        return manifest
+            return Manifest.load(content)
+        except ValueError as error:
+            raise self.damaged_manifest(error) from error
 
-    def read(self) -> tuple[Manifest, Mapping[str, Tensor]] | None:
-        """Return the newest version; None if there is none.
+    def damaged_manifest(self, error: ValueError) -> WeightSyncError:
+        """Return the error for a manifest in which ``error`` was found."""
+        return WeightSyncError(f"the manifest {MANIFEST} of the store {self.url} is damaged: {error}")
+
+    def read(self, take: Callable[[Manifest, TensorFile], None]) -> None:
+        """Have ``take`` read the newest version, if there is one.
+
+        Args:
+            take: called with the manifest and the version's file; again if the file was deleted meanwhile, because
+                newer versions have been published. Raises ValueError or OSError if the file is damaged.
 
         Raises:
-            WeightSyncError: the store cannot be read, or the file is damaged.
+            WeightSyncError: the store cannot be read, or the file is damaged; names it.
         """
         for _ in range(_READ_ATTEMPTS):
             manifest = self.newest()
             if manifest is None:
-                return None
+                return
             try:
-                return manifest, self._load(manifest.file)
-            except FileNotFoundError:  # newer versions have been published since the manifest was read
-                continue
-            except Exception as error:  # as in ``newest``; and what safetensors raises
+                with self._open(manifest.file) as file:
+                    take(manifest, TensorFile(file))
+                return
+            except WeightSyncError:
+                raise
+            except Exception as error:  # as in ``newest``
+                if isinstance(error, OSError) and error.errno in _DELETED:
+                    continue
                 raise WeightSyncError(
                     f"version {manifest.version} of the store {self.url} cannot be read: {manifest.file}: {error}"
                 ) from error
         raise WeightSyncError(f"the store {self.url} deletes versions faster than they can be read: raise keep")
 
-    def _load(self, file: str) -> Mapping[str, Tensor]:
+    def _open(self, file: str) -> io.FileIO | io.BytesIO:
+        """Open a file: a local one is read, not mapped, because memory of a file that is cut off cannot be read."""
         path = f"{self._root}/{file}"
-        return load(self._fs.cat_file(path)) if self.folder is None else load_file(path)
+        if self.folder is None:
+            return io.BytesIO(self._fs.cat_file(path))
+        self._require_regular(file)
+        return io.FileIO(path)
+
+    def _require_regular(self, file: str) -> None:
+        """Raise OSError for a local file that is a pipe or a device, whose reader may wait for ever."""
+        if self.folder is not None and not stat.S_ISREG((self.folder / file).stat().st_mode):
+            raise OSError(f"{file} is no regular file")
 
     def open_for_writing(self) -> int:
         """Make the folder, delete what a killed trainer left unfinished; return the newest version, 0 for none.
@@ -168,7 +165,8 @@ class VersionStore:
         if not manifest.delta:
             return None
         try:
-            return self._fs.cat_file(f"{self._root}/{manifest.delta}")
+            self._require_regular(manifest.delta)
+            return self._fs.cat_file(f"{self._root}/{manifest.delta}", start=0, end=manifest.nbytes + 1)
         except OSError as error:  # newer versions have been published, or: the caller reads the full version
             _log.debug("the difference %s of the store %s cannot be read: %s", manifest.delta, self.url, error)
             return None
@@ -203,7 +201,7 @@ class VersionStore:
             raise WeightSyncError(
                 f"another trainer has published version {newest.version} in the store {self.url}: give each its own url"
             )
-        name = f"v{version:08d}-{self.writer}"
+        name = version_name(version, self.writer)
         manifest = Manifest(version, f"{name}.safetensors", self.writer, layout, checksum, nbytes)
         if difference is not None:
             manifest = replace(manifest, base=difference.base, delta=f"{name}.delta")
@@ -212,11 +210,11 @@ class VersionStore:
             if difference is not None:
                 self._write(manifest.delta, difference.content)
             self._flush_folder()
-            self._write_manifest(json.dumps(asdict(manifest)).encode())
+            self._write_manifest(manifest.dump())
         except (OSError, SafetensorError) as error:
             raise WeightSyncError(f"version {version} was not stored in {self.url}: {error}") from error
         self._wrote = True
-        self._delete_old()
+        self._delete_old(version)
 
     def _write_version(self, file: str, tensors: Mapping[str, Tensor]) -> None:
         if self.folder is None:
@@ -262,16 +260,16 @@ class VersionStore:
         except FileNotFoundError:  # where folders are prefixes of names (S3), an empty one does not exist
             return []
 
-    def _delete_old(self) -> None:
-        """Delete the files of all but the newest versions; log what cannot be deleted."""
+    def _delete_old(self, newest: int) -> None:
+        """Delete the files of all but the newest versions up to ``newest``; log what cannot be deleted."""
         try:
             found = [(path, _VERSION_FILE.fullmatch(path.rsplit("/", 1)[-1])) for path in self._paths()]
         except OSError as error:
             _log.warning("old versions of the store %s cannot be deleted: %s", self.url, error)
             return
-        versions = sorted({int(match[1]) for _, match in found if match})[-self._keep :]
+        oldest = sorted({int(match[1]) for _, match in found if match and int(match[1]) <= newest})[-self._keep :][0]
         for path, match in found:
-            if match is None or int(match[1]) in versions:
+            if match is None or int(match[1]) >= oldest:
                 continue
             try:
                 self._fs.rm_file(path)

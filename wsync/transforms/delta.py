@@ -74,7 +74,7 @@ class Delta:
         return _HEADER.pack(base_version, width) + content
 
 
-def base_of(difference: bytes) -> int:
+def base_of(difference: bytes | memoryview) -> int:
     """Return the version of the base.
 
     Raises:
@@ -85,13 +85,13 @@ def base_of(difference: bytes) -> int:
     return _HEADER.unpack_from(difference)[0]
 
 
-def apply_difference(difference: bytes, base: Tensor, new: Tensor) -> None:
+def apply_difference(difference: bytes | memoryview, base: Tensor, new: Tensor) -> None:
     """Write the version that is ``difference`` away from ``base`` into ``new``. The caller compares the checksum.
 
     Args:
         difference: as ``Delta.difference`` returned it.
         base: ``uint8[nbytes]``, the packed version that ``base_of`` names.
-        new: ``uint8[nbytes]``, other memory on the same device.
+        new: ``uint8[nbytes]``, on the same device; may be ``base``, which then becomes the new version.
 
     Raises:
         ValueError: ``difference`` is malformed, or of weights of another size.
