@@ -70,8 +70,7 @@ class Rollout:
             gate: wraps a function so that it runs inside a gate; applied to the policy call and the reading of its
                 outputs. The parts of a ``SampledPolicy`` always run inside wsync's gate.
             init_random_frames: the first frames have random actions, of those that an "action_mask" in the observation
-                allows (``policy_version`` -1; "action_log_prob" is that of the uniform choice, NaN where the bounds are
-                infinite; other policy outputs are 0).
+                allows (``policy_version`` -1; "action_log_prob" is that of the draw; other policy outputs are 0).
             max_frames_per_traj: truncate episodes after this many steps, if ``env`` does not do so earlier.
 
         Raises:
