@@ -149,31 +149,27 @@ class Rollout:
         """
         source, stepper = self._action_source(), self.stepper
         columns = Columns(batch, source.outputs, self._batched)
-        first = self._random_steps(columns.steps)
+        first = columns.steps  # step of this batch from which on the policy acts
         versions = np.full(columns.steps, NO_VERSION)
         if not stepper.is_reset:
             stepper.reset()
         with torch.no_grad():
-            if first < columns.steps:
-                source.begin(columns.steps - first)
             for t in range(columns.steps):
+                if t < first and self.policy is not None and self.frames >= self.init_random_frames:
+                    first = t
+                    source.begin(columns.steps - first)
                 columns.observation[t] = stepper.observation
                 action, versions[t] = (self._at_random if t < first else source).act(columns, t)
                 stepper.step(action)
                 columns.write_result(t, stepper)
-                stepper.reset_ended()
                 self.frames += stepper.num_envs
+                if stepper.reset_step is not None:
+                    self.frames -= int(stepper.reset_step.sum())
+                stepper.reset_ended()
             if first < columns.steps:
                 source.finish(columns, first)
         columns.version[:] = versions[:, None]
         return batch
-
-    def _random_steps(self, steps: int) -> int:
-        """Return how many of the next ``steps`` have random actions; without a policy, all."""
-        if self.policy is None:
-            return steps
-        left = -(-(self.init_random_frames - self.frames) // self.stepper.num_envs)
-        return min(max(left, 0), steps)
 
     def _action_source(self) -> ActionSource:
         """Return the source of actions; the first call runs the policy once."""
