@@ -410,6 +410,7 @@ def test_the_same_seed_gives_the_same_rollout() -> None:
         assert bool((env.rollout(60) == rollouts[0]).all())
 
 
+ONE = Scripted()
 REFUSED: dict[str, tuple[Callable[[], GymEnv], type[Exception], str]] = {
     "text": (lambda: GymEnv(Scripted(spaces.Text(3))), TypeError, "TransformObservation"),
     "actions": (lambda: GymEnv(Scripted(actions=spaces.Dict({"a": spaces.Discrete(2)}))), TypeError, "MultiBinary and"),
@@ -434,6 +435,12 @@ REFUSED: dict[str, tuple[Callable[[], GymEnv], type[Exception], str]] = {
         'vectorization_mode="sync"',
     ),
     "vectors of vectors": (lambda: GymEnv(lambda: CartPoleVectorEnv(2), 2), ValueError, "brings its own num_envs"),
+    "one for all": (lambda: GymEnv(lambda: ONE, 3), ValueError, "same environment again, <Scripted.*make it"),
+    "one, wrapped anew": (
+        lambda: GymEnv(lambda: gym.wrappers.TimeLimit(ONE, 5), 3),
+        ValueError,
+        "returns the same environment again",
+    ),
     "a mode and a function": (
         lambda: GymEnv(Scripted, 2, vectorization_mode="sync"),
         ValueError,
