@@ -15,6 +15,7 @@ from torch import nn
 
 import wsync
 from collectors import arguments
+from collectors.batch_layout import frames_of
 from collectors.exploration import warn_if_greedy
 from collectors.rollouts.acting import policy_scheme
 from collectors.signatures import check_arguments, set_signature
@@ -33,8 +34,8 @@ class BaseCollector(WeightUpdates, ABC):
     manager.
 
     Attributes:
-        frames: frames of the batches that were returned so far, with the rows in which a step has reset an environment
-            (where a batch has a "mask", it is false there).
+        frames: environment steps in the batches that were returned so far; where a batch has a "mask", elements at
+            which it is false are not counted (an environment was reset there).
         failures: how often workers have failed, and what was done.
         staleness: how old a batch may be, and what was dropped because it was older.
         num_workers: number of workers.
@@ -129,7 +130,7 @@ class BaseCollector(WeightUpdates, ABC):
         started = time.perf_counter()
         batch = self._gather()
         self._seconds += time.perf_counter() - started
-        self.frames += batch.numel()
+        self.frames += frames_of(batch)
         self._batches += 1
         if self.track_policy_version:
             batch.set(("next", "policy_version"), batch.get("policy_version").clone())

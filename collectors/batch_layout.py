@@ -1,4 +1,4 @@
-"""The layout of a batch in one flat buffer: computed once; batches are views of buffers and are never pickled."""
+"""Batches: the layout of one in a flat buffer, of which batches are views that are never pickled; and its frames."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 _ALIGNMENT = 64  # bytes
+
+
+def frames_of(batch: TensorDictBase) -> int:
+    """Return the number of environment steps in ``batch``: all elements, or those at which its "mask" is true."""
+    mask = batch.get("mask", None)
+    return batch.numel() if mask is None else int(mask.sum())
 
 
 @dataclass(frozen=True)

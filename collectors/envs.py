@@ -24,7 +24,7 @@ class GymEnv:
     also at an episode's end, and ``observe()`` gives what to act on next: an ended episode starts again within the same
     step. Only a vector environment with Gymnasium's autoreset mode NEXT_STEP takes a step for that, and then the bool
     "mask" ``[E]`` is false for rows that a step has reset: there is nothing to learn from them. A collector's batches
-    and its number of frames include these rows.
+    have these rows, and its number of frames does not include them.
 
     Attributes:
         transform: the transforms in their order; ``append_transform`` adds one. The model id of the first one's module

@@ -9,6 +9,8 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
+from collectors.batch_layout import frames_of
+
 _PATIENCE = 10  # batches of a worker that may be dropped in a row, beyond those that it has collected ahead
 
 
@@ -56,7 +58,7 @@ class Staleness:
             self._in_a_row[worker] = 0
             return True
         self.dropped_batches += 1
-        self.dropped_frames += batch.numel()
+        self.dropped_frames += frames_of(batch)
         self._in_a_row[worker] += 1
         if self._in_a_row[worker] > _PATIENCE + self.run_ahead:
             raise RuntimeError(

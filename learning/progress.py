@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from collectors.batch_layout import frames_of
 from wsync.metrics import percentile
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ class Progress:
         if limits is not None:
             batches, frames = self._dropped_before
             self.dropped_batches, self.dropped_frames = batches + limits.dropped_batches, frames + limits.dropped_frames
-        self.frames += batch.numel() if mask is None else int(mask.sum())
+        self.frames += frames_of(batch)
 
         step = batch.get("next")
         done, returns = (step.get(key).movedim(-2, 0) for key in ("done", "episode_return"))  # time first

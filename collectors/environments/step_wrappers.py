@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from collectors.environments.specs import Spec, SpecTree, action_codec
+from collectors.environments.actions import action_codec
+from collectors.environments.specs import Spec, SpecTree
 from collectors.environments.stepper import Steps
 from collectors.environments.vector import Array
 

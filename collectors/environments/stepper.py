@@ -8,14 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
-from collectors.environments.specs import (
-    ACTION_MASK,
-    Spec,
-    SpecTree,
-    action_codec,
-    observation_codec,
-    zeros,
-)
+from collectors.environments.actions import action_codec
+from collectors.environments.specs import ACTION_MASK, Spec, SpecTree, observation_codec, zeros
 from collectors.environments.trees import ArrayTree, Observation
 from collectors.environments.vector import Array, Driver
 
@@ -157,16 +151,18 @@ class Stepper:
     def sample(self) -> tuple[Array, Array]:
         """Return random actions as a policy would give them: indices ``[E]`` or ``[E, k]``, or float32 ``[E, *shape]``.
 
-        With them, their log-probabilities ``[E]``, in nats; NaN where the bounds are infinite. Where observations have
-        an "action_mask" with an element for each option, only options that it allows are drawn.
+        With them, their log-probabilities ``[E]``, in nats. Where observations have an "action_mask" with an element
+        for each option, only options that it allows are drawn.
+
+        Raises:
+            ValueError: actions of integers without bounds.
         """
         actions, options, observation = self.driver.actions, self.action_spec.options, self.observation
         mask = observation.parts.get(ACTION_MASK) if isinstance(observation, ArrayTree) else None
         if isinstance(mask, Array) and options and mask.shape == (self.num_envs, sum(options)):
             indices, log_prob = sample_allowed(options, mask != 0, actions.np_random)
             return (indices[:, 0] if self.action_spec.is_discrete else indices), log_prob
-        log_prob = np.full(self.num_envs, self._actions.uniform_log_prob)
-        return self._actions.from_env(np.asarray(actions.sample())), log_prob
+        return self._actions.draw(actions)
 
     def step(self, action: Array) -> None:
         """Apply ``action`` (any form that a policy may give); see the class for what can be read then.

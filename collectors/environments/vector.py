@@ -209,11 +209,19 @@ def make_driver(source: EnvSource, num_envs: int | None, mode: str | None, kwarg
 
 
 def _scalar(make: Callable[[], gym.Env | VectorEnv]) -> Callable[[], gym.Env]:
+    made: list[gym.Env] = []
+
     def checked() -> gym.Env:
         env = make()
         _check_environment(env)
         if isinstance(env, VectorEnv):
             raise ValueError(f"the function makes {env}, which brings its own num_envs; leave num_envs out")
+        if any(env.unwrapped is other for other in made):
+            raise ValueError(
+                f"the function returns the same environment again, {env}, and each of the num_envs environments is one "
+                "of its own: make it inside the function, as lambda: gymnasium.make(…) does"
+            )
+        made.append(env.unwrapped)
         return env
 
     return checked

@@ -70,8 +70,7 @@ class Rollout:
             gate: wraps a function so that it runs inside a gate; applied to the policy call and the reading of its
                 outputs. The parts of a ``SampledPolicy`` always run inside wsync's gate.
             init_random_frames: the first frames have random actions, of those that an "action_mask" in the observation
-                allows (``policy_version`` -1; "action_log_prob" is that of the uniform choice, NaN where the bounds are
-                infinite; other policy outputs are 0).
+                allows (``policy_version`` -1; "action_log_prob" is that of the draw; other policy outputs are 0).
             max_frames_per_traj: truncate episodes after this many steps, if ``env`` does not do so earlier.
 
         Raises:
@@ -150,31 +149,27 @@ class Rollout:
         """
         source, stepper = self._action_source(), self.stepper
         columns = Columns(batch, source.outputs, self._batched)
-        first = self._random_steps(columns.steps)
+        first = columns.steps  # step of this batch from which on the policy acts
         versions = np.full(columns.steps, NO_VERSION)
         if not stepper.is_reset:
             stepper.reset()
         with torch.no_grad():
-            if first < columns.steps:
-                source.begin(columns.steps - first)
             for t in range(columns.steps):
+                if t < first and self.policy is not None and self.frames >= self.init_random_frames:
+                    first = t
+                    source.begin(columns.steps - first)
                 columns.observation[t] = stepper.observation
                 action, versions[t] = (self._at_random if t < first else source).act(columns, t)
                 stepper.step(action)
                 columns.write_result(t, stepper)
-                stepper.reset_ended()
                 self.frames += stepper.num_envs
+                if stepper.reset_step is not None:
+                    self.frames -= int(stepper.reset_step.sum())
+                stepper.reset_ended()
             if first < columns.steps:
                 source.finish(columns, first)
         columns.version[:] = versions[:, None]
         return batch
-
-    def _random_steps(self, steps: int) -> int:
-        """Return how many of the next ``steps`` have random actions; without a policy, all."""
-        if self.policy is None:
-            return steps
-        left = -(-(self.init_random_frames - self.frames) // self.stepper.num_envs)
-        return min(max(left, 0), steps)
 
     def _action_source(self) -> ActionSource:
         """Return the source of actions; the first call runs the policy once."""

@@ -22,7 +22,6 @@ class WorkerHandle(ABC):
     Attributes:
         worker_idx: its index.
         num_envs: number of its environments; 0 until it is ready.
-        frames: frames of one of its batches; 0 until it is ready.
         buffers: memory of its batches, one ``uint8`` tensor each.
         batches: views of ``buffers``. A batch is overwritten after the next ``collect`` command for its buffer.
         process_handle: reaches its process, if this process has started it; empty otherwise.
@@ -31,7 +30,6 @@ class WorkerHandle(ABC):
     def __init__(self, worker_idx: int) -> None:
         self.worker_idx = worker_idx
         self.num_envs = 0
-        self.frames = 0
         self.buffers: list[torch.Tensor] = []
         self.batches: list[TensorDict] = []
         self.process_handle = ProcessHandle(None)
@@ -45,7 +43,6 @@ class WorkerHandle(ABC):
         """Store what the worker reports when its environments are built."""
         self.num_envs, self.buffers = num_envs, buffers
         self.batches = [layout.view(buffer) for buffer in buffers]
-        self.frames = layout.batch_size.numel()
 
 
 W = TypeVar("W", bound=WorkerHandle)

@@ -11,6 +11,7 @@ from multiprocessing.connection import wait
 from typing import Any, Generic
 
 import wsync
+from collectors.batch_layout import frames_of
 from collectors.workers.gather_lock import GatherLock
 from collectors.workers.pool import RAISED, Event, W, WorkerPool
 from collectors.workers.records import FailureCause, FailurePolicy, Failures, WorkerRecord, WorkerState
@@ -140,8 +141,9 @@ class WorkerSupervisor(Generic[W]):
         record.since = time.monotonic()
         if kind == "batch":
             record.backoff.delivered()
-            record.frames += worker.frames
-            self._batches.append((worker, value))
+            index: int = value
+            record.frames += frames_of(worker.batches[index])
+            self._batches.append((worker, index))
         elif kind == "answer":
             self._answers[record.index] = value
         elif kind == "ready":

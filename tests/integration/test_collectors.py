@@ -644,6 +644,22 @@ def test_random_frames_of_an_earlier_run_are_not_had_again(cls):
     assert versions(4096) == [0, 0]
 
 
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
+def test_a_row_that_a_step_has_reset_is_not_a_frame(cls):
+    def native():
+        return GymEnv("CartPole-v1", 4, vectorization_mode="vector_entry_point")
+
+    with cls([native], policy(), frames_per_batch=100, total_frames=1000, init_random_frames=150) as collector:
+        batches = list(collector)
+    rows, frames = torch.cat([batch["mask"].flatten() for batch in batches]), collector.frames
+    assert frames == rows.sum() < len(rows)
+    assert 1000 <= frames < 1000 + 100, "iteration ends with the batch that reaches total_frames"
+    at_random = [bool((step == -1).all()) for batch in batches for step in batch["policy_version"].flatten(0, -2).T]
+    frames_before = torch.cat([batch["mask"].flatten(0, -2).T for batch in batches]).sum(1).cumsum(0).roll(1)
+    frames_before[0] = 0
+    assert at_random == (frames_before < 150).tolist()
+
+
 def test_collectors_that_are_made_at_once_do_not_show_each_other_the_script():
     names, inside, done = vars(sys.modules["__main__"]), threading.Event(), threading.Event()
     before = {name: names.get(name) for name in ("__spec__", "__file__")}

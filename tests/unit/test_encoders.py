@@ -12,7 +12,8 @@ from gymnasium import spaces
 from tensordict import TensorDict
 
 from collectors import ActionMask, GymEnv, PartialObservation
-from collectors.environments.specs import action_codec, observation_codec
+from collectors.environments.actions import action_codec
+from collectors.environments.specs import observation_codec
 from collectors.environments.stepper import sample_allowed
 from collectors.environments.trees import as_tensors
 from collectors.rollouts.rollout import Rollout

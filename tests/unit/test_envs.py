@@ -250,6 +250,32 @@ def test_continuous_actions_are_clipped_on_their_way_only(num_envs: int) -> None
     assert all(np.array_equal(scripted.seen, [[2.0, 0.5], [-1.0, -9.0], [0.25, 0.25]]) for scripted in made)
 
 
+@pytest.mark.parametrize(
+    ("bounds", "given", "taken"),
+    [
+        (spaces.Box(0, 10, (4,), np.int64), [3.7, -0.6, 99.0, 3.2], [4, 0, 10, 3]),
+        (spaces.Box(0, 255, (2,), np.uint8), [254.6, -3.0], [255, 0]),
+        (spaces.Box(0, 1, (2,), np.bool_), [0.4, 0.8], [False, True]),
+        (spaces.Box(-np.inf, np.inf, (2,), np.int64), [-2.6, 2.0**40], [-3, 2**40]),
+    ],
+    ids=str,
+)
+def test_an_action_of_integers_is_the_nearest_one(bounds: spaces.Box, given: list[float], taken: list[Any]) -> None:
+    scripted = Scripted(actions=bounds)
+    env = GymEnv(scripted)
+    env.step(env.reset().set("action", torch.tensor(given)))
+    assert scripted.seen[0].tolist() == taken
+
+
+def test_a_huge_action_stays_in_the_range_of_its_integers() -> None:
+    scripted = Scripted(actions=spaces.Box(-np.inf, np.inf, (2,), np.int64))
+    env = GymEnv(scripted)
+    env.step(env.reset().set("action", torch.tensor([1e30, -1e30])))
+    high, low = scripted.seen[0]
+    assert high > 2**62 and low < -(2**62)
+    assert env.action_spec.low is not None and env.action_spec.low.isneginf().all()
+
+
 @pytest.mark.parametrize("num_envs", [1, 2])
 def test_a_discrete_action_space_may_start_anywhere(num_envs: int) -> None:
     made: list[Scripted] = []
@@ -384,6 +410,7 @@ def test_the_same_seed_gives_the_same_rollout() -> None:
         assert bool((env.rollout(60) == rollouts[0]).all())
 
 
+ONE = Scripted()
 REFUSED: dict[str, tuple[Callable[[], GymEnv], type[Exception], str]] = {
     "text": (lambda: GymEnv(Scripted(spaces.Text(3))), TypeError, "TransformObservation"),
     "actions": (lambda: GymEnv(Scripted(actions=spaces.Dict({"a": spaces.Discrete(2)}))), TypeError, "MultiBinary and"),
@@ -408,6 +435,12 @@ REFUSED: dict[str, tuple[Callable[[], GymEnv], type[Exception], str]] = {
         'vectorization_mode="sync"',
     ),
     "vectors of vectors": (lambda: GymEnv(lambda: CartPoleVectorEnv(2), 2), ValueError, "brings its own num_envs"),
+    "one for all": (lambda: GymEnv(lambda: ONE, 3), ValueError, "same environment again, <Scripted.*make it"),
+    "one, wrapped anew": (
+        lambda: GymEnv(lambda: gym.wrappers.TimeLimit(ONE, 5), 3),
+        ValueError,
+        "returns the same environment again",
+    ),
     "a mode and a function": (
         lambda: GymEnv(Scripted, 2, vectorization_mode="sync"),
         ValueError,

@@ -128,6 +128,58 @@ def test_random_continuous_frames(num_envs: int) -> None:
     torch.testing.assert_close(batch["action_log_prob"], torch.full((*env.batch_size, 20), -math.log(4)))
 
 
+class Idle(gymnasium.Env):
+    """Does nothing; its action space is the test's."""
+
+    observation_space = gymnasium.spaces.Box(0, 1, (1,))
+
+    def __init__(self, actions: gymnasium.spaces.Box) -> None:
+        self.action_space = actions
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return np.zeros(1, np.float32), 0.0, False, False, {}
+
+
+def random_frames(bounds: gymnasium.spaces.Box, steps: int) -> TensorDict:
+    """Return frames with random actions of one environment with these actions, and their log-probabilities."""
+
+    def still(td: TensorDictBase) -> TensorDictBase:
+        return td.update({"action": torch.zeros(bounds.shape), "action_log_prob": torch.zeros(())})
+
+    env = GymEnv(Idle(bounds), seed=0)
+    return collected(Rollout(env, still, init_random_frames=steps), steps)
+
+
+def test_random_actions_without_bounds_have_a_density() -> None:
+    low, high = np.float32([-np.inf, 1, -np.inf, -2]), np.float32([np.inf, np.inf, 3, 6])
+    batch = random_frames(gymnasium.spaces.Box(low, high), 50)
+    free, above, below, between = batch["action"].unbind(-1)
+    one_sided = torch.distributions.Exponential(1.0)
+    expected = torch.distributions.Normal(0.0, 1.0).log_prob(free) - math.log(8)
+    expected += one_sided.log_prob(above - 1) + one_sided.log_prob(3 - below)
+    torch.testing.assert_close(batch["action_log_prob"], expected, atol=1e-5, rtol=1e-5)
+    assert between.min() >= -2 and between.max() <= 6
+
+
+@pytest.mark.parametrize("bounds", [(-1, 2), (4, 4)])
+def test_random_integers_are_as_frequent_as_their_probabilities(bounds: tuple[int, int]) -> None:
+    batch = random_frames(gymnasium.spaces.Box(*bounds, (1,), np.int64), 2000)
+    values, counts = batch["action"].unique(return_counts=True)
+    assert torch.equal(values, torch.arange(bounds[0], bounds[1] + 1).float())
+    probability = batch["action_log_prob"].exp()
+    torch.testing.assert_close(probability, torch.full_like(probability, 1 / len(values)))
+    torch.testing.assert_close(counts / 2000, torch.full((len(values),), 1 / len(values)), atol=0.05, rtol=0.0)
+
+
+def test_random_integers_without_bounds_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"no random actions .* from Box\(.*int64\), integers without bounds"):
+        random_frames(gymnasium.spaces.Box(0, np.inf, (1,), np.int64), 1)
+
+
 def test_without_a_policy_actions_are_random() -> None:
     for env_id, num_envs in (("CartPole-v1", 1), ("CartPole-v1", 8), ("Pendulum-v1", 3)):
         env = GymEnv(env_id, num_envs, seed=0)

@@ -1,0 +1,206 @@
+"""Codecs of actions, between tensors and Gymnasium's spaces."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from collectors.environments.specs import Spec
+from collectors.environments.trees import Array
+
+
+def _has_rows(action: Array, num_envs: int) -> bool:
+    """Whether `action` has one row for each environment; the action of one environment needs no row."""
+    return num_envs == 1 or len(action) == num_envs
+
+
+class DiscreteActions:
+    """A choice among n: an index ``[E]``, or scores or one-hot ``[E, n]`` of which the greatest counts."""
+
+    def __init__(self, space: spaces.Discrete) -> None:
+        """Take ``n`` and the first value from ``space``."""
+        self.n, self.start = int(space.n), int(space.start)
+        self.spec = Spec(torch.Size((self.n,)), torch.int64, n=self.n)
+
+    def to_env(self, action: Array, num_envs: int) -> Array:
+        """Return the environment's own numbers, int64 ``[E]``.
+
+        Raises:
+            ValueError: another shape, an index out of range, or scores of NaN.
+        """
+        if action.size == num_envs * self.n and action.shape[-1:] == (self.n,):
+            taken = self._greatest(action.reshape(num_envs, self.n))
+        elif action.size == num_envs and _has_rows(action, num_envs):
+            taken = self._known(action.reshape(num_envs))
+        else:
+            raise ValueError(
+                f"an action for {num_envs} environment(s) with {self.n} choices is an index [{num_envs}] or "
+                f"scores [{num_envs}, {self.n}], not {list(action.shape)}"
+            )
+        if self.start:
+            taken += self.start
+        return taken
+
+    def _known(self, index: Array) -> Array:
+        """Return a checked copy: an environment may keep it. The first two branches are the common cases."""
+        if index.size == 1 and index.item() in range(self.n):
+            return index.astype(np.int64)
+        with suppress(ValueError, TypeError):  # an index is out of range, or not an integer
+            return np.unravel_index(index, (self.n,))[0]  # checks and copies in one call
+        known = np.isin(index, np.arange(self.n))
+        if not known.all():
+            row = int(known.argmin())
+            raise ValueError(f"the action for environment {row} is {index[row]}, and an index is 0 to {self.n - 1}")
+        return index.astype(np.int64)
+
+    def _greatest(self, scores: Array) -> Array:
+        if scores.dtype.kind == "f" and (unknown := np.isnan(scores)).any():
+            row = int(unknown.any(-1).argmax())
+            values = scores[row].tolist()
+            raise ValueError(f"the scores of actions 0 to {self.n - 1} for environment {row} are {values}")
+        return scores.argmax(-1)
+
+    def from_env(self, action: Array) -> Array:
+        """Return indices, counted from 0."""
+        return action.astype(np.int64) - self.start
+
+    def draw(self, actions: spaces.Space) -> tuple[Array, Array]:
+        """Return random indices ``[E]`` from the space of all environments, and their log-probabilities, in nats."""
+        drawn = self.from_env(np.asarray(actions.sample()))
+        return drawn, np.full(len(drawn), -math.log(self.n))
+
+
+class BoxActions:
+    """A vector; on the way to the environment it is clipped to the bounds, and rounded for a space of integers."""
+
+    def __init__(self, space: spaces.Box) -> None:
+        """Take shape, bounds and dtype from ``space``."""
+        self.space = space
+        self._is_integer = space.dtype.kind != "f"  # or bool
+        with np.errstate(over="ignore"):  # a float64 bound beyond float32 is infinite there
+            low, high = (
+                torch.tensor(np.where(bounded, bound, infinite).astype(np.float32))
+                for bounded, bound, infinite in (
+                    (space.bounded_below, space.low, -np.inf),  # a space of integers has no infinite bounds itself
+                    (space.bounded_above, space.high, np.inf),
+                )
+            )
+        self.spec = Spec(torch.Size(space.shape), torch.float32, low, high)
+        self._bounds = (np.empty(0), np.empty(0))  # for all environments, [E, *shape]: no broadcast in each step
+
+    def to_env(self, action: Array, num_envs: int) -> Array:
+        """Return ``[E, *shape]`` in the space's dtype; raise ValueError for any other shape, or NaN.
+
+        Values out of bounds become the bound, and a dtype of integers has the nearest one.
+        """
+        low, high = self._bounds
+        if len(low) != num_envs:
+            low, high = self._bounds = self._bounds_of(num_envs)
+        if action.size != low.size or not _has_rows(action, num_envs):
+            raise ValueError(f"an action for these environments has shape {list(low.shape)}, not {list(action.shape)}")
+        clipped = np.maximum(action.reshape(low.shape), low)
+        if (unknown := np.isnan(clipped)).any():
+            row = int(np.argwhere(unknown)[0, 0])
+            raise ValueError(f"the action for environment {row} is {clipped[row].tolist()}")
+        np.minimum(clipped, high, out=clipped)
+        if self._is_integer:
+            np.rint(clipped, out=clipped)
+        return clipped.astype(self.space.dtype, copy=False)
+
+    def _bounds_of(self, num_envs: int) -> tuple[Array, Array]:
+        space, shape = self.space, (num_envs, *self.space.shape)
+        dtype = np.float64 if self._is_integer else space.dtype
+        low, high = (np.full(shape, bound, dtype) for bound in (space.low, space.high))
+        if space.dtype.kind in "iu":  # the largest int64 and uint64 would be rounded up, out of the range of the dtype
+            np.minimum(high, np.nextafter(float(np.iinfo(str(space.dtype)).max), 0), out=high)
+        return low, high
+
+    def from_env(self, action: Array) -> Array:
+        """Return float32."""
+        return action.astype(np.float32)
+
+    def draw(self, actions: spaces.Space) -> tuple[Array, Array]:
+        """Return random actions, float32 ``[E, *shape]``, and their log-probabilities ``[E]``, in nats.
+
+        Gymnasium draws each element by itself: between two bounds uniformly; with one bound, at an exponential distance
+        of mean 1 from it; without bounds, from the standard normal distribution.
+
+        Raises:
+            ValueError: integers without bounds, for which Gymnasium has no distribution that vector environments share.
+        """
+        space = self.space
+        below, above = space.bounded_below, space.bounded_above
+        if self._is_integer and not space.is_bounded():
+            raise ValueError(
+                f"no random actions can be drawn from {space}, integers without bounds: give the space bounds, or let "
+                "a policy act from the first frame (init_random_frames=0)"
+            )
+        drawn = np.asarray(actions.sample())
+        value, low, high = (one.astype(np.float64) for one in (drawn, space.low, space.high))
+        width = np.where(below & above, high - low + self._is_integer, 1.0)
+        uniform = -np.log(np.where(width > 0, width, 1.0))  # equal bounds leave one value
+        exponential = -np.where(below, value - low, high - value)
+        normal = -0.5 * (value**2 + np.log(2 * np.pi))
+        each = np.where(below & above, uniform, np.where(below | above, exponential, normal))
+        return self.from_env(drawn), each.reshape(len(drawn), -1).sum(1)
+
+
+class MultiDiscreteActions:
+    """Several choices at once, int64 indices ``[E, k]``; a MultiBinary action is k choices between 0 and 1."""
+
+    def __init__(self, space: spaces.MultiDiscrete | spaces.MultiBinary) -> None:
+        """Take the number of options of each choice, and its first value, from ``space``."""
+        self.space = space
+        binary = isinstance(space, spaces.MultiBinary)
+        self.nvec = np.full(space.shape, 2).ravel() if binary else space.nvec.ravel().astype(np.int64)
+        self._start = 0 if binary else space.start.ravel()
+        self.spec = Spec(torch.Size(self.nvec.shape), torch.int64, nvec=tuple(self.nvec.tolist()))
+
+    def to_env(self, action: Array, num_envs: int) -> Array:
+        """Return the environment's own numbers, ``[E, *space.shape]`` in the space's dtype.
+
+        Raises:
+            ValueError: another shape, or an index out of range.
+        """
+        if action.size != num_envs * len(self.nvec) or not _has_rows(action, num_envs):
+            shape = [num_envs, len(self.nvec)]
+            raise ValueError(f"an action for these environments is indices {shape}, not {list(action.shape)}")
+        indices = action.reshape(num_envs, len(self.nvec))
+        wrong = ~((indices >= 0) & (indices < self.nvec))  # true for NaN as well
+        if wrong.any():
+            row, choice = np.argwhere(wrong)[0]
+            raise ValueError(
+                f"choice {choice} of the action for environment {row} is {indices[row, choice]}, and an index is "
+                f"0 to {self.nvec[choice] - 1}"
+            )
+        return (indices + self._start).astype(self.space.dtype).reshape(num_envs, *self.space.shape)
+
+    def from_env(self, action: Array) -> Array:
+        """Return indices ``[E, k]``, counted from 0."""
+        return action.reshape(len(action), -1).astype(np.int64) - self._start
+
+    def draw(self, actions: spaces.Space) -> tuple[Array, Array]:
+        """Return random indices ``[E, k]`` from the space of all environments, and their log-probabilities, in nats."""
+        drawn = self.from_env(np.asarray(actions.sample()))
+        return drawn, np.full(len(drawn), -float(np.log(self.nvec).sum()))
+
+
+ActionCodec = DiscreteActions | MultiDiscreteActions | BoxActions
+
+
+def action_codec(space: spaces.Space) -> ActionCodec:
+    """Return the codec for ``space``; raise TypeError for a Dict, Tuple or any other space."""
+    if isinstance(space, spaces.Discrete):
+        return DiscreteActions(space)
+    if isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary):
+        return MultiDiscreteActions(space)
+    if isinstance(space, spaces.Box):
+        return BoxActions(space)
+    raise TypeError(
+        f"GymEnv takes Discrete, MultiDiscrete, MultiBinary and Box actions, not {space}: wrap the environment to have "
+        "one of these"
+    )
