@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import wsync
 from wsync.checksum import checksum_of
-from wsync.control.handshake import SenderSettings
+from wsync.control.settings import SenderSettings
 from wsync.engine import protocol
 from wsync.engine.differences import Base, Differences, range_of
 from wsync.testing import WorkerPool

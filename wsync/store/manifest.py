@@ -13,7 +13,7 @@ from math import prod
 from reprlib import repr as shortened
 from typing import Any
 
-from wsync.control.handshake import layout_in
+from wsync.control.settings import layout_in
 from wsync.types import LAST_VERSION
 from wsync.weights.layout import ALIGNMENT, Layout
 

@@ -12,7 +12,6 @@ import torch
 
 from wsync.checksum import find_damage
 from wsync.control.receiver_thread import MessageHandler, receiver_thread
-from wsync.control.settings import layout_in
 from wsync.deadlines import remaining
 from wsync.errors import LayoutMismatch, SyncTimeout, WeightSyncError
 from wsync.receiving.events import Event, Published
