@@ -49,12 +49,14 @@ from omegaconf import DictConfig, OmegaConf
 import collectors.config
 from collectors.config import ConfigError
 from collectors.distributed import is_worker, join_trainer
-from learning.config import TrainConfig, config_folders, describe_error, facts, resolved, run_hydra
+from learning.config import describe_error, facts, resolved, run_hydra
 from learning.delay import WeightDelay
 from learning.loop import Goal, Training
 from learning.normalization import RewardNormalizer
+from learning.options import TrainConfig
 from learning.reporting.console import ConsoleReporter
 from learning.reporting.files import Pictures, RunFiles
+from learning.resuming import config_folders
 from learning.run import reported_errors, resumed_seed, stop_requests
 from learning.summary import objective_of
 from learning.validation import actor_critic, check_parts, network_settings

@@ -1,12 +1,11 @@
-"""Structured configs of a training run; its command line, errors, and the report of a sweep."""
+"""The config of a training run; its command line, errors, and the report of a sweep."""
 
 from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentParser
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -17,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -29,57 +28,24 @@ from learning.actor_critic import Diverged
 from learning.checkpoint import CheckpointError
 from learning.config_errors import CONF, one_line
 from learning.help import print_help
-from learning.options import CNNConfig, IMPALAConfig, MLPConfig, NoLoggerConfig, PPOConfig, RNNConfig, WandbConfig
+from learning.options import (
+    CNNConfig,
+    IMPALAConfig,
+    MLPConfig,
+    NoLoggerConfig,
+    PPOConfig,
+    RNNConfig,
+    TrainConfig,
+    WandbConfig,
+)
 from learning.reporting.files import FolderError, writing
 from learning.reporting.sweep import report
+from learning.resuming import config_folders, is_override, override_name, resumed, stored_overrides
 from learning.run import interrupt_by_signals, run_command
 from wsync import WeightSyncError
 
 _OF_HYDRA = (HydraException, OmegaConfBaseException, YAMLError)
 _EXPECTED = (*_OF_HYDRA, ConfigError, CheckpointError, Diverged, FolderError, WeightSyncError)
-
-
-@dataclass
-class TrainConfig:
-    """A training run, composed from ``conf/train.yaml``; the groups have structured configs of their own.
-
-    Attributes:
-        num_workers: processes that collect.
-        num_envs: environments in each of them, stepped together.
-        frames_per_batch: over all workers and environments (in asynchronous collection, of one worker); the weights are
-            sent once per batch.
-        total_frames: the run ends with the batch that reaches them, at the latest.
-        stop_when_solved: end as soon as the mean of the last 100 returns reaches ``env.solved_at``.
-        staleness: updates by which each version of the weights is sent late, see ``learning.delay.WeightDelay``.
-        seed: of all random numbers; a resumed run derives another one from it and the frames so far.
-        timeout: seconds that connecting and sending weights may take; None: no limit.
-        threads: of torch, in the trainer.
-        checkpoint_every: seconds.
-        resume: folder of an earlier run to continue.
-        objective: entry of ``summary.json`` that a sweeper compares (``hydra/sweeper=optuna``).
-        callbacks: reporters of your own, each with a _target_: see learning.reporting.Reporter.
-    """
-
-    num_workers: int = 2
-    num_envs: int = 16
-    frames_per_batch: int = 1024
-    total_frames: int = MISSING
-    stop_when_solved: bool = True
-    staleness: int = 0
-    seed: int = 0
-    timeout: float | None = 60.0
-    threads: int = 1
-    checkpoint_every: float = 60.0
-    resume: str | None = None
-    objective: str = "episode_return_mean_100"
-    weight_sync: Any = MISSING
-    collector: Any = MISSING
-    env: Any = MISSING
-    policy: Any = MISSING
-    algorithm: Any = MISSING
-    logger: Any = MISSING
-    chaos: Any = MISSING
-    callbacks: list[Any] = field(default_factory=list)
 
 
 class SweepReport(Callback):
@@ -140,10 +106,10 @@ def run_hydra(main: Callable[[], Any]) -> NoReturn:
         register_configs(config_folders(sys.argv[1:]))
         if {"--help", "-h"}.isdisjoint(sys.argv):
             # Options first: argparse takes overrides only in one piece.
-            sys.argv[1:] = sorted(stored_overrides(sys.argv[1:]), key=lambda one: "=" in one and one[0] != "-")
+            sys.argv[1:] = sorted(stored_overrides(sys.argv[1:]), key=is_override)
             main()
         else:
-            given = [argument for argument in sys.argv[1:] if "=" in argument and argument[0] != "-"]
+            given = [argument for argument in sys.argv[1:] if is_override(argument)]
             print_help(CONF, given, config_folders(sys.argv[1:]))
 
     run_command(command, describe_error, on_error=SweepReport.write)
@@ -153,7 +119,7 @@ def describe_error(error: BaseException) -> str | None:
     """Return an error that a user can act on in one line, and one for each of its notes; None for any other error."""
     if not isinstance(error, _EXPECTED):
         return None
-    chosen = {_name(argument): argument.partition("=")[2] for argument in sys.argv[1:] if "=" in argument}
+    chosen = {override_name(argument): argument.partition("=")[2] for argument in sys.argv[1:] if "=" in argument}
     message = one_line(error, settings(), chosen) if isinstance(error, _OF_HYDRA) else str(error)
     return "\n".join([message, *getattr(error, "__notes__", ())])
 
@@ -187,69 +153,6 @@ def resolved(composed: DictConfig, run: HydraConf, folder: Path) -> TrainConfig:
     return cfg
 
 
-def stored_overrides(argv: Sequence[str]) -> list[str]:
-    """Return the command line `argv` with the overrides of the run that it resumes (``resume=<folder>``) inserted.
-
-    The groups that the earlier run chose are chosen again; overrides in `argv` take precedence.
-
-    Raises:
-        ConfigError: the folder is not that of a run, or a group is null (Hydra's own message does not name it).
-    """
-    groups = {field.name for field in fields(TrainConfig) if field.type == "Any"} | {"experiment"}
-    for argument in argv:
-        if argument in {f"{group}=null" for group in groups}:
-            raise ConfigError(f"{argument}: say one of the options that --help lists; none, where there is one, is off")
-    given = {_name(argument): i for i, argument in enumerate(argv) if "=" in argument}
-    folder = argv[given["resume"]].partition("=")[2].strip("'\"") if "resume" in given else ""
-    if folder in ("", "null"):
-        return list(argv)
-    if "," in folder and not Path(folder).exists():
-        raise ConfigError(f"resume={folder}: it is the folder of one run and is not swept over; resume runs one by one")
-    replaced = set(given)
-    for name in groups & given.keys():
-        replaced |= _also_set(name, argv[given[name]].partition("=")[2])
-    earlier = [text for text in map(str, OmegaConf.load(_stored(folder, "overrides"))) if _name(text) not in replaced]
-    return [*argv[: given["resume"]], *earlier, *argv[given["resume"] :]]
-
-
-def resumed(cfg: DictConfig, overrides: Sequence[str], choices: Mapping[str, str | None]) -> DictConfig:
-    """Return `cfg` with the values of the run that it resumes, except for `overrides` and groups with another option.
-
-    Args:
-        cfg: composed from the current defaults.
-        overrides: those that `cfg` was composed with, including `stored_overrides`.
-        choices: the chosen option of each group.
-    """
-    if cfg.resume is None:
-        return cfg
-    stored = OmegaConf.to_container(OmegaConf.load(_stored(cfg.resume, "config")), resolve=False)
-    before = OmegaConf.load(_stored(cfg.resume, "hydra")).hydra.runtime.choices
-    assert isinstance(stored, dict)
-    changed = {group for group, choice in choices.items() if before.get(group) != choice}
-    kept = OmegaConf.merge(cfg, {name: value for name, value in stored.items() if name not in changed})
-    assert isinstance(kept, DictConfig)
-    named = {_name(override) for override in overrides if "=" in override} - set(choices)
-    for group in changed:
-        named |= _also_set(group, choices[group])
-    for name in named:
-        OmegaConf.update(kept, name, OmegaConf.select(cfg, name), force_add=True)
-    return kept
-
-
-def _also_set(group: str, option: str | None) -> set[str]:
-    """Return the settings outside its own group that an option sets (``collector=single`` sets num_workers)."""
-    path = CONF / group / f"{option}.yaml"
-    if not path.is_file() or not path.read_text(encoding="utf-8").startswith("# @package _global_"):
-        return set()
-    content = OmegaConf.load(path)
-    assert isinstance(content, DictConfig)
-    names: set[str] = set()
-    for name, value in content.items():
-        if name not in ("defaults", "hydra"):
-            names |= {f"{name}.{key}" for key in value} if isinstance(value, DictConfig) else {str(name)}
-    return names
-
-
 def facts(cfg: TrainConfig) -> dict[str, Any]:
     """Return what the summary of a run tells of its settings."""
     overrides = _as_typed(HydraConfig.get().overrides.task)
@@ -265,25 +168,6 @@ def _as_typed(overrides: Sequence[str]) -> list[str]:
         f"{text.partition('=')[0]}={value}" if isinstance(value, str) else text
         for text, value in zip(overrides, values, strict=True)
     ]
-
-
-def _name(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~")
-
-
-def _stored(folder: str, name: str) -> Path:
-    path = Path(folder) / ".hydra" / f"{name}.yaml"
-    if not path.is_file():
-        raise ConfigError(f"resume={folder}: no run is stored there, {path} is missing")
-    return path
-
-
-def config_folders(argv: Sequence[str]) -> list[Path]:
-    """Return the user's config folder, if the command line `argv` has one."""
-    parser = ArgumentParser(add_help=False)
-    parser.add_argument("--config-dir", "-cd", type=Path)
-    folder = parser.parse_known_args(argv)[0].config_dir
-    return [] if folder is None else [folder]
 
 
 def register_configs(folders: Sequence[Path] = ()) -> None:

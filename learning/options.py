@@ -1,8 +1,55 @@
-"""Structured configs of the policy, the algorithm and the logger: the arguments of their classes."""
+"""Structured configs of a training run, its policy, algorithm and logger."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+MISSING: Any = "???"
+"""OmegaConf's mark of a mandatory value."""
+
+
+@dataclass
+class TrainConfig:
+    """A training run, composed from ``conf/train.yaml``; the groups have structured configs of their own.
+
+    Attributes:
+        num_workers: processes that collect.
+        num_envs: environments in each of them, stepped together.
+        frames_per_batch: over all workers and environments (in asynchronous collection, of one worker); the weights are
+            sent once per batch.
+        total_frames: the run ends with the batch that reaches them, at the latest.
+        stop_when_solved: end as soon as the mean of the last 100 returns reaches ``env.solved_at``.
+        staleness: updates by which each version of the weights is sent late, see ``learning.delay.WeightDelay``.
+        seed: of all random numbers; a resumed run derives another one from it and the frames so far.
+        timeout: seconds that connecting and sending weights may take; None: no limit.
+        threads: of torch, in the trainer.
+        checkpoint_every: seconds.
+        resume: folder of an earlier run to continue.
+        objective: entry of ``summary.json`` that a sweeper compares (``hydra/sweeper=optuna``).
+        callbacks: reporters of your own, each with a _target_: see learning.reporting.Reporter.
+    """
+
+    num_workers: int = 2
+    num_envs: int = 16
+    frames_per_batch: int = 1024
+    total_frames: int = MISSING
+    stop_when_solved: bool = True
+    staleness: int = 0
+    seed: int = 0
+    timeout: float | None = 60.0
+    threads: int = 1
+    checkpoint_every: float = 60.0
+    resume: str | None = None
+    objective: str = "episode_return_mean_100"
+    weight_sync: Any = MISSING
+    collector: Any = MISSING
+    env: Any = MISSING
+    policy: Any = MISSING
+    algorithm: Any = MISSING
+    logger: Any = MISSING
+    chaos: Any = MISSING
+    callbacks: list[Any] = field(default_factory=list)
 
 
 @dataclass
@@ -14,7 +61,7 @@ class PolicyConfig:
         shared: whether one network serves the policy and the critic; otherwise each has its own.
     """
 
-    _target_: str = "???"  # OmegaConf: a mandatory value
+    _target_: str = MISSING
     initial_std: float = 1.0
     shared: bool = False
 

@@ -14,14 +14,13 @@ from learning.config_errors import Settings, unknown
 from learning.encoders import ACTIVATIONS
 from learning.making import make_actor_critic
 from learning.normalization import ObservationNormalizer
-from learning.options import MLPConfig, PolicyConfig, RNNConfig, WandbConfig
+from learning.options import MLPConfig, PolicyConfig, RNNConfig, TrainConfig, WandbConfig
 from learning.reporting import Reporter
 from learning.summary import check_objective
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from learning.config import TrainConfig
 
 Limit = tuple[str, Callable[[float], bool]]
 """A range in words, and whether a number is in it; NaN is in none."""

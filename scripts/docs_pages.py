@@ -22,7 +22,8 @@ MARKER = "<!-- generated: configuration -->"
 sys.path.insert(0, str(ROOT))
 
 import wsync  # noqa: E402
-from learning.config import TrainConfig, register_configs  # noqa: E402
+from learning.config import register_configs  # noqa: E402
+from learning.options import TrainConfig  # noqa: E402
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

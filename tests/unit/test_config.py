@@ -20,12 +20,12 @@ import learning.validation
 import wsync
 from collectors.config import ConfigError, EnvConfig, MultiSyncConfig
 from collectors.environments.specs import Spec
-from learning import CNN, MLP, PPO, RNN, make_critic, make_policy
-from learning.config import TrainConfig
+from learning import CNN, MLP, PPO, RNN, make_critic, make_policy, resuming
 from learning.config_errors import one_line
-from learning.options import CNNConfig, MLPConfig, PolicyConfig, PPOConfig, RNNConfig, WandbConfig
+from learning.options import CNNConfig, MLPConfig, PolicyConfig, PPOConfig, RNNConfig, TrainConfig, WandbConfig
 from learning.reporting import Reporter
 from learning.reporting.wandb_logger import WandbLogger
+from learning.resuming import stored_overrides
 from learning.validation import LIMITS
 from wsync.config import config_of
 from wsync.registry import import_string, load_backend
@@ -380,17 +380,20 @@ def choices(overrides: list[str]) -> DictConfig:
         return compose("train", overrides=overrides, return_hydra_config=True).hydra.runtime.choices
 
 
-def stored_run(folder: Path, *overrides: str) -> None:
+def stored_run(folder: Path, *overrides: str, config_folder: str | None = None) -> None:
     """Leave in `folder` what Hydra leaves of a run."""
     (folder / ".hydra").mkdir()
-    chosen = {"hydra": {"runtime": {"choices": choices(list(overrides))}}}
+    sources = [{"path": str(CONF), "schema": "file", "provider": "main"}]
+    if config_folder is not None:
+        sources.append({"path": config_folder, "schema": "file", "provider": "command-line"})
+    chosen = {"hydra": {"runtime": {"choices": choices(list(overrides)), "config_sources": sources}}}
     for name, content in (("hydra", chosen), ("config", composed(*overrides)), ("overrides", list(overrides))):
         OmegaConf.save(OmegaConf.create(content), folder / ".hydra" / f"{name}.yaml")
 
 
 def resumed(*argv: str) -> TrainConfig:
-    overrides = learning.config.stored_overrides(argv)
-    result = OmegaConf.to_object(learning.config.resumed(composed(*overrides), overrides, choices(overrides)))
+    overrides = stored_overrides(argv)
+    result = OmegaConf.to_object(resuming.resumed(composed(*overrides), overrides, choices(overrides)))
     assert isinstance(result, TrainConfig)
     return result
 
@@ -409,6 +412,29 @@ def test_a_resumed_run_has_its_old_config_and_overrides_win(tmp_path: Path) -> N
     other = resumed("weight_sync=shared_mem", f"resume={tmp_path}", "algorithm.lr=0.1", "timeout=4")
     assert (other.seed, other.algorithm.lr, other.algorithm.gamma) == (5, 0.1, 0.5)
     assert (type(instantiate(other.weight_sync)), other.weight_sync.timeout) == (wsync.SharedMemWeightSyncScheme, 4)
+
+
+@pytest.mark.parametrize("deletion", ["~env.kwargs.sutton_barto_reward", "~env.kwargs.sutton_barto_reward=true"])
+def test_a_resumed_run_is_without_what_its_command_line_deletes(tmp_path: Path, deletion: str) -> None:
+    first, second = tmp_path / "1", tmp_path / "2"
+    first.mkdir(), second.mkdir()
+    stored_run(first, "+env.kwargs.sutton_barto_reward=true", "seed=5")
+    assert resumed(f"resume={first}").env.kwargs == {"vectorization_mode": "auto", "sutton_barto_reward": True}
+    assert resumed(deletion, f"resume={first}").env.kwargs == {"vectorization_mode": "auto"}
+    assert resumed(f"resume={first}", deletion, "seed=6").env.kwargs == {"vectorization_mode": "auto"}
+
+    stored_run(second, "~env.kwargs.vectorization_mode")
+    for given in ([], ["~env.kwargs.vectorization_mode"]):
+        assert resumed(f"resume={second}", *given).env.kwargs == {}
+    again = resumed(f"resume={second}", "env.kwargs.vectorization_mode=sync")
+    assert again.env.kwargs == {"vectorization_mode": "sync"}
+
+
+def test_resuming_a_run_with_a_config_folder_without_the_folder_names_it(tmp_path: Path) -> None:
+    stored_run(tmp_path, config_folder="/home/me/my")
+    with pytest.raises(ConfigError, match=r"made with a config folder; add it: --config-dir /home/me/my$"):
+        resumed(f"resume={tmp_path}")
+    assert stored_overrides(["-cd", "elsewhere", f"resume={tmp_path}"])[:2] == ["-cd", "elsewhere"]
 
 
 def test_an_option_that_a_resumed_run_chooses_anew_brings_along_what_belongs_to_it(tmp_path: Path) -> None:
@@ -431,12 +457,12 @@ def test_a_learner_or_a_reporter_that_the_loop_cannot_use_is_refused() -> None:
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_group_that_is_to_be_null_is_named(group: str) -> None:
     with pytest.raises(ConfigError, match=f"{group}=null: say one of the options that --help lists"):
-        learning.config.stored_overrides(["seed=1", f"{group}=null"])
+        stored_overrides(["seed=1", f"{group}=null"])
 
 
 def test_resuming_from_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run is stored there"):
-        learning.config.stored_overrides([f"resume={tmp_path}"])
+        stored_overrides([f"resume={tmp_path}"])
     with pytest.raises(learning.config.ConfigError, match="not swept over"):
-        learning.config.stored_overrides(["-m", f"resume={tmp_path},{tmp_path / 'other'}"])
-    assert learning.config.stored_overrides(["seed=1", "resume=null"]) == ["seed=1", "resume=null"]
+        stored_overrides(["-m", f"resume={tmp_path},{tmp_path / 'other'}"])
+    assert stored_overrides(["seed=1", "resume=null"]) == ["seed=1", "resume=null"]

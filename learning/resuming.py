@@ -1,0 +1,129 @@
+"""A run that continues another one (``resume=<folder>``): its command line, and its config."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from collectors.config import ConfigError
+from learning.config_errors import CONF
+from learning.options import TrainConfig
+
+
+def is_override(argument: str) -> bool:
+    """Return whether an argument of the command line is an override: ``name=value``, or ``~name`` for a deletion."""
+    return argument[:1] == "~" or ("=" in argument and argument[:1] != "-")
+
+
+def override_name(override: str) -> str:
+    """Return the name of the setting that an override sets or deletes."""
+    return override.partition("=")[0].lstrip("+~")
+
+
+def config_folders(argv: Sequence[str]) -> list[Path]:
+    """Return the user's config folder, if the command line `argv` has one."""
+    parser = ArgumentParser(add_help=False)
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    folder = parser.parse_known_args(argv)[0].config_dir
+    return [] if folder is None else [folder]
+
+
+def stored_overrides(argv: Sequence[str]) -> list[str]:
+    """Return the command line `argv` with the overrides of the run that it resumes (``resume=<folder>``) inserted.
+
+    They stand before those in `argv`, which take precedence. The groups that the earlier run chose are chosen again.
+
+    Raises:
+        ConfigError: the folder is not that of a run; or that run had a config folder, and `argv` has none; or a group
+            is null (Hydra's own message does not name it).
+    """
+    groups = {field.name for field in fields(TrainConfig) if field.type == "Any"} | {"experiment"}
+    for argument in argv:
+        if argument in {f"{group}=null" for group in groups}:
+            raise ConfigError(f"{argument}: say one of the options that --help lists; none, where there is one, is off")
+    given = [argument for argument in argv if is_override(argument)]
+    values = {override_name(one): one.partition("=")[2] for one in given}
+    folder = values.get("resume", "").strip("'\"")
+    if folder in ("", "null"):
+        return list(argv)
+    if "," in folder and not Path(folder).exists():
+        raise ConfigError(f"resume={folder}: it is the folder of one run and is not swept over; resume runs one by one")
+    earlier = [str(one) for one in OmegaConf.load(_stored(folder, "overrides"))]
+    _check_config_folder(folder, argv)
+    replaced = {override_name(one) for one in given if one[0] != "~"}
+    for group in groups & replaced:
+        replaced |= _also_set(group, values[group])
+    twice = {override_name(one) for one in given if one[0] == "~"}  # Hydra refuses to delete a setting twice
+    kept = [one for one in earlier if override_name(one) not in (replaced | twice if one[0] == "~" else replaced)]
+    first = next(i for i, argument in enumerate(argv) if is_override(argument))
+    return [*argv[:first], *kept, *argv[first:]]
+
+
+def _check_config_folder(folder: str, argv: Sequence[str]) -> None:
+    """Raise ConfigError if the run in `folder` had a config folder of the user, and `argv` has none."""
+    sources = OmegaConf.load(_stored(folder, "hydra")).hydra.runtime.config_sources
+    had = [source.path for source in sources if source.provider == "command-line"]
+    if had and not config_folders(argv):
+        raise ConfigError(f"resume={folder}: that run was made with a config folder; add it: --config-dir {had[0]}")
+
+
+def resumed(cfg: DictConfig, overrides: Sequence[str], choices: Mapping[str, str | None]) -> DictConfig:
+    """Return `cfg` with the values of the run that it resumes, except for `overrides` and groups with another option.
+
+    Args:
+        cfg: composed from the current defaults.
+        overrides: those that `cfg` was composed with, including `stored_overrides`.
+        choices: the chosen option of each group.
+    """
+    if cfg.resume is None:
+        return cfg
+    stored = OmegaConf.to_container(OmegaConf.load(_stored(cfg.resume, "config")), resolve=False)
+    before = OmegaConf.load(_stored(cfg.resume, "hydra")).hydra.runtime.choices
+    assert isinstance(stored, dict)
+    changed = {group for group, choice in choices.items() if before.get(group) != choice}
+    last = {name: one for one in overrides if (name := override_name(one)) not in choices}
+    deleted = {name for name, override in last.items() if override[0] == "~"}
+    for name in deleted:
+        _delete(stored, name)
+    kept = OmegaConf.merge(cfg, {name: value for name, value in stored.items() if name not in changed})
+    assert isinstance(kept, DictConfig)
+    named = last.keys() - deleted
+    for group in changed:
+        named |= _also_set(group, choices[group])
+    for name in named:
+        OmegaConf.update(kept, name, OmegaConf.select(cfg, name), force_add=True)
+    return kept
+
+
+def _delete(tree: dict[Any, Any], name: str) -> None:
+    """Delete the setting `name`, with dots, from nested dictionaries, if it is there."""
+    *parents, key = name.split(".")
+    for parent in parents:
+        tree = tree.get(parent) or {}
+    tree.pop(key, None)
+
+
+def _also_set(group: str, option: str | None) -> set[str]:
+    """Return the settings outside its own group that an option sets (``collector=single`` sets num_workers)."""
+    path = CONF / group / f"{option}.yaml"
+    if not path.is_file() or not path.read_text(encoding="utf-8").startswith("# @package _global_"):
+        return set()
+    content = OmegaConf.load(path)
+    assert isinstance(content, DictConfig)
+    names: set[str] = set()
+    for name, value in content.items():
+        if name not in ("defaults", "hydra"):
+            names |= {f"{name}.{key}" for key in value} if isinstance(value, DictConfig) else {str(name)}
+    return names
+
+
+def _stored(folder: str, name: str) -> Path:
+    path = Path(folder) / ".hydra" / f"{name}.yaml"
+    if not path.is_file():
+        raise ConfigError(f"resume={folder}: no run is stored there, {path} is missing")
+    return path
