@@ -6,6 +6,7 @@ Locators are kept while the sender exists, so a trainer that alternates between 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -45,6 +46,35 @@ class ModuleLocator:
     def find(self, given: object) -> TensorTree | None:
         """See ``Locator``."""
         return self._tree if self._module() is given else None
+
+
+class TransformedLocator:
+    """Transforms the weights of one module, and does not keep the module alive.
+
+    Args:
+        module: the module.
+        transform: returns its weights as they are sent, by name; None if it has changed, or has extra state.
+        names: of the layout, in its order.
+    """
+
+    def __init__(
+        self, module: nn.Module, transform: Callable[[nn.Module], Mapping[str, Tensor] | None], names: Sequence[str]
+    ) -> None:
+        self._module = weakref.ref(module)
+        self._transform = transform
+        self._names = names
+
+    def find(self, given: object) -> list[Tensor] | None:
+        """See ``Locator``; the tensors are valid until the next call.
+
+        Raises:
+            LayoutMismatch: a transform does not fit the weights.
+        """
+        module = self._module()
+        weights = self._transform(module) if module is not None and module is given else None
+        if weights is None or len(weights) != len(self._names) or not all(name in weights for name in self._names):
+            return None
+        return [weights[name] for name in self._names]
 
 
 @dataclass(slots=True)

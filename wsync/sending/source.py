@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from wsync.errors import LayoutMismatch, NotConnected
 from wsync.loops import TensorTree
-from wsync.sending.locators import Locator, ModuleLocator
+from wsync.sending.locators import Locator, ModuleLocator, TransformedLocator
 from wsync.sending.membership import as_plain_integer
 from wsync.shm.registered import RegisteredBuffers
 from wsync.transforms.chain import Chain
@@ -57,6 +57,11 @@ class Reader:
         """Return the index if it describes ``source`` and nothing was added to it."""
         index = self._index
         return index if index is not None and index.describes(source) and index.complete else None
+
+    def read_unchanged(self, module: nn.Module) -> Snapshot | None:
+        """Return the weights of the module that was read last; None if it has changed, or has extra state."""
+        index = self._current(module)
+        return None if index is None or index.extra else Snapshot(index.tensors(), None, index.optional)
 
     def read_module(self, source: object, layout: Layout) -> tuple[list[Tensor], Mapping[str, Any]] | None:
         """Return the tensors of a module that was read before, in the layout's order and checked, and its extra state.
@@ -164,8 +169,7 @@ class Source:
         self._chains: dict[int, Chain] = {}  # by worker, where workers get different weights
         self._reader = Reader()
         self._fallback_reader = Reader()  # reads ``weights``, for optional tensors that an update lacks
-        # One part for all workers, and no other work.
-        self._alike = device_map_fn is None and mirror is None and transform is None and not own_buffers
+        self._alike = device_map_fn is None and mirror is None and not own_buffers  # one part for all workers
 
     @property
     def maps(self) -> bool:
@@ -201,7 +205,19 @@ class Source:
 
     def locator(self, weights: object, layout: Layout) -> Locator | None:
         """Return a locator for updates like this one; None if workers get different weights, or there is none."""
-        return self._reader.locator(self.weights if weights is None else weights, layout) if self._alike else None
+        given = self.weights if weights is None else weights
+        if not self._alike:
+            return None
+        if self._transform is None:
+            return self._reader.locator(given, layout)
+        if not isinstance(given, nn.Module) or isinstance(given, TensorDictBase):
+            return None
+        return TransformedLocator(given, self._transformed_module, layout.names)
+
+    def _transformed_module(self, module: nn.Module) -> Mapping[str, Tensor] | None:
+        """Return the weights of a module as they are sent; None if it has changed since the last update."""
+        known = self._reader.read_unchanged(module)
+        return None if known is None else self._transformed(known).tensors
 
     def parts(
         self,

@@ -50,6 +50,15 @@ class _ByName:
 
     def __init__(self, *patterns: str) -> None:
         self.patterns = patterns
+        self._names: list[str] = []  # of the weights that were given last
+        self._matching: list[str] = []  # of these
+
+    def matching(self, weights: Mapping[str, Tensor]) -> list[str]:
+        """Return the names that match; they are matched once for weights with the same names."""
+        names = list(weights)
+        if names != self._names:
+            self._names, self._matching = names, [name for name in names if matches(name, self.patterns)]
+        return self._matching
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.patterns))})"
@@ -68,7 +77,7 @@ class Select(_ByName):
         Raises:
             LayoutMismatch: there are none.
         """
-        kept = {name: tensor for name, tensor in weights.items() if matches(name, self.patterns)}
+        kept = {name: weights[name] for name in self.matching(weights)}
         if not kept:
             raise LayoutMismatch(f"no weight matches; there are {listing(weights)}")
         return kept
@@ -87,7 +96,8 @@ class Exclude(_ByName):
         Raises:
             LayoutMismatch: there are none.
         """
-        kept = {name: tensor for name, tensor in weights.items() if not matches(name, self.patterns)}
+        dropped = {*self.matching(weights)}
+        kept = {name: tensor for name, tensor in weights.items() if name not in dropped}
         if not kept:
             raise LayoutMismatch("every weight matches, so none is left to send")
         return kept

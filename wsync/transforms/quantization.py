@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from wsync.errors import LayoutMismatch
+from wsync.loops.tensors import copy_all
 from wsync.transforms.buffers import Buffered
 from wsync.transforms.dtypes import as_dtype
 from wsync.transforms.patterns import listing, matches, require_unused
+from wsync.transforms.pieces import Piece, grouped
 
 _NARROW = (torch.int8, torch.float8_e4m3fn)
+_LEAST_SCALE = torch.finfo(torch.float32).tiny
+_fused: Any = torch  # PyTorch's stubs do not export its functions of lists of tensors
+
+
+class _Group(NamedTuple):
+    """Pieces of weights that are quantised together, and where the results go."""
+
+    pieces: Sequence[Piece]
+    quantised: Sequence[Tensor]
+    scales: Sequence[Tensor]
 
 
 class Quantize(Buffered):
@@ -37,6 +50,7 @@ class Quantize(Buffered):
             raise ValueError(f"weights are quantised to int8 or float8_e4m3fn, not to {self.dtype}")
         self.per_channel = per_channel
         self.only = (only,) if isinstance(only, str) else tuple(only)
+        self._groups: list[_Group] = []
         self._largest = 127.0 if self.dtype is torch.int8 else torch.finfo(self.dtype).max
 
     def __repr__(self) -> str:
@@ -44,13 +58,25 @@ class Quantize(Buffered):
 
     def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See ``Buffered``."""
+        chosen = {
+            name: tensor
+            for name, tensor in weights.items()
+            if tensor.is_floating_point() and tensor.dim() >= 2 and tensor.numel() and matches(name, self.only)
+        }
+        require_unused([name + "_scale" for name in chosen], weights)
         found: dict[str, Tensor] = {}
-        for name, tensor in weights.items():
-            if tensor.is_floating_point() and tensor.dim() >= 2 and matches(name, self.only):
-                channels = (tensor.shape[0], *(1,) * (tensor.dim() - 1)) if self.per_channel else ()
-                found[name] = torch.empty(tensor.shape, dtype=self.dtype, device=tensor.device)
-                require_unused([name + "_scale"], weights)
-                found[name + "_scale"] = torch.empty(channels, dtype=torch.float32, device=tensor.device)
+        for name, tensor in chosen.items():
+            channels = (tensor.shape[0], *(1,) * (tensor.dim() - 1)) if self.per_channel else ()
+            found[name] = torch.empty(tensor.shape, dtype=self.dtype, device=tensor.device)
+            found[name + "_scale"] = torch.empty(channels, dtype=torch.float32, device=tensor.device)
+        self._groups = [
+            _Group(
+                pieces,
+                [one.of(found[one.name]) for one in pieces],
+                [one.of(found[one.name + "_scale"]) for one in pieces],
+            )
+            for pieces in grouped(chosen, chosen if self.per_channel else ())
+        ]
         return found
 
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -60,24 +86,30 @@ class Quantize(Buffered):
             LayoutMismatch: a weight is infinite or not a number; or the name of a scale is that of another weight.
         """
         buffers = self.buffers(weights)
-        for name, tensor in weights.items():
-            quantised = buffers.get(name)
-            if quantised is None:
-                continue
-            scale = buffers[name + "_scale"]
-            wide = tensor.detach().float()  # in half precision, the scale and the quotients would be rounded
-            magnitude = wide.abs()
-            largest = (
-                magnitude.amax(tuple(range(1, tensor.dim())), keepdim=True) if self.per_channel else magnitude.max()
-            )
-            torch.div(largest, self._largest, out=scale)
-            if not torch.isfinite(scale).all():
-                raise LayoutMismatch(f"'{name}' has values that are infinite or not numbers, and cannot be quantised")
-            scaled = wide / scale.masked_fill(scale == 0, 1.0)
-            if self.dtype is torch.int8:
-                scaled.round_()
-            quantised.copy_(scaled.clamp_(-self._largest, self._largest))
+        with torch.no_grad():
+            for group in self._groups:
+                self._quantise(group, weights)
         return {**weights, **buffers}
+
+    def _quantise(self, group: _Group, weights: Mapping[str, Tensor]) -> None:
+        # in half precision, the scales and the quotients would be rounded
+        wide = [one.of(weights[one.name].detach()).float() for one in group.pieces]
+        for magnitude, scale in zip(_fused._foreach_abs(wide), group.scales, strict=True):
+            dimensions = tuple(range(1 if self.per_channel else 0, magnitude.dim()))
+            torch.amax(magnitude, dimensions, keepdim=self.per_channel, out=scale)
+        _fused._foreach_div_(group.scales, self._largest)
+        _fused._foreach_clamp_min_(group.scales, _LEAST_SCALE)  # of zeros alone
+        if not torch.cat([scale.reshape(-1) for scale in group.scales]).isfinite().all():
+            names = [
+                one.name for one, scale in zip(group.pieces, group.scales, strict=True) if not scale.isfinite().all()
+            ]
+            raise LayoutMismatch(f"'{names[0]}' has values that are infinite or not numbers, and cannot be quantised")
+        scaled = _fused._foreach_div(wide, group.scales)
+        if self.dtype is torch.int8:
+            _fused._foreach_round_(scaled)
+        _fused._foreach_clamp_min_(scaled, -self._largest)
+        _fused._foreach_clamp_max_(scaled, self._largest)
+        copy_all(group.quantised, scaled)
 
 
 class QuantizeInt8(Quantize):
@@ -104,6 +136,7 @@ class Dequantize(Buffered):
     def __init__(self, dtype: torch.dtype | str = torch.float32) -> None:
         super().__init__()
         self.dtype = as_dtype(dtype)
+        self._groups: list[list[Piece]] = []
 
     def __repr__(self) -> str:
         return f"Dequantize({self.dtype})"
@@ -111,6 +144,8 @@ class Dequantize(Buffered):
     def allocate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See ``Buffered``."""
         names = [name for name, tensor in weights.items() if tensor.dtype in _NARROW and name + "_scale" in weights]
+        by_rows = [name for name in names if _has_scale_per_row(weights[name], weights[name + "_scale"])]
+        self._groups = grouped({name: weights[name] for name in names}, by_rows)
         return {name: torch.empty(weights[name].shape, dtype=self.dtype, device=weights[name].device) for name in names}
 
     def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -122,7 +157,18 @@ class Dequantize(Buffered):
         buffers = self.buffers(weights)
         if not buffers:
             raise LayoutMismatch(f"no int8 or float8 weight has a scale ('…_scale'); there are {listing(weights)}")
-        for name, result in buffers.items():
-            torch.mul(weights[name].to(torch.float32), weights[name + "_scale"], out=result)
+        with torch.no_grad():
+            for pieces in self._groups:
+                results = [one.of(buffers[one.name]) for one in pieces]
+                exact = self.dtype is torch.float32
+                wide = results if exact else [torch.empty_like(one, dtype=torch.float32) for one in results]
+                copy_all(wide, [one.of(weights[one.name]) for one in pieces])
+                _fused._foreach_mul_(wide, [one.of(weights[one.name + "_scale"]) for one in pieces])
+                if not exact:
+                    copy_all(results, wide)
         scales = {name + "_scale" for name in buffers}
         return {**{name: tensor for name, tensor in weights.items() if name not in scales}, **buffers}
+
+
+def _has_scale_per_row(weight: Tensor, scale: Tensor) -> bool:
+    return weight.dim() >= 1 and scale.dim() == weight.dim() and scale.shape[0] == weight.shape[0]
