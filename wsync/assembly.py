@@ -62,7 +62,7 @@ def make_sender(
         _transport_factory(scheme),
         scheme.strategy,
         arena=scheme._uses_arena(),
-        retains=scheme.binds_arena,  # workers' models stay bound to the published slot: it must not be written
+        binds_arena=scheme.binds_arena,
         checksum=scheme.checksum,
         delta=delta_of(scheme.send_transform),
         on_request=on_request,

@@ -248,7 +248,7 @@ class Receiver(ModelUpdater):
                 self._follower = None
             prepared.forget(self)
             if not self._in_forked_child:
-                self.forward_ended()  # entering the gate may have taken a slot; a detached hook does not release it
+                self.leaving_gate()  # entering the gate may have taken a slot; a detached hook does not release it
             self.copy_to_own_memory()
             self._target = None
             gated_receivers.discard(self)

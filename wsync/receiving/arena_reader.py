@@ -151,9 +151,9 @@ class ArenaReader:
         if self.binds and not error and not self._slot.hold:
             self._slot.release_previous()
         if not self.binds:  # copied: the slot is free
-            self.forward_ended()
+            self.leaving_gate()
 
-    def forward_ended(self) -> None:
+    def leaving_gate(self) -> None:
         """Release the slot that the forward used. Idempotent. Called inside the gate."""
         if not self._slot.release():
             return

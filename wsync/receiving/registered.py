@@ -47,7 +47,7 @@ class RegisteredFollower:
             torch.clear_autocast_cache()
         return False
 
-    def forward_ended(self) -> None:
+    def leaving_gate(self) -> None:
         """See ``GateHook``."""
 
     def leave_until_next_version(self) -> None:

@@ -101,10 +101,10 @@ class OnRequest:
             return again
         return self._fetch_before_forward()
 
-    def forward_ended(self) -> None:
+    def leaving_gate(self) -> None:
         """See ``GateHook``."""
         if self._updater is not None:
-            self._updater.forward_ended()
+            self._updater.leaving_gate()
 
     def _is_too_old(self) -> bool:
         if self._max_staleness is None or self._state.closed:

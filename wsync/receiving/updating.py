@@ -72,11 +72,11 @@ class ModelUpdater(VersionState):
         self.install(update)
         return False
 
-    def forward_ended(self) -> None:
+    def leaving_gate(self) -> None:
         """Release what the forward used. Implements ``wsync.loops.gate_lock.GateHook``."""
         arena = self._channel.arena
         if arena is not None:
-            arena.forward_ended()
+            arena.leaving_gate()
 
     def install(self, update: Update) -> None:
         """Install and acknowledge the update. If that fails, the model is unchanged and the sender gets the error."""
