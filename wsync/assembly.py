@@ -15,8 +15,8 @@ from wsync.paths import find_model, find_or_none
 from wsync.receiver import Receiver
 from wsync.receiving.cascade import cascade_of
 from wsync.receiving.channel import SenderChannel
+from wsync.receiving.install_policy import InstallOnRequest
 from wsync.receiving.readers import ReaderFactory
-from wsync.receiving.schedule import OnRequest
 from wsync.roles import SenderRole
 from wsync.sender import Sender
 from wsync.sending.channel import WorkerChannel
@@ -62,7 +62,7 @@ def make_sender(
         _transport_factory(scheme),
         scheme.strategy,
         arena=scheme._uses_arena(),
-        retains=scheme.binds_arena,  # workers' models stay bound to the published slot: it must not be written
+        binds_arena=scheme.binds_arena,
         checksum=scheme.checksum,
         delta=delta_of(scheme.send_transform),
         on_request=on_request,
@@ -138,8 +138,8 @@ def make_receiver(
     destination = Destination(model, load=load, chunk_bytes=chunk_bytes, transform=transform)
     if scheme.initiator == "sender":
         return model, Receiver(destination, scheme.strategy, channel, cascade=cascade)
-    on_request = partial(OnRequest, channel, max_staleness=scheme.max_staleness, timeout=scheme.timeout)
-    return model, Receiver(destination, scheme.strategy, channel, make_schedule=on_request, cascade=cascade)
+    on_request = partial(InstallOnRequest, channel, max_staleness=scheme.max_staleness, timeout=scheme.timeout)
+    return model, Receiver(destination, scheme.strategy, channel, make_install_policy=on_request, cascade=cascade)
 
 
 def connect_in_process(scheme: WeightSyncScheme, model_id: str, model: nn.Module, source: Any) -> SenderRole:

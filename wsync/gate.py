@@ -6,8 +6,9 @@ enters it, and only then, the gate has each hook install a pending update; so a 
 layer to its last.
 
 The receiver thread installs by passing through the gate too. It blocks on the lock, so a pending update is installed as
-soon as the running forward ends, even if no other forward follows. With ``acknowledge="published"`` the receiver thread
-is woken only while some thread of the worker waits in ``receive``; if none does, the next forward installs the update.
+soon as the running forward ends, even if no other forward follows. With
+``SharedMemWeightSyncScheme(acknowledge="published")``, which awaits no acknowledgement, the receiver thread is woken
+only while some thread of the worker waits in ``receive``; if none does, the next forward installs the update.
 
 What bypasses the gate: ``model.forward(...)`` called directly; a submodule called on its own; a copy made by
 ``torch.jit.trace`` or ``torch.export``, which has the model's parameters, but not its gate; and plain reads of
@@ -67,8 +68,9 @@ class Gate:
     def call_with_deadline(self, deadline: float | None, function: Callable[..., Any], *args: Any) -> Any | None:
         """Wait for the gate until ``deadline``, and call ``function`` inside it; None if the gate was not free in time.
 
-        Called by the thread in ``receive()``, outside the gate: the lock is released in any case, so a thread that held
-        it before would lose it at a timeout.
+        Called by the thread in ``receive()``, outside the gate. The lock is released even if it is not certain that it
+        was acquired, because a signal handler may raise at any point: in a thread that held it already, that could
+        release one level too many.
         """
         lock, left = self.gate_lock.lock, remaining(deadline)
         try:

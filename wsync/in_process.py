@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wsync.control.receiver_thread import MessageHandler
 from wsync.gate import process_gate
-from wsync.receiving import prepared
+from wsync.receiving import prepared_updates
 from wsync.receiving.events import CheckLayout, Event, Prepare
 from wsync.receiving.updating import ModelUpdater
 from wsync.types import Ack, Update
@@ -99,11 +99,11 @@ class InProcessChannel:
 
     def commit(self, transaction: int) -> None:
         """See ``TransactionChannel``: all models at once; for the second one nothing is left to do."""
-        process_gate().call(prepared.decide, transaction, True)
+        process_gate().call(prepared_updates.decide, transaction, True)
 
     def abort(self, transaction: int) -> None:
         """See ``TransactionChannel``."""
-        process_gate().call(prepared.decide, transaction, False)
+        process_gate().call(prepared_updates.decide, transaction, False)
 
     def drain(self) -> None:
         """See ``SendChannel``: acknowledgements are in the list already."""

@@ -6,19 +6,19 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from wsync.control.receiver_thread import without_fetching
+from wsync.control.receiver_thread import without_waiting_for_versions
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected, SyncTimeout, WeightSyncError
 from wsync.gate import gate_model, process_gate, ungate_model
 from wsync.loops import WorkerSlot
 from wsync.loops.gate_lock import GateHook
-from wsync.receiving import prepared
+from wsync.receiving import prepared_updates
 from wsync.receiving.cascade import Cascade
 from wsync.receiving.forking import gated_receivers
-from wsync.receiving.protocols import ReceiveChannel, StoredVersions
-from wsync.receiving.registered import RegisteredFollower
-from wsync.receiving.schedule import Immediate
-from wsync.receiving.updating import MakeSchedule, ModelUpdater
+from wsync.receiving.install_policy import InstallOnArrival
+from wsync.receiving.protocols import ReadsStore, ReceiveChannel
+from wsync.receiving.registered import RegisteredBufferBinder
+from wsync.receiving.updating import MakeInstallPolicy, ModelUpdater
 from wsync.receiving.versions import no_more_weights
 from wsync.types import ANY_VERSION, Ack
 from wsync.weights.binding import Binding
@@ -37,7 +37,7 @@ class Receiver(ModelUpdater):
     Args:
         destination: what takes the weights. A module is gated from ``begin_connect`` or ``connect`` on.
         strategy: the format in which ``receive`` returns weights.
-        channel: see ``ModelUpdater``, as the others.
+        channel, make_install_policy, cascade: see ``ModelUpdater``.
     """
 
     def __init__(
@@ -46,16 +46,17 @@ class Receiver(ModelUpdater):
         strategy: WeightStrategy,
         channel: ReceiveChannel,
         *,
-        make_schedule: MakeSchedule = lambda _: Immediate(),
+        make_install_policy: MakeInstallPolicy = lambda _: InstallOnArrival(),
         cascade: Cascade | None = None,
     ) -> None:
-        super().__init__(destination, channel, make_schedule, cascade)
+        super().__init__(destination, channel, make_install_policy, cascade)
         self._strategy = strategy
-        self._stored_versions = channel if isinstance(channel, StoredVersions) else None
+        self._store_channel = channel if isinstance(channel, ReadsStore) else None
         # Handles messages and installs updates: this object; with the arena, a ``WorkerSlot`` that calls this object.
         self._updater: Receiver | WorkerSlot = self
-        self._gate_hook: GateHook = self  # attached to the gate: the updater, or the schedule, which calls the updater
-        self._follower: RegisteredFollower | None = None
+        self._gate_hook: GateHook = self  # attached to the gate: the updater, or a policy that calls the updater
+        # Keeps the model bound to the tensors of `register_shared_weights` (`shm/registered.py`), if there are any.
+        self._buffer_binder: RegisteredBufferBinder | None = None
         self._connecting = False  # ``connect`` or ``begin_connect`` was called
         self._attached = False
         self._in_forked_child = False
@@ -105,7 +106,7 @@ class Receiver(ModelUpdater):
         try:
             if self._channel.layout is not None:
                 self._target_or_create()
-            with without_fetching():
+            with without_waiting_for_versions():  # of other models: entering the gate may request one
                 self._gate_model()
         except Exception:
             self._channel.answer(Ack(self.worker_idx, ANY_VERSION, traceback.format_exc()))
@@ -115,15 +116,16 @@ class Receiver(ModelUpdater):
         gate = process_gate()
         arena = self._channel.arena
         self._updater = self if arena is None else arena.updater_for(self)
-        self._gate_hook = self._schedule.gate_hook(self._updater)
+        self._gate_hook = self._install_policy.gate_hook(self._updater)
         gate.attach(self._gate_hook)
-        memory = None if arena is None else arena.registered()
+        memory = None if arena is None else arena.registered_buffers()
         if memory is not None:
-            self._follower = RegisteredFollower(memory, self)
-            gate.attach(self._follower)
-        with without_fetching():
-            self._schedule.install_now()
-        # If the sender has no first weights, an error is of an update sent meanwhile; the answer to that carries it.
+            self._buffer_binder = RegisteredBufferBinder(memory, self)
+            gate.attach(self._buffer_binder)
+        with without_waiting_for_versions():  # of other models, see `_gate_or_refuse`
+            self._install_policy.install_now()
+        # Without first weights, the error can only be of an update sent meanwhile. The answer to that update tells the
+        # sender, so it is not raised here.
         error = self._error if self._channel.first_version else ""
         self._acknowledge_after_cascade()
         self._seen = min(self.version, self._channel.first_version)  # `receive` returns a newer one
@@ -150,7 +152,7 @@ class Receiver(ModelUpdater):
     def weights(self) -> Any:
         """Return the weights in the strategy's format, not copied. Within the gate they are of one version.
 
-        Where a function has loaded them and there is no model: the version.
+        With ``load=`` and no model there are no weights to return: returns the version number instead.
         """
         model = self.destination.model
         return self.version if model is None else self._strategy.extract_weights(model)
@@ -186,9 +188,9 @@ class Receiver(ModelUpdater):
         Raises:
             SyncTimeout: the sender has one, and did not send it in time.
         """
-        if self._stored_versions is not None:
-            self.process(self._stored_versions.fetch_newest())
-        if not self._schedule.fetch(timeout):
+        if self._store_channel is not None:  # a store has no sender that announces versions: read the newest first
+            self.process(self._store_channel.fetch_newest())
+        if not self._install_policy.install_newest(timeout):
             raise SyncTimeout(f"worker {self.worker_idx}: the newest version did not come within {timeout} s")
 
     def receive(self, timeout: float | None, take: Callable[[], Any] | None = None) -> Any | None:
@@ -217,18 +219,23 @@ class Receiver(ModelUpdater):
         return self._attached and not self._closed
 
     def copy_to_own_memory(self, stay_unbound: bool = False) -> None:
-        """Copy the model into memory of its own until the next update, so it may be written. Called inside the gate.
+        """Copy the model into memory of its own until the next update, so it may be written.
+
+        Called inside the gate: by the thread in ``close`` or ``apply_weights``, or before a fork by the forking thread.
 
         Args:
-            stay_unbound: do not bind the model to registered buffers again before the next version.
+            stay_unbound: do not bind the model to the registered buffers again before the next version.
         """
-        if stay_unbound and self._follower is not None:
-            self._follower.leave_until_next_version()
+        if stay_unbound and self._buffer_binder is not None:
+            self._buffer_binder.leave_until_next_version()
         if self._target is not None:
             self._target.detach()
 
     def end_in_forked_child(self) -> None:
-        """Process and send nothing more: the connection belongs to the parent process."""
+        """Process and send nothing more: the connection belongs to the parent process.
+
+        Called in the child by the fork hook in ``receiving/forking.py``, before any of the child's own code runs.
+        """
         super().end_in_forked_child()
         self._in_forked_child = True
 
@@ -241,14 +248,16 @@ class Receiver(ModelUpdater):
         self.end(finished=True)
         self._channel.detach(self._updater)
         gate = process_gate()
-        with without_fetching(), gate.hold():  # entering must not wait for a version of another model
+        with without_waiting_for_versions(), gate.hold():
             gate.detach(self._gate_hook)
-            if self._follower is not None:
-                gate.detach(self._follower)
-                self._follower = None
-            prepared.forget(self)
+            if self._buffer_binder is not None:
+                gate.detach(self._buffer_binder)
+                self._buffer_binder = None
+            prepared_updates.forget(self)  # those of transactions that are not committed yet
             if not self._in_forked_child:
-                self.forward_ended()  # entering the gate may have taken a slot; a detached hook does not release it
+                # Entering the gate above may have installed an update, and so taken a slot of the arena. As the hook is
+                # detached now, leaving the gate does not release it.
+                self.leaving_gate()
             self.copy_to_own_memory()
             self._target = None
             gated_receivers.discard(self)

@@ -275,7 +275,10 @@ class Sender:
             yield
 
     def end_in_forked_child(self) -> None:
-        """Refuse every later call but ``close``. The lock may be held by a thread that does not exist in the child."""
+        """Refuse every later call but ``close``. The lock may be held by a thread that does not exist in the child.
+
+        Called in the child by the fork hook in ``sending/forking.py``, before any of the child's own code runs.
+        """
         self._in_forked_child = True
         self._fast = None
         self._lock = threading.RLock()

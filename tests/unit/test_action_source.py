@@ -174,7 +174,7 @@ class UpdatedAtOnce:
     def poll_update(self) -> bool:
         return False
 
-    def forward_ended(self) -> None:
+    def leaving_gate(self) -> None:
         with torch.no_grad():
             self.weights += 1
 

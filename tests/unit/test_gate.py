@@ -35,7 +35,7 @@ class News:
         self.entered += 1
         return False
 
-    def forward_ended(self) -> None:
+    def leaving_gate(self) -> None:
         self.left += 1
 
 
@@ -89,7 +89,7 @@ def test_open_again_whatever_the_forward_raised(error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt()])
-@pytest.mark.parametrize("where", ["poll_update", "forward_ended"])
+@pytest.mark.parametrize("where", ["poll_update", "leaving_gate"])
 def test_open_again_whatever_a_hook_raised(where: str, error: BaseException) -> None:
     gate, news = Gate(), News()
 

@@ -318,7 +318,7 @@ def connected(workers: int) -> Iterator[tuple[bytes, list[socket.socket]]]:
     st.booleans(),
 )
 def test_an_update_takes_the_first_slot_that_is_not_occupied(
-    workers: list[tuple[int, int, int, int, int]], retains: bool
+    workers: list[tuple[int, int, int, int, int]], keep_published: bool
 ) -> None:
     tensor = torch.rand(3)
     arena, writer = arena_of(2, 3, tensor)
@@ -327,12 +327,12 @@ def test_an_update_takes_the_first_slot_that_is_not_occupied(
         block = block_of(arena, worker)
         for offset, value in values.items():
             block[offset] = value
-    named, in_use, kept = writer.occupied(range(2) if retains else ())
+    named, in_use, kept = writer.occupied(range(2) if keep_published else ())
     busy = named | in_use | kept
     expected = next((slot for slot in range(3) if slot not in busy), None)
     with connected(2) as (descriptors, _):
         watch = loops.PeerWatch(descriptors)
-        done = writer.update(arena.plans, descriptors, retains, watch, [tensor], 7, 1.0, 0.0)
+        done = writer.update(arena.plans, descriptors, keep_published, watch, [tensor], 7, 1.0, 0.0)
     if expected is None:
         assert done is None
         assert [writer.published(worker)[0] for worker in (0, 1)] == [version for version, *_ in workers]
@@ -488,7 +488,7 @@ class Receiver:
         self.calls += 1
         return False
 
-    def forward_ended(self) -> None:
+    def leaving_gate(self) -> None:
         self.calls += 1
 
     def on_readable(self) -> bool:
@@ -509,7 +509,7 @@ def test_a_slot_is_in_use_while_a_forward_runs() -> None:
     assert slot.release() and not slot.busy and block[USED] == NONE and not slot.release()
     writer.publish(1, 4, 0, False, 1.0)
     assert slot.poll_update() is False and receiver.calls == 2, "an update without a fast path"
-    slot.forward_ended()
+    slot.leaving_gate()
     assert receiver.calls == 3
     assert slot.on_readable() is False and receiver.calls == 4
     slot.close()
@@ -542,7 +542,7 @@ def test_a_refused_version_leaves_the_slot_before_it_held() -> None:
 
 @contextmanager
 def fast_worker(
-    retains: bool, family: socket.AddressFamily = socket.AF_UNIX
+    bound: bool, family: socket.AddressFamily = socket.AF_UNIX
 ) -> Iterator[tuple[Arena, loops.ArenaWriter, loops.WorkerSlot, nn.Linear, Receiver, socket.socket]]:
     """A worker with a fast path, and the sender's end of its connection."""
     model = nn.Linear(3, 1, bias=False)
@@ -558,8 +558,8 @@ def fast_worker(
     gate_lock.hooks = (slot,)
     slot.set_receiver(receiver, gate_lock)
     one, other = tcp_pair() if family == socket.AF_INET else socket.socketpair(family, socket.SOCK_SEQPACKET)
-    installer = Binding(model, layout, bind=retains).installer
-    slot.install_fast_path(installer, arena.plans, {}, other.fileno(), 0, retains)
+    installer = Binding(model, layout, bind=bound).installer
+    slot.install_fast_path(installer, arena.plans, {}, other.fileno(), 0, bound)
     with one, other:
         yield arena, writer, slot, model, receiver, one
     arena.close()
@@ -573,23 +573,23 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 @pytest.mark.parametrize("family", [socket.AF_UNIX, socket.AF_INET])
-@pytest.mark.parametrize("retains", [True, False])
-def test_a_usual_update_is_installed_and_acknowledged(retains: bool, family: socket.AddressFamily) -> None:
-    with fast_worker(retains, family) as (arena, writer, slot, model, receiver, sender):
+@pytest.mark.parametrize("bound", [True, False])
+def test_a_usual_update_is_installed_and_acknowledged(bound: bool, family: socket.AddressFamily) -> None:
+    with fast_worker(bound, family) as (arena, writer, slot, model, receiver, sender):
         writer.publish(0, 1, 1, True, 1.0)
         send_message(sender.fileno(), Message(UPDATE, 0, 1))
         assert slot.on_readable() and receiver.calls == 0 and receiver.version == 1 and not receiver.announced_at
         answer = HEADER.unpack(sender.recv(HEADER.size, socket.MSG_WAITALL))
         assert answer[:4] == (ACK, 0, 1, 0) and answer[4] >= 0.0 and answer[5] > 0.0
         assert model.weight.tolist() == [[1.0] * 3]
-        assert (model.weight.data_ptr() == arena.views(1)[0].data_ptr()) == retains
+        assert (model.weight.data_ptr() == arena.views(1)[0].data_ptr()) == bound
         assert writer.occupied((0,)) == ({1}, set(), set()) and not slot.busy
         writer.publish(0, 2, 2, False, 1.0)
         assert slot.poll_update() is False and model.weight.tolist() == [[2.0] * 3] and receiver.version == 2
-        assert slot.busy is retains and block_of(arena, 0)[HELD] == NONE
-        assert writer.await_free(0, 1.0) is retains
-        slot.forward_ended()
-        if retains:
+        assert slot.busy is bound and block_of(arena, 0)[HELD] == NONE
+        assert writer.await_free(0, 1.0) is bound
+        slot.leaving_gate()
+        if bound:
             assert HEADER.unpack(sender.recv(HEADER.size, socket.MSG_WAITALL))[0] == SLOT_FREED
         sender.setblocking(False)
         with pytest.raises(BlockingIOError):

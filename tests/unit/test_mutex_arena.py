@@ -64,8 +64,8 @@ class Watched:
         self.look()
 
 
-@pytest.mark.parametrize("retains", [True, False])
-def test_a_needed_slot_is_occupied_at_every_moment(retains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("keep_published", [True, False])
+def test_a_needed_slot_is_occupied_at_every_moment(keep_published: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     choose(implementation("Python"), monkeypatch.setattr)
     arena = new_arena(Layout.of(Snapshot({"a": torch.zeros(4)})), 1)
     try:
@@ -75,7 +75,7 @@ def test_a_needed_slot_is_occupied_at_every_moment(retains: bool, monkeypatch: p
         assert isinstance(writer, ArenaWriter)
 
         def look() -> None:
-            assert needed <= set().union(*writer.occupied((0,) if retains else ()))
+            assert needed <= set().union(*writer.occupied((0,) if keep_published else ()))
 
         slot.map_words(arena.words, arena.first_word_of(0))
         block: Any = slot._block

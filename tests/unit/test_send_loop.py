@@ -17,7 +17,7 @@ from torch import nn
 
 import wsync
 from wsync.backends.none import NoTransport
-from wsync.receiving import prepared
+from wsync.receiving import prepared_updates
 from wsync.sending.send_loop import SendLoop
 
 pytestmark = pytest.mark.timeout(60)
@@ -127,7 +127,7 @@ def test_an_update_that_is_aborted_while_it_is_sent_is_dropped_by_the_worker() -
             Interrupting.aborted.set()
             sender.send(model_of(3.0))
             assert torch.all(model.weight == 3.0)
-            assert prepared.updates_by_transaction == {}
+            assert prepared_updates.updates_by_transaction == {}
 
 
 @pytest.mark.parametrize("kind", [wsync.SharedMemWeightSyncScheme, lambda: Scheme(FromMemory)])

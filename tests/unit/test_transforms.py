@@ -345,7 +345,7 @@ class Bias(nn.Module):
     def poll_update(self) -> bool:
         return False
 
-    def forward_ended(self) -> None:
+    def leaving_gate(self) -> None:
         with torch.no_grad():
             self.weight += 1
 

@@ -22,7 +22,7 @@ from wsync.backends.rpc_calls import (
 )
 from wsync.control.liveness import PeerProcess, own_identity
 from wsync.control.messages import PROTOCOL, Kind, Message
-from wsync.control.receiver_thread import MessageHandler, without_fetching
+from wsync.control.receiver_thread import MessageHandler, without_waiting_for_versions
 from wsync.deadlines import NOW, remaining, wait_readable
 from wsync.errors import NotConnected, SyncTimeout
 
@@ -108,7 +108,7 @@ class RpcSenderConnection:
             self._inbox.put_in_order(number, message)
             return self._process()
 
-    @without_fetching()
+    @without_waiting_for_versions()
     def _process(self) -> list[bytes]:
         if self._handler is None:
             return []

@@ -12,25 +12,27 @@ from contextlib import contextmanager, suppress
 from typing import Protocol
 
 _log = logging.getLogger(__name__)
-_here = threading.local()  # ``must_not_fetch``: of this thread
+_here = threading.local()  # ``must_not_wait``: of this thread
 
 
 @contextmanager
-def without_fetching() -> Iterator[None]:
-    """While the block runs, no forward in this thread requests a version and waits for it (``OnRequest``).
+def without_waiting_for_versions() -> Iterator[None]:
+    """While the block runs, entering the gate in this thread never requests a version and waits for it.
 
-    The receiver thread itself is such a thread: it would wait for a message that only it can read.
+    Outside such a block it may, see ``InstallOnRequest``. The receiver thread is always in such a block (``_run``): the
+    version could arrive only by a message that this thread itself has to read. Other threads use it where they enter
+    the gate for no forward.
     """
-    before, _here.must_not_fetch = must_not_fetch(), True
+    before, _here.must_not_wait = must_not_wait_for_versions(), True
     try:
         yield
     finally:
-        _here.must_not_fetch = before
+        _here.must_not_wait = before
 
 
-def must_not_fetch() -> bool:
-    """Return whether this thread is in a block of ``without_fetching``."""
-    return getattr(_here, "must_not_fetch", False)
+def must_not_wait_for_versions() -> bool:
+    """Return whether this thread is in a block of ``without_waiting_for_versions``."""
+    return getattr(_here, "must_not_wait", False)
 
 
 class MessageHandler(Protocol):
@@ -101,7 +103,7 @@ class ReceiverThread:
             with self._calling:  # wait for a running handler
                 return
 
-    @without_fetching()
+    @without_waiting_for_versions()
     def _run(self, wake: int) -> None:
         try:
             while True:

@@ -7,12 +7,12 @@
 static const double MUTEX_TIMEOUT = 0.01; /* seconds; a worker that is stopped inside its mutex is left to the caller */
 
 /* Return the first slot that no worker uses, holds, or may yet start to use; -1 if there is none. */
-static Py_ssize_t free_slot(ArenaWriter *self, Py_ssize_t slots, int retains)
+static Py_ssize_t free_slot(ArenaWriter *self, Py_ssize_t slots, int keep_published)
 {
     for (Py_ssize_t slot = 0; slot < slots; slot++) {
         int busy = 0;
         for (Py_ssize_t w = 0; w < self->workers && !busy; w++) {
-            Needed needed = slots_needed(block_of(self, w), retains);
+            Needed needed = slots_needed(block_of(self, w), keep_published);
             busy = needed.named == slot || needed.used == slot || needed.held == slot;
         }
         if (!busy)
@@ -123,10 +123,10 @@ static PyObject *report_of(ArenaWriter *self, const Update *update, double began
 
 /* Copy tensors into a free slot. Return 1; 0 with nothing done, if no slot is free or a tensor does not fit; -1 with an
  * error. */
-static int pack(ArenaWriter *self, Update *update, PyObject *plans, int retains, PyObject *source)
+static int pack(ArenaWriter *self, Update *update, PyObject *plans, int keep_published, PyObject *source)
 {
     update->started = now();
-    update->slot = free_slot(self, PyList_GET_SIZE(plans), retains);
+    update->slot = free_slot(self, PyList_GET_SIZE(plans), keep_published);
     PackPlan *plan = update->slot < 0 ? NULL : (PackPlan *)PyList_GET_ITEM(plans, update->slot);
     if (!plan || Py_TYPE(plan) != PackPlan_type)
         return 0;
@@ -195,9 +195,10 @@ static int await_peers(ArenaWriter *self, Update *update)
 }
 
 /* Pack, publish and wait: the result of ArenaWriter_update. */
-static PyObject *deliver(ArenaWriter *self, Update *update, PyObject *plans, int retains, PyObject *source, double began)
+static PyObject *deliver(ArenaWriter *self, Update *update, PyObject *plans, int keep_published, PyObject *source,
+                         double began)
 {
-    int packed = pack(self, update, plans, retains, source);
+    int packed = pack(self, update, plans, keep_published, source);
     if (packed <= 0)
         return packed ? NULL : Py_NewRef(Py_None);
     PyObject *others = publish(self, update);
@@ -219,7 +220,7 @@ PyObject *ArenaWriter_update(ArenaWriter *self, PyObject *const *args, Py_ssize_
         return NULL;
     }
     Update update = {.watch = args[3], .acknowledge = args[3] == Py_None};
-    int retains = PyObject_IsTrue(args[2]);
+    int keep_published = PyObject_IsTrue(args[2]);
     if (!update.acknowledge && Py_TYPE(update.watch) != PeerWatch_type) {
         PyErr_SetString(PyExc_TypeError, "update() takes a PeerWatch, or None");
         return NULL;
@@ -237,7 +238,7 @@ PyObject *ArenaWriter_update(ArenaWriter *self, PyObject *const *args, Py_ssize_
         return PyErr_NoMemory();
     update.descriptors = memcpy(descriptors, PyBytes_AS_STRING(args[1]), (size_t)PyBytes_GET_SIZE(args[1]));
     update.answers.from = (char *)(descriptors + 2 * workers);
-    PyObject *result = deliver(self, &update, args[0], retains, args[4], began);
+    PyObject *result = deliver(self, &update, args[0], keep_published, args[4], began);
     PyMem_Free(descriptors);
     return result;
 }

@@ -183,7 +183,7 @@ static PyMethodDef ArenaWriter_methods[] = {
     {"await_free", (PyCFunction)ArenaWriter_await_free, METH_VARARGS, SEE("await_free(worker, timeout)")},
     {"vacate", (PyCFunction)ArenaWriter_vacate, METH_VARARGS, SEE("vacate(worker, timeout)")},
     {"update", (PyCFunction)(void (*)(void))ArenaWriter_update, METH_FASTCALL,
-     SEE("update(plans, descriptors, retains, watch, tensors, version, timeout, began)")},
+     SEE("update(plans, descriptors, keep_published, watch, tensors, version, timeout, began)")},
     {NULL},
 };
 PyDoc_STRVAR(ArenaWriter_doc, "ArenaWriter(words, workers, block, extra, nbytes): see wsync.loops.arena_writer.");

@@ -85,7 +85,7 @@ static int leave(GateLock *self, int depth)
         return 0;
     PyObject *type, *error, *traceback;
     PyErr_Fetch(&type, &error, &traceback);
-    int failed = call_hooks(self, names.forward_ended) < 0;
+    int failed = call_hooks(self, names.leaving_gate) < 0;
     if (!failed) {
         PyErr_Restore(type, error, traceback);
         return 0;

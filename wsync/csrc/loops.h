@@ -130,7 +130,7 @@ extern struct Names {
     PyObject *get_num_threads, *increment_version, *clear_autocast_cache; /* PyTorch's */
     PyObject *copy_all;                                                   /* installer.copy_all */
     PyObject *not_connected, *sync_timeout;                               /* errors */
-    PyObject *is_neg, *is_conj, *is_inference, *poll_update, *forward_ended, *on_readable, *data, *version;
+    PyObject *is_neg, *is_conj, *is_inference, *poll_update, *leaving_gate, *on_readable, *data, *version;
     PyObject *announced_at, *waiting;
     PyObject *zero; /* 0.0 */
 } names;

@@ -18,7 +18,7 @@
 
 #include "loops.h"
 
-#define REVISION 12 /* of the interface; wsync/loops/__init__.py names the one that it expects */
+#define REVISION 13 /* of the interface; wsync/loops/__init__.py names the one that it expects */
 
 const DLPackExchange *dlpack;
 PyTypeObject *PackPlan_type, *TensorTree_type, *GateLock_type, *Installer_type, *PeerWatch_type;
@@ -102,7 +102,7 @@ static int make_names(void)
     struct { PyObject **name; const char *text; } all[] = {
         {&names.is_neg, "is_neg"},           {&names.is_conj, "is_conj"},
         {&names.is_inference, "is_inference"}, {&names.poll_update, "poll_update"},
-        {&names.forward_ended, "forward_ended"}, {&names.on_readable, "on_readable"},
+        {&names.leaving_gate, "leaving_gate"}, {&names.on_readable, "on_readable"},
         {&names.data, "data"},               {&names.version, "version"},
         {&names.announced_at, "announced_at"}, {&names.waiting, "waiting"},
     };

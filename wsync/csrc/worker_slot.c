@@ -89,14 +89,14 @@ static PyObject *WorkerSlot_close(WorkerSlot *self, PyObject *Py_UNUSED(ignored)
 static PyObject *WorkerSlot_install_fast_path(WorkerSlot *self, PyObject *args)
 {
     PyObject *installer, *plans, *staged;
-    int fd, worker, retains;
+    int fd, worker, bound;
     if (!PyArg_ParseTuple(args, "O!O!O!iip:install_fast_path", Installer_type, &installer, &PyList_Type, &plans,
-                          &PyDict_Type, &staged, &fd, &worker, &retains))
+                          &PyDict_Type, &staged, &fd, &worker, &bound))
         return NULL;
     Py_XSETREF(self->installer, Py_NewRef(installer));
     Py_XSETREF(self->plans, Py_NewRef(plans));
     Py_XSETREF(self->staged, Py_NewRef(staged));
-    self->fd = fd, self->worker = worker, self->retains = retains;
+    self->fd = fd, self->worker = worker, self->bound = bound;
     Py_RETURN_NONE;
 }
 
@@ -205,14 +205,14 @@ static PyMethodDef WorkerSlot_methods[] = {
     {"map_words", (PyCFunction)WorkerSlot_map_words, METH_VARARGS, SEE("map_words(words, at)")},
     {"close", (PyCFunction)WorkerSlot_close, METH_NOARGS, SEE("close()")},
     {"install_fast_path", (PyCFunction)WorkerSlot_install_fast_path, METH_VARARGS,
-     SEE("install_fast_path(installer, plans, staged, fd, worker, retains)")},
+     SEE("install_fast_path(installer, plans, staged, fd, worker, bound)")},
     {"disable_fast_path", (PyCFunction)WorkerSlot_disable_fast_path, METH_NOARGS, SEE("disable_fast_path()")},
     {"take", (PyCFunction)WorkerSlot_take, METH_O, SEE("take(hold)")},
     {"release_previous", (PyCFunction)WorkerSlot_release_previous, METH_NOARGS, SEE("release_previous()")},
     {"release", (PyCFunction)WorkerSlot_release, METH_NOARGS, SEE("release()")},
     {"set_wakeups", (PyCFunction)WorkerSlot_set_wakeups, METH_O, SEE("set_wakeups(wanted)")},
     {"poll_update", (PyCFunction)WorkerSlot_poll_update, METH_NOARGS, SEE("poll_update()")},
-    {"forward_ended", (PyCFunction)WorkerSlot_forward_ended, METH_NOARGS, SEE("forward_ended()")},
+    {"leaving_gate", (PyCFunction)WorkerSlot_leaving_gate, METH_NOARGS, SEE("leaving_gate()")},
     {"on_readable", (PyCFunction)WorkerSlot_on_readable, METH_NOARGS, SEE("on_readable()")},
     {NULL},
 };

@@ -14,7 +14,7 @@ typedef struct {
     PyObject *receiver; /* takes the updates that are not usual */
     PyObject *gate_lock;
     PyObject *installer, *plans, *staged; /* of the fast path, if it is installed */
-    int fd, worker, retains;
+    int fd, worker, bound;
 } WorkerSlot;
 
 static inline Block *own_block(WorkerSlot *self)
@@ -35,7 +35,7 @@ int lock_own(Block *block);
 int release_slot(WorkerSlot *self);
 
 PyObject *WorkerSlot_poll_update(WorkerSlot *self, PyObject *ignored);
-PyObject *WorkerSlot_forward_ended(WorkerSlot *self, PyObject *ignored);
+PyObject *WorkerSlot_leaving_gate(WorkerSlot *self, PyObject *ignored);
 PyObject *WorkerSlot_on_readable(WorkerSlot *self, PyObject *ignored);
 
 #endif

@@ -61,7 +61,7 @@ static int install(WorkerSlot *self, double started)
     int64_t word = block->published, slot = slot_in(word);
     PyObject *views = views_of(self, (Py_ssize_t)slot);
     if (views) { /* in this order: see the Python class */
-        if (self->retains)
+        if (self->bound)
             store(&block->held, self->slot);
         store(&block->used, slot);
         store(&block->taken, version_in(word));
@@ -73,11 +73,11 @@ static int install(WorkerSlot *self, double started)
     if (Installer_switch((Installer *)self->installer, views))
         return -1;
     self->version = version_in(word);
-    if (self->retains) {
+    if (self->bound) {
         self->slot = slot;
         store(&block->held, NONE);
     }
-    int awaited = self->retains ? 0 : release_slot(self);
+    int awaited = self->bound ? 0 : release_slot(self);
     double announced_at = awaited < 0 ? -1 : report_version(self);
     if (announced_at < 0)
         return -1;
@@ -124,12 +124,12 @@ PyObject *WorkerSlot_poll_update(WorkerSlot *self, PyObject *Py_UNUSED(ignored))
     return PyObject_CallMethodNoArgs(self->receiver, names.poll_update);
 }
 
-PyObject *WorkerSlot_forward_ended(WorkerSlot *self, PyObject *Py_UNUSED(ignored))
+PyObject *WorkerSlot_leaving_gate(WorkerSlot *self, PyObject *Py_UNUSED(ignored))
 {
     if (!self->receiver)
         Py_RETURN_NONE;
     if (!self->words.obj || !self->installer)
-        return PyObject_CallMethodNoArgs(self->receiver, names.forward_ended);
+        return PyObject_CallMethodNoArgs(self->receiver, names.leaving_gate);
     int awaited = release_slot(self);
     if (awaited < 0)
         return NULL;

@@ -182,7 +182,7 @@ class ArenaWriter:
         self,
         plans: list[PackPlan],
         descriptors: bytes,
-        retains: bool,
+        keep_published: bool,
         watch: PeerWatch | None,
         tensors: TensorTree | list[Tensor],
         version: int,
@@ -195,7 +195,7 @@ class ArenaWriter:
         Args:
             plans: of the slots that are mapped here.
             descriptors: bytes of an ``array("i")``: of each worker's connection, then of each worker's process.
-            retains: whether workers stay bound to slots; otherwise they copy.
+            keep_published: whether a slot counts as used while it is published, see ``Arena.fast_update``.
             watch: over ``descriptors``, to notice deaths and errors; None to wait for acknowledgements instead.
             tensors: in the order of the layout.
             version: the update's.
@@ -214,7 +214,7 @@ class ArenaWriter:
         if len(numbers) != 2 * len(self._blocks):
             return None
         update = _Update(version, watch is None, numbers, NONE, {})
-        if not self._pack(update, plans, retains, tensors):
+        if not self._pack(update, plans, keep_published, tensors):
             return None
         others = self._publish_all(update)
         settled = not others and (self._await_answers(update, timeout) if watch is None else not watch.has_events())
@@ -223,9 +223,11 @@ class ArenaWriter:
             return report
         return report, update.slot, others, bytes(worker in update.answers for worker in range(len(self._blocks)))
 
-    def _pack(self, update: _Update, plans: list[PackPlan], retains: bool, tensors: TensorTree | list[Tensor]) -> bool:
+    def _pack(
+        self, update: _Update, plans: list[PackPlan], keep_published: bool, tensors: TensorTree | list[Tensor]
+    ) -> bool:
         update.started = time.perf_counter()
-        named, used, held = self.occupied(range(len(self._blocks)) if retains else ())
+        named, used, held = self.occupied(range(len(self._blocks)) if keep_published else ())
         busy = named | used | held
         free = next((slot for slot in range(len(plans)) if slot not in busy), None)
         if free is None:

@@ -8,20 +8,25 @@ from typing import Any, Protocol
 class GateHook(Protocol):
     """What the gate calls before and after each forward: the object that installs one model's updates.
 
-    Implemented by ``Receiver``, ``WorkerSlot``, ``OnRequest`` and ``RegisteredFollower``.
+    Implemented by ``Receiver``, ``WorkerSlot``, ``InstallOnRequest`` (installs only when the worker asks for it) and
+    ``RegisteredBufferBinder``.
     """
 
     def poll_update(self) -> bool:
         """Install the newest version before a forward.
 
         Called each time a thread enters the gate from outside, with the lock held: by the acting thread before each
-        forward, by the receiver thread after a message. Returns True if that also committed updates of other models:
-        the method of all hooks is then called again. An exception is raised in the caller of the forward.
+        forward, by the receiver thread after a message. Returns True if the version belonged to a transaction
+        (``wsync.synchronize``), so that updates of other models were installed with it: ``poll_update`` of every hook
+        is then called again. An exception is raised in the caller of the forward.
         """
         ...
 
-    def forward_ended(self) -> None:
-        """Release what the forward used. Called when a thread leaves the gate, also if ``poll_update`` has raised."""
+    def leaving_gate(self) -> None:
+        """Release what the forward used, if one ran. Called when a thread leaves the gate to the outside, lock held.
+
+        Also if ``poll_update`` has raised, and if the thread only passed through the gate to install an update.
+        """
         ...
 
 
@@ -67,13 +72,13 @@ class GateLock:
         """
         self.depth = depth + 1
         if depth == 0:
-            # A commit that one hook finds changes the models of others, so all hooks are called again.
+            # The transaction that one hook installs changes the models of others: all hooks are called again.
             while any([hook.poll_update() for hook in self.hooks]):
                 pass
 
     def leave(self, depth: int, /) -> None:
-        """Leave the gate; to the outside (``depth`` is 0), call ``forward_ended`` of all hooks: see ``enter``."""
+        """Leave the gate; to the outside (``depth`` is 0), call ``leaving_gate`` of all hooks: see ``enter``."""
         self.depth = depth
         if depth == 0:
             for hook in self.hooks:
-                hook.forward_ended()
+                hook.leaving_gate()

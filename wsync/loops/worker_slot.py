@@ -70,7 +70,7 @@ class WorkerSlot:
         self._plans: list[PackPlan] = []
         self._staged: Mapping[int, Any] = {}
         self._fd = self._worker = -1
-        self._retains = False
+        self._bound = False
 
     def set_receiver(self, receiver: SlotReceiver, gate_lock: GateLock, /) -> None:
         """Set the receiver, for updates outside the fast path, and the gate. Called once, before ``poll_update``."""
@@ -86,7 +86,7 @@ class WorkerSlot:
         self._block = Block(words, at)
 
     def close(self) -> None:
-        """Drop all references. ``poll_update``, ``forward_ended`` and ``on_readable`` do nothing from then on."""
+        """Drop all references. ``poll_update``, ``leaving_gate`` and ``on_readable`` do nothing from then on."""
         self._receiver = self._gate_lock = self._block = None
         self.disable_fast_path()
 
@@ -97,7 +97,7 @@ class WorkerSlot:
         staged: dict[int, Any],
         fd: int,
         worker: int,
-        retains: bool,
+        bound: bool,
         /,
     ) -> None:
         """Install updates without the receiver from now on, except while ``hold`` is set.
@@ -108,10 +108,10 @@ class WorkerSlot:
             staged: the prepared transactions of this process; while there are any, the receiver installs all updates.
             fd: of the connection's socket, for answers.
             worker: the worker's index.
-            retains: whether the model stays bound to slots; otherwise it copies.
+            bound: whether the model stays bound to slots; otherwise it copies.
         """
         self._plans, self._staged = plans, staged
-        self._fd, self._worker, self._retains = fd, worker, retains
+        self._fd, self._worker, self._bound = fd, worker, bound
         self._installer = installer
 
     def disable_fast_path(self) -> None:
@@ -226,7 +226,7 @@ class WorkerSlot:
         views = self._views(0)  # the views of all slots are alike
         if views is None or not installer.fits(views):
             return False
-        taken = self.take(self._retains)
+        taken = self.take(self._bound)
         views = None if taken is None else self._views(taken[1])
         if taken is None or views is None or not installer.install(views):
             return False  # the receiver meets the same error, and reports it to the sender
@@ -239,10 +239,10 @@ class WorkerSlot:
 
     def _installed(self, receiver: SlotReceiver, version: int, slot: int, acknowledge: bool, started: float) -> None:
         self.version = version
-        if self._retains:
+        if self._bound:
             self.slot = slot
             self.release_previous()
-        awaited = not self._retains and self.release()
+        awaited = not self._bound and self.release()
         announced_at, receiver.announced_at = receiver.announced_at, 0.0
         receiver.version = version
         if awaited:
@@ -251,12 +251,12 @@ class WorkerSlot:
             wait = started - announced_at if announced_at else 0.0
             send_answer(self._fd, Message(ACK, self._worker, version, wait, time.perf_counter() - started))
 
-    def forward_ended(self) -> None:
+    def leaving_gate(self) -> None:
         """See ``gate_lock.GateHook``."""
         if self._receiver is None:
             return
         if self._block is None or self._installer is None:
-            self._receiver.forward_ended()
+            self._receiver.leaving_gate()
         elif self.release():
             send_answer(self._fd, Message(SLOT_FREED, self._worker))
 

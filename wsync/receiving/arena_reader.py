@@ -17,7 +17,7 @@ from wsync.loops import Installer, WorkerSlot
 from wsync.loops.words import PUBLISHED, version_in
 from wsync.loops.worker_slot import SlotReceiver
 from wsync.receiving.events import Event, Prepare, Published
-from wsync.receiving.prepared import updates_by_transaction
+from wsync.receiving.prepared_updates import updates_by_transaction
 from wsync.shm.arena import PREPARE, Arena
 from wsync.shm.registered import RegisteredView
 from wsync.types import Update
@@ -151,9 +151,9 @@ class ArenaReader:
         if self.binds and not error and not self._slot.hold:
             self._slot.release_previous()
         if not self.binds:  # copied: the slot is free
-            self.forward_ended()
+            self.leaving_gate()
 
-    def forward_ended(self) -> None:
+    def leaving_gate(self) -> None:
         """Release the slot that the forward used. Idempotent. Called inside the gate."""
         if not self._slot.release():
             return
@@ -161,8 +161,8 @@ class ArenaReader:
             self._connection.send(Message(Kind.SLOT_FREED, self._worker))
         self.on_sent()
 
-    def registered(self) -> RegisteredView | None:
-        """Return the user's registered buffers, to which the model stays bound, if any."""
+    def registered_buffers(self) -> RegisteredView | None:
+        """Return the buffers that the user has registered, to which the model stays bound; None if there are none."""
         return RegisteredView.of(self._arena) if self.binds else None
 
     def close(self) -> None:

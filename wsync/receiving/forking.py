@@ -6,7 +6,7 @@ import os
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from wsync.control.receiver_thread import without_fetching
+from wsync.control.receiver_thread import without_waiting_for_versions
 from wsync.gate import process_gate
 from wsync.weights.targets import Destination
 
@@ -45,7 +45,7 @@ def _before_fork() -> None:
         gate_lock = process_gate().gate_lock
         gate_lock.lock.acquire()
         _locked_for_fork.append(gate_lock)
-        with without_fetching():
+        with without_waiting_for_versions():
             gate_lock.call(_own_memory)
 
 

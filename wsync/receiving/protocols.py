@@ -142,7 +142,7 @@ class RequestChannel(ReceiveChannel, Protocol):
 
 
 @runtime_checkable
-class StoredVersions(Protocol):
+class ReadsStore(Protocol):
     """A channel that reads versions from a store, where they lie without a sender: ``StoreReceiveChannel``."""
 
     def fetch_newest(self) -> Sequence[Event]:

@@ -1,4 +1,4 @@
-"""Keeping a worker's model bound to buffers that the user has registered in shared memory."""
+"""Keeping a worker's model bound to the buffers that the user has registered: see ``wsync/shm/registered.py``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wsync.weights.binding import Binding
 
 
 class BoundReceiver(Protocol):
-    """A receiver, as the follower needs it."""
+    """A receiver, as ``RegisteredBufferBinder`` needs it."""
 
     @property
     def version(self) -> int:
@@ -24,7 +24,7 @@ class BoundReceiver(Protocol):
         ...
 
 
-class RegisteredFollower:
+class RegisteredBufferBinder:
     """Binds a model to the registered buffers while these have the model's version.
 
     Implements ``wsync.loops.gate_lock.GateHook``; called after the hook that installs updates.
@@ -47,7 +47,7 @@ class RegisteredFollower:
             torch.clear_autocast_cache()
         return False
 
-    def forward_ended(self) -> None:
+    def leaving_gate(self) -> None:
         """See ``GateHook``."""
 
     def leave_until_next_version(self) -> None:

@@ -16,18 +16,18 @@ from collections.abc import Callable, Sequence
 
 from wsync.errors import NotConnected, WeightSyncError, error_of
 from wsync.gate import process_gate
-from wsync.receiving import prepared
+from wsync.receiving import prepared_updates
 from wsync.receiving.cascade import Cascade
 from wsync.receiving.events import CheckLayout, Closed, Decision, Event, Failed, Newest, Prepare
+from wsync.receiving.install_policy import InstallOnArrival, InstallOnRequest
 from wsync.receiving.protocols import ReceiveChannel
-from wsync.receiving.schedule import Immediate, OnRequest
 from wsync.receiving.versions import VersionState
 from wsync.types import Ack, Update
 from wsync.weights.binding import Binding, load_extra, unshare
 from wsync.weights.layout import Layout
 from wsync.weights.targets import Destination, Target
 
-MakeSchedule = Callable[[VersionState], Immediate | OnRequest]
+MakeInstallPolicy = Callable[[VersionState], InstallOnArrival | InstallOnRequest]
 
 
 class ModelUpdater(VersionState):
@@ -36,7 +36,8 @@ class ModelUpdater(VersionState):
     Args:
         destination: what takes the weights.
         channel: the connection to the sender, and what it delivers.
-        make_schedule: makes the object that decides when updates are installed.
+        make_install_policy: makes the object that decides when updates are installed: as they arrive
+            (``InstallOnArrival``), or when the worker asks for them (``InstallOnRequest``).
         cascade: passes each installed update on to this worker's own workers, before it is acknowledged.
 
     Attributes:
@@ -46,13 +47,17 @@ class ModelUpdater(VersionState):
     """
 
     def __init__(
-        self, destination: Destination, channel: ReceiveChannel, make_schedule: MakeSchedule, cascade: Cascade | None
+        self,
+        destination: Destination,
+        channel: ReceiveChannel,
+        make_install_policy: MakeInstallPolicy,
+        cascade: Cascade | None,
     ) -> None:
         super().__init__(channel)
         self.destination = destination
         self.worker_idx = -1
         self.announced_at = 0.0
-        self._schedule = make_schedule(self)
+        self._install_policy = make_install_policy(self)
         self._target: Target | None = None  # made for the layout of the connection
         self._cascade = cascade
         self._error = ""  # of the last install
@@ -67,16 +72,16 @@ class ModelUpdater(VersionState):
         update = self._channel.poll_update()
         if update is None:
             return False
-        if prepared.commit_if_prepared(self, update.version):
+        if prepared_updates.commit_if_prepared(self, update.version):
             return True
         self.install(update)
         return False
 
-    def forward_ended(self) -> None:
+    def leaving_gate(self) -> None:
         """Release what the forward used. Implements ``wsync.loops.gate_lock.GateHook``."""
         arena = self._channel.arena
         if arena is not None:
-            arena.forward_ended()
+            arena.leaving_gate()
 
     def install(self, update: Update) -> None:
         """Install and acknowledge the update. If that fails, the model is unchanged and the sender gets the error."""
@@ -92,7 +97,7 @@ class ModelUpdater(VersionState):
             self._refused(update.version)
         else:
             self.set_version(update.version)
-            self._schedule.wake()
+            self._install_policy.wake()
             if self._cascade is not None:
                 self._cascade.add(update)
                 return
@@ -120,7 +125,7 @@ class ModelUpdater(VersionState):
                 unshare(self.destination.module)
             self._target = self.destination.target(layout, bind=self._channel.binds)
             # with the previous version's slot, a failed install can roll back
-            if self._channel.arena is not None and (self._target.may_refuse or self._schedule.keeps_previous):
+            if self._channel.arena is not None and (self._target.may_refuse or self._install_policy.keeps_previous):
                 self._channel.arena.hold_previous()
         return self._target
 
@@ -144,18 +149,18 @@ class ModelUpdater(VersionState):
     def end(self, *, finished: bool) -> None:
         """See ``VersionState``; also ends the wait of threads in ``pull`` and before a forward."""
         super().end(finished=finished)
-        self._schedule.wake()
+        self._install_policy.wake()
 
     def _process(self, event: Event) -> None:
         # ``Published`` needs no branch: entering the gate has already called ``poll_update``, which has installed it.
         if isinstance(event, Prepare):
             self._prepare(event)
         elif isinstance(event, Decision):
-            prepared.decide(event.transaction, event.commit)
+            prepared_updates.decide(event.transaction, event.commit)
         elif isinstance(event, CheckLayout):
             self._answer_check(event.version, error_of(self._check_layout, event.layout))
         elif isinstance(event, Newest):
-            self._schedule.on_newest(event.version, event.request)
+            self._install_policy.on_newest(event.version, event.request)
         elif isinstance(event, Failed):
             self._refused(event.version)
             self._channel.answer(Ack(self.worker_idx, event.version, event.error))
@@ -166,7 +171,7 @@ class ModelUpdater(VersionState):
     def _prepare(self, event: Prepare) -> None:
         error = error_of(self._check, event.update)
         if not error:
-            prepared.keep(event.transaction, self, event.update)
+            prepared_updates.keep(event.transaction, self, event.update)
         self._answer_check(event.update.version, error)
 
     def _answer_check(self, version: int, error: str) -> None:
@@ -174,7 +179,7 @@ class ModelUpdater(VersionState):
 
     def _refused(self, version: int) -> None:
         self.refused = max(self.refused, version)
-        self._schedule.wake()
+        self._install_policy.wake()
 
     def _acknowledge_after_cascade(self) -> None:
         ack = self._cascade.run(self.worker_idx) if self._cascade is not None else None

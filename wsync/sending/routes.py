@@ -30,7 +30,7 @@ class Routes:
         create_transport: makes the transport of a worker that cannot use the arena; None if every worker must use it.
         strategy: the format of the weights that transports are given.
         arena: whether workers on this machine take weights from shared memory.
-        retains: whether a worker's model stays bound to the slot that it was given.
+        binds_arena: whether the model of a worker stays bound to the slot that it was given.
         checksum: whether updates have a checksum; None: only those that a transport carries.
         delta: makes the differences that transports' workers are sent; None: they are sent the full weights.
         on_request: whether workers fetch: they are sent an update when they request it.
@@ -50,14 +50,13 @@ class Routes:
         strategy: WeightStrategy,
         *,
         arena: bool,
-        retains: bool,
+        binds_arena: bool,
         checksum: bool | None,
         delta: Delta | None,
         on_request: bool,
     ) -> None:
         if delta is not None and checksum is False:
             checksum = None  # what a worker makes from a difference is compared with the checksum in any case
-        retains = retains or on_request  # a worker may copy its slot at any time
         self.num_workers = num_workers
         self.layout: Layout | None = None
         self._strategy = strategy
@@ -67,7 +66,10 @@ class Routes:
         self._has_transports = create_transport is not None
         self._passes_descriptors = source.passes_descriptors
         connections = self.connections = WorkerConnections(source, num_workers, self)
-        self.slots = Slots(connections, num_workers, retains=retains, checksum=checksum) if arena else None
+        keep_published = binds_arena or on_request  # a worker that updates on request may copy its slot at any time
+        self.slots = (
+            Slots(connections, num_workers, keep_published=keep_published, checksum=checksum) if arena else None
+        )
         difference = None if delta is None else self._difference
         self.transfers = Transfers(
             connections, num_workers, create_transport, self._in_format, checksum, difference, on_request=on_request

@@ -30,7 +30,7 @@ class Slots:
     Args:
         connections: to all workers.
         num_workers: the number of workers.
-        retains: whether workers stay bound to slots; otherwise they copy.
+        keep_published: see ``Arena.fast_update``.
         checksum: whether each update gets a checksum.
 
     Attributes:
@@ -39,15 +39,15 @@ class Slots:
     """
 
     def __init__(
-        self, connections: WorkerConnections, num_workers: int, *, retains: bool, checksum: bool | None
+        self, connections: WorkerConnections, num_workers: int, *, keep_published: bool, checksum: bool | None
     ) -> None:
         self.arena = Arena(num_workers)
         self.workers: set[int] = set()
         self._connections = connections
         self._num_workers = num_workers
-        self._retains = retains
-        # Slots besides those that words name: one to write; if models are bound, one that forwards may still use.
-        self._spare = 2 if retains else 1
+        self._keep_published = keep_published
+        # Slots besides those that words name: one to write; with `keep_published`, one that may still be in use.
+        self._spare = 2 if keep_published else 1
         self._checksum = checksum
 
     def set_layout(self, layout: Layout) -> None:
@@ -66,7 +66,7 @@ class Slots:
             SyncTimeout: there was none before ``deadline``; names the workers that use them.
         """
         arena, everyone = self.arena, range(self._num_workers)
-        keep_published_of = list(everyone) if self._retains or keep else sorted({*everyone} - {*workers})
+        keep_published_of = list(everyone) if self._keep_published or keep else sorted({*everyone} - {*workers})
         while True:
             # Slots that published words name, that forwards use, and that models are bound to.
             named, used, held = (set(slots) for slots in arena.writer.occupied(keep_published_of))
@@ -146,7 +146,7 @@ class Slots:
         descriptors = self._connections.descriptors
         if not descriptors:
             return None
-        update = self.arena.fast_update(descriptors, self._retains, acknowledge)
+        update = self.arena.fast_update(descriptors, self._keep_published, acknowledge)
         return None if update is None else FastCalls(update, partial(self._complete_fast, acknowledge))
 
     def _complete_fast(self, acknowledge: bool, delivery: PartialDelivery, version: int) -> None:

@@ -218,19 +218,21 @@ class Arena:
         words = [self.writer.published(worker) for worker in range(self.workers)]
         return sorted({slot for version, slot in words if version})
 
-    def fast_update(self, descriptors: bytes, retains: bool, acknowledge: bool) -> FastUpdate | None:
+    def fast_update(self, descriptors: bytes, keep_published: bool, acknowledge: bool) -> FastUpdate | None:
         """Return the call that does a whole update of all workers (``fast_path.py``); None if a worker is gone.
 
         Args:
             descriptors: the workers' sockets, then their pidfds: the bytes of an ``array("i")``.
-            retains: whether the workers' models stay bound to slots.
+            keep_published: whether a slot counts as used while it is published: workers are bound to it, or may copy it
+                at any time (``initiator="receiver"``). Otherwise it is used only while they copy.
             acknowledge: whether to wait for acknowledgements.
         """
         try:
+            # Notices deaths; with acknowledgements, waiting for these notices deaths as well.
             watch = None if acknowledge else PeerWatch(descriptors)
         except OSError:  # a worker is gone, or this process can open no more files; a full send reports it
             return None
-        return partial(self.writer.update, self.plans, descriptors, retains, watch)
+        return partial(self.writer.update, self.plans, descriptors, keep_published, watch)
 
     def write_extra(self, slot: int, blob: bytes) -> None:
         """Store a slot's extra state.

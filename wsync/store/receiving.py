@@ -185,7 +185,7 @@ class StoreReceiveChannel:
         return self.fetch_newest()
 
     def fetch_newest(self) -> Sequence[Event]:
-        """See ``StoredVersions``. A version that cannot be read is logged."""
+        """See ``ReadsStore``. A version that cannot be read is logged."""
         try:
             self._read()
         except WeightSyncError as error:

@@ -1,11 +1,15 @@
-"""When a model's updates are installed: as they arrive (``Immediate``), or when they are asked for (``OnRequest``)."""
+"""The policies for when a model's updates are installed.
+
+``InstallOnArrival`` installs them as they arrive, ``InstallOnRequest`` when the worker asks for them
+(``initiator="receiver"``).
+"""
 
 from __future__ import annotations
 
 import threading
 from functools import partial
 
-from wsync.control.receiver_thread import must_not_fetch
+from wsync.control.receiver_thread import must_not_wait_for_versions
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import SyncTimeout
 from wsync.gate import process_gate
@@ -14,10 +18,10 @@ from wsync.receiving.protocols import RequestChannel
 from wsync.receiving.versions import CHECK_INTERVAL, VersionState
 
 
-class Immediate:
-    """Updates are installed as they arrive, by the thread that enters the gate first.
+class InstallOnArrival:
+    """Installs updates as they arrive, by the thread that enters the gate first.
 
-    ``gate_hook`` and ``install_now`` are called by the thread that connects, ``fetch`` by a thread in ``pull``.
+    The thread that connects calls ``gate_hook`` and ``install_now``, a thread in ``pull`` calls ``install_newest``.
 
     Attributes:
         keeps_previous: whether the slot of the previous version is needed although installing cannot fail.
@@ -33,7 +37,7 @@ class Immediate:
         """Install the version that has arrived, if any. Called outside the gate."""
         process_gate().gate_lock.pass_through()
 
-    def fetch(self, timeout: float | None) -> bool:
+    def install_newest(self, timeout: float | None) -> bool:
         """Install the newest version; False if it did not come in time. Called outside the gate."""
         self.install_now()
         return True
@@ -51,17 +55,17 @@ class Immediate:
         """
 
 
-class OnRequest:
-    """Updates are installed by ``fetch``; and before a forward, if the model is more than ``max_staleness`` behind.
+class InstallOnRequest:
+    """Installs updates in ``install_newest``, and before a forward if the model is over ``max_staleness`` behind.
 
     It is the ``GateHook`` of the model, and calls the hook that installs updates when one is to be installed. A version
     in the arena, or in a store that is watched, is at hand. Others are requested from the sender: a thread then waits
     until the receiver thread has installed the version. A forward that waits has left the gate meanwhile, because the
-    receiver thread needs it; afterwards the gate calls all hooks again. A thread in a block of ``without_fetching``
-    requests nothing.
+    receiver thread needs it; afterwards the gate calls all hooks again. A thread in a block of
+    ``without_waiting_for_versions`` requests nothing.
 
     Attributes are read and written inside the gate, or outside it with ``gate_lock.lock`` held. For the methods that
-    ``Immediate`` has too, see there.
+    ``InstallOnArrival`` has too, see there.
 
     Args:
         channel: the connection to the sender.
@@ -86,7 +90,7 @@ class OnRequest:
         self._answered = (0, 0)  # the newest request that the sender has answered, and the version that it named
 
     def gate_hook(self, updater: GateHook) -> GateHook:
-        """See ``Immediate``: this object."""
+        """See ``InstallOnArrival``: this object."""
         self._updater = updater
         return self
 
@@ -97,14 +101,14 @@ class OnRequest:
         if self._updater is None or not (self._waiting or self._is_too_old()):
             return False
         again = self._updater.poll_update()
-        if again or self._waiting or must_not_fetch() or not self._is_too_old():
+        if again or self._waiting or must_not_wait_for_versions() or not self._is_too_old():
             return again
         return self._fetch_before_forward()
 
-    def forward_ended(self) -> None:
+    def leaving_gate(self) -> None:
         """See ``GateHook``."""
         if self._updater is not None:
-            self._updater.forward_ended()
+            self._updater.leaving_gate()
 
     def _is_too_old(self) -> bool:
         if self._max_staleness is None or self._state.closed:
@@ -129,8 +133,8 @@ class OnRequest:
 
     # --- called outside the gate ---
 
-    def fetch(self, timeout: float | None) -> bool:
-        """See ``Immediate``."""
+    def install_newest(self, timeout: float | None) -> bool:
+        """See ``InstallOnArrival``."""
         with self._gate_lock.lock:
             request = self._channel.request_newest()
             arrived = not request or self._await(request, timeout)
@@ -138,7 +142,7 @@ class OnRequest:
         return arrived
 
     def install_now(self) -> None:
-        """See ``Immediate``."""
+        """See ``InstallOnArrival``."""
         process_gate().call(self._install)
 
     def _install(self) -> None:
@@ -180,11 +184,11 @@ class OnRequest:
             lock._acquire_restore(depth)
 
     def on_newest(self, version: int, request: int) -> None:
-        """See ``Immediate``."""
+        """See ``InstallOnArrival``."""
         self._answered = max(self._answered, (request, version))
         self.wake()
 
     def wake(self) -> None:
-        """See ``Immediate``."""
+        """See ``InstallOnArrival``."""
         with self._gate_lock.lock:
             self._changed.notify_all()
