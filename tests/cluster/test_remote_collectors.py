@@ -156,23 +156,25 @@ def test_every_calling_convention_reaches_every_worker(family):
     schemes = {name: wsync.WeightSyncScheme.from_backend("distributed") for name in ("policy", "module.critic")}
     with collect_with(family, trained=trained, weight_sync_schemes=schemes, cat_results="stack") as collector:
         assert chosen(next(collector)) == 1.0
+        with torch.no_grad():
+            trained.module.bias.neg_()
+        assert chosen(next(collector)) == 1.0, "training alone must reach no worker"
+        collector.update_policy_weights_()
+        assert chosen(next(collector)) == 0.0
         calls = [
-            lambda: collector.update_policy_weights_(),
-            lambda: collector.update_policy_weights_(trained),
-            lambda: collector.update_policy_weights_(TensorDict.from_module(trained)),
-            lambda: collector.update_policy_weights_(policy=trained),
-            lambda: collector.update_policy_weights_(weights=trained.state_dict(), model_id="policy"),
-            lambda: collector.update_policy_weights_(weights_dict={"policy": trained, "module.critic": critic}),
+            lambda other: collector.update_policy_weights_(other),
+            lambda other: collector.update_policy_weights_(TensorDict.from_module(other)),
+            lambda other: collector.update_policy_weights_(policy=other),
+            lambda other: collector.update_policy_weights_(weights=other.state_dict(), model_id="policy"),
+            lambda other: collector.update_policy_weights_(weights_dict={"policy": other, "module.critic": critic}),
         ]
-        for number, call in enumerate(calls, start=2):
-            with torch.no_grad():
-                trained.module.bias.neg_()
-            before = next(collector)
-            assert chosen(before) == float(number % 2 == 0), "training alone must reach no worker"
-            call()
-            after = next(collector)
-            assert chosen(after) == float(number % 2 == 1)
-            assert after["policy_version"].unique().tolist() == [number]
+        for number, call in enumerate(calls, start=3):
+            action = float(number % 2 == 1)
+            with torch.no_grad():  # the collector's own policy has the opposite sign of what is sent
+                trained.module.bias.copy_(policy(1.0 - 2.0 * action).module.bias)
+            call(policy(2.0 * action - 1.0))
+            batch = next(collector)
+            assert chosen(batch) == action and batch["policy_version"].unique().tolist() == [number]
         with pytest.raises(wsync.LayoutMismatch, match="bias"):
             collector.update_policy_weights_(weights_dict={"policy": policy(-1.0), "module.critic": nn.Linear(4, 7)})
         assert chosen(next(collector)) == 1.0, "the good half of a refused update was applied"

@@ -96,7 +96,8 @@ def test_state_dicts_through_pipes(workers: WorkerGroup) -> None:
     assert workers.call(received, 0.001) == [False, False]
     policy = policy_of(4.0)
     sender.send_async(policy.state_dict())
-    sender.wait_async()
+    report = sender.wait_async()
+    assert report is not None and report.version == 2
     assert workers.call(received, TIMEOUT) == [True, True]
     assert workers.call(acted) == [policy(torch.ones(4)).tolist()] * 2
     sender.send(policy_of(5.0).state_dict(), worker_ids=1)

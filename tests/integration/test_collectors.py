@@ -91,24 +91,26 @@ def test_every_calling_convention_reaches_every_worker(scheme):
     trained = policy(1.0)
     with multi(scheme=scheme, trained=trained) as collector:
         assert chosen(next(collector)) == 1.0
+        with torch.no_grad():
+            trained.module.bias.neg_()
+        assert chosen(next(collector)) == 1.0, "training alone must reach no worker"
+        collector.update_policy_weights_()
+        assert chosen(next(collector)) == 0.0
         calls = [
-            lambda: collector.update_policy_weights_(),
-            lambda: collector.update_policy_weights_(trained),
-            lambda: collector.update_policy_weights_(trained.state_dict()),
-            lambda: collector.update_policy_weights_(TensorDict.from_module(trained)),
-            lambda: collector.update_policy_weights_(policy=trained),
-            lambda: collector.update_policy_weights_(weights=trained.state_dict(), model_id="policy"),
-            lambda: collector.update_policy_weights_(weights_dict={"policy": trained}),
+            lambda other: collector.update_policy_weights_(other),
+            lambda other: collector.update_policy_weights_(other.state_dict()),
+            lambda other: collector.update_policy_weights_(TensorDict.from_module(other)),
+            lambda other: collector.update_policy_weights_(policy=other),
+            lambda other: collector.update_policy_weights_(weights=other.state_dict(), model_id="policy"),
+            lambda other: collector.update_policy_weights_(weights_dict={"policy": other}),
         ]
-        for number, call in enumerate(calls, start=2):
-            with torch.no_grad():
-                trained.module.bias.neg_()
-            before = next(collector)
-            assert chosen(before) == float(number % 2 == 0), "training alone must reach no worker"
-            call()
-            after = next(collector)
-            assert chosen(after) == float(number % 2 == 1)
-            assert after["policy_version"].unique().tolist() == [number]
+        for number, call in enumerate(calls, start=3):
+            action = float(number % 2 == 1)
+            with torch.no_grad():  # the collector's own policy has the opposite sign of what is sent
+                trained.module.bias.copy_(policy(1.0 - 2.0 * action).module.bias)
+            call(policy(2.0 * action - 1.0))
+            batch = next(collector)
+            assert chosen(batch) == action and batch["policy_version"].unique().tolist() == [number]
 
 
 @pytest.mark.filterwarnings("ignore:.*of the older API:DeprecationWarning")
@@ -342,8 +344,9 @@ def test_older_names_and_the_choosing_class():
     assert collectors.SyncDataCollector is Collector
     assert collectors.MultiSyncDataCollector is MultiSyncCollector
     assert collectors.MultiaSyncDataCollector is MultiAsyncCollector
-    with multi(MultiCollector, sync=False) as collector:
-        assert isinstance(collector, MultiAsyncCollector)
+    for sync, cls in ((False, MultiAsyncCollector), (True, MultiSyncCollector)):
+        with multi(MultiCollector, sync=sync) as collector:
+            assert type(collector) is cls
     with pytest.raises(TypeError, match="sync"):
         multi(MultiCollector)
 

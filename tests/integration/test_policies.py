@@ -366,6 +366,5 @@ def test_a_lazy_module_is_initialised_before_its_weights_are_synchronised():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of lazy modules
         with collect_with(Collector, policy_factory=lambda: nn.LazyLinear(2)) as collector:
-            next(collector)
             collector.update_policy_weights_(nn.Linear(4, 2))
             assert (next(collector)["policy_version"] == 1).all()

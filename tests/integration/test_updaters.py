@@ -151,7 +151,7 @@ class Hooked(WeightUpdaterBase):
     skip = False
 
     def _get_server_weights(self):
-        return weights(1.0)
+        return weights(-1.0)
 
     def _maybe_map_weights(self, server_weights):
         assert isinstance(server_weights, TensorDict)
@@ -166,14 +166,14 @@ def test_every_other_hook_is_asked():
         assert updater.collector is collector
         collector.update_policy_weights_()
         batch = next(collector)
-        assert chosen(batch) == 0.0 and versions(batch) == [2]
-        collector.update_policy_weights_(policy(-1.0), model_id="policy")
-        assert chosen(next(collector)) == 1.0
-        updater.skip = True
-        collector.update_policy_weights_(policy(1.0))
-        assert versions(next(collector)) == [3]
-        updater._sync_weights_with_worker(server_weights=weights(-1.0))  # by itself: at once
+        assert chosen(batch) == 1.0 and versions(batch) == [2]  # without either hook it would be 0
+        collector.update_policy_weights_(policy(1.0), model_id="policy")
         assert chosen(next(collector)) == 0.0
+        updater.skip = True
+        collector.update_policy_weights_(policy(-1.0))
+        assert versions(next(collector)) == [3]
+        updater._sync_weights_with_worker(server_weights=weights(1.0))  # by itself: at once
+        assert chosen(next(collector)) == 1.0
 
 
 def test_an_updater_without_hooks_sends_the_policy_as_it_is_now():

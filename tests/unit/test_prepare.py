@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import nn
 
 import wsync
@@ -26,6 +27,11 @@ def test_prepared_weights_have_the_format_of_the_strategy() -> None:
         assert scheme.prepare_weights(None, "policy")["bias"].tolist() == [1, 1]
         prepared = scheme.prepare_weights(ones(2), "policy", WeightStrategy("state_dict"))
         assert isinstance(prepared, dict) and prepared["bias"].tolist() == [2, 2]
+        nested = nn.Sequential(ones(4))
+        prepared = scheme.prepare_weights(nested, "policy")
+        assert isinstance(prepared, TensorDict) and prepared["0", "bias"].tolist() == [4, 4]
+        prepared = scheme.prepare_weights(nested, "policy", WeightStrategy("state_dict"))
+        assert isinstance(prepared, dict) and prepared["0.bias"].tolist() == [4, 4]
         context = nn.ModuleDict({"policy": ones(3)})
         assert scheme.prepare_weights(None, "policy", context=context)["bias"].tolist() == [3, 3]
         assert scheme.version == 0 and torch.equal(scheme.weights["bias"], torch.ones(2))

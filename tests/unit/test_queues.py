@@ -68,3 +68,26 @@ def test_a_send_without_an_answer_ends_at_its_deadline() -> None:
     with pytest.raises(SyncTimeout, match=r"within 0\.05 s"):
         line.send_weights({"w": torch.zeros(2)})
     assert line.receive_weights(0.0) is not None and line.receive_weights(0.0) is None
+
+
+class Slow:
+    """A queue whose items come after any limited time."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+
+    def put(self, item: Any) -> None:
+        self.items.append(item)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        if timeout is not None:
+            raise queue.Empty
+        return self.items.pop(0)
+
+
+def test_a_receive_without_a_timeout_waits_until_weights_arrive() -> None:
+    line = MPTransport(Slow())
+    line.send_weights({"w": torch.ones(2)})
+    assert line.receive_weights(1000.0) is None
+    received = line.receive_weights(timeout=None)
+    assert received is not None and received["w"].tolist() == [1.0, 1.0]

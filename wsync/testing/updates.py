@@ -12,7 +12,7 @@ from torch import nn
 import wsync
 from wsync.testing import commands
 from wsync.testing.commands import WorkerState
-from wsync.testing.hooks import BackendHooks
+from wsync.testing.hooks import TIMEOUT, BackendHooks
 from wsync.testing.models import Small, digest, fill
 
 FORWARDS = 400
@@ -145,6 +145,22 @@ class Updates(BackendHooks):
                 assert session.outputs() == [version, version]
             assert session.versions() == [39, 39]
             assert session.scheme.metrics.updates == before + 38
+
+    def test_a_send_waits_for_the_acknowledgement(self) -> None:
+        """It ends at its deadline while the worker is stopped, the first one and one that follows another send."""
+        if not self.acknowledged:
+            pytest.skip("a finished send does not mean that workers have acknowledged it")
+        with self.connected(1) as session:
+            (worker,) = session.workers
+            for value in (2, 4):
+                session.scheme.timeout = 0.1
+                worker.stop()
+                with pytest.raises(wsync.SyncTimeout, match="worker 0"):
+                    session.send(value)
+                worker.resume()
+                session.scheme.timeout = TIMEOUT
+                session.send(value + 1)
+                assert session.outputs() == [value + 1]
 
     def test_a_report_accounts_for_every_worker_and_for_all_of_the_time(self) -> None:
         with self.connected() as session, self.second_model(session, Small, "critic") as critic:
