@@ -113,7 +113,7 @@ def test_an_error_is_one_line(folder: Path, overrides: str, said: str, monkeypat
     assert message is not None and said in message and "\n" not in message
 
 
-NETWORK = '''
+NETWORK = """
 from torch import nn
 
 class Wide(nn.Sequential):
@@ -122,7 +122,7 @@ class Wide(nn.Sequential):
 
 def free(spec, **sizes):
     return Wide(spec, **sizes)
-'''
+"""
 
 
 @pytest.mark.parametrize(
