@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -16,6 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -26,7 +27,7 @@ from collectors.config import ConfigError
 from learning import validation
 from learning.actor_critic import Diverged
 from learning.checkpoint import CheckpointError
-from learning.config_errors import CONF, one_line
+from learning.config_errors import CONF, Parameters, one_line
 from learning.help import print_help
 from learning.options import (
     CNNConfig,
@@ -120,8 +121,28 @@ def describe_error(error: BaseException) -> str | None:
     if not isinstance(error, _EXPECTED):
         return None
     chosen = {override_name(argument): argument.partition("=")[2] for argument in sys.argv[1:] if "=" in argument}
-    message = one_line(error, settings(), chosen) if isinstance(error, _OF_HYDRA) else str(error)
+    if isinstance(error, _OF_HYDRA):
+        message = one_line(error, settings(), chosen, _own_parameters(chosen, config_folders(sys.argv[1:])))
+    else:
+        message = str(error)
     return "\n".join([message, *getattr(error, "__notes__", ())])
+
+
+def _own_parameters(chosen: Mapping[str, str], folders: Sequence[Path]) -> Parameters:
+    """Return the parameters of what the chosen YAML files in `folders` name by ``_target_``; see ``Parameters``."""
+    found: dict[str, tuple[str, list[str]]] = {}
+    files = [(group, folder / group / f"{option}.yaml") for group, option in chosen.items() for folder in folders]
+    for group, path in files:
+        content = OmegaConf.load(path) if path.is_file() else None
+        target = content.get("_target_") if isinstance(content, DictConfig) else None
+        if target is not None:
+            try:
+                names = validation.own_settings(group, get_object(target))
+            except Exception:  # noqa: BLE001  (of any module; Hydra reports it when the option is used)
+                continue
+            if names is not None:
+                found[group] = target, names
+    return found
 
 
 def settings() -> dict[str, list[str]]:
@@ -143,6 +164,7 @@ def resolved(composed: DictConfig, run: HydraConf, folder: Path) -> TrainConfig:
         ConfigError: see ``learning.validation.check``.
         FolderError: the file cannot be written.
     """
+    validation.check_backend(OmegaConf.select(composed, "weight_sync._target_"))
     cfg = OmegaConf.to_object(resumed(composed, run.overrides.task, run.runtime.choices))
     assert isinstance(cfg, TrainConfig)
     validation.check(cfg, settings())

@@ -10,23 +10,36 @@ from pathlib import Path
 CONF = Path(__file__).resolve().parents[1] / "conf"
 """The folder of the project's configs."""
 
+Parameters = Mapping[str, tuple[str, Sequence[str]]]
+"""For a group with a class or function of the user's: its name, and the names of its parameters."""
+
 Settings = Mapping[str, Sequence[str]]
 """The names of all settings; for one that belongs to a config group, the options of the group that have it."""
 
 
-def one_line(error: BaseException, settings: Settings, chosen: Mapping[str, str] | None = None) -> str:
+def one_line(
+    error: BaseException,
+    settings: Settings,
+    chosen: Mapping[str, str] | None = None,
+    own: Parameters | None = None,
+) -> str:
     """Return what an error of Hydra or OmegaConf is about; after a misspelt name, a suggestion from `settings`.
 
     Args:
         error: the error.
         settings: all that there are.
         chosen: the option of each group that the command line names, where it is known.
+        own: the groups whose settings are parameters of the user's own classes and functions.
     """
     text, cause = str(error), str(error.__cause__ or "")
     reason = cause.partition("\n")[0]
     if found := re.match(r"Could not override '(.+?)'", text):
         name = found[1]
         if "not in struct" in cause:  # a dictionary without a schema: names are free
+            group, _, key = name.partition(".")
+            owner, parameters = (own or {}).get(group, ("", ()))
+            if owner and key.partition(".")[0] not in parameters:
+                return unknown_parameter(name, owner, parameters)
             return f"{name}: {reason}; say +{name}=… to add it"
         return unknown(name, settings, chosen)
     if found := re.match(r"Error merging override (.+)", text):
@@ -41,10 +54,10 @@ def one_line(error: BaseException, settings: Settings, chosen: Mapping[str, str]
         options = [line.strip() for line in text.partition("Available options in")[2].splitlines() if line[:1] == "\t"]
         options = [option for option in options if not option.startswith(("base_", "provider="))]
         options += sorted(f"{path.parent.name}/{path.stem}" for path in (CONF / group).glob("*/*.yaml"))
-        own = (
+        yours = (
             "; one of your own: --config-dir or an entry point, see docs/backends.md" if group == "weight_sync" else ""
         )
-        known = f"there are: {', '.join(options)}{own}"
+        known = f"there are: {', '.join(options)}{yours}"
         return f"{group}={name}: there is no such option{_suggestion(name, options)}; {known}"
     if found := re.search(r"type `(.+)Config` has missing mandatory value: (\w+)", text):
         scheme, name = found.groups()
@@ -79,6 +92,18 @@ def unknown(name: str, settings: Settings, chosen: Mapping[str, str] | None = No
     owner = f"{group}={option}" if option else group
     known = f"; {owner} has: {', '.join(sorted(one.partition('.')[2] for one in siblings))}" if siblings else ""
     return f"no setting is called '{name}'{_suggestion(name, [*siblings, *others])}{known}"
+
+
+def unknown_parameter(setting: str, owner: str, parameters: Iterable[str]) -> str:
+    """Return that a class or function has no parameter for a setting of its group, with the closest one that it has.
+
+    Args:
+        setting: with the group, ``"policy.widht"``.
+        owner: name of the class or function.
+        parameters: that it has, and settings that every option of the group has.
+    """
+    name, known = setting.partition(".")[2], sorted(parameters)
+    return f"{setting}: {owner} has no parameter '{name}'{_suggestion(name, known)}; there are: {', '.join(known)}"
 
 
 def _joined(text: str) -> str:

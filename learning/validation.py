@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from collectors.config import ConfigError, EnvConfig, MultiAsyncConfig, MultiSyncConfig, RemoteConfig, sample
 from collectors.environments.specs import SpecTree
-from learning.config_errors import Settings, unknown
+from learning.config_errors import Settings, unknown, unknown_parameter
 from learning.encoders import ACTIVATIONS
 from learning.making import make_actor_critic
 from learning.normalization import ObservationNormalizer
@@ -32,6 +34,12 @@ COEFFICIENT: Limit = ("at least 0, and finite", lambda x: 0 <= x < math.inf)
 SHARE: Limit = ("between 0 and 1", lambda x: 0 <= x <= 1)
 FINITE: Limit = ("finite", math.isfinite)
 NUMBER: Limit = ("a number", lambda x: not math.isnan(x))
+
+_NOT_FOR_WORKERS = {
+    "HTTPWeightSyncScheme": "sends to inference engines, in a program of yours (docs/engines.md)",
+    "RayModuleTransformScheme": "sends to modules in environments, by a collector (docs/tutorials/collectors.md)",
+}
+"""What schemes are for that no collector carries."""
 
 WANDB_MODES = ("online", "offline", "disabled")
 
@@ -175,6 +183,38 @@ def _is_asynchronous(collector: Any) -> bool:
     return isinstance(collector, MultiAsyncConfig) or (isinstance(collector, RemoteConfig) and not collector.sync)
 
 
+_GIVEN = {"policy": 1, "algorithm": 2}
+"""Number of leading arguments that ``train.py`` gives: the spec of an observation; the policy and the critic."""
+
+
+def own_settings(group: str, target: Callable[..., Any]) -> list[str] | None:
+    """Return the names that the YAML file of a user's `target` may have in `group`; None if it accepts any.
+
+    Raises:
+        TypeError, ValueError: Python does not know the parameters of `target`.
+    """
+    parameters = [*inspect.signature(target).parameters.values()][_GIVEN.get(group, 0) :]
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return None
+    of_all = {"policy": _names(PolicyConfig), "env": _names(EnvConfig) - {"kwargs", "make"}}.get(group, set())
+    return [*(one.name for one in parameters), *(of_all - {"_target_"})]
+
+
+def check_backend(target: Any) -> None:
+    """Check, before its own options are, that workers of ``train.py`` can receive weights by a scheme.
+
+    Args:
+        target: the ``_target_`` of ``weight_sync``.
+
+    Raises:
+        ConfigError: they cannot; says what the scheme is for.
+    """
+    name = str(target).rpartition(".")[2]
+    if name in _NOT_FOR_WORKERS:
+        instead = "choose weight_sync=shared_mem, for instance"
+        raise ConfigError(f"{name} {_NOT_FOR_WORKERS[name]}, not to the workers of train.py: {instead}")
+
+
 def network_settings(policy: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the settings of the network itself, and the others of ``PolicyConfig``.
 
@@ -201,15 +241,31 @@ def actor_critic(
         **settings: see ``learning.make_actor_critic``.
 
     Raises:
-        ConfigError: there is no such environment, or the network does not suit it.
+        ConfigError: there is no such environment, or the network does not suit it or has no parameter of that name.
     """
+    made = _described(make_network)
     with closing(sample(env)) as one:
         observation, action = one.observation_spec["observation"], one.action_spec
     normalizer = ObservationNormalizer(observation) if env.normalize_observations else None
     try:
         return *make_actor_critic(make_network, observation, action, normalizer=normalizer, **settings), normalizer
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(f"policy with env.id={env.id}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"policy with env.id={env.id}: {made}: {' '.join(str(error).split())}") from error
+
+
+def _described(make_network: Callable[..., Any]) -> str:
+    """Return a network's class (or function) with its settings, for errors: ``mine.Wide(width=256)``.
+
+    Raises:
+        ConfigError: it has no parameter for a setting.
+    """
+    target = make_network.func if isinstance(make_network, partial) else make_network
+    given = make_network.keywords if isinstance(make_network, partial) else {}
+    name = f"{target.__module__}.{getattr(target, '__qualname__', type(target).__qualname__)}"
+    known = own_settings("policy", target)
+    for unknown_one in given.keys() - set(given if known is None else known):
+        raise ConfigError(unknown_parameter(f"policy.{unknown_one}", name, known or ()))
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
 
 
 def check_parts(learner: Any, logger: Any, callbacks: Sequence[Any]) -> None:

@@ -40,13 +40,17 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     if not kinds:
         return
     panels = len(kinds) + bool(compared)
-    figure = Figure(figsize=(5.4 * panels, 4.8), dpi=150, layout="constrained")
+    abreast = 2 * panels  # entries of the legend, which stands below the axes
+    lines = -(-(len({row["label"] for row in measured}) + 2) // abreast)  # with the plain copy and the peer
+    figure = Figure(figsize=(5.4 * panels, 4.8 + 0.19 * lines), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, panels, squeeze=False)[0]
     for ax, kind in zip(axes, kinds, strict=False):
         _latency(ax, kind, [row for row in measured if row["kind"] == kind])
     if compared:
         _ratios(axes[-1], compared)
+    drawn = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    figure.legend(drawn.values(), drawn.keys(), loc="outside lower left", ncols=abreast, frameon=False, fontsize=8)
     figure.savefig(path)
 
 
@@ -77,7 +81,6 @@ def _latency(ax: Axes, kind: str, rows: Sequence[Row]) -> None:
         axis.set_minor_formatter(NullFormatter())
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
     _dress(ax, f"{_TITLES[kind]}, workers: {workers}")
-    ax.legend(frameon=False, fontsize=8)
 
 
 def _ratios(ax: Axes, rows: Sequence[Row]) -> None:

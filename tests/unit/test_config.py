@@ -125,6 +125,16 @@ def test_the_scheme_names_the_collectors_that_can_carry_it(name: str) -> None:
         assert chosen == collectors.config.BUNDLED[can[0]]
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_backend_that_no_collector_carries_is_refused_before_its_options_are_read(name: str) -> None:
+    target = composed(f"weight_sync={name}").weight_sync._target_
+    if SCHEMES[name].collectors:
+        learning.validation.check_backend(target)
+    else:
+        with pytest.raises(ConfigError, match=f"^{SCHEMES[name].__name__} sends to .*choose weight_sync=shared_mem"):
+            learning.validation.check_backend(target)
+
+
 @pytest.mark.parametrize(
     "path", [path for group in GROUPS for path in (CONF / group).glob("*.yaml")], ids=lambda p: p.stem
 )

@@ -1,4 +1,4 @@
-"""The config of a backend of a user's own: its options, its collector, and errors in it."""
+"""The config of a backend or a network of a user's own: its options, its collector, and errors in it."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -15,6 +15,7 @@ from yaml import YAMLError
 
 import collectors.config
 import learning.config
+import learning.validation
 import wsync
 from collectors.config import ConfigError
 
@@ -108,5 +109,52 @@ def test_an_error_is_one_line(folder: Path, overrides: str, said: str, monkeypat
         config = OmegaConf.to_object(cfg)
         assert isinstance(config, learning.config.TrainConfig)
         collectors.config.check(config.collector, instantiate(config.weight_sync), config.num_workers)
+    message = learning.config.describe_error(caught.value)
+    assert message is not None and said in message and "\n" not in message
+
+
+NETWORK = """
+from torch import nn
+
+class Wide(nn.Sequential):
+    def __init__(self, spec, width, depth=1):
+        super().__init__(nn.Linear(spec.shape[0], width), *(nn.Linear(width, width) for _ in range(depth - 1)))
+
+def free(spec, **sizes):
+    return Wide(spec, **sizes)
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            "policy.widht=3",
+            "policy.widht: own_network.Wide has no parameter 'widht'; did you mean 'width'?; "
+            "there are: depth, initial_std, shared, width",
+        ),
+        ("+policy.widht=3", "policy.widht: own_network.Wide has no parameter 'widht'; did you mean 'width'?; "),
+        ("policy.depth=3", "say +policy.depth=… to add it"),
+        ("policy.shared=true", "say +policy.shared=… to add it"),
+        ("policy.width=wide", "own_network.Wide(width='wide'): "),
+        ("policy=free policy.widht=3", "say +policy.widht=… to add it"),
+        ("policy=free +policy.widht=3", "own_network.free(widht=3): Wide.__init__() got an unexpected keyword"),
+    ],
+)
+def test_an_error_in_a_setting_of_a_network_of_ones_own_names_its_class(
+    folder: Path, overrides: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(folder)
+    (folder / "own_network.py").write_text(NETWORK)
+    (folder / "policy").mkdir()
+    (folder / "policy" / "wide.yaml").write_text("_target_: own_network.Wide\nwidth: 8\n")
+    (folder / "policy" / "free.yaml").write_text("_target_: own_network.free\n")
+    given = ["policy=wide", *overrides.split()] if "policy=" not in overrides else overrides.split()
+    monkeypatch.setattr("sys.argv", ["train.py", "--config-dir", str(folder), *given])
+    with pytest.raises((HydraException, ConfigError)) as caught:
+        config = OmegaConf.to_object(composed(folder, *given))
+        assert isinstance(config, learning.config.TrainConfig)
+        network, settings = learning.validation.network_settings(config.policy)
+        learning.validation.actor_critic(instantiate(network, _partial_=True), config.env, **settings)
     message = learning.config.describe_error(caught.value)
     assert message is not None and said in message and "\n" not in message
