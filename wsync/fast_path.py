@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from wsync.types import SyncReport
 
 
-class PartialDelivery(NamedTuple):
+class UnfinishedUpdate(NamedTuple):
     """The outcome of an update that was published, but is not finished.
 
     Attributes:
@@ -30,7 +30,7 @@ class PartialDelivery(NamedTuple):
 
 
 FastUpdate = Callable[[Any, int, float | None, float], SyncReport | tuple[SyncReport, int, list[int], bytes] | None]
-"""``(tensors, version, timeout, began)`` → report, or the fields of a ``PartialDelivery``: see ``ArenaWriter.update``.
+"""``(tensors, version, timeout, began)`` → report, or the fields of a ``UnfinishedUpdate``: see ``ArenaWriter.update``.
 
 None, and nothing was done, if the update cannot take the fast path."""
 
@@ -40,8 +40,8 @@ class FastCalls(NamedTuple):
 
     Attributes:
         update: the update in one call.
-        complete: ``(delivery, version)``: finish publishing; ``wait_acks`` then returns the missing acknowledgements.
+        complete: ``(unfinished, version)``: finish publishing; ``wait_acks`` then returns the missing acknowledgements.
     """
 
     update: FastUpdate
-    complete: Callable[[PartialDelivery, int], None]
+    complete: Callable[[UnfinishedUpdate, int], None]

@@ -105,7 +105,7 @@ class InProcessChannel:
         """See ``TransactionChannel``."""
         process_gate().call(prepared_updates.decide, transaction, False)
 
-    def drain(self) -> None:
+    def process_arrived_messages(self) -> None:
         """See ``SendChannel``: acknowledgements are in the list already."""
 
     def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:

@@ -1,8 +1,9 @@
 """The send path: what a trainer does with an update, the same for every backend.
 
-    source ─→ loader ─→ channel.publish ─→ acknowledgements ─→ report, or one error that names the workers that lack it
+    source ─→ packer ─→ channel.publish ─→ acknowledgements ─→ report, or one error that names the workers that lack it
 
-These steps are in ``sending/updates.py``. Most updates take the fast path instead, one call for all (``fast_path.py``).
+The packer packs the weights into a free buffer. These steps are in ``sending/updates.py``. Most updates take the fast
+path instead: one call does these steps for all workers (``fast_path.py``).
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from contextlib import contextmanager
 
 from wsync.deadlines import deadline_in
 from wsync.errors import in_forked_child
-from wsync.fast_path import FastCalls, PartialDelivery
+from wsync.fast_path import FastCalls, UnfinishedUpdate
 from wsync.sending.acknowledgements import Acknowledgements
 from wsync.sending.forking import senders
-from wsync.sending.locators import Locators
 from wsync.sending.membership import Membership, worker_list
 from wsync.sending.protocols import FastChannel, SendChannel
 from wsync.sending.source import Source
+from wsync.sending.tensor_finders import TensorFinders
 from wsync.sending.transactions import Transaction
 from wsync.sending.updates import Updates
 from wsync.types import LAST_VERSION, SyncReport
@@ -31,7 +32,8 @@ class Sender:
     """One model, and all workers that act with copies of it. Any thread may call; one call runs at a time.
 
     There are two locks: the *sender's lock*, held here for the whole of a call, and the *channel's lock* inside
-    ``WorkerChannel``, which calls and the send-loop thread take for each step.
+    ``WorkerChannel``. A call of the sender takes the channel's lock for each step; so does the *send-loop thread*, a
+    background thread of the trainer that sends what had to wait for a worker's answer (``sending/send_loop.py``).
 
     Args:
         channel: the connections to the workers, and the memory or transports that carry the weights.
@@ -41,7 +43,7 @@ class Sender:
         delivers_at_connect: whether the first weights are delivered by ``connect``, or by the first ``send``.
         finishes_on_publish: whether a send finishes once the update is published, because every later forward is
             guaranteed to use it; no acknowledgements are awaited.
-        on_request: whether workers fetch updates: ``send`` waits for none.
+        on_request: with ``initiator="receiver"``: workers request updates, and ``send`` waits for no worker.
         record: called with the report of each finished update.
 
     Attributes:
@@ -72,10 +74,11 @@ class Sender:
         self._lock = threading.RLock()
         self._in_forked_child = False
         senders.add(self)
-        self._locators = Locators(source.weights)  # where the tensors of weights sent before are
+        # For each form of weights sent before (module, TensorDict, state dict): how to find its tensors.
+        self._finders = TensorFinders(source.weights)
         self._fast_channel = channel if isinstance(channel, FastChannel) else None  # once: ``isinstance`` takes 9 µs
         self._fast: FastCalls | None = None  # the fast path, while it is enabled
-        # Its versions are copied to the membership by `_disable_fast`, not after each update: a shorter fast path.
+        # Of the newest fast update. To keep the fast path short, `_disable_fast` copies its versions to `_members`.
         self._last_fast_report: SyncReport | None = None
 
     @property
@@ -91,7 +94,7 @@ class Sender:
     @property
     def layout(self) -> Layout | None:
         """The layout of the weights; None before the first."""
-        return self._updates.loader.layout
+        return self._updates.packer.layout
 
     @property
     def timeout(self) -> float | None:
@@ -118,7 +121,7 @@ class Sender:
                 update = self._updates.publish(weights, everyone, (), acknowledge=True)
             elif self.source.weights is not None:
                 # Workers are sent the layout, and check it as they connect; the first send brings weights.
-                self._updates.loader.define_layout(None)
+                self._updates.packer.define_layout(None)
             deadline = update.deadline if update else deadline_in(self._acks.timeout)
             self._channel.wait_for_workers(everyone, sentinels, deadline)
             self._members.add(everyone)  # connect may be called again to accept replacements
@@ -148,7 +151,7 @@ class Sender:
             timeout: seconds; None for those of ``connect``.
 
         Raises:
-            SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or not with these weights.
+            SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or could not install the weights.
             ValueError: there is no such worker.
         """
         with self.exclusive():
@@ -182,16 +185,17 @@ class Sender:
             began = time.perf_counter()
             fast = self._fast
             if fast is not None and wait and worker_ids is None and not partial:
-                locators = self._locators
-                tree = locators.default_tree if weights is None or weights is locators.default else None
-                tensors = tree if tree is not None else locators.find(weights)
+                finders = self._finders
+                tree = finders.source_tree if weights is None or weights is finders.source_weights else None
+                tensors = tree if tree is not None else finders.find(weights)
                 if tensors is not None:
                     updates = self._updates
-                    version = updates.version = updates.version + 1  # first: an interrupted update's is not reused
+                    # Counted before sending: if a signal interrupts the update, its number is not used again.
+                    version = updates.version = updates.version + 1
                     report = fast.update(tensors, version, self._acks.timeout, began)
                     if report is not None:
                         if not isinstance(report, SyncReport):  # a tuple: sent, but not yet finished
-                            report = self._complete(fast, PartialDelivery(*report), began)
+                            report = self._complete(fast, UnfinishedUpdate(*report), began)
                         self._last_fast_report = report
                         self._record(report)
                         return report
@@ -213,7 +217,7 @@ class Sender:
                     self._enable_fast(weights)
                 return report
             updates.in_flight.append(update)
-            self._channel.drain()  # from here on the channel's thread sends what still waits for a worker
+            self._channel.process_arrived_messages()  # what still waits for a worker is sent by the send-loop thread
             return None
 
     def wait(self) -> SyncReport | None:
@@ -232,26 +236,26 @@ class Sender:
     def _enable_fast(self, weights: object) -> None:
         """Enable the fast path for sends like this one, which went to all workers."""
         channel, layout, members = self._fast_channel, self.layout, self._members
-        if channel is None or layout is None or self._updates.in_flight or members.absent or members.extra:
+        if channel is None or layout is None or self._updates.in_flight or members.absent or members.extra_states:
             return
         fast = channel.fast_calls(acknowledge=not self._finishes_on_publish)
-        locator = None if fast is None else self.source.locator(weights, layout)
-        if locator is not None:
-            self._locators.add(weights, locator)
+        finder = None if fast is None else self.source.finder(weights, layout)
+        if finder is not None:
+            self._finders.add(weights, finder)
             self._fast = fast
 
-    def _complete(self, fast: FastCalls, delivery: PartialDelivery, began: float) -> SyncReport:
-        """Finish a fast update in which a worker died, failed, held its mutex or did not answer in time."""
+    def _complete(self, fast: FastCalls, unfinished: UnfinishedUpdate, began: float) -> SyncReport:
+        """Finish a fast update in which a worker died, failed, was late, or held its mutex in the arena."""
         self._disable_fast()
         workers, timeout, version = self._members.present, self._acks.timeout, self.version
         left = None if timeout is None else max(0.0, timeout - (time.perf_counter() - began))
         self._members.note_sent(version, ((workers, b""),))  # b"": the fast path is for models without extra state
-        fast.complete(delivery, version)
+        fast.complete(unfinished, version)
         if self._finishes_on_publish:
             self._acks.raise_failures(workers, version)
         else:
             self._acks.require(workers, version, deadline_in(left))
-        report, seconds = delivery.report, time.perf_counter() - began
+        report, seconds = unfinished.report, time.perf_counter() - began
         acknowledge = report.phases["acknowledge"] + seconds - report.seconds
         return report._replace(seconds=seconds, phases={**report.phases, "acknowledge": acknowledge})
 

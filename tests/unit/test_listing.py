@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
-from wsync.sending.locators import Locators, ModuleLocator
+from wsync.sending.tensor_finders import ModuleFinder, TensorFinders
 from wsync.weights.listing import Listing
 from wsync.weights.snapshot import ModuleIndex
 
@@ -69,31 +69,31 @@ def test_it_finds_nothing_where_other_keys_are() -> None:
 
 def test_forms_do_not_displace_one_another() -> None:
     own, other = Net(), Net()
-    locators = Locators(own)
+    finders = TensorFinders(own)
     for net in (own, other):
-        locators.add(net, ModuleLocator(net, ModuleIndex(net).tree(NAMES)))
+        finders.add(net, ModuleFinder(net, ModuleIndex(net).tree(NAMES)))
     for make in FORMS.values():
         listing = Listing.of(make(own), NAMES)
         assert listing is not None
-        locators.add(make(own), listing)
-    found = locators.find(None)
-    assert found is not None and found is locators.find(own) and locators.find(other) is not None
-    assert all(locators.find(make(own)) is not None for make in FORMS.values())
+        finders.add(make(own), listing)
+    found = finders.find(None)
+    assert found is not None and found is finders.find(own) and finders.find(other) is not None
+    assert all(finders.find(make(own)) is not None for make in FORMS.values())
     tree = ModuleIndex(own).tree(NAMES)
-    locators.add(None, ModuleLocator(own, tree))
-    assert locators.find(own) is locators.find(None) is tree and locators.find(other) is not None
-    assert locators.default_tree is tree
+    finders.add(None, ModuleFinder(own, tree))
+    assert finders.find(own) is finders.find(None) is tree and finders.find(other) is not None
+    assert finders.source_tree is tree
     for _ in range(20):
         net = Net()
-        locators.add(net, ModuleLocator(net, ModuleIndex(net).tree(NAMES)))
-    assert locators.find(net) is not None and locators.find(other) is None
-    assert locators.default_tree is tree, "another module's tree does not take its place"
+        finders.add(net, ModuleFinder(net, ModuleIndex(net).tree(NAMES)))
+    assert finders.find(net) is not None and finders.find(other) is None
+    assert finders.source_tree is tree, "another module's tree does not take its place"
 
 
 def test_a_module_and_its_children_are_not_kept_alive() -> None:
     net = Net()
-    gone, locators = weakref.ref(net.body[0]), Locators(None)
-    locators.add(net, ModuleLocator(net, ModuleIndex(net).tree(NAMES)))
+    gone, finders = weakref.ref(net.body[0]), TensorFinders(None)
+    finders.add(net, ModuleFinder(net, ModuleIndex(net).tree(NAMES)))
     del net
     gc.collect()
     assert gone() is None

@@ -143,8 +143,8 @@ class ConnectionCallbacks(Protocol):
     def on_answer(self, worker: int, message: Message) -> None:
         """Process an answer of a worker, e.g. start sending the next version to it.
 
-        Called once per message, by ``read`` and the methods that use it (``drain``, ``wait_acks``), after the
-        answer was stored for ``wait_acks``.
+        Called once per message, by ``read`` and the methods that use it (``process_arrived_messages``, ``wait_acks``),
+        after the answer was stored for ``wait_acks``.
         """
         ...
 

@@ -88,7 +88,7 @@ class WorkerConnections:
             SyncTimeout: names the workers that did not connect.
             WorkerDied: a worker's process exited first, or a worker died after it had connected.
         """
-        self.drain()  # notices deaths, so that replacements are accepted
+        self.process_arrived_messages()  # notices deaths, so that replacements are accepted
         missing = set(workers) - self._connections.keys()
         watched = {sentinels[worker]: worker for worker in missing if worker in sentinels}
         while missing:
@@ -128,7 +128,7 @@ class WorkerConnections:
         if wait_readable(connection.descriptors, NOW):  # it has gone: a live worker sends nothing before ACCEPTED
             connection.close()
             return -1
-        self.drain()  # notices the death of the worker that it replaces
+        self.process_arrived_messages()  # notices the death of the worker that it replaces
         reason = self._refusal(hello)
         if reason:
             _log.debug("refused worker %d: %s", worker, reason)
@@ -201,7 +201,7 @@ class WorkerConnections:
         """Store an acknowledgement or a death that did not come through ``read``, e.g. a failed transfer."""
         (self._deaths if ack.died else self._answers)[ack.worker] = ack
 
-    def drain(self) -> None:
+    def process_arrived_messages(self) -> None:
         """Process all messages that have arrived, without waiting."""
         while self.read(NOW):
             pass

@@ -172,7 +172,7 @@ class EngineSendChannel:
                 self._acks[ack.worker] = ack
                 self._changed.notify_all()
 
-    def drain(self) -> None:
+    def process_arrived_messages(self) -> None:
         """See ``SendChannel``: the threads read the answers."""
 
     def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:

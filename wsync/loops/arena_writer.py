@@ -203,7 +203,7 @@ class ArenaWriter:
             began: when the call began, on ``time.perf_counter``.
 
         Returns:
-            A report. If the update is published but not finished: the fields of a ``PartialDelivery``. None, and
+            A report. If the update is published but not finished: the fields of a ``UnfinishedUpdate``. None, and
             nothing was done, if a worker is missing, no slot is free, or the tensors are not plain bytes that fit.
 
         Raises:

@@ -31,7 +31,7 @@ _JOIN_TIMEOUT = 2.0  # seconds; a thread whose transport is closed ends at once,
 class WorkerChannel:
     """The channel of one sender to its workers: a ``FastChannel`` and a ``TransactionChannel``.
 
-    Used by the thread that calls the scheme, and by the thread of ``SendLoop``. ``_lock`` keeps their calls apart.
+    Used by the thread that calls the scheme, and by the send-loop thread. ``_lock`` keeps their calls apart.
 
     Args:
         routes: to the workers.
@@ -164,11 +164,11 @@ class WorkerChannel:
 
     # --- acknowledgements ---
 
-    def drain(self) -> None:
+    def process_arrived_messages(self) -> None:
         """See ``SendChannel``."""
         with self._lock:
             try:
-                self._connections.drain()
+                self._connections.process_arrived_messages()
             except BaseException:  # a signal handler raised: a message may be lost
                 self._routes.transfers.mark_overdue(self.workers)
                 raise

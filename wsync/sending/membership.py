@@ -22,7 +22,7 @@ class Membership:
         present: the workers that are sent updates.
         absent: workers that have died or left; updates to all workers are kept for their replacements.
         expected_version: the version that each worker, or its replacement, should have.
-        extra: each worker's extra state, as last sent.
+        extra_states: each worker's extra state, as last sent.
         connected: whether all workers have connected once, and the sender was not closed since.
     """
 
@@ -31,7 +31,7 @@ class Membership:
         self.present: Sequence[int] = range(num_workers)
         self.absent: Sequence[int] = ()
         self.expected_version: dict[int, int] = {}
-        self.extra: dict[int, bytes] = {}
+        self.extra_states: dict[int, bytes] = {}
         self.connected = False
 
     def remove(self, workers: Collection[int]) -> None:
@@ -72,8 +72,8 @@ class Membership:
         """Record a published version, with the extra state of each group of workers."""
         for workers, blob in extra:
             self.expected_version.update(dict.fromkeys(workers, version))
-            if blob or self.extra:
-                self.extra.update(dict.fromkeys(workers, blob))
+            if blob or self.extra_states:
+                self.extra_states.update(dict.fromkeys(workers, blob))
 
 
 def worker_list(worker_ids: object, num_workers: int | None = None) -> list[Any]:

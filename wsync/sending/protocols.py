@@ -84,11 +84,11 @@ class SendChannel(Protocol):
         """
         ...
 
-    def drain(self) -> None:
+    def process_arrived_messages(self) -> None:
         """Process the workers' messages that have arrived, without waiting. Called by each ``send`` that does not wait.
 
         Unread acknowledgements would fill the socket, and a worker would wait for room inside its gate. An update that
-        still waits for a worker is from then on sent by a thread of the channel's, as soon as the worker is ready.
+        still waits for a worker is from then on sent by the send-loop thread, as soon as the worker is ready.
         """
         ...
 

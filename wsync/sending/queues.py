@@ -176,7 +176,7 @@ class WorkerQueue:
 
     def _on_broken(self, error: object) -> None:
         """Disconnect the worker, whose transport has broken."""
-        self._connections.drain()  # the worker may have sent a reason, or have died
+        self._connections.process_arrived_messages()  # the worker may have sent a reason, or have died
         if self._worker in self._connections.workers:
             self._connections.mark_dead(self._worker, f"its transport has broken: {error}")
 

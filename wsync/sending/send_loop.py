@@ -1,4 +1,4 @@
-"""The thread that sends waiting updates as soon as their worker is ready, while the trainer does other work."""
+"""The send-loop thread: sends waiting updates as soon as their worker is ready, while the trainer does other work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ _log = logging.getLogger(__name__)
 
 
 class SendLoop:
-    """Reads the workers' messages while an update waits for one of them: an answer causes the next update to be sent.
+    """Runs the send-loop thread while an update waits for a worker.
+
+    The thread reads the workers' messages: an answer causes the next update to be sent.
 
     All methods but ``close`` are called under the lock, by the thread that calls the scheme.
 
@@ -46,7 +48,7 @@ class SendLoop:
         try:
             self._send_what_waits()
         except Exception:  # noqa: BLE001  of a user's transport; ``start_if_needed`` starts the thread again
-            _log.exception("the thread that sends waiting updates has ended by an error")
+            _log.exception("the send-loop thread has ended by an error")
 
     def _send_what_waits(self) -> None:
         while True:

@@ -11,7 +11,7 @@ from wsync.control.messages import Kind, Message
 from wsync.control.workers import WorkerConnections, join_indices
 from wsync.deadlines import remaining, wait_readable
 from wsync.errors import SyncTimeout
-from wsync.fast_path import FastCalls, PartialDelivery
+from wsync.fast_path import FastCalls, UnfinishedUpdate
 from wsync.sending.queued_update import QueuedUpdate
 from wsync.shm.arena import Arena
 from wsync.types import ANY_VERSION, Ack
@@ -149,11 +149,11 @@ class Slots:
         update = self.arena.fast_update(descriptors, self._keep_published, acknowledge)
         return None if update is None else FastCalls(update, partial(self._complete_fast, acknowledge))
 
-    def _complete_fast(self, acknowledge: bool, delivery: PartialDelivery, version: int) -> None:
+    def _complete_fast(self, acknowledge: bool, unfinished: UnfinishedUpdate, version: int) -> None:
         """Point the workers that the fast call could not, and record the acknowledgements that it has read."""
-        for worker in delivery.others:
-            self.point(worker, version, delivery.slot, acknowledge)
-        for worker, answered in enumerate(delivery.answered):
+        for worker in unfinished.others:
+            self.point(worker, version, unfinished.slot, acknowledge)
+        for worker, answered in enumerate(unfinished.answered):
             if answered:
                 self._connections.record(Ack(worker, version))
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from wsync.errors import LayoutMismatch, NotConnected
 from wsync.loops import TensorTree
-from wsync.sending.locators import Locator, ModuleLocator, TransformedLocator
 from wsync.sending.membership import as_plain_integer
+from wsync.sending.tensor_finders import ModuleFinder, TensorFinder, TransformedFinder
 from wsync.shm.registered import RegisteredBuffers
 from wsync.transforms.chain import Chain
 from wsync.weights.layout import Layout
@@ -88,12 +88,12 @@ class Reader:
             self._tree = None if index.extra else index.tree(layout.names)
         return index
 
-    def locator(self, source: object, layout: Layout) -> Locator | None:
-        """Return a locator for weights like those last read; None if their form has none."""
+    def finder(self, source: object, layout: Layout) -> TensorFinder | None:
+        """Return a finder for weights like those last read; None if their form has none."""
         if isinstance(source, nn.Module) and not isinstance(source, TensorDictBase):
             if self._placed(source, layout) is None or self._tree is None:
                 return None
-            return ModuleLocator(source, self._tree)
+            return ModuleFinder(source, self._tree)
         return Listing.of(source, layout.names)
 
 
@@ -203,16 +203,16 @@ class Source:
             raise NotConnected("nothing to send: no model or weights were given, neither at init nor now")
         return given
 
-    def locator(self, weights: object, layout: Layout) -> Locator | None:
-        """Return a locator for updates like this one; None if workers get different weights, or there is none."""
+    def finder(self, weights: object, layout: Layout) -> TensorFinder | None:
+        """Return a finder for updates like this one; None if workers get different weights, or there is none."""
         given = self.weights if weights is None else weights
         if not self._alike:
             return None
         if self._transform is None:
-            return self._reader.locator(given, layout)
+            return self._reader.finder(given, layout)
         if not isinstance(given, nn.Module) or isinstance(given, TensorDictBase):
             return None
-        return TransformedLocator(given, self._transformed_module, layout.names)
+        return TransformedFinder(given, self._transformed_module, layout.names)
 
     def _transformed_module(self, module: nn.Module) -> Mapping[str, Tensor] | None:
         """Return the weights of a module as they are sent; None if it has changed since the last update."""

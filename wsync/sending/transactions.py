@@ -44,7 +44,7 @@ class Transaction:
             )
         updates.finish_all()  # their answers could not be told from the votes
         reserve = partial(channel.reserve, keep=True)
-        with updates.loaded(weights, workers, absent, reserve=reserve) as (update, packed):
+        with updates.packing(weights, workers, absent, reserve=reserve) as (update, packed):
             self._channel = channel
             for part, buffer, extra in packed:
                 channel.prepare(buffer, update.version, extra, part.workers, self._number)

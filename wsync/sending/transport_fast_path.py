@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from wsync.deadlines import deadline_in
-from wsync.fast_path import FastCalls, PartialDelivery
+from wsync.fast_path import FastCalls, UnfinishedUpdate
 from wsync.loops import TensorTree
 from wsync.sending.in_flight import InFlight
 from wsync.sending.protocols import SendChannel
@@ -81,5 +81,5 @@ class TransportFastPath:
             self._record(ack)
         return report, buffer.slot, (), b""
 
-    def _complete(self, delivery: PartialDelivery, version: int) -> None:
+    def _complete(self, unfinished: UnfinishedUpdate, version: int) -> None:
         """Do nothing: the update is published, and ``wait_acks`` finds the acknowledgements that were put back."""

@@ -11,10 +11,10 @@ from torch import Tensor
 from wsync.deadlines import deadline_in
 from wsync.sending.acknowledgements import Acknowledgements
 from wsync.sending.in_flight import InFlight
-from wsync.sending.loading import Loader, Packed, Reserve
 from wsync.sending.membership import Membership
 from wsync.sending.protocols import SendChannel, TransactionChannel
 from wsync.sending.source import Source
+from wsync.sending.update_packer import Packed, Reserve, UpdatePacker
 from wsync.types import Ack, SyncReport
 
 
@@ -31,7 +31,7 @@ class Updates:
 
     Attributes:
         version: the newest version sent; 0 before the first.
-        loader: has the layout of the weights.
+        packer: packs the weights into buffers; has their layout.
         transaction_channel: the channel; None if the workers cannot keep an update that may be aborted.
         in_flight: the updates that were sent without waiting, oldest first.
     """
@@ -50,7 +50,7 @@ class Updates:
         self.channel = channel
         self.members = members
         self.acks = acks
-        self.loader = Loader(channel, source, members)
+        self.packer = UpdatePacker(channel, source, members)
         self.in_flight: list[InFlight] = []
         # Not for workers that fetch: they take each version on their own. Asked once: it takes 20 µs.
         self.transaction_channel: TransactionChannel | None = None
@@ -71,11 +71,11 @@ class Updates:
         acknowledge: bool,
         rest: Sequence[Tensor] | None = None,
     ) -> InFlight:
-        """Send the next version, without waiting for the workers: see ``Loader.loaded``.
+        """Send the next version, without waiting for the workers: see ``UpdatePacker.packing``.
 
         ``wait_for_acks`` waits for acknowledgements if ``acknowledge``, or if they are needed.
         """
-        with self.loaded(weights, workers, absent, rest=rest) as (update, packed):
+        with self.packing(weights, workers, absent, rest=rest) as (update, packed):
             # Two cases need acknowledgements in any mode: extra state, because set_extra_state may raise; and workers
             # that may not have mapped the arena yet: until they have answered, their forwards do not read it.
             unsure = not self._not_yet_mapped.isdisjoint(workers) or any([extra for _, _, extra in packed])
@@ -89,7 +89,7 @@ class Updates:
         return update
 
     @contextmanager
-    def loaded(
+    def packing(
         self,
         weights: object,
         workers: Sequence[int],
@@ -98,22 +98,22 @@ class Updates:
         reserve: Reserve | None = None,
         rest: Sequence[Tensor] | None = None,
     ) -> Iterator[tuple[InFlight, Sequence[Packed]]]:
-        """Load the next version into buffers, which are released if the block raises: see ``Loader.loaded``."""
+        """Pack the next version into buffers, which are released if the block raises: see ``UpdatePacker``."""
         deadline = deadline_in(self.acks.timeout)
-        if self.loader.layout is None and self.members.connected:
+        if self.packer.layout is None and self.members.connected:
             self._agree_on_layout(weights, deadline)
         reserve, version = reserve or self.channel.reserve, self.version + 1
-        with self.loader.loaded(weights, workers, absent, version, deadline, reserve, rest) as loaded:
+        with self.packer.packing(weights, workers, absent, version, deadline, reserve, rest) as result:
             self.version += 1
-            registered, layout, (update, packed) = self._source.registered, self.loader.layout, loaded
+            registered, layout, (update, packed) = self._source.registered, self.packer.layout, result
             if registered is not None and layout is not None:
                 made = self._source.maps or len(packed) > 1
                 update.must_copy = made or not registered.holds(layout, packed[0][0].tensors)
-            yield loaded
+            yield result
 
     def _agree_on_layout(self, weights: object, deadline: float | None) -> None:
         """Ask the workers to check the first weights' layout: the sender may have no model to check it against."""
-        workers, version, layout = self.members.present, self.version + 1, self.loader.layout_of(weights)
+        workers, version, layout = self.members.present, self.version + 1, self.packer.layout_of(weights)
         try:
             self.channel.check_layout(layout, version)
             self.acks.require(workers, version, deadline, committed=False)

@@ -117,7 +117,7 @@ class StoreSendChannel:
         """See ``SendChannel``: what a reader of the version before reads."""
         return self._carried
 
-    def drain(self) -> None:
+    def process_arrived_messages(self) -> None:
         """See ``SendChannel``: there are no messages."""
 
     def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:

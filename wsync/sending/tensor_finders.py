@@ -1,6 +1,6 @@
 """Finding the tensors of weights in a form that was sent before: a module, a TensorDict, a state dict.
 
-Locators are kept while the sender exists, so a trainer that alternates between forms is as fast as with one form.
+The finders are kept while the sender exists, so a trainer that alternates between forms is as fast as with one form.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from wsync.loops import TensorTree
 
-_MAX_LOCATORS = 8
+_MAX_FINDERS = 8
 
 
-class Locator(Protocol):
+class TensorFinder(Protocol):
     """Finds the tensors in weights of one form, in the layout's order. Used by the sending thread."""
 
     def find(self, given: object) -> TensorTree | list[Tensor] | None:
@@ -28,7 +28,7 @@ class Locator(Protocol):
         ...
 
 
-class ModuleLocator:
+class ModuleFinder:
     """Finds the tensors of one module, and does not keep the module alive.
 
     Args:
@@ -44,11 +44,11 @@ class ModuleLocator:
         self._tree = None
 
     def find(self, given: object) -> TensorTree | None:
-        """See ``Locator``."""
+        """See ``TensorFinder``."""
         return self._tree if self._module() is given else None
 
 
-class TransformedLocator:
+class TransformedFinder:
     """Transforms the weights of one module, and does not keep the module alive.
 
     Args:
@@ -65,7 +65,7 @@ class TransformedLocator:
         self._names = names
 
     def find(self, given: object) -> list[Tensor] | None:
-        """See ``Locator``; the tensors are valid until the next call.
+        """See ``TensorFinder``; the tensors are valid until the next call.
 
         Raises:
             LayoutMismatch: a transform does not fit the weights.
@@ -78,33 +78,33 @@ class TransformedLocator:
 
 
 @dataclass(slots=True)
-class Locators:
-    """The forms in which weights were sent, newest first.
+class TensorFinders:
+    """For each form in which weights were sent: how to find the tensors in it. The newest form comes first.
 
     Attributes:
-        default: the weights that ``send()`` without an argument reads.
-        default_tree: finds the tensors of ``default``, if that is a module that was sent before. Read directly by the
-            sender: ``find`` would add two calls to the shortest update.
+        source_weights: the weights that ``send()`` without an argument reads.
+        source_tree: finds the tensors of ``source_weights``, if that is a module that was sent before. Read directly by
+            the sender: ``find`` would add two calls to the shortest update.
     """
 
-    default: object
-    default_tree: TensorTree | None = None
-    _known: list[Locator] = field(default_factory=list)
+    source_weights: object
+    source_tree: TensorTree | None = None
+    _known: list[TensorFinder] = field(default_factory=list)
 
     def find(self, given: object) -> TensorTree | list[Tensor] | None:
-        """Return the tensors of ``given`` (None: the default), or a tree that finds them; None for an unknown form."""
+        """Return the tensors of ``given`` (None: ``source_weights``), or a tree that finds them; None: a new form."""
         if given is None:
-            given = self.default
-        for locator in self._known:
-            found = locator.find(given)
+            given = self.source_weights
+        for finder in self._known:
+            found = finder.find(given)
             if found is not None:
                 return found
         return None
 
-    def add(self, given: object, locator: Locator) -> None:
-        """Keep the locator of ``given``; it replaces an older one."""
-        given = self.default if given is None else given
+    def add(self, given: object, finder: TensorFinder) -> None:
+        """Keep the finder of ``given``; it replaces an older one."""
+        given = self.source_weights if given is None else given
         others = [one for one in self._known if one.find(given) is None]
-        self._known = [locator, *others][:_MAX_LOCATORS]
-        if given is self.default and isinstance(locator, ModuleLocator):
-            self.default_tree = locator.find(given)
+        self._known = [finder, *others][:_MAX_FINDERS]
+        if given is self.source_weights and isinstance(finder, ModuleFinder):
+            self.source_tree = finder.find(given)

@@ -1,4 +1,4 @@
-"""The first part of an update, before anything is sent: check everything, then copy it into buffers."""
+"""The first part of an update, before anything is sent: check the weights, then pack them into buffers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Reserve = Callable[[Collection[int], float | None], Buffer]
 """``SendChannel.reserve``."""
 
 
-class Loader:
-    """Fills the buffers of one sender. Used by the sending thread, under the sender's lock.
+class UpdatePacker:
+    """Packs the weights of each update into free buffers. Used by the sending thread, under the sender's lock.
 
     Args:
         channel: owns the buffers.
@@ -43,7 +43,7 @@ class Loader:
         self._channel = channel
         self._source = source
         self._members = members
-        self._packer: Packer | None = None
+        self._tensor_packer: Packer | None = None
 
     def layout_of(self, weights: object) -> Layout:
         """Return the layout that ``weights`` would define, if they were the first."""
@@ -55,14 +55,14 @@ class Loader:
         Args:
             weights: the first weights; None reads the source.
         """
-        if self.layout is None or self._packer is None:
+        if self.layout is None or self._tensor_packer is None:
             layout = self.layout_of(weights)
             self._channel.set_layout(layout)
-            self.layout, self._packer = layout, Packer(layout)
-        return self.layout, self._packer
+            self.layout, self._tensor_packer = layout, Packer(layout)
+        return self.layout, self._tensor_packer
 
     @contextmanager
-    def loaded(
+    def packing(
         self,
         weights: object,
         workers: Sequence[int],
@@ -116,4 +116,6 @@ class Loader:
 
     def _extra_of(self, part: Part) -> bytes:
         """Return a part's extra state; if its format has none (a plain TensorDict), that which the worker has."""
-        return dump_extra(part.extra) if part.extra is not None else self._members.extra.get(part.workers[0], b"")
+        if part.extra is not None:
+            return dump_extra(part.extra)
+        return self._members.extra_states.get(part.workers[0], b"")
