@@ -284,7 +284,7 @@ def prepared_weights(role: Role, weights: Any, model_id: str, strategy: WeightSt
     return extracted(weights, strategy)
 
 
-def close_unused(role: SenderRole) -> None:
+def close_without_shutdown(role: SenderRole) -> None:
     """Close the channel of ``role`` when its scheme is garbage-collected, or this process ends, without ``shutdown``.
 
     A trainer that ends by an error has not shut down. ``multiprocessing`` then joins its child processes, which may be

@@ -6,7 +6,9 @@
 A backend is a subclass that names a transport (``create_transport``) and, where workers do not connect by the address
 in the pickled scheme, a rendezvous (``create_rendezvous``).
 
-The *arena* is the shared-memory slots of ``wsync/shm/arena.py``.
+The *arena* is the shared-memory slots of ``wsync/shm/arena.py``. The *gate* (``wsync/gate.py``) is a worker process's
+lock around every forward of a synchronised model; updates are installed only inside it. In a worker the *acting thread*
+runs the forwards; the *receiver thread*, one per process, reads the senders' messages.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from wsync.options import full_signature
 from wsync.receiving.protocols import RequestChannel
 from wsync.registry import load_backend
 from wsync.rendezvous import Rendezvous, SocketRendezvous
-from wsync.roles import ReceiverRole, Role, SenderRole, close_unused, prepared_weights
+from wsync.roles import ReceiverRole, Role, SenderRole, close_without_shutdown, prepared_weights
 from wsync.scheme_transports import ReceiverTransport, SenderTransport
 from wsync.sender import Sender
 from wsync.sending.counting import agreed_count
@@ -58,8 +60,8 @@ class WeightSyncScheme(ABC):
         receive_transform: what is done to them in the worker, before they are installed; picklable. Called inside the
             gate, by the thread that installs.
         initiator: ``"sender"``: ``send`` has workers install each version. ``"receiver"``: it only makes the version
-            available, and a worker installs the newest one when it calls ``pull``. First weights that the sender has
-            when it connects are installed by ``connect`` in any case.
+            available, and a worker installs the newest one when it calls ``pull``. With either value ``connect``
+            installs the first weights, if the sender has any by then.
         max_staleness: with ``initiator="receiver"``: a worker whose model is more versions behind fetches the newest
             before its next forward; None for no limit.
 
@@ -75,9 +77,9 @@ class WeightSyncScheme(ABC):
     sends_weights: ClassVar[bool] = True
     """Whether anything is sent at all."""
     sender_driven: ClassVar[bool] = False
-    """Whether ``connect`` on the sender also initialises and connects the receivers, in actors that its context names.
+    """Whether only the sender's end is set up by the user: its ``connect`` also sets up and connects the receivers.
 
-    Such a scheme updates those actors, such as that of ``RayModuleTransform``; a collector gives it no workers.
+    These are the Ray actors of its ``context`` (a ``RayModuleTransform``), not a collector's workers.
     """
     delivers_at_connect: ClassVar[bool] = True
     """Whether the first weights are delivered by ``connect``; otherwise by the first ``send``."""
@@ -211,7 +213,7 @@ class WeightSyncScheme(ABC):
             address=self._address,
             sentinels={worker.worker_idx: worker.sentinel for worker in workers},
         )
-        close_unused(self._role)
+        close_without_shutdown(self._role)  # if the process ends, or drops the scheme, without it
         if pipes:
             invite_all(self, pipes)  # tell each worker through its pipe where to connect
 
@@ -235,21 +237,22 @@ class WeightSyncScheme(ABC):
         Args:
             model_id: the model's name, and its path in ``context``.
             context: an object that has the model. If it has a method ``cascade_weights``, because it has workers of its
-                own, ``context.cascade_weights(model_id)`` is called after each update; if it only has
+                own, ``context.cascade_weights(model_id)`` is called after each update, before it is acknowledged:
+                outside the gate, by the receiver thread, or the thread in ``connect`` or ``pull``. If it only has
                 ``update_policy_weights_``, that is called, with ``(weights, model_id=model_id)``.
             model: the model itself, or a mapping of tensors into which weights are copied. If a module's parameters are
                 in memory shared with another process, they are copied first.
-            load: for an inference engine: called inside the gate, by the acting thread or the receiver thread,
-                whichever enters the gate first, with an iterator over the ``(name, tensor)`` pairs of
-                each version; the tensors are valid during the call. ``model`` is then optional; its forwards are gated.
+            load: for an inference engine: called inside the gate, by the acting or receiver thread (the first to enter
+                it), with an iterator over the ``(name, tensor)`` pairs of each version; the tensors are valid during
+                the call. ``model`` is then optional; its forwards are gated.
             chunk_bytes: call ``load`` several times for one version, with at most so many bytes (or one tensor) each.
             worker_idx: this worker's index; otherwise ``connect`` is given it.
 
         Raises:
             RuntimeError: the scheme was never initialised on a sender, or is initialised here already.
             LookupError, TypeError: the context has no such model.
-            ValueError: neither a model, a context nor ``load``; or a context with ``cascade_weights`` and a scheme with
-                ``acknowledge="published"``.
+            ValueError: neither a model, a context nor ``load``; or a context with ``cascade_weights`` and a
+                ``SharedMemWeightSyncScheme(acknowledge="published")``: its ``send`` does not wait for workers.
         """
         self._release_inherited_end()
         model, receiver = assembly.make_receiver(self, model_id, context, model, load, chunk_bytes)
@@ -339,7 +342,7 @@ class WeightSyncScheme(ABC):
             timeout: seconds; None for the scheme's.
 
         Raises:
-            SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or not with these weights.
+            SyncTimeout, WorkerDied, WorkerFailed: it did not connect, or could not install the weights.
             TypeError: ``process`` is not a process.
             ValueError: there is no such worker.
         """
@@ -348,7 +351,7 @@ class WeightSyncScheme(ABC):
             sender.readmit(worker_idx, sentinels.get(worker_idx), timeout)
 
     def continue_from(self, version: int) -> None:
-        """On the sender: continue numbering after ``version``, that of a resumed run, unless a newer one was sent.
+        """On the sender, in a resumed run: number the next update ``version + 1``, unless a newer one was sent.
 
         Raises:
             ValueError: it is not a version: negative, or too large.
@@ -371,7 +374,7 @@ class WeightSyncScheme(ABC):
 
         Raises:
             NotConnected: before ``connect``; or no worker is left; or there are no weights to send.
-            LayoutMismatch: weights that do not fit; no worker has any of them.
+            LayoutMismatch: the weights do not fit the model; no worker's model was changed.
             ValueError: an unknown worker; or ``partial`` with ``worker_ids``, or when workers have different weights.
             WorkerDied, WorkerFailed, SyncTimeout: names each worker that lacks the update, and why; the others have it.
         """
@@ -514,7 +517,7 @@ class WeightSyncScheme(ABC):
 
     @property
     def installed_version(self) -> int:
-        """The version of this process's model, 0 before the first; always 0 on a sender with workers elsewhere."""
+        """On a receiver the same as ``version``. On a sender 0, unless ``init_in_process`` put the model here."""
         return self._role.installed_version
 
     @property
@@ -529,7 +532,7 @@ class WeightSyncScheme(ABC):
 
     @property
     def sender_transports(self) -> dict[int, TransportBackend]:
-        """On the sender, ``{worker_idx: transport}``; their calls go through this scheme. Empty on a receiver."""
+        """On the sender, ``{worker_idx: transport}``: ``send_weights`` is ``send`` to that worker. {} on a receiver."""
         role = self._role
         if not isinstance(role, SenderRole):
             return {}

@@ -48,10 +48,11 @@ class TransportBackend(Protocol):
     def setup_connection_and_weights_on_sender(self) -> None:
         """Set up the sender's end.
 
-        Called once per connection, in a dedicated thread of the trainer, before any ``send_weights``. May wait for the
-        worker's end, which is set up at the same time. If it raises anything, the worker counts as not connected:
-        ``connect`` raises ``SyncTimeout``, which names the worker and this error. If it has not returned by the
-        deadline of ``connect``, or the worker dies before that, ``close()`` is called, if there is one.
+        Called once per connection, before any ``send_weights``, in a thread of the trainer that is only for this call
+        (another thread calls ``send_weights``). May wait for the worker's end, which is set up at the same time. If it
+        raises anything, the worker counts as not connected: ``connect`` raises ``SyncTimeout``, which names the worker
+        and this error. If it has not returned by the deadline of ``connect``, or the worker dies before that,
+        ``close()`` is called, if there is one.
         """
         ...
 
@@ -65,10 +66,10 @@ class TransportBackend(Protocol):
     ) -> Any | None:
         """Set up the worker's end.
 
-        Called once per connection, in a dedicated thread of the worker, before any ``receive_weights``. Under a scheme
-        ``weights`` and ``model`` are None, the result is ignored, and the first weights arrive by ``receive_weights``
-        like all others. A standalone transport may deliver the first weights here. May raise anything: ``connect`` then
-        raises ``NotConnected``.
+        Called once per connection, before any ``receive_weights``, in a thread of the worker that is only for this
+        call (another thread calls ``receive_weights``). Under a scheme ``weights`` and ``model`` are None, the result
+        is ignored, and the first weights arrive by ``receive_weights`` like all others. A standalone transport may
+        deliver the first weights here. May raise anything: ``connect`` then raises ``NotConnected``.
 
         Args:
             worker_idx: the worker's index.
@@ -84,10 +85,10 @@ class TransportBackend(Protocol):
     def send_weights(self, weights: Any) -> None:
         """Send one version to the worker.
 
-        Called by a thread in the trainer that is dedicated to this worker, one call at a time: once per update, except
-        for an update that is replaced by a newer one while it waits. May block until the worker receives. If it has not
-        returned by the deadline of the update, ``close()`` is called, if the transport has such a method, and the
-        worker is disconnected.
+        Called by a thread in the trainer that makes all these calls for this worker, one at a time: once per update,
+        except for an update that is replaced by a newer one while it waits. May block until the worker receives. If it
+        has not returned by the deadline of the update, ``close()`` is called, if the transport has such a method, and
+        the worker is disconnected.
 
         Raise ``ConnectionError`` (such as ``BrokenPipeError``) if nothing can be sent to this worker any more: it is
         then disconnected, and named in a ``WorkerDied`` in the trainer. Any other error is raised in the trainer as
@@ -113,10 +114,11 @@ class TransportBackend(Protocol):
         Under a scheme it is called by the thread that reads the sender's messages: the receiver thread or, for the
         first weights, the thread in ``connect``. While it waits, that thread serves no other model of the process.
 
-        For each update it is called once when the sender has announced the update; ``send_weights`` then runs, or has
-        returned. If that call returned None, raised, or returned another version (detected by the checksum), it is
-        called again when ``send_weights`` has returned, up to eight times while it returns other versions. None is an
-        error then; that, or what it raises, is raised in the trainer as ``WorkerFailed``.
+        For each update it is called first when the sender has announced the update; ``send_weights`` then runs, or has
+        returned. This first call may return None, raise, or return another version (recognised by the checksum). It is
+        then called again after ``send_weights`` has returned: up to eight times, as long as each call returns another
+        version. If one of these calls returns None or raises, or the eighth returns another version, the trainer raises
+        ``WorkerFailed``.
 
         Args:
             timeout: seconds; None for no limit.
@@ -157,7 +159,8 @@ class FlatTransport(Protocol):
 
     Attributes:
         device: the device on which the packed buffers have to be.
-        receives_ahead: whether a worker begins to receive before an update is announced.
+        receives_ahead: whether a worker calls ``begin_receive`` for the next version without waiting for the sender's
+            message: as soon as it has acknowledged the last version (for the first one: once it knows the layout).
     """
 
     device: torch.device
@@ -166,7 +169,7 @@ class FlatTransport(Protocol):
     def connect(self, store: Store, rank: int, generation: int, host: str, deadline: float | None) -> None:
         """Connect this end to the other end.
 
-        Called once per connection at each end, in a dedicated thread. Both calls run at the same time.
+        Called once per connection at each end, in a thread for this call only. Both calls run at the same time.
 
         Args:
             store: a store that only these two processes use, for as long as this call runs. Its messages go over their
@@ -185,7 +188,7 @@ class FlatTransport(Protocol):
         """Begin to send, and append the transfer to ``transfers``.
 
         One call at a time, by the thread that called the scheme or, for an update that had to wait for the worker, by
-        the background thread that sends such updates.
+        the send-loop thread (``sending/send_loop.py``).
 
         Args:
             flat: ``uint8[nbytes]``; unchanged until the worker has answered.
@@ -225,10 +228,10 @@ class SenderEnd:
     """A base for the sender's end of a ``TransportBackend`` whose two ends are two classes: it refuses to receive.
 
     Attributes:
-        receiving_end: where weights are received instead: the end of the error's sentence.
+        receive_where: how the error message ends: where to receive instead.
     """
 
-    receiving_end = "in the worker, by its scheme"
+    receive_where = "in the worker, by its scheme"
 
     def receive_weights(self, timeout: float | None = None, **_: Any) -> NoReturn:
         """Refuse: this is the sender's end.
@@ -236,7 +239,7 @@ class SenderEnd:
         Raises:
             RuntimeError: always.
         """
-        raise RuntimeError(f"this is the sender's end: receive {self.receiving_end}")
+        raise RuntimeError(f"this is the sender's end: receive {self.receive_where}")
 
     def setup_connection_and_weights_on_receiver(self, **_: Any) -> NoReturn:
         """Refuse: this is the sender's end.
@@ -244,14 +247,14 @@ class SenderEnd:
         Raises:
             RuntimeError: always.
         """
-        raise RuntimeError(f"this is the sender's end: connect {self.receiving_end}")
+        raise RuntimeError(f"this is the sender's end: connect {self.receive_where}")
 
 
 def apply_received(received: Any, weights: Any, model: nn.Module | None, strategy: WeightStrategy | None) -> Any:
     """Apply received weights to ``weights`` and ``model``, if given, inside the gate; the end of ``receive_weights``.
 
     Returns:
-        The received weights, in the format of ``strategy``; None: a TensorDict.
+        The received weights, in the format of ``strategy``; a TensorDict if ``strategy`` is None.
     """
     chosen = strategy or WeightStrategy()
     with process_gate().hold():

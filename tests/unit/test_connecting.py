@@ -35,7 +35,7 @@ def test_a_malformed_message_while_a_worker_connects_is_named_at_both_ends() -> 
     def script(sender: Connection) -> None:
         ends.append(sender)
         sender.send(Message(Kind.ACCEPTED, 0, 1, SETTINGS.dump()))
-        sender.send(Message(Kind.FETCH, 0, 1, b"no"))
+        sender.send(Message(Kind.BEGIN_RECEIVE, 0, 1, b"no"))
 
     with pytest.raises(wsync.NotConnected, match="invalid message of the sender: 2 bytes where"):
         connect_by(script)

@@ -21,7 +21,7 @@ from wsync.transforms.delta import Delta, delta_of
 from wsync.transport import SenderEnd
 from wsync.weights.packing import packed
 
-_RECEIVING_END = "by wsync.engine_app(load=…), in the engine's process"
+_RECEIVE_WHERE = "by wsync.engine_app(load=…), in the engine's process"
 
 
 class HTTPWeightSyncScheme(WeightSyncScheme):
@@ -126,7 +126,7 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         return {"urls": len(self.urls)}
 
     def _open_receiver(self, model_id: str) -> NoReturn:
-        raise RuntimeError(f"an engine over HTTP receives {_RECEIVING_END}")
+        raise RuntimeError(f"an engine over HTTP receives {_RECEIVE_WHERE}")
 
 
 class HTTPTransport(SenderEnd):
@@ -137,7 +137,7 @@ class HTTPTransport(SenderEnd):
         worker_idx: which of its engines.
     """
 
-    receiving_end = _RECEIVING_END
+    receive_where = _RECEIVE_WHERE
 
     def __init__(self, scheme: HTTPWeightSyncScheme, worker_idx: int) -> None:
         self._scheme = scheme

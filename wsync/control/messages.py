@@ -25,15 +25,17 @@ class Kind(IntEnum):
     ACCEPTED = 1  # the worker is registered; version: of the weights that follow at once, or 0; payload: SenderSettings
     REFUSED = 2  # the worker is not registered; payload: the reason
     LAYOUT = 3  # the layout of the weights; payload: SenderSettings
-    UPDATE = 4  # install a version; payload: for a FlatTransport, checksum and extra state (for others: see FETCH)
+    # Checksum and extra state come with BEGIN_RECEIVE to a TransportBackend, and are beside the slot in the arena.
+    UPDATE = 4  # install a version; payload: for a FlatTransport, and after DELTA, checksum and extra state; else empty
     PREPARE = 5  # check and keep a version; payload: the transaction, then the arena's slot, or UPDATE's payload
-    ABORT = 6  # drop what was prepared (version: the transaction, a random number) or fetched (version: as in FETCH)
+    ABORT = 6  # drop what was prepared (version: the transaction, a random number), or a BEGIN_RECEIVE of this version
     COMMIT = 7  # install what was prepared; version: the transaction. In the arena the published word is the commit
     RESEND = 8  # repeat the last answer: it did not arrive in time, or an exception interrupted the sender's reading
     CHECK_LAYOUT = 9  # answer whether weights of a layout would fit; payload: SenderSettings
-    FETCH = 10  # begin to receive a version, before its UPDATE or PREPARE; payload: checksum and extra state
-    DELTA = 11  # a version that comes by no transport, before its UPDATE or PREPARE; payload: wsync.transforms.delta
-    NEWEST = 12  # the newest version, where workers fetch; payload: the number of the REQUEST that it answers, or 0
+    BEGIN_RECEIVE = 10  # begin to receive a version, before its UPDATE or PREPARE; payload: checksum and extra state
+    # The weights as a difference to the worker's, in this message instead of by the transport; see transforms/delta.py.
+    DELTA = 11  # before the UPDATE or PREPARE of the version; payload: the difference
+    NEWEST = 12  # with initiator="receiver": the newest version; payload: number of the REQUEST that it answers, or 0
     # from a worker to the sender
     HELLO = 16  # the first message; version: PROTOCOL; payload: credentials, the worker's process, the user's payload
     ACK = 17  # a version is installed
@@ -41,7 +43,7 @@ class Kind(IntEnum):
     FAILED = 19  # a version was not installed, or not kept; payload: the traceback
     SLOT_FREED = 20  # a slot of the arena that the sender waits for is free
     JOINED = 21  # how the worker receives weights; version: 1 for the arena, 0 for a transport
-    REQUEST = 22  # send the newest version, where workers fetch; version: the number of this request
+    REQUEST = 22  # with initiator="receiver": send the newest version; version: the number of this request
     # both ways
     LEAVE = 32  # this side closes the connection on purpose; version: 1 if it is a sender that shuts down, else 0
     STORE = 33  # a key and its value, while a process group is being formed; payload: see transport_setup.py

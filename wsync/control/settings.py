@@ -97,7 +97,7 @@ def _plain(layout: Layout) -> list[Any]:
     dtypes = [str(dtype).removeprefix("torch.") for dtype in layout.dtypes]
     extra = None if layout.extra is None else sorted(layout.extra)
     tensors = [layout.names, dtypes, layout.shapes, layout.strides, layout.offsets]
-    return [*tensors, layout.ties, layout.nbytes, extra, sorted(layout.optional), layout.partial]
+    return [*tensors, layout.ties, layout.nbytes, extra, sorted(layout.optional), layout.model_may_have_more]
 
 
 def _parse(data: bytes) -> Any:
@@ -108,9 +108,9 @@ def _parse(data: bytes) -> Any:
 
 
 def _layout(data: Any) -> Layout:
-    names, dtypes, shapes, strides, offsets, ties, nbytes, extra, optional, partial = _list(data, 10, "a layout")
-    if not isinstance(partial, bool):
-        raise ValueError("partial must be a bool")
+    names, dtypes, shapes, strides, offsets, ties, nbytes, extra, optional, more = _list(data, 10, "a layout")
+    if not isinstance(more, bool):
+        raise ValueError("model_may_have_more must be a bool")
     names = _names(names)
     count = len(names)
     if not count:
@@ -125,7 +125,7 @@ def _layout(data: Any) -> Layout:
         nbytes=_number(nbytes, ALIGNMENT, "bytes"),
         extra=None if extra is None else frozenset(_names(extra)),
         optional=frozenset(_names(optional)),
-        partial=partial,
+        model_may_have_more=more,
     )
     _check(layout)
     return layout

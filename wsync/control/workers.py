@@ -22,9 +22,8 @@ _ANSWERS = frozenset((Kind.ACK, Kind.PREPARED, Kind.FAILED, Kind.SLOT_FREED, Kin
 class WorkerConnections:
     """The connections to all workers of one sender.
 
-    It has no thread: messages are read only during calls. Each call holds the channel's lock
-    (``sending.channel.WorkerChannel``). It is made by the thread that calls a method of the scheme, or by the
-    background thread of ``sending.send_loop.SendLoop``.
+    This object has no thread: messages are read only during its calls. They come from a thread that calls a method of
+    the scheme, or from the send-loop thread (``sending/send_loop.py``). Either holds the channel's lock meanwhile.
 
     Args:
         source: where workers connect; closed with this object.

@@ -17,11 +17,12 @@ from wsync.weights.packing import Buffer
 from wsync.weights.snapshot import Snapshot, snapshot
 from wsync.weights.strategy import WeightStrategy
 
-_ATTEMPTS = 8  # calls of receive_weights after UPDATE or PREPARE, while they return other versions; FETCH has one more
+# Calls of receive_weights after UPDATE or PREPARE, while they return other versions. BEGIN_RECEIVE has one more.
+_ATTEMPTS = 8
 
 
 @dataclass(slots=True)
-class _Fetched:
+class _Arriving:
     """A version for which ``receive_weights`` was called.
 
     Attributes:
@@ -37,7 +38,7 @@ class _Fetched:
 
 
 class BackendReader(TransportReader):
-    """The weights of a version are received at its ``FETCH`` message, and used at its ``UPDATE`` or ``PREPARE``.
+    """Receives a version's weights at its ``BEGIN_RECEIVE`` message, and uses them at its ``UPDATE`` or ``PREPARE``.
 
     ``receive_weights`` runs in the process's receiver thread: while it waits, messages for other models wait too.
 
@@ -53,31 +54,31 @@ class BackendReader(TransportReader):
         super().__init__(torch.device("cpu"), binds=binds, timeout=timeout)
         self._transport = transport
         self._strategy = strategy
-        self._fetched: dict[int, _Fetched] = {}  # by version; at most one
+        self._arriving: dict[int, _Arriving] = {}  # by version; at most one
 
-    def fetch(self, version: int, payload: bytes) -> None:
-        """Process a ``FETCH`` message."""
-        if version <= self._received or version in self._fetched:
+    def begin_receive(self, version: int, payload: bytes) -> None:
+        """Process a ``BEGIN_RECEIVE`` message."""
+        if version <= self._received or version in self._arriving:
             return
-        for older in self._fetched.values():  # its UPDATE was never sent
+        for older in self._arriving.values():  # its UPDATE was never sent
             self._free(older.buffer.slot)
         checksum, extra = self._split(payload)
-        fetched = _Fetched(self._take(), checksum, extra)
-        self._call(fetched)
-        self._fetched = {version: fetched}
+        arriving = _Arriving(self._take(), checksum, extra)
+        self._call(arriving)
+        self._arriving = {version: arriving}
 
     def decide(self, transaction: int, commit: bool) -> None:
-        """See ``TransportReader``; ``ABORT`` may also name the version of a ``FETCH``."""
+        """See ``TransportReader``; ``ABORT`` may also name the version of a ``BEGIN_RECEIVE``."""
         super().decide(transaction, commit)
-        fetched = self._fetched.pop(transaction, None)
-        if fetched is not None:
-            self._free(fetched.buffer.slot)
+        arriving = self._arriving.pop(transaction, None)
+        if arriving is not None:
+            self._free(arriving.buffer.slot)
 
-    def _call(self, fetched: _Fetched) -> bool:
+    def _call(self, arriving: _Arriving) -> bool:
         """Call ``receive_weights`` once; return whether it returned anything. Its error is kept."""
-        layout, buffer = self._known_layout(), fetched.buffer
+        layout, buffer = self._known_layout(), arriving.buffer
         own = self._strategy.extract_weights(dict(zip(layout.names, buffer.views, strict=True)))
-        fetched.error = ""
+        arriving.error = ""
         try:
             received = self._transport.receive_weights(self._timeout, weights=own, strategy=self._strategy)
             if received is None:
@@ -85,26 +86,26 @@ class BackendReader(TransportReader):
             if received is not own:  # its extra state is not used: that came with the announcement
                 copy_all(buffer.views, layout.order(Snapshot(snapshot(received).tensors)))
         except Exception:  # noqa: BLE001  a transport may raise anything; the trainer raises it as WorkerFailed
-            fetched.error = traceback.format_exc()
+            arriving.error = traceback.format_exc()
             return False
-        fetched.complete = checksum_of(buffer.flat, fetched.extra) == fetched.checksum
+        arriving.complete = checksum_of(buffer.flat, arriving.extra) == arriving.checksum
         return True
 
     def _receive(self, version: int, payload: bytes) -> Update | Failed | None:
-        """Return the version that was fetched; call ``receive_weights`` again while it returned another version."""
-        fetched = self._fetched.pop(version, None)
-        if fetched is None:
+        """Return the version that is arriving; call ``receive_weights`` again while it returned another version."""
+        arriving = self._arriving.pop(version, None)
+        if arriving is None:
             return None
         for _ in range(_ATTEMPTS):
-            if fetched.complete or not self._call(fetched):
+            if arriving.complete or not self._call(arriving):
                 break
-        buffer = fetched.buffer
-        if fetched.complete:
+        buffer = arriving.buffer
+        if arriving.complete:
             self._received = version
-            return Update(version, buffer.views, fetched.extra, buffer.slot)
+            return Update(version, buffer.views, arriving.extra, buffer.slot)
         self._free(buffer.slot)
         limit = "" if self._timeout is None else f" within {self._timeout} s"
-        why = fetched.error or (
+        why = arriving.error or (
             f"update {version} arrived corrupt, or did not arrive{limit}: "
             f"{type(self._transport).__name__}.receive_weights returned no weights with its checksum"
         )

@@ -50,7 +50,7 @@ class SenderChannel:
         self._layout: Layout | None = None
         self.first_version = 0
         self._last_answer: Message | None = None
-        self._newest = 0  # the newest version that the sender has named, where workers fetch
+        self._newest = 0  # the newest version that the sender has named (with initiator="receiver")
         self._requests = 0
 
     @property
@@ -181,8 +181,8 @@ class SenderChannel:
             raise ValueError(f"a message {kind.name} before the handshake")
         if kind is Kind.UPDATE:
             return reader.published(message.version, message.payload)
-        if kind is Kind.FETCH and isinstance(reader, BackendReader):
-            reader.fetch(message.version, message.payload)
+        if kind is Kind.BEGIN_RECEIVE and isinstance(reader, BackendReader):
+            reader.begin_receive(message.version, message.payload)
             return []
         if kind is Kind.DELTA and isinstance(reader, TransportReader):
             reader.take_difference(message.version, message.payload)

@@ -2,8 +2,8 @@
 
 - ``FlatDelivery``, to a ``FlatTransport``: ``UPDATE`` (or ``PREPARE``) and ``begin_send``, which comes first if the
   transport ``receives_ahead``
-- ``BackendDelivery``, to a ``TransportBackend``: ``FETCH``, then ``send_weights`` in the worker's transfer thread, then
-  ``UPDATE`` (or ``PREPARE``)
+- ``BackendDelivery``, to a ``TransportBackend``: ``BEGIN_RECEIVE``, then ``send_weights`` in the worker's transfer
+  thread, then ``UPDATE`` (or ``PREPARE``)
 - ``DifferenceDelivery``, as a difference to the version that the worker has, over the control connection: ``DELTA``,
   then ``UPDATE`` (or ``PREPARE``)
 """
@@ -153,7 +153,7 @@ class BackendDelivery(Delivery):
         """See ``Delivery``."""
         update = self.update
         if not self._announced:
-            self._send(Kind.FETCH, update.version, update.payload(checked=self._checked))
+            self._send(Kind.BEGIN_RECEIVE, update.version, update.payload(checked=self._checked))
             self._announced = True
         if not self._begun:
             if update.formatted is None:

@@ -67,7 +67,8 @@ class WorkerQueue:
         self._difference = difference
         self._on_request = on_request
         self._base: QueuedUpdate | None = None  # what the worker has installed last, if differences are sent
-        # Where workers fetch: whether this one has requested a version and was sent none. The first needs no request.
+        # With initiator="receiver": whether the worker has requested a version and was sent none yet. The first version
+        # needs no request.
         self._requested = True
 
     @property

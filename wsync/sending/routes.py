@@ -33,7 +33,7 @@ class Routes:
         binds_arena: whether the model of a worker stays bound to the slot that it was given.
         checksum: whether updates have a checksum; None: only those that a transport carries.
         delta: makes the differences that transports' workers are sent; None: they are sent the full weights.
-        on_request: whether workers fetch: they are sent an update when they request it.
+        on_request: with ``initiator="receiver"``: workers are sent an update when they request it.
 
     Attributes:
         connections: to all workers.

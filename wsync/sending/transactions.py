@@ -40,7 +40,7 @@ class Transaction:
         workers, absent = updates.members.recipients(worker_ids)
         if channel is None:
             raise WeightSyncError(
-                "workers that fetch, engines and stores cannot switch several models at once: send them one by one"
+                "several models at once need initiator='sender', and no engines or stores: send the models one by one"
             )
         updates.finish_all()  # their answers could not be told from the votes
         reserve = partial(channel.reserve, keep=True)

@@ -26,7 +26,7 @@ class Updates:
         source: where weights come from when an update is given none.
         members: the workers.
         acks: of the workers.
-        on_request: whether workers fetch: no acknowledgement is awaited.
+        on_request: with ``initiator="receiver"``: no acknowledgement is awaited.
         record: called with the report of each finished update.
 
     Attributes:
@@ -52,7 +52,7 @@ class Updates:
         self.acks = acks
         self.packer = UpdatePacker(channel, source, members)
         self.in_flight: list[InFlight] = []
-        # Not for workers that fetch: they take each version on their own. Asked once: it takes 20 µs.
+        # Not on request: each worker then takes each version when it likes. Asked once: it takes 20 µs.
         self.transaction_channel: TransactionChannel | None = None
         if not on_request and isinstance(channel, TransactionChannel):
             self.transaction_channel = channel

@@ -24,11 +24,14 @@ a forward locks it to read the published word and to record the slot as used. Th
    further version in use: if workers were sent different versions (``worker_ids``, weights per worker), or keep an
    old one to roll back to.
 
-A model that is bound to a slot (its parameters point into it) counts as using it only during forwards. Between forwards
-the sender may overwrite the slot once it has published a newer one: the next forward binds to that. If installing may
-fail (checksum, extra state), the worker keeps the previous version's slot until the new one is installed, so it
-occupies that slot between forwards too. Points 2 and 3 are about bound models. A worker that copies weights out uses a
-slot only until it has copied; afterwards the slot may be written although the worker's published word still names it.
+How long a worker uses a slot depends on how its model takes the weights:
+
+- *Bound* (its parameters point into the slot), the usual case: only during forwards. Between forwards the sender may
+  overwrite the slot once it has published a newer one: the next forward binds to that.
+- *Bound, and holding the slot*, where installing may fail (checksum, extra state) or ``initiator="receiver"``: between
+  forwards as well, until the next version is installed.
+- *Copying*: only until the weights are copied out. Afterwards the slot may be written although the worker's published
+  word still names it. Points 2 and 3 do not apply.
 
 The memory is anonymous (``memfd``). Workers get its file descriptors over a Unix socket. Over another connection, a
 worker of the same user on the same machine opens the files under ``/proc``, and compares the file's random name.
@@ -78,7 +81,7 @@ class Arena:
     Attributes:
         fds: descriptors of file 1 (words and weights) and file 2 (extra state).
         words: the mapped words of file 1.
-        writer: the sender's operations on the words.
+        writer: the sender's operations on the words; unused in a worker, which has a ``WorkerSlot``.
         plans: by slot, the object that packs weights into it; only of slots that are mapped here.
     """
 

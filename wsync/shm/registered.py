@@ -1,13 +1,16 @@
-"""Buffers of the user's own in shared memory: models of workers stay bound to them, and see them change in place.
+"""The user's own tensors in shared memory: workers' models stay bound to them, and see them change in place.
 
-Registered tensors lie in memory files already (``share_memory_()``, ``memmap_()``). The arena's second file records
-their location, after the extra states::
+The *registered buffers* are those given to ``SharedMemWeightSyncScheme`` by ``register_shared_weights``, or as its
+``policy_weights``. They lie in memory files already (``share_memory_()``, ``memmap_()``). The arena's second file
+records their location, after the extra states::
 
     page   one word: the version of the weights in the buffers
     JSON   the files' descriptors in the sender's process, and the place, dtype, shape and strides of each tensor
 
-An update whose weights are not the buffers themselves goes through a slot, as always. When every worker has
-acknowledged it, so that no forward uses the buffers, the sender copies the weights into them and then stores the word.
+Every update is packed into a slot. If its weights are the buffers themselves, the word is stored just before it is
+published. Otherwise the sender waits until every worker has acknowledged it, so that no forward uses the buffers; then
+it copies the weights into the buffers and stores the word.
+
 A worker binds its model to the buffers again on the way into a forward, if the word names the version that the model
 has. ``send`` never changes the buffers during a forward; the user's own writes may.
 """
@@ -71,7 +74,7 @@ def _open(mapping: _Mapping) -> int | None:
 
 
 class RegisteredBuffers:
-    """The sender's end. Made when the buffers are registered; afterwards called under the sender's lock.
+    """The sender's end. Made by ``init_on_sender``; afterwards called under the sender's lock.
 
     Args:
         arena: of the sender.

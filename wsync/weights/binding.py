@@ -166,7 +166,7 @@ class Binding:
             for name in self._layout.names
             if name in own and own[name].is_meta
         ]
-        if not self._layout.partial:
+        if not self._layout.model_may_have_more:
             problems += [f"missing '{name}'" for name in own if name not in names and name not in index.optional]
         if self._layout.extra is not None and self._layout.extra != index.extra.keys():
             odd = sorted(self._layout.extra ^ index.extra.keys())

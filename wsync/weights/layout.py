@@ -31,7 +31,7 @@ class Layout:
         nbytes: size of the flat buffer.
         extra: names of the modules' extra states; ``None`` where the first weights could not say.
         optional: entries that later weights may lack (non-persistent buffers of the sender's model).
-        partial: whether a receiving model may have more weights, which then keep their values.
+        model_may_have_more: whether a receiving model may have more weights, which then keep their values.
     """
 
     names: tuple[str, ...]
@@ -43,7 +43,7 @@ class Layout:
     nbytes: int
     extra: frozenset[str] | None
     optional: frozenset[str]
-    partial: bool = False
+    model_may_have_more: bool = False
 
     @classmethod
     def of(cls, weights: Snapshot) -> Layout:
@@ -83,7 +83,7 @@ class Layout:
             nbytes=max(end, ALIGNMENT),
             extra=None if weights.extra is None else frozenset(weights.extra),
             optional=weights.optional & frozenset(names),
-            partial=weights.partial,
+            model_may_have_more=weights.partial,
         )
 
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:

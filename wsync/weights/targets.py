@@ -105,7 +105,7 @@ class Tensors:
             raise LayoutMismatch("a lazily stacked TensorDict has no tensors to copy into: make it contiguous first")
         own = snapshot(destination).tensors
         problems = [f"the destination has no '{name}'" for name in layout.names if name not in own]
-        if not layout.partial:
+        if not layout.model_may_have_more:
             problems += [f"missing '{name}'" for name in own if name not in set(layout.names)]
         if problems:
             raise LayoutMismatch(f"the weights do not fit the worker's tensors: {describe(problems)}")
@@ -142,9 +142,9 @@ class Transformed:
         self._transform = transform
         with torch.inference_mode(False):
             views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))  # only their kinds matter
-        partial = layout.partial or transform.selects
+        may_have_more = layout.model_may_have_more or transform.selects
         extra = None if layout.extra is None or transform.selects else dict.fromkeys(layout.extra)
-        self._layout = Layout.of(Snapshot(self._apply(views), extra, partial=partial))
+        self._layout = Layout.of(Snapshot(self._apply(views), extra, partial=may_have_more))
         self._target = make(self._layout)
 
     def _apply(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
