@@ -264,5 +264,18 @@ def apply_received(received: Any, weights: Any, model: nn.Module | None, strateg
     return chosen.extract_weights(received)
 
 
+def require_transport(made: object) -> TransportBackend | FlatTransport:
+    """Return what ``create_transport`` has returned.
+
+    Raises:
+        TypeError: it is no transport; names the methods that it lacks.
+    """
+    if isinstance(made, (TransportBackend, FlatTransport)):
+        return made
+    lacking = [name for name, value in vars(TransportBackend).items() if name[0] != "_" and callable(value)]
+    lacking = [name for name in lacking if not callable(getattr(made, name, None))]
+    raise TypeError(f"create_transport() returned {made!r}, which has no method {', '.join(lacking)}")
+
+
 TransportFactory = Callable[[int], TransportBackend | FlatTransport]
 """``scheme.create_transport``, called with the worker's index."""

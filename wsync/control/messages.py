@@ -9,7 +9,7 @@ from typing import NamedTuple
 from wsync.loops.messages import HEADER
 from wsync.types import Ack
 
-PROTOCOL = 12  # version of the messages; both sides must have the same
+PROTOCOL = 13  # version of the messages; both sides must have the same
 HEADER_SIZE = HEADER.size
 TRANSACTION = struct.Struct("<Q")  # number of a transaction, at the beginning of a payload
 REQUEST = struct.Struct("<Q")  # number of a request, in the payload of its answer
@@ -45,7 +45,8 @@ class Kind(IntEnum):
     JOINED = 21  # how the worker receives weights; version: 1 for the arena, 0 for a transport
     REQUEST = 22  # with initiator="receiver": send the newest version; version: the number of this request
     # both ways
-    LEAVE = 32  # this side closes the connection on purpose; version: 1 if it is a sender that shuts down, else 0
+    # this side closes the connection on purpose; version: 1 if it is a sender that shuts down, else 0; payload: why
+    LEAVE = 32
     STORE = 33  # a key and its value, while a process group is being formed; payload: see transport_setup.py
     DATA = 34  # for other users of a connection, such as collectors
 
@@ -81,6 +82,11 @@ class Message(NamedTuple):
         """Return header and payload."""
         header = HEADER.pack(self.kind, self.worker, self.version, len(self.payload), self.wait, self.apply)
         return header + self.payload if self.payload else header
+
+
+def reason_in(leave: Message) -> str:
+    """Return the reason in a ``LEAVE`` message, after a colon; empty if it has none."""
+    return ": " + leave.payload.decode(errors="replace") if leave.payload else ""
 
 
 def payload_length(header: bytes | bytearray) -> int:

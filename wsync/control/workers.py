@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from wsync.control.interfaces import Connection, ConnectionCallbacks, ConnectionSource
-from wsync.control.messages import PROTOCOL, Kind, Message
+from wsync.control.messages import PROTOCOL, Kind, Message, reason_in
 from wsync.deadlines import NOW, milliseconds, wait_readable
 from wsync.errors import SyncTimeout, WorkerDied
 from wsync.types import Ack
@@ -110,7 +110,8 @@ class WorkerConnections:
                 if worker in workers and worker not in {*missing, *self._connections, *self._answers}
             }
             if gone:
-                raise WorkerDied(f"worker(s) {join_indices(gone)} died after they had connected", gone)
+                causes = "".join(f"\nworker {worker}: {cause}" for worker, cause in sorted(gone.items()))
+                raise WorkerDied(f"worker(s) {join_indices(gone)} were lost after they had connected{causes}", gone)
             if self._source.fileno() in ready:
                 continue  # a process that has ended may have connected before
             dead = {watched[fd]: "died before it had connected" for fd in ready if fd in watched}
@@ -290,7 +291,7 @@ def _disconnect_reason(connection: Connection, message: Message | None) -> str:
     if message is None:
         return f"{connection.peer} died, or its connection broke"
     if message.kind is Kind.LEAVE:
-        return f"{connection.peer} has shut down its side"
+        return f"{connection.peer} has shut down its side{reason_in(message)}"
     return f"{connection.peer} sent an unexpected message {message.kind.name}"
 
 

@@ -84,7 +84,9 @@ class SenderChannel:
         except ConnectionError as error:
             self.close()
             raise _went_away(worker_idx) from error
-        except BaseException:
+        except BaseException as error:
+            _leave(connection, f"{type(error).__name__}: {error}")
+            self._connection = None
             self.close()
             raise
         self._on_connected(worker_idx)
@@ -255,10 +257,10 @@ def _went_away(worker: int) -> NotConnected:
     return NotConnected(f"worker {worker}: the sender went away while this worker connected")
 
 
-def _leave(connection: Connection) -> None:
-    """Close a connection, after a message that this is on purpose."""
+def _leave(connection: Connection, reason: str = "") -> None:
+    """Close a connection, after a message that this is on purpose, and why."""
     try:
-        connection.send(Message(Kind.LEAVE))
+        connection.send(Message(Kind.LEAVE, payload=reason.encode()))
     except ConnectionError:
         pass
     finally:

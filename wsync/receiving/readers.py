@@ -14,7 +14,7 @@ from wsync.receiving.flat_reader import FlatReader
 from wsync.receiving.transport_reader import TransportReader
 from wsync.shm.arena import Arena, open_handle
 from wsync.transforms.delta import require_zstandard
-from wsync.transport import FlatTransport, TransportBackend, TransportFactory
+from wsync.transport import FlatTransport, TransportBackend, TransportFactory, require_transport
 from wsync.transport_setup import TransportSetup
 from wsync.weights.strategy import WeightStrategy
 
@@ -79,7 +79,7 @@ class ReaderFactory:
                 require_zstandard()
             except ImportError as error:
                 raise NotConnected(f"worker {worker}: {error}") from error
-        transport = self.create_transport(worker)
+        transport = require_transport(self.create_transport(worker))
 
         def set_up() -> None:
             assert isinstance(transport, TransportBackend), "called unless it is a FlatTransport"

@@ -13,7 +13,7 @@ from wsync.sending.deliveries import FlatDelivery
 from wsync.sending.queued_update import Difference, QueuedUpdate
 from wsync.sending.queues import WorkerQueue
 from wsync.sending.transfer_thread import TransferThread
-from wsync.transport import FlatTransport, TransportBackend, TransportFactory
+from wsync.transport import FlatTransport, TransportBackend, TransportFactory, require_transport
 from wsync.transport_setup import TransportSetup
 
 
@@ -78,7 +78,7 @@ class Transfers:
         if self._create_transport is None:
             return  # the worker must use the arena; it could not, and disconnects (``ReaderFactory.open``)
         try:
-            transport = self._create_transport(worker)
+            transport = require_transport(self._create_transport(worker))
         except BaseException:  # without a transport, it would wait for updates that are never sent
             self._connections.disconnect(worker)
             raise
