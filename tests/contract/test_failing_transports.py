@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from file_backend import FileScheme, FileTransport
 
 import wsync
+from wsync.testing import commands
 from wsync.testing.hooks import BackendHooks
+from wsync.testing.models import Small
+from wsync.testing.workers import WorkerError
 
 
 class FailingTransport(FileTransport):
@@ -22,15 +29,47 @@ class FailingTransport(FileTransport):
     def send_weights(self, weights: Any) -> None:
         error, self.error = self.error, None
         if error is None:
-            super().send_weights(weights)
+            self.write(weights)
             return
         if self.before_error is not None:
             self.before_error()
         raise error
 
+    def write(self, weights: Any) -> None:
+        super().send_weights(weights)
+
+
+class FailingStream(FailingTransport):
+    """Each update follows the one before it in the file, and is received once."""
+
+    position = 0
+
+    def write(self, weights: Any) -> None:
+        data = io.BytesIO()
+        torch.save(weights, data)
+        with self.path.open("ab") as file:
+            file.write(len(data.getvalue()).to_bytes(8, "little") + data.getvalue())
+
+    def receive_weights(
+        self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
+    ) -> Any:
+        assert timeout is not None
+        deadline = time.monotonic() + timeout
+        while True:
+            stream = self.path.read_bytes()[self.position :] if self.path.exists() else b""
+            length = int.from_bytes(stream[:8], "little")
+            if len(stream) >= 8 + length > 8:
+                self.position += 8 + length
+                return torch.load(io.BytesIO(stream[8 : 8 + length]))
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.001)
+
 
 class FailingScheme(FileScheme):
     """Keeps its transports, so that a test can have them fail."""
+
+    transport_type: type[FailingTransport] = FailingTransport
 
     def __init__(self, folder: str, **options: Any) -> None:
         super().__init__(folder, **options)
@@ -38,11 +77,36 @@ class FailingScheme(FileScheme):
 
     def create_transport(self, worker_idx: int | None = None) -> FileTransport:
         assert worker_idx is not None
-        self.transports[worker_idx] = FailingTransport(self.folder / f"{worker_idx}.pt")
+        self.transports[worker_idx] = self.transport_type(self.folder / f"{worker_idx}.pt")
         return self.transports[worker_idx]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "transports": {}}
+
+
+class StreamScheme(FailingScheme):
+    transport_type = FailingStream
+
+
+class Misspelt:
+    """Has one of the methods of a transport, and another under a wrong name."""
+
+    def send_weights(self, weights: Any) -> None: ...
+
+    def recieve_weights(self, timeout: float | None = None, **places: Any) -> Any: ...
+
+
+class MisspeltScheme(FileScheme):
+    """``create_transport`` returns ``made``, which is no transport, in the trainer or in the workers."""
+
+    def __init__(self, folder: str, made: Any = None, *, in_worker: bool = False, **options: Any) -> None:
+        super().__init__(folder, **options)
+        self.made, self.in_worker, self.trainer = made, in_worker, os.getpid()
+
+    def create_transport(self, worker_idx: int | None = None) -> Any:
+        if self.in_worker is (os.getpid() != self.trainer):
+            return self.made
+        return super().create_transport(worker_idx)
 
 
 class TestFailingTransports(BackendHooks):
@@ -50,8 +114,8 @@ class TestFailingTransports(BackendHooks):
     def _folder(self, tmp_path: Path) -> None:
         self.folder = tmp_path
 
-    def make_scheme(self, **options: Any) -> FailingScheme:
-        return FailingScheme(str(self.folder), **options)
+    def make_scheme(self, scheme_type: type[FileScheme] = FailingScheme, **options: Any) -> FileScheme:
+        return scheme_type(str(self.folder), **options)
 
     @pytest.mark.parametrize("error", [BrokenPipeError("gone"), RuntimeError("gone")])
     def test_a_transport_that_fails_because_its_worker_was_killed(self, error: Exception) -> None:
@@ -84,3 +148,28 @@ class TestFailingTransports(BackendHooks):
                 session.send(2)
             session.send(3)
             assert session.outputs() == [3, 3]
+
+    def test_a_stream_delivers_the_update_after_one_that_failed(self) -> None:
+        with self.connected(scheme_type=StreamScheme) as session:
+            scheme: Any = session.scheme
+            scheme.transports[1].error = ArithmeticError("no room for it")
+            with pytest.raises(wsync.WorkerFailed, match="no room for it"):
+                session.send(2)
+            for value in range(3, 6):
+                session.send(value)
+                assert session.outputs() == [value, value]
+
+    @pytest.mark.parametrize("made", [None, Misspelt()])
+    def test_what_is_no_transport_is_an_error_that_names_the_methods(self, made: Any) -> None:
+        expected = pytest.raises(TypeError, match=r"create_transport\(\) returned .*receive_weights")
+        with expected, self.connected(1, scheme_type=MisspeltScheme, made=made):
+            pass
+
+    def test_why_a_worker_could_not_set_its_transport_up_reaches_the_trainer(self) -> None:
+        with self.workers(1) as workers, self.make_scheme(MisspeltScheme, in_worker=True, timeout=60.0) as scheme:
+            scheme.init_on_sender("policy", model=Small(), num_workers=1)
+            workers[0].start(commands.join, scheme, Small, 0, "policy")
+            with pytest.raises(wsync.WorkerDied, match=r"(?s)worker 0.*TypeError.*receive_weights"):
+                scheme.connect()
+            with pytest.raises(WorkerError, match="receive_weights"):
+                workers[0].result()

@@ -26,6 +26,7 @@ class _Arriving:
     """A version for which ``receive_weights`` was called.
 
     Attributes:
+        filled: whether a call has returned weights, and the buffer has them.
         complete: whether the buffer has the checksum.
         error: the traceback of the last call; empty if it did not raise.
     """
@@ -33,8 +34,13 @@ class _Arriving:
     buffer: Buffer
     checksum: int
     extra: bytes
+    filled: bool = False
     complete: bool = False
     error: str = ""
+
+    def check(self) -> None:
+        """Set ``complete``."""
+        self.complete = checksum_of(self.buffer.flat, self.extra) == self.checksum
 
 
 class BackendReader(TransportReader):
@@ -55,16 +61,22 @@ class BackendReader(TransportReader):
         self._transport = transport
         self._strategy = strategy
         self._arriving: dict[int, _Arriving] = {}  # by version; at most one
+        # What a call for an aborted version has returned. From a stream, it may be the version after that.
+        self._early: Buffer | None = None
 
     def begin_receive(self, version: int, payload: bytes) -> None:
         """Process a ``BEGIN_RECEIVE`` message."""
         if version <= self._received or version in self._arriving:
             return
         for older in self._arriving.values():  # its UPDATE was never sent
-            self._free(older.buffer.slot)
+            self._drop(older)
         checksum, extra = self._split(payload)
-        arriving = _Arriving(self._take(), checksum, extra)
-        self._call(arriving)
+        early, self._early = self._early, None
+        arriving = _Arriving(early or self._take(), checksum, extra, filled=early is not None)
+        if arriving.filled:
+            arriving.check()
+        if not arriving.complete:
+            self._call(arriving)
         self._arriving = {version: arriving}
 
     def decide(self, transaction: int, commit: bool) -> None:
@@ -72,13 +84,20 @@ class BackendReader(TransportReader):
         super().decide(transaction, commit)
         arriving = self._arriving.pop(transaction, None)
         if arriving is not None:
+            self._drop(arriving)
+
+    def _drop(self, arriving: _Arriving) -> None:
+        """Free the buffer of a version that is not wanted any more, or keep it as ``_early``."""
+        if arriving.filled and not arriving.complete and self._early is None:
+            self._early = arriving.buffer
+        else:
             self._free(arriving.buffer.slot)
 
     def _call(self, arriving: _Arriving) -> bool:
         """Call ``receive_weights`` once; return whether it returned anything. Its error is kept."""
         layout, buffer = self._known_layout(), arriving.buffer
         own = self._strategy.extract_weights(dict(zip(layout.names, buffer.views, strict=True)))
-        arriving.error = ""
+        arriving.error, arriving.filled = "", False
         try:
             received = self._transport.receive_weights(self._timeout, weights=own, strategy=self._strategy)
             if received is None:
@@ -88,7 +107,8 @@ class BackendReader(TransportReader):
         except Exception:  # noqa: BLE001  a transport may raise anything; the trainer raises it as WorkerFailed
             arriving.error = traceback.format_exc()
             return False
-        arriving.complete = checksum_of(buffer.flat, arriving.extra) == arriving.checksum
+        arriving.filled = True
+        arriving.check()
         return True
 
     def _receive(self, version: int, payload: bytes) -> Update | Failed | None:
