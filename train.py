@@ -47,8 +47,9 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 import collectors.config
-from collectors.config import ConfigError
 from collectors.distributed import is_worker, join_trainer
+from collectors.env_config import env_config, env_factory, solved_at
+from collectors.errors import ConfigError
 from learning.config import describe_error, facts, resolved, run_hydra
 from learning.delay import WeightDelay
 from learning.loop import Goal, Training
@@ -72,14 +73,14 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> tuple[int, float]:
     scheme = instantiate(cfg.weight_sync)
     collectors.config.check(cfg.collector, scheme, cfg.num_workers)
 
-    cfg.env = collectors.config.env_config(cfg.env)
+    cfg.env = env_config(cfg.env)
     network, settings = network_settings(cfg.policy)
     policy, critic, normalizer = actor_critic(instantiate(network, _partial_=True), cfg.env, **settings)
     learner = instantiate(cfg.algorithm, policy, critic)
     logger, callbacks = instantiate(cfg.logger, _convert_="all"), instantiate(cfg.callbacks, _convert_="all")
     check_parts(learner, logger, callbacks)
 
-    goal = Goal(cfg.total_frames, collectors.config.solved_at(cfg.env), cfg.stop_when_solved)
+    goal = Goal(cfg.total_frames, solved_at(cfg.env), cfg.stop_when_solved)
     delay = WeightDelay(cfg.staleness)
     training = Training(learner, scheme, goal, folder, cfg.checkpoint_every, delay, started, facts=facts(cfg))
     training.observations = normalizer
@@ -100,7 +101,7 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> tuple[int, float]:
     with stop_requests() as stop, ExitStack() as running:
         try:
             collector = instantiate(cfg.collector, _partial_=True)(
-                [collectors.config.env_factory(cfg.env, cfg.num_envs)] * cfg.num_workers,
+                [env_factory(cfg.env, cfg.num_envs)] * cfg.num_workers,
                 policy,
                 frames_per_batch=cfg.frames_per_batch,
                 weight_sync_schemes={"policy": scheme},

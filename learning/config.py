@@ -23,7 +23,7 @@ from yaml import YAMLError
 
 import collectors.config
 import wsync.config
-from collectors.config import ConfigError
+from collectors.errors import ConfigError
 from learning import validation
 from learning.actor_critic import Diverged
 from learning.checkpoint import CheckpointError

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from collectors.config import ConfigError
+from collectors.errors import ConfigError
 from learning.config_errors import CONF
 from learning.options import TrainConfig
 

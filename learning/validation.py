@@ -10,8 +10,10 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from collectors.config import ConfigError, EnvConfig, MultiAsyncConfig, MultiSyncConfig, RemoteConfig, sample
+from collectors.config import MultiAsyncConfig, MultiSyncConfig, RemoteConfig
+from collectors.env_config import EnvConfig, sample
 from collectors.environments.specs import SpecTree
+from collectors.errors import ConfigError
 from learning.config_errors import Settings, unknown, unknown_parameter
 from learning.encoders import ACTIVATIONS
 from learning.making import make_actor_critic

@@ -18,8 +18,10 @@ import collectors.config
 import learning.config
 import learning.validation
 import wsync
-from collectors.config import ConfigError, EnvConfig, MultiSyncConfig
+from collectors.config import MultiSyncConfig
+from collectors.env_config import EnvConfig, env_factory, sample, solved_at
 from collectors.environments.specs import Spec
+from collectors.errors import ConfigError
 from learning import CNN, MLP, PPO, RNN, make_critic, make_policy, resuming
 from learning.config_errors import one_line
 from learning.options import CNNConfig, MLPConfig, PolicyConfig, PPOConfig, RNNConfig, TrainConfig, WandbConfig
@@ -343,11 +345,11 @@ def test_an_impossible_pair_is_refused() -> None:
 
 def test_an_environment_that_there_is_not_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"env\.id=CartPol-v1: "):
-        collectors.config.sample(EnvConfig("CartPol-v1"))
+        sample(EnvConfig("CartPol-v1"))
     with pytest.raises(ConfigError, match="gravitas"):
-        collectors.config.sample(EnvConfig("CartPole-v1", kwargs={"gravitas": 1}))
+        sample(EnvConfig("CartPole-v1", kwargs={"gravitas": 1}))
     with pytest.raises(ConfigError, match=r"env\.wrappers\[0\] has no _target_: name the class of the wrapper"):
-        collectors.config.sample(config("env.wrappers=[{target: gymnasium.wrappers.TimeLimit}]").env)
+        sample(config("env.wrappers=[{target: gymnasium.wrappers.TimeLimit}]").env)
 
 
 @pytest.mark.parametrize(
@@ -356,11 +358,10 @@ def test_an_environment_that_there_is_not_is_refused() -> None:
 )
 def test_what_the_environment_would_not_be_given_is_refused(name: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=rf"env\.kwargs\.{name} would not .*: say {meant}="):
-        collectors.config.sample(config(f"+env.kwargs.{name}=3").env)
+        sample(config(f"+env.kwargs.{name}=3").env)
 
 
 def test_the_threshold_is_the_configs_else_that_of_the_id() -> None:
-    solved_at = collectors.config.solved_at
     assert solved_at(config().env) == 475
     assert solved_at(config("env=acrobot").env) == -100
     assert solved_at(config("env=pendulum").env) == -200
@@ -368,7 +369,7 @@ def test_the_threshold_is_the_configs_else_that_of_the_id() -> None:
     assert solved_at(config("env=pendulum", "env.id=MountainCar-v0").env) == -110
     unversioned = config("env.id=CartPole").env
     assert solved_at(unversioned) == 475 and solved_at(config("env.id=Pendulum").env) == -200
-    assert collectors.config.env_factory(unversioned, 2)().batch_size == (2,)
+    assert env_factory(unversioned, 2)().batch_size == (2,)
     assert solved_at(config("env.id=GymV21Environment-v0").env) is None
     assert solved_at(config("env.id=MountainCar-v0", "env.solved_at=30").env) == 30
 

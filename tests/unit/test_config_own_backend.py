@@ -17,7 +17,7 @@ import collectors.config
 import learning.config
 import learning.validation
 import wsync
-from collectors.config import ConfigError
+from collectors.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {
