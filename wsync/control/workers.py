@@ -247,6 +247,8 @@ class WorkerConnections:
         this_read = self._reads
         # Sockets before pidfds: a worker that answered and then exited has answered.
         for fd, _ in sorted(ready, key=self._is_pidfd) if len(ready) > 1 else ready:
+            if self._reads != this_read:
+                break  # a callback has read meanwhile: the rest of ``ready`` may be stale
             if fd in self._watched:
                 self._watched[fd]()
                 continue
@@ -265,8 +267,6 @@ class WorkerConnections:
                 error = message.payload.decode(errors="replace") if message.kind is Kind.FAILED else ""
                 self._answers[worker] = Ack(worker, message.version, error, wait=message.wait, apply=message.apply)
             self._callbacks.on_answer(worker, message)
-            if self._reads != this_read:
-                return True  # a callback has read meanwhile: the rest of ``ready`` may be stale
         return True
 
     def _is_pidfd(self, ready: tuple[int, int]) -> bool:
