@@ -42,8 +42,12 @@ def make_env(create_env_fn: EnvMaker | GymEnv | gymnasium.Env | gymnasium.vector
     return env
 
 
-def pickled(value: Any, name: str) -> bytes:
-    """Pickle ``value`` with cloudpickle, which takes lambdas and local functions; ``name`` is for the error.
+MAKE_THERE = "give a factory (create_env_fn, policy_factory) that makes it there"
+LEAVE_OUT = "leave what only the trainer needs out of the scheme's __getstate__, e.g. sockets and queues"
+
+
+def pickled(value: Any, name: str, remedy: str = MAKE_THERE) -> bytes:
+    """Pickle ``value`` with cloudpickle, which takes lambdas and local functions; ``name``, ``remedy``: for the error.
 
     Raises:
         TypeError: ``value`` cannot be pickled.
@@ -52,8 +56,7 @@ def pickled(value: Any, name: str) -> bytes:
         return cloudpickle.dumps(value)
     except Exception as error:  # __reduce__ of any object may raise anything
         raise TypeError(
-            f"the {name} cannot be sent to a worker, because it cannot be pickled ({error}); "
-            "give a factory (create_env_fn, policy_factory) that makes it there"
+            f"the {name} cannot be sent to a worker, because it cannot be pickled ({error}); {remedy}"
         ) from error
 
 

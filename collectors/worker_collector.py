@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 import wsync
 from collectors import arguments
 from collectors.base import BaseCollector, UpdaterOrFactory
-from collectors.factories import EnvMaker, PolicyFactory, pickled
+from collectors.factories import LEAVE_OUT, EnvMaker, PolicyFactory, pickled
 from collectors.hosted import connect_hosted
 from collectors.staleness import Staleness, check_count
 from collectors.worker import WorkerOptions, WorkerSpec
@@ -179,7 +179,8 @@ class WorkerCollector(BaseCollector):
         try:
             for model_id, scheme in self._worker_schemes.items():
                 scheme.init_on_sender(model_id, context=self, num_workers=self.num_workers)
-            self._group.build([pickled(spec, "schemes") for spec in specs], options)  # with the schemes' addresses
+            sent = [pickled(spec, "weight-sync scheme", LEAVE_OUT) for spec in specs]  # with the schemes' addresses
+            self._group.build(sent, options)
             if self._scheme_is_tentative:
                 self._settle_tentative_scheme()
             self._gathering.check_shapes(self.remote_workers)

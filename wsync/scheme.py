@@ -452,6 +452,8 @@ class WeightSyncScheme(ABC):
     def shutdown(self) -> None:
         """Release connections, memory and threads. Idempotent. A worker's model keeps its weights, in its own memory.
 
+        Updates that were sent without waiting may not arrive any more: call ``wait_async`` first.
+
         Raises:
             RuntimeError: in a worker, inside the gate; would deadlock: the receiver thread may be waiting for it.
         """

@@ -96,7 +96,7 @@ class WorkerConnections:
                 _log.debug("workers that did not connect in time: %s", join_indices(missing))
                 raise SyncTimeout(
                     f"worker(s) {join_indices(missing)} did not connect in time: each worker must call "
-                    "connect(worker_idx=…) while the sender waits; an error that a worker has raised tells more",
+                    "connect(worker_idx=…) while the sender waits; see what it has printed, or raise the timeout",
                     {worker: "never connected" for worker in missing},
                 )
             if not {*self._worker_of, *self._watched}.isdisjoint(ready):  # workers that have connected already

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from wsync.checksum import checksum_of
+from wsync.deadlines import deadline_in, remaining
 from wsync.loops.tensors import copy_all
 from wsync.receiving.events import Failed
 from wsync.receiving.transport_reader import TransportReader
@@ -29,11 +30,13 @@ class _Arriving:
         filled: whether a call has returned weights, and the buffer has them.
         complete: whether the buffer has the checksum.
         error: the traceback of the last call; empty if it did not raise.
+        deadline: by which it has to arrive.
     """
 
     buffer: Buffer
     checksum: int
     extra: bytes
+    deadline: float | None
     filled: bool = False
     complete: bool = False
     error: str = ""
@@ -72,7 +75,9 @@ class BackendReader(TransportReader):
             self._drop(older)
         checksum, extra = self._split(payload)
         early, self._early = self._early, None
-        arriving = _Arriving(early or self._take(), checksum, extra, filled=early is not None)
+        arriving = _Arriving(
+            early or self._take(), checksum, extra, deadline_in(self._share(0.8)), filled=early is not None
+        )
         if arriving.filled:
             arriving.check()
         if not arriving.complete:
@@ -93,13 +98,19 @@ class BackendReader(TransportReader):
         else:
             self._free(arriving.buffer.slot)
 
+    def _share(self, fraction: float) -> float | None:
+        """Return a part of the timeout. All calls together take less than it: else the sender would give up first."""
+        return None if self._timeout is None else fraction * self._timeout
+
     def _call(self, arriving: _Arriving) -> bool:
         """Call ``receive_weights`` once; return whether it returned anything. Its error is kept."""
         layout, buffer = self._known_layout(), arriving.buffer
         own = self._strategy.extract_weights(dict(zip(layout.names, buffer.views, strict=True)))
         arriving.error, arriving.filled = "", False
+        left, least = remaining(arriving.deadline), self._share(0.1)
+        timeout = None if left is None or least is None else max(left, least)
         try:
-            received = self._transport.receive_weights(self._timeout, weights=own, strategy=self._strategy)
+            received = self._transport.receive_weights(timeout, weights=own, strategy=self._strategy)
             if received is None:
                 return False
             if received is not own:  # its extra state is not used: that came with the announcement
@@ -124,9 +135,9 @@ class BackendReader(TransportReader):
             self._received = version
             return Update(version, buffer.views, arriving.extra, buffer.slot)
         self._free(buffer.slot)
-        limit = "" if self._timeout is None else f" within {self._timeout} s"
+        limit = "" if self._timeout is None else " in time"
         why = arriving.error or (
-            f"update {version} arrived corrupt, or did not arrive{limit}: "
+            f"version {version} arrived corrupt, or did not arrive{limit}: "
             f"{type(self._transport).__name__}.receive_weights returned no weights with its checksum"
         )
         return Failed(version, why)
