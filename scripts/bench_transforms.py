@@ -2,7 +2,8 @@
 
     python scripts/bench_transforms.py [--mib 8] [--tensors 20] [--rounds 60] [--backend shared_mem …]
 
-Every transform and the plain send take turns, round by round, each with a worker of its own. Prints medians.
+Every transform and the plain send take turns, round by round, each with a worker of its own. Prints medians. A store's
+send ends when the version is published, the others' when the worker has installed it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 import time
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -24,6 +26,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "shared_mem": {},
     "multiprocess": {},
     "distributed": {"shared_memory": False},
+    "store": {},  # a folder for each case
 }
 
 
@@ -61,16 +64,15 @@ def received(chosen: tuple[Any, Any], weights: dict[str, Any]) -> dict[str, Any]
     return {name: tensor.clone() for name, tensor in weights.items()}
 
 
-def measure(backend: str, mib: float, tensors: int, rounds: int) -> dict[str, tuple[int, float]]:
-    """Return ``{case: (bytes, median seconds)}``."""
+def measure(backend: str, mib: float, tensors: int, rounds: int, folder: str) -> dict[str, tuple[int, float]]:
+    """Return ``{case: (bytes, median seconds)}``; ``folder`` is for a store's versions."""
     context, source = multiprocessing.get_context("spawn"), model(mib, tensors)
     weights = {name: tensor.detach() for name, tensor in source.state_dict().items()}
     done, schemes, workers = context.Event(), dict[str, wsync.WeightSyncScheme](), list[Any]()
-    for name, chosen in cases(tensors).items():
+    for number, (name, chosen) in enumerate(cases(tensors).items()):
         send, receive = chosen
-        scheme = wsync.WeightSyncScheme.from_backend(
-            backend, **BACKENDS[backend], send_transform=send, receive_transform=receive
-        )
+        options = {"url": f"{folder}/{number}"} if backend == "store" else BACKENDS[backend]
+        scheme = wsync.WeightSyncScheme.from_backend(backend, **options, send_transform=send, receive_transform=receive)
         scheme.init_on_sender("policy", model=source, num_workers=1)
         workers.append(context.Process(target=work, args=(scheme, received(chosen, weights), done)))
         workers[-1].start()
@@ -104,7 +106,8 @@ def main(
         table = Table(title=f"{name}: {mib} MiB in {tensors} tensors, 1 worker, {rounds} rounds in turn")
         for column in ("transform", "bytes", "p50", "beside plain"):
             table.add_column(column, justify="left" if column == "transform" else "right")
-        found = measure(name, mib, tensors, rounds)
+        with TemporaryDirectory() as folder:
+            found = measure(name, mib, tensors, rounds, folder)
         plain = found["plain"][1]
         for case, (size, seconds) in found.items():
             table.add_row(case, f"{size:,}", f"{seconds * 1e3:.2f} ms", f"{seconds / plain:.2f} ×")
