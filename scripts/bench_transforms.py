@@ -20,6 +20,7 @@ from rich.table import Table
 from torch import nn
 
 import wsync
+from wsync.testing.asgi import serve
 from wsync.transforms import Cast, Dequantize, Fuse, QuantizeInt8, Select
 
 BACKENDS: dict[str, dict[str, Any]] = {
@@ -27,6 +28,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "multiprocess": {},
     "distributed": {"shared_memory": False},
     "store": {},  # a folder for each case
+    "http": {},  # an engine for each case
 }
 
 
@@ -57,6 +59,13 @@ def work(scheme: wsync.WeightSyncScheme, weights: dict[str, Any], done: Any) -> 
     scheme.shutdown()
 
 
+def work_as_engine(weights: dict[str, Any], transform: Any, url: Any, done: Any) -> None:
+    """A worker of the ``http`` backend: an engine of plain tensors; puts its address into ``url``."""
+    with serve(wsync.engine_app(weights, token=None, receive_transform=transform)) as address:
+        url.put(address)
+        done.wait()
+
+
 def received(chosen: tuple[Any, Any], weights: dict[str, Any]) -> dict[str, Any]:
     """Return tensors of the kinds that a worker ends up with."""
     for transform in chosen:
@@ -71,11 +80,21 @@ def measure(backend: str, mib: float, tensors: int, rounds: int, folder: str) ->
     done, schemes, workers = context.Event(), dict[str, wsync.WeightSyncScheme](), list[Any]()
     for number, (name, chosen) in enumerate(cases(tensors).items()):
         send, receive = chosen
-        options = {"url": f"{folder}/{number}"} if backend == "store" else BACKENDS[backend]
-        scheme = wsync.WeightSyncScheme.from_backend(backend, **options, send_transform=send, receive_transform=receive)
+        options, tensors_there = dict(BACKENDS[backend]), received(chosen, weights)
+        if backend == "http":
+            url = context.SimpleQueue()
+            workers.append(context.Process(target=work_as_engine, args=(tensors_there, receive, url, done)))
+            workers[-1].start()
+            options["urls"] = url.get()
+        elif backend == "store":
+            options["url"] = f"{folder}/{number}"
+        if backend != "http":
+            options["receive_transform"] = receive
+        scheme = wsync.WeightSyncScheme.from_backend(backend, **options, send_transform=send)
         scheme.init_on_sender("policy", model=source, num_workers=1)
-        workers.append(context.Process(target=work, args=(scheme, received(chosen, weights), done)))
-        workers[-1].start()
+        if backend != "http":
+            workers.append(context.Process(target=work, args=(scheme, tensors_there, done)))
+            workers[-1].start()
         schemes[name] = scheme
     times: dict[str, list[float]] = {name: [] for name in schemes}
     sizes: dict[str, int] = {}

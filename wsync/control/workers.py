@@ -42,7 +42,7 @@ class WorkerConnections:
         self._poll = select.poll()  # not epoll: a forked child would share its set of descriptors
         self._answers: dict[int, Ack] = {}
         self._deaths: dict[int, Ack] = {}
-        self._reads = 0
+        self._ready: set[int] = set()  # readable descriptors that ``read`` has not processed yet
 
     @property
     def workers(self) -> Collection[int]:
@@ -172,6 +172,7 @@ class WorkerConnections:
             return
         for fd in connection.descriptors:
             self._poll.unregister(fd)
+            self._ready.discard(fd)
             del self._worker_of[fd]
         connection.close()
         self._to_replace.add(worker)
@@ -239,39 +240,38 @@ class WorkerConnections:
                     self._poll.register(fd, select.POLLIN)
 
     def read(self, deadline: float | None) -> bool:
-        """Wait for messages and process one of each worker that has sent any; False at the deadline."""
-        ready = self._poll.poll(milliseconds(deadline))
-        if not ready:
+        """Wait for messages and process one of each worker that has sent any; False at the deadline.
+
+        A callback may call this again. That call goes on with the workers whose messages have not been processed yet.
+        """
+        self._ready = self._ready or {fd for fd, _ in self._poll.poll(milliseconds(deadline))}
+        if not self._ready:
             return False
-        self._reads += 1
-        this_read = self._reads
-        # Sockets before pidfds: a worker that answered and then exited has answered.
-        for fd, _ in sorted(ready, key=self._is_pidfd) if len(ready) > 1 else ready:
-            if self._reads != this_read:
-                break  # a callback has read meanwhile: the rest of ``ready`` may be stale
-            if fd in self._watched:
-                self._watched[fd]()
-                continue
-            worker = self._worker_of.get(fd)
-            if worker is None:
-                continue
-            connection = self._connections[worker]
-            message = None if fd != connection.fileno() else connection.receive()
-            if message is None or message.kind not in _ANSWERS:
-                self.mark_dead(worker, _disconnect_reason(connection, message))
-                continue
-            known = self._answers.get(worker)  # a repeated answer may arrive after a newer one
-            if message.kind not in (Kind.SLOT_FREED, Kind.REQUEST) and (
-                known is None or known.version <= message.version
-            ):
-                error = message.payload.decode(errors="replace") if message.kind is Kind.FAILED else ""
-                self._answers[worker] = Ack(worker, message.version, error, wait=message.wait, apply=message.apply)
-            self._callbacks.on_answer(worker, message)
+        try:
+            while self._ready:
+                self._process(self._ready.pop())
+        finally:
+            self._ready.clear()  # if a callback raised: the fast path may read these sockets before the next call
         return True
 
-    def _is_pidfd(self, ready: tuple[int, int]) -> bool:
-        worker = self._worker_of.get(ready[0])
-        return worker is not None and self._connections[worker].fileno() != ready[0]
+    def _process(self, fd: int) -> None:
+        """Process one message from ``fd``, or the exit of its process, or call its callback."""
+        if fd in self._watched:
+            self._watched[fd]()
+            return
+        worker = self._worker_of[fd]
+        connection = self._connections[worker]
+        # A worker that answered and then exited has answered: its socket is read before its pidfd counts.
+        readable = fd == connection.fileno() or wait_readable([connection.fileno()], NOW)
+        message = connection.receive() if readable else None
+        if message is None or message.kind not in _ANSWERS:
+            self.mark_dead(worker, _disconnect_reason(connection, message))
+            return
+        known = self._answers.get(worker)  # a repeated answer may arrive after a newer one
+        if message.kind not in (Kind.SLOT_FREED, Kind.REQUEST) and (known is None or known.version <= message.version):
+            error = message.payload.decode(errors="replace") if message.kind is Kind.FAILED else ""
+            self._answers[worker] = Ack(worker, message.version, error, wait=message.wait, apply=message.apply)
+        self._callbacks.on_answer(worker, message)
 
     def close(self, *, finished: bool = False) -> None:
         """Close all connections, and accept no more. Idempotent.
