@@ -21,9 +21,8 @@ from wsync.control.outbox import Outbox
 from wsync.control.receiver_thread import MessageHandler, receiver_thread
 from wsync.errors import NotConnected
 
-STALL_TIMEOUT = struct.pack(
-    "ll", 5, 0
-)  # SO_RCVTIMEO, SO_SNDTIMEO: after 5 s without progress a receive fails, and a send tries again
+# SO_RCVTIMEO, SO_SNDTIMEO: after 5 s without progress a receive fails, and a send tries again.
+STALL_TIMEOUT = struct.pack("ll", 5, 0)
 _MAX_MESSAGE = 1 << 30  # bytes
 _CHUNK = 1 << 20  # bytes; memory is allocated as bytes arrive, not as a header announces them
 _FD_SPACE = socket.CMSG_SPACE(4 * 4)  # for four descriptors

@@ -91,9 +91,7 @@ class Arena:
         self._slots_offset = whole_pages(workers * BLOCK + 2 * _MAX_SLOTS * 8)
         self._layout: Layout | None = None
         self._slot_size = 0
-        self._mapping_lock = (
-            threading.Lock()
-        )  # the acting thread and the receiver thread may need a slot at the same time
+        self._mapping_lock = threading.Lock()  # the acting and the receiver thread may need a slot at the same time
         self._buffers: list[Buffer] = []
         self.plans: list[PackPlan] = []
         self.fds = fds or self._create()
