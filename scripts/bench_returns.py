@@ -105,7 +105,7 @@ def main(
     fixed = [f"env={env}", f"total_frames={frames}", "logger=none", "stop_when_solved=false"]
     contenders = {OURS: []} | {f"{OURS} {one}": one.split() for one in also or []} | ({PEER: []} if peer else {})
     results: dict[str, list[Outcome]] = {name: [] for name in contenders}
-    title, console = f"{settings_of(fixed)['env']['id']}, {frames:,} frames", Console()
+    title, console = f"env={env}, {frames:,} frames", Console()
     subtitle = "line: mean of the seeds; band: from the lowest to the highest"
     runs = [(seed, name) for seed in range(seeds) for name in contenders]
     with ThreadPoolExecutor(at_once) as pool:
