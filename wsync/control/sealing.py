@@ -55,7 +55,7 @@ def run_secret() -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Make the key file, whole from the moment when it is there; several processes may do so at once."""
+    """Make the key file, atomically: several processes may do so at once."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     own = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
