@@ -162,7 +162,7 @@ def run(benchmark: Benchmark, console: Console) -> str:
     lines = [line.rstrip() for line in _COLOURS.sub("", done.stdout).splitlines() if not _PROGRESS.match(line)]
     if done.returncode:
         lines = [f"exit status {done.returncode}", *lines[-10:], *done.stderr.splitlines()[-10:]]
-    table = "\n".join(lines).strip("\n")
+    table = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
     note = f"`python {benchmark.command}` ({seconds:.0f} s; load before: {load:.1f})"
     return "\n\n".join(filter(None, [f"## {benchmark.title}", benchmark.text, image, note, f"```text\n{table}\n```"]))
 

@@ -92,13 +92,14 @@ class Receiver(ModelUpdater):
         self._reset()
         self.worker_idx = worker_idx
         self.reopen()
-        self._channel.connect(worker_idx, deadline_in(timeout))
         try:
+            self._channel.connect(worker_idx, deadline_in(timeout))
             self._gate_or_refuse()
             self._install_first_weights()
             self._channel.attach(self._updater)
             self._attached = True
-        except BaseException:  # also a signal's
+        except BaseException:  # also KeyboardInterrupt
+            self.end(finished=False)
             self.close()
             raise
 
@@ -143,9 +144,12 @@ class Receiver(ModelUpdater):
         self.close()
 
     def _gate_model(self) -> None:
+        process_gate().call(self._gate_model_inside)
+
+    def _gate_model_inside(self) -> None:  # in one step: ``close`` of another receiver of the model may ungate it
         if self.destination.module is not None:
             gate_model(self.destination.module)
-        process_gate().call(gated_receivers.add, self)  # only the holder of the gate may use the set
+        gated_receivers.add(self)
 
     # --- called by the user ---
 

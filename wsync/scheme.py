@@ -457,10 +457,14 @@ class WeightSyncScheme(ABC):
         Raises:
             RuntimeError: in a worker, inside the gate; would deadlock: the receiver thread may be waiting for it.
         """
-        self._role.close()
-        if isinstance(self._role, SenderRole):
+        role, self._role = self._role, Role()
+        try:
+            role.close()
+        except RuntimeError:
+            self._role = role
+            raise
+        if isinstance(role, SenderRole):
             self._address = None  # a worker's stays valid: it may connect again
-        self._role = Role()
 
     # --- what can be asked of a scheme; the role is read once: another thread may shut the scheme down ---
 

@@ -17,7 +17,7 @@ from wsync.deadlines import deadline_in
 from wsync.errors import in_forked_child
 from wsync.fast_path import FastCalls, UnfinishedUpdate
 from wsync.sending.acknowledgements import Acknowledgements
-from wsync.sending.forking import senders
+from wsync.sending.forking import fork_aware
 from wsync.sending.membership import Membership, worker_list
 from wsync.sending.protocols import FastChannel, SendChannel
 from wsync.sending.source import Source
@@ -73,7 +73,7 @@ class Sender:
         self._updates = Updates(channel, source, self._members, self._acks, on_request=on_request, record=record)
         self._lock = threading.RLock()
         self._in_forked_child = False
-        senders.add(self)
+        fork_aware.add(self)
         # For each form of weights sent before (module, TensorDict, state dict): how to find its tensors.
         self._finders = TensorFinders(source.weights)
         self._fast_channel = channel if isinstance(channel, FastChannel) else None  # once: ``isinstance`` takes 9 µs

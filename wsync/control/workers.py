@@ -259,7 +259,9 @@ class WorkerConnections:
         if fd in self._watched:
             self._watched[fd]()
             return
-        worker = self._worker_of[fd]
+        worker = self._worker_of.get(fd, -1)
+        if worker < 0:  # closed meanwhile, by a finalizer in another thread
+            return
         connection = self._connections[worker]
         # A worker that answered and then exited has answered: its socket is read before its pidfd counts.
         readable = fd == connection.fileno() or wait_readable([connection.fileno()], NOW)
@@ -283,6 +285,9 @@ class WorkerConnections:
             if finished:
                 self.send(worker, Message(Kind.LEAVE, worker, 1))
             self.disconnect(worker)
+        for descriptor in self._watched:
+            self._poll.unregister(descriptor)
+        self._watched.clear()
         self._source.close()
 
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from wsync.control.messages import Kind
 from wsync.deadlines import NOW
-from wsync.fast_path import FastCalls
+from wsync.fast_path import FastCalls, UnfinishedUpdate
 from wsync.sending.buffers import Buffers
+from wsync.sending.forking import fork_aware
 from wsync.sending.queued_update import QueuedUpdate
 from wsync.sending.routes import Routes
 from wsync.sending.send_loop import SendLoop
@@ -25,6 +27,7 @@ from wsync.types import Ack
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
 
+_LOCK_TIMEOUT = 2.0  # seconds; while this process exits, a daemon thread may hold the lock until its deadline
 _JOIN_TIMEOUT = 2.0  # seconds; a thread whose transport is closed ends at once, unless the transport does not return
 
 
@@ -46,6 +49,7 @@ class WorkerChannel:
         self._prepared: dict[int, dict[int, QueuedUpdate]] = {}  # by transaction, then worker
         self._loop = SendLoop(routes.connections, self._lock, routes.must_read)
         self._closed = False
+        fork_aware.add(self)
 
     @property
     def workers(self) -> Collection[int]:
@@ -129,10 +133,26 @@ class WorkerChannel:
         if self._buffers.in_use or self._routes.layout is None:
             return None
         if slots is not None and len(slots.workers) == num_workers:
-            return slots.fast_calls(acknowledge=acknowledge)
+            calls = slots.fast_calls(acknowledge=acknowledge)
+            return self._locked(calls) if calls is not None and self._routes.must_read() else calls
         if not acknowledge:
             return None
         return TransportFastPath(self, num_workers, self._connections.record).calls()
+
+    def _locked(self, calls: FastCalls) -> FastCalls:
+        """Return ``calls`` for use beside the send-loop thread, which may disconnect a worker between two updates."""
+
+        def update(tensors: Any, version: int, timeout: float | None, began: float) -> Any:
+            with self._lock:
+                if len(self._connections.workers) < self._routes.num_workers:
+                    return None  # the descriptors in ``calls`` are closed, or belong to others by now
+                return calls.update(tensors, version, timeout, began)
+
+        def complete(unfinished: UnfinishedUpdate, version: int) -> None:
+            with self._lock:
+                calls.complete(unfinished, version)
+
+        return FastCalls(update, complete)
 
     # --- transactions ---
 
@@ -189,15 +209,23 @@ class WorkerChannel:
             finally:  # also if a signal handler raised: a message may be lost
                 self._routes.transfers.mark_overdue(set(workers) - answered)
 
+    def end_in_forked_child(self) -> None:
+        """See ``ForkAware``: only ``close`` is called in a child. The lock may be held by a thread of the parent."""
+        self._lock = threading.RLock()
+
     def close(self, *, finished: bool = False) -> None:
-        """See ``SendChannel``."""
-        with self._lock:
+        """See ``SendChannel``. A finalizer may call this in any thread, also while another one waits for answers."""
+        locked = self._lock.acquire(timeout=_LOCK_TIMEOUT)
+        try:
             if self._closed:
                 return
             self._closed = True
             self._loop.stop()
             self._routes.close(finished=finished)
             self._buffers.clear()
+        finally:
+            if locked:
+                self._lock.release()
         self._loop.close()
         for thread in self._routes.transfers.ending:  # one that still runs while the interpreter exits may abort it
             thread.join(_JOIN_TIMEOUT)

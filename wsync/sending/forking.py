@@ -1,4 +1,4 @@
-"""The senders of this process, and what becomes of them in a forked child."""
+"""The senders and channels of this process, and what becomes of them in a forked child."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ from typing import Protocol
 from weakref import WeakSet
 
 
-class ForkedSender(Protocol):
-    """A sender that its process may copy by a fork."""
+class ForkAware(Protocol):
+    """A sender or channel, which a fork copies into the child."""
 
     def end_in_forked_child(self) -> None:
-        """Refuse every later call but ``close``. Called once, in the forked child, before any of its code runs."""
+        """Refuse every later call but ``close``, and replace locks: the thread that holds one is not in the child.
+
+        Called once, in the forked child, before any of the child's own code runs.
+        """
         ...
 
 
-senders: WeakSet[ForkedSender] = WeakSet()
+fork_aware: WeakSet[ForkAware] = WeakSet()
 """Those of this process."""
 
 
 def _after_in_child() -> None:
-    for sender in senders:
-        sender.end_in_forked_child()
+    for one in fork_aware:
+        one.end_in_forked_child()
 
 
 os.register_at_fork(after_in_child=_after_in_child)

@@ -70,8 +70,8 @@ class SendLoop:
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Wait for the thread to end. Called without the lock."""
+        """Wait for the thread to end. Called without the lock; by the thread itself if it runs a finalizer."""
         thread = self._thread
-        if thread is not None and thread.ident is not None:
+        if thread is not None and thread.ident is not None and thread is not threading.current_thread():
             thread.join()
         os.close(self._wake)
