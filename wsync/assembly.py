@@ -19,7 +19,7 @@ from wsync.receiving.install_policy import InstallOnRequest
 from wsync.receiving.readers import ReaderFactory
 from wsync.roles import SenderRole
 from wsync.sender import Sender
-from wsync.sending.channel import WorkerChannel
+from wsync.sending.channel import SenderSideChannel
 from wsync.sending.routes import Routes
 from wsync.transforms.chain import compose
 from wsync.transforms.delta import delta_of
@@ -50,7 +50,7 @@ def model_and_weights(
 
 def make_sender(
     scheme: WeightSyncScheme, source: Source, num_workers: int, connections: ConnectionSource
-) -> tuple[Sender, WorkerChannel]:
+) -> tuple[Sender, SenderSideChannel]:
     """Return the sender to ``num_workers`` workers, which connect through ``connections``, and its channel.
 
     Workers are accepted during ``connect`` and ``readmit``, by the calling thread.
@@ -67,7 +67,7 @@ def make_sender(
         delta=delta_of(scheme.send_transform),
         on_request=on_request,
     )
-    channel = WorkerChannel(routes, scheme.device)
+    channel = SenderSideChannel(routes, scheme.device)
     sender = Sender(
         channel,
         source,

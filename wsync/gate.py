@@ -66,18 +66,17 @@ class Gate:
                 gate_lock.leave(depth)
 
     def call_with_deadline(self, deadline: float | None, function: Callable[..., Any], *args: Any) -> Any | None:
-        """Wait for the gate until ``deadline``, and call ``function`` inside it; None if the gate was not free in time.
+        """Wait for the gate until ``deadline``, and call ``function`` inside it. None if that was not in time.
 
-        Called by the thread in ``receive()``, outside the gate. The lock is released even if it is not certain that it
-        was acquired, because a signal handler may raise at any point: in a thread that held it already, that could
-        release one level too many.
+        Called by the thread in ``receive()``. The lock is always released, because a signal handler may raise just after
+        it was acquired. So this must not be called inside the gate: a surplus release would open it.
         """
         lock, left = self.gate_lock.lock, remaining(deadline)
         try:
             return self.call(function, *args) if lock.acquire(timeout=-1 if left is None else left) else None
         finally:
             try:  # noqa: SIM105  a signal handler may raise in suppress(), before release()
-                lock.release()  # always: a signal handler may have raised just after the lock was acquired
+                lock.release()
             except RuntimeError:  # it was not acquired
                 pass
 

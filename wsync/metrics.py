@@ -17,6 +17,7 @@ from wsync.types import PHASES, SyncReport
 
 _COST = struct.Struct(f"{1 + len(PHASES)}d")  # seconds, and those of each phase
 _each_phase = itemgetter(*PHASES)
+_COPIES, _COPY_SECONDS, _LARGEST_COPY = 25, 0.4, 64 << 20  # of the plain copy: timed, seconds in all, bytes
 _AT_ONCE = 256  # reports are packed so many at a time: no update is to wait for what can wait
 
 
@@ -97,23 +98,20 @@ def percentile(values: Sequence[float], fraction: float) -> float:
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
 
 
-def plain_copy_us(nbytes: int, rounds: int = 25, seconds: float = 0.5) -> float:
-    """Median microseconds of one copy of ``nbytes`` bytes by one thread, here and now.
+def plain_copy_us(nbytes: int) -> float:
+    """Median microseconds of one copy of ``nbytes`` bytes by one thread, here and now; takes half a second at most.
 
-    torch would divide a large copy among its threads, which wait for one another while workers use the cores.
-
-    Args:
-        nbytes: the size.
-        rounds: how many copies are timed, after one that is not.
-        seconds: no more copies are begun when those that were timed took this long in all.
+    Of more than 64 MiB only so much is copied, and the time is scaled. One thread, because torch would divide a large
+    copy among its threads, which wait for one another while workers use the cores.
     """
-    source = torch.ones(nbytes, dtype=torch.uint8).numpy()
+    copied = min(nbytes, _LARGEST_COPY)
+    source = torch.ones(copied, dtype=torch.uint8).numpy()
     destination = source.copy()  # and so in memory that has been written before
     times: list[float] = []
-    for _ in range(1 + rounds):  # the first one is not counted
+    for _ in range(1 + _COPIES):  # the first one is not counted
         started = time.perf_counter()
         destination[:] = source
         times.append((time.perf_counter() - started) * 1e6)
-        if sum(times[1:]) > seconds * 1e6:
+        if sum(times[1:]) > _COPY_SECONDS * 1e6:
             break
-    return statistics.median(times[1:])
+    return statistics.median(times[1:]) * nbytes / copied

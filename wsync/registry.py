@@ -61,7 +61,7 @@ def import_string(name: str) -> str:
         ValueError: there is no such backend; lists those that there are.
     """
     known = registered_backends()
-    found = known.get(_ALIASES.get(name, name))
+    found = known.get(name) or known.get(_ALIASES.get(name, ""))
     if found is None:
         raise ValueError(f"unknown backend {name!r}: choose one of {', '.join(sorted(known))}")
     return found

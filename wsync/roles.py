@@ -1,4 +1,4 @@
-"""The roles that a scheme can have: state that only one end has stands in that end's role."""
+"""The roles that a scheme can have: each role holds the state that only its side needs."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Role:
     """What a scheme was initialised with. ``Role()`` itself: nothing yet, or ``shutdown`` was called.
 
     Attributes:
-        end: which end of the connection this is; empty before init.
+        side: which side of the connection this is; empty before init.
         model_id: the model's name; None before init.
         pid: of the process that initialised the scheme.
     """
 
-    end: Literal["sender", "receiver", ""] = ""
+    side: Literal["sender", "receiver", ""] = ""
     model_id: str | None = None
     context: Any = None
     model: Any = None
@@ -56,10 +56,10 @@ class Role:
         """Check that the scheme is not initialised.
 
         Raises:
-            RuntimeError: it is; names the end and the model.
+            RuntimeError: it is; names the side and the model.
         """
         if self.model_id is not None:
-            where = f"on the {self.end}" + (", in the parent of this forked process" if self.inherited else "")
+            where = f"on the {self.side}" + (", in the parent of this forked process" if self.inherited else "")
             raise RuntimeError(f"this scheme is already initialised {where}, for model '{self.model_id}'")
 
     def as_sender(self, what: str) -> SenderRole:
@@ -68,8 +68,9 @@ class Role:
         Raises:
             NotConnected: it is no sender's; or this is a forked child of the process that initialised the scheme.
         """
-        where = "this is a receiver" if self.model_id else "init_on_sender() has not been called, or shutdown() was"
-        raise NotConnected(f"{what}() belongs to the sender, and {where}")
+        if self.model_id:
+            raise NotConnected(f"{what}() can only be called on the sender; this scheme is initialised on a receiver")
+        raise NotConnected(f"{what}() needs init_on_sender() first; after shutdown(), initialise the scheme again")
 
     def as_receiver(self, what: str) -> ReceiverRole:
         """Return this role, for a call of ``what`` that only a receiver has.
@@ -77,8 +78,9 @@ class Role:
         Raises:
             NotConnected: it is no receiver's; or this is a forked child of the process that initialised the scheme.
         """
-        where = "is initialised on the sender" if self.model_id else "is not initialised, or was shut down"
-        raise NotConnected(f"{what}() belongs to a receiver, and this scheme {where}: call init_on_receiver()")
+        if self.model_id:
+            raise NotConnected(f"{what}() can only be called on a receiver; this scheme is initialised on the sender")
+        raise NotConnected(f"{what}() needs init_on_receiver() first; after shutdown(), initialise the scheme again")
 
     @property
     def worker_idx(self) -> int | None:
@@ -148,7 +150,7 @@ class SenderRole(Role):
         in_process_receiver: the receiver, where both ends are in this process.
     """
 
-    end: Literal["sender", "receiver", ""] = "sender"
+    side: Literal["sender", "receiver", ""] = "sender"
     sender: Sender
     channel: SendChannel
     address: Any = None
@@ -161,11 +163,15 @@ class SenderRole(Role):
         return self
 
     def connect(
-        self, rendezvous: Callable[[], Rendezvous], weights: Any, processes: Processes | None, timeout: float | None
+        self,
+        create_rendezvous: Callable[[], Rendezvous],
+        weights: Any,
+        processes: Processes | None,
+        timeout: float | None,
     ) -> None:
         """Announce the sender's address, if that has not been done, and wait for all workers; see the scheme."""
         if not self.sender.connected and self.address is not None:
-            rendezvous().announce(self.address, str(self.model_id), deadline_in(timeout))
+            create_rendezvous().announce(self.address, str(self.model_id), deadline_in(timeout))
         with watched(processes, self.sender.num_workers) as sentinels:
             self.sender.connect(weights, {**self.sentinels, **sentinels})
 
@@ -205,7 +211,7 @@ class ReceiverRole(Role):
         background_connect: the connection that ``init_on_worker`` has begun, which the receiver thread completes.
     """
 
-    end: Literal["sender", "receiver", ""] = "receiver"
+    side: Literal["sender", "receiver", ""] = "receiver"
     receiver: Receiver
     given_idx: int | None = None
     background_connect: BackgroundConnect | None = None
@@ -222,7 +228,7 @@ class ReceiverRole(Role):
 
         Args:
             worker_idx: this worker's index; None: as given at init.
-            processes: refused: of the sender's ``connect``.
+            processes: must be None: only the sender's ``connect`` takes them.
             timeout: seconds; None for no limit.
             acknowledges: whether the sender waits for this worker to install each update.
         """
@@ -233,7 +239,9 @@ class ReceiverRole(Role):
             raise ValueError("worker_idx is missing: give it to init_on_receiver() or connect()")
         self.receiver.connect(index, timeout)
         if not acknowledges:
-            self.receiver.wake_only_for_receive()  # without a message, the next forward installs the update
+            # The sender need not wake this worker: its next forward installs the update. Only a thread that waits in
+            # receive() has to be woken.
+            self.receiver.wake_only_for_receive()
 
     @property
     def worker_idx(self) -> int | None:
@@ -262,7 +270,7 @@ class ReceiverRole(Role):
         """See ``Role``.
 
         Raises:
-            RuntimeError: inside the gate; would deadlock: the receiver thread may be waiting for it.
+            RuntimeError: inside the gate: the receiver thread may be waiting for it, so this would deadlock.
         """
         if process_gate().held_here:
             raise RuntimeError("call shutdown() outside any forward and any wsync.gate() block")

@@ -62,8 +62,8 @@ class WeightSyncScheme(ABC):
         initiator: ``"sender"``: ``send`` has workers install each version. ``"receiver"``: it only makes the version
             available, and a worker installs the newest one when it calls ``pull``. With either value ``connect``
             installs the first weights, if the sender has any by then.
-        max_staleness: with ``initiator="receiver"``: a worker whose model is more versions behind fetches the newest
-            before its next forward; None for no limit.
+        max_staleness: with ``initiator="receiver"``: a worker whose model is more than this many versions behind fetches
+            the newest before its next forward; None for no limit.
 
     Attributes:
         metrics: what each update has cost.
@@ -79,7 +79,7 @@ class WeightSyncScheme(ABC):
     sender_driven: ClassVar[bool] = False
     """Whether only the sender's end is set up by the user: its ``connect`` also sets up and connects the receivers.
 
-    These are the Ray actors of its ``context`` (a ``RayModuleTransform``), not a collector's workers.
+    The receivers are then the Ray actors of its ``context`` (a ``RayModuleTransform``), not a collector's workers.
     """
     delivers_at_connect: ClassVar[bool] = True
     """Whether the first weights are delivered by ``connect``; otherwise by the first ``send``."""
@@ -114,7 +114,7 @@ class WeightSyncScheme(ABC):
         self.bind = bind
         self.send_transform = send_transform
         self.receive_transform = receive_transform
-        self.checksum: bool | None = None  # always, never, or (None) only where a transport moves the weights
+        self.checksum: bool | None = None  # whether updates have one; None: only those that travel by a transport
         self.metrics = SyncMetrics(self.name)
 
     def __init_subclass__(cls) -> None:
@@ -198,12 +198,12 @@ class WeightSyncScheme(ABC):
             ValueError: arguments contradict one another.
         """
         self._role.require_uninitialised()
-        model, first = assembly.model_and_weights(context, model_id, model, weights, params_map)
+        model, default = assembly.model_and_weights(context, model_id, model, weights, params_map)
         pipes = pipes_of(context, pipes)
         workers = context.remote_workers if isinstance(context, CollectorContext) else ()
         options = {**self._workers_by_option(), **({"pipes": len(pipes)} if pipes else {})}
         count = agreed_count(num_workers, devices, params_map, workers, options)
-        sender, channel = self._open_sender(model_id, self._make_source(model_id, first, device_map_fn), count)
+        sender, channel = self._open_sender(model_id, self._make_source(model_id, default, device_map_fn), count)
         self._role = SenderRole(
             model_id=model_id,
             context=context,
@@ -213,7 +213,7 @@ class WeightSyncScheme(ABC):
             address=self._address,
             sentinels={worker.worker_idx: worker.sentinel for worker in workers},
         )
-        close_without_shutdown(self._role)  # if the process ends, or drops the scheme, without it
+        close_without_shutdown(self._role)  # closes the channel if shutdown() is never called
         if pipes:
             invite_all(self, pipes)  # tell each worker through its pipe where to connect
 
@@ -238,7 +238,8 @@ class WeightSyncScheme(ABC):
             model_id: the model's name, and its path in ``context``.
             context: an object that has the model. If it has a method ``cascade_weights``, because it has workers of its
                 own, ``context.cascade_weights(model_id)`` is called after each update, before it is acknowledged:
-                outside the gate, by the receiver thread, or the thread in ``connect`` or ``pull``. If it only has
+                outside the gate, by the receiver thread (with RPC: of the incoming call), or the thread in ``connect``
+                or ``pull``. If it only has
                 ``update_policy_weights_``, that is called, with ``(weights, model_id=model_id)``.
             model: the model itself, or a mapping of tensors into which weights are copied. If a module's parameters are
                 in memory shared with another process, they are copied first.
@@ -269,7 +270,7 @@ class WeightSyncScheme(ABC):
 
         Args:
             model_id: the model's name.
-            model: the one that acts and is updated.
+            model: runs the forwards; updates are installed in it.
             source: model or weights that ``send()`` without arguments reads; installed at once, as version 1.
 
         Raises:
@@ -319,7 +320,8 @@ class WeightSyncScheme(ABC):
             role.connect(worker_idx, processes, self.timeout, acknowledges=self.acknowledges)
         else:
             raise NotConnected(
-                "call init_on_sender() or init_on_receiver() before connect(); after shutdown(), once more"
+                "connect() needs init_on_sender() or init_on_receiver() first; after shutdown(), initialise the scheme "
+                "again"
             )
 
     def synchronize_weights(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
@@ -333,8 +335,8 @@ class WeightSyncScheme(ABC):
     def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
         """On the sender: accept the process that replaces a dead worker; that process calls ``connect`` meanwhile.
 
-        It gets the last update sent to its index, whether to it alone or to all workers, even if sent while no worker
-        had that index. Other workers are not affected. A worker still connected under this index is disconnected first.
+        It gets the newest update that was sent to its index, also one that was sent while no worker had this index.
+        Other workers are not affected. A worker that is still connected under this index is disconnected first.
 
         Args:
             worker_idx: the index of the dead worker, which the replacement takes over.
@@ -361,7 +363,10 @@ class WeightSyncScheme(ABC):
     def send(
         self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, partial: bool = False
     ) -> SyncReport | None:
-        """Deliver an update. When this returns (and ``sync`` is true), every forward that starts later uses it.
+        """Deliver an update. When this returns, every forward that starts later in a worker uses it.
+
+        With ``sync=False`` this returns at once. With ``initiator="receiver"`` it makes the version available, and with
+        the backend ``store`` it writes a version that readers will find.
 
         Args:
             weights: module, TensorDict, state dict, or ``{worker: any of these}``; None reads the model (or the
@@ -409,8 +414,8 @@ class WeightSyncScheme(ABC):
             memory. None at the timeout, and when the sender (or this end) has shut down: ``finished`` is then true.
 
         Raises:
-            NotConnected: the sender died, ended without ``shutdown``, or has disconnected this worker; or a call before
-                this one has returned None because of a shutdown.
+            NotConnected: the sender died, ended without ``shutdown``, or has disconnected this worker; or an earlier
+                call has already returned None because of a shutdown.
             RuntimeError: called inside a forward, or ``wsync.gate()``, where nothing is installed.
         """
         return self._role.as_receiver("receive").receiver.receive(timeout)
@@ -455,7 +460,7 @@ class WeightSyncScheme(ABC):
         Updates that were sent without waiting may not arrive any more: call ``wait_async`` first.
 
         Raises:
-            RuntimeError: in a worker, inside the gate; would deadlock: the receiver thread may be waiting for it.
+            RuntimeError: in a worker, inside the gate: the receiver thread may wait for it, so this would deadlock.
         """
         role, self._role = self._role, Role()
         try:
@@ -466,7 +471,7 @@ class WeightSyncScheme(ABC):
         if isinstance(role, SenderRole):
             self._address = None  # a worker's stays valid: it may connect again
 
-    # --- what can be asked of a scheme; the role is read once: another thread may shut the scheme down ---
+    # --- read-only state; each property reads the role once: another thread may shut the scheme down ---
 
     @property
     def context(self) -> Any:
@@ -485,12 +490,12 @@ class WeightSyncScheme(ABC):
 
     @property
     def strategy(self) -> WeightStrategy:
-        """The format in which weights are returned. Assigning it raises AttributeError: it would change nothing."""
+        """The format in which weights are returned; it cannot be assigned."""
         return self._strategy
 
     @strategy.setter
     def strategy(self, _: object) -> NoReturn:
-        raise AttributeError("the strategy is chosen when the scheme is made; device_map_fn changes what is sent")
+        raise AttributeError("strategy cannot be changed after construction; device_map_fn changes what is sent")
 
     @property
     def timeout(self) -> float | None:
@@ -528,7 +533,7 @@ class WeightSyncScheme(ABC):
 
     @property
     def finished(self) -> bool:
-        """On a receiver: whether the sender has shut down, so that no more weights will come; False if it died."""
+        """On a receiver: whether either side has shut down, so that no more weights will come; False after a death."""
         return self._role.finished
 
     @property
@@ -538,11 +543,11 @@ class WeightSyncScheme(ABC):
 
     @property
     def sender_transports(self) -> dict[int, TransportBackend]:
-        """On the sender, ``{worker_idx: transport}``: ``send_weights`` is ``send`` to that worker. {} on a receiver."""
+        """On the sender, ``{worker_idx: transport}``: ``send_weights`` calls ``send`` for that worker. Else empty."""
         role = self._role
         if not isinstance(role, SenderRole):
             return {}
-        return {i: SenderTransport(role.sender, self.connect, [i], role.model_id) for i in range(self.num_workers)}
+        return {i: SenderTransport(role.sender, self.connect, [i], role.model_id) for i in range(role.num_workers)}
 
     @property
     def shared_transport(self) -> TransportBackend | None:

@@ -29,11 +29,11 @@ from wsync.weights.layout import Layout
 
 
 class Sender:
-    """One model, and all workers that act with copies of it. Any thread may call; one call runs at a time.
+    """Sends one model's weights to all its workers. Any thread may call; one call runs at a time.
 
     There are two locks: the *sender's lock*, held here for the whole of a call, and the *channel's lock* inside
-    ``WorkerChannel``. A call of the sender takes the channel's lock for each step; so does the *send-loop thread*, a
-    background thread of the trainer that sends what had to wait for a worker's answer (``sending/send_loop.py``).
+    ``SenderSideChannel``. A call of the sender takes the channel's lock for each step. So does the *send-loop thread*,
+    a background thread of the trainer that sends what had to wait for a worker's answer (``sending/send_loop.py``).
 
     Args:
         channel: the connections to the workers, and the memory or transports that carry the weights.
@@ -78,7 +78,8 @@ class Sender:
         self._finders = TensorFinders(source.weights)
         self._fast_channel = channel if isinstance(channel, FastChannel) else None  # once: ``isinstance`` takes 9 µs
         self._fast: FastCalls | None = None  # the fast path, while it is enabled
-        # Of the newest fast update. To keep the fast path short, `_disable_fast` copies its versions to `_members`.
+        # The report of the newest fast update. Its versions are copied to `_members` only when the fast path is
+        # disabled, which keeps the fast path short.
         self._last_fast_report: SyncReport | None = None
 
     @property
@@ -217,7 +218,8 @@ class Sender:
                     self._enable_fast(weights)
                 return report
             updates.in_flight.append(update)
-            self._channel.process_arrived_messages()  # what still waits for a worker is sent by the send-loop thread
+            # Reads answers, which may let queued updates go out; starts the send-loop thread if some still wait.
+            self._channel.process_arrived_messages()
             return None
 
     def wait(self) -> SyncReport | None:

@@ -48,8 +48,8 @@ class TransportBackend(Protocol):
     def setup_connection_and_weights_on_sender(self) -> None:
         """Set up the sender's end.
 
-        Called once per connection, before any ``send_weights``, in a thread of the trainer that is only for this call
-        (another thread calls ``send_weights``). May wait for the worker's end, which is set up at the same time. If it
+        Called once per connection, before any ``send_weights``, in a dedicated thread of the trainer (another thread
+        calls ``send_weights``). May wait for the worker's end, which is set up at the same time. If it
         raises anything, the worker counts as not connected: ``connect`` raises ``SyncTimeout``, which names the worker
         and this error. If it has not returned by the deadline of ``connect``, or the worker dies before that,
         ``close()`` is called, if there is one.
@@ -66,8 +66,8 @@ class TransportBackend(Protocol):
     ) -> Any | None:
         """Set up the worker's end.
 
-        Called once per connection, before any ``receive_weights``, in a thread of the worker that is only for this
-        call (another thread calls ``receive_weights``). Under a scheme ``weights`` and ``model`` are None, the result
+        Called once per connection, before any ``receive_weights``, in a dedicated thread of the worker (another thread
+        calls ``receive_weights``). Under a scheme ``weights`` and ``model`` are None, the result
         is ignored, and the first weights arrive by ``receive_weights`` like all others. A standalone transport may
         deliver the first weights here. May raise anything: ``connect`` then raises ``NotConnected``.
 
@@ -85,8 +85,8 @@ class TransportBackend(Protocol):
     def send_weights(self, weights: Any) -> None:
         """Send one version to the worker.
 
-        Called by a thread in the trainer that makes all these calls for this worker, one at a time: once per update,
-        except for an update that is replaced by a newer one while it waits. May block until the worker receives. If it
+        Each worker has one thread in the trainer that makes these calls, one at a time, once per update. An update that
+        is replaced by a newer one while it waits is never sent. May block until the worker receives. If it
         has not returned by the deadline of the update, ``close()`` is called, if the transport has such a method, and
         the worker is disconnected.
 
@@ -114,11 +114,14 @@ class TransportBackend(Protocol):
         Under a scheme it is called by the thread that reads the sender's messages: the receiver thread or, for the
         first weights, the thread in ``connect``. While it waits, that thread serves no other model of the process.
 
-        For each update it is called first when the sender has announced the update; ``send_weights`` then runs, or has
-        returned. This first call may return None, raise, or return another version (recognised by the checksum). It is
-        then called again after ``send_weights`` has returned: up to eight times, as long as each call returns another
-        version. If one of these calls returns None or raises, or the eighth returns another version, the trainer raises
-        ``WorkerFailed``.
+        For each update:
+
+        1. It is called when the sender has announced the update; ``send_weights`` then runs, or has returned. If this
+           call returns the update's weights (recognised by the checksum), there is no other call.
+        2. If it has returned None or another version, or raised, it is called again after ``send_weights`` has
+           returned: up to eight times, as long as each call returns another version.
+        3. If one of these calls returns None or raises, or the eighth returns another version, the trainer raises
+           ``WorkerFailed``.
 
         Args:
             timeout: seconds; None for no limit.

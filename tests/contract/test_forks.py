@@ -8,11 +8,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from backends import BuiltIn, SharedMemoryPublished
+from file_backend import FileScheme, FileTransport
 from implementations import PYTHON, choose
 from rpc_workers import Rpc, RpcWorkerPool
 from torch import nn
@@ -21,6 +23,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 import wsync
 from wsync.testing import WorkerPool, commands
 from wsync.testing.commands import WorkerState
+from wsync.testing.hooks import BackendHooks
 from wsync.testing.models import Small, fill
 
 REASON = "forked child"
@@ -138,6 +141,47 @@ def test_a_childs_shutdown_closes_its_own_copies(backend: BuiltIn) -> None:
     with backend.connected(1) as session:
         outcomes = outcomes_in_child({"shutdown": session.scheme.shutdown, "again": session.scheme.shutdown})
         assert outcomes == {"shutdown": "returned", "again": "returned"}
+        session.send(2)
+        assert session.outputs() == [2]
+
+
+def test_a_child_that_is_forked_while_a_thread_waits_for_an_answer_can_shut_down(backend: BuiltIn) -> None:
+    """The locks that the thread holds stay locked in the child, which has no such thread."""
+    with backend.connected(1) as session:
+        session.workers[0].stop()
+        session.scheme.send_async(fill(Small(), 2))
+        waiting = threading.Thread(target=session.scheme.wait_async)
+        waiting.start()
+        try:
+            outcomes = outcomes_in_child({"shutdown": session.scheme.shutdown, "again": session.scheme.shutdown})
+        finally:
+            session.workers[0].resume()
+            waiting.join()
+        assert outcomes == {"shutdown": "returned", "again": "returned"}
+        assert session.outputs() == [2]
+
+
+class ClosesForBothProcesses(FileTransport):
+    """As a socket does that is shut down: also in the parent of the process that calls ``close``."""
+
+    def close(self) -> None:
+        self.path.with_suffix(".closed").touch()
+
+
+class ClosingScheme(FileScheme):
+    def create_transport(self, worker_idx: int | None = None) -> FileTransport:
+        return ClosesForBothProcesses(self.folder / f"{worker_idx}.pt")
+
+
+def test_a_childs_shutdown_closes_no_transport(pool: WorkerPool, tmp_path: Path) -> None:
+    class Backend(BackendHooks):
+        def make_scheme(self, **options: Any) -> wsync.WeightSyncScheme:
+            return ClosingScheme(str(tmp_path), **options)
+
+    Backend.pool = pool
+    with Backend().connected(1) as session:
+        assert outcomes_in_child({"shutdown": session.scheme.shutdown}) == {"shutdown": "returned"}
+        assert not list(tmp_path.glob("*.closed"))
         session.send(2)
         assert session.outputs() == [2]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -69,6 +71,32 @@ def test_in_one_process_the_model_keeps_its_weights() -> None:
 def test_aliases_of_backends(alias: str, name: str) -> None:
     with wsync.WeightSyncScheme.from_backend(alias) as scheme:
         assert scheme.name == name
+
+
+def test_an_older_name_is_free_for_a_backend_of_the_users_own() -> None:
+    code = """if True:
+        import wsync
+        wsync.register_backend("process", "wsync.backends.none:NoWeightSyncScheme")
+        assert wsync.WeightSyncScheme.from_backend("process").name == "none"
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)  # in a process of its own: the registry is global
+
+
+def test_the_calls_of_any_loop_are_harmless() -> None:
+    with wsync.NoWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", model=Small())
+        scheme.continue_from(7)
+        assert scheme.send() is None and scheme.version == 0
+    with wsync.NoWeightSyncScheme() as scheme:
+        scheme.init_on_receiver("policy", model=Small())
+        assert scheme.pull() == 0
+
+
+def test_an_attribute_of_a_context_that_is_no_list_of_pipes_is_ignored() -> None:
+    context = SimpleNamespace(policy=Small(), pipes=["tokenize"])
+    with wsync.SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", context=context, num_workers=2)
+        assert scheme.num_workers == 2
 
 
 @pytest.mark.parametrize("name", ["shared_mem", "multiprocess", "distributed", "rpc", "ray", "none"])

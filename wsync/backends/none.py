@@ -130,7 +130,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
             model = find_or_none(context, model_id)
         workers = context.remote_workers if isinstance(context, CollectorContext) else ()
         self._role = IdleRole(
-            end="sender",
+            side="sender",
             model_id=model_id,
             context=context,
             model=model,
@@ -159,12 +159,12 @@ class NoWeightSyncScheme(WeightSyncScheme):
         if model is None and context is not None:
             model = find_or_none(context, model_id)
         self._role = IdleRole(
-            end="receiver", model_id=model_id, context=context, model=model, source=model, worker_idx=worker_idx
+            side="receiver", model_id=model_id, context=context, model=model, source=model, worker_idx=worker_idx
         )
 
     def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
         """Keep the model, for the properties and ``apply_weights``; ``source`` has no effect."""
-        self._role = IdleRole(end="sender", model_id=model_id, model=model, source=model, num_workers=1)
+        self._role = IdleRole(side="sender", model_id=model_id, model=model, source=model, num_workers=1)
 
     def init_on_worker(
         self,
@@ -195,6 +195,13 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
     def disconnect(self, worker_idx: int) -> None:
         """Return at once."""
+
+    def continue_from(self, version: int) -> None:
+        """Return at once: no update has a number."""
+
+    def pull(self, timeout: float | None = None) -> int:
+        """Return 0 at once: there is never a version."""
+        return 0
 
     def readmit(self, worker_idx: int, process: Process | None = None, timeout: float | None = None) -> None:
         """Return at once."""
@@ -228,5 +235,5 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """See ``WeightSyncScheme``: one that carries nothing."""
         return NoTransport() if self._is("receiver") else None
 
-    def _is(self, end: str) -> bool:
-        return isinstance(self._role, IdleRole) and self._role.end == end
+    def _is(self, side: str) -> bool:
+        return isinstance(self._role, IdleRole) and self._role.side == side

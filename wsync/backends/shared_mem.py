@@ -15,7 +15,7 @@ from wsync.roles import SenderRole
 from wsync.scheme import WeightSyncScheme
 from wsync.scheme_transports import SenderTransport
 from wsync.sender import Sender
-from wsync.sending.channel import WorkerChannel
+from wsync.sending.channel import SenderSideChannel
 from wsync.sending.source import DeviceMap, Source
 from wsync.transforms.chain import compose
 from wsync.transport import TransportBackend
@@ -34,7 +34,7 @@ class SharedMemSenderTransport(SenderTransport, SharedMemTransport):
     """
 
     def __init__(
-        self, sender: Sender, channel: WorkerChannel, connect: Callable[[], None], model_id: str | None
+        self, sender: Sender, channel: SenderSideChannel, connect: Callable[[], None], model_id: str | None
     ) -> None:
         SenderTransport.__init__(self, sender, connect, None, model_id)
         self._channel = channel
@@ -126,6 +126,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         super().__init__(strategy, sync, timeout=timeout, bind=bind, **options)
         self.auto_register = auto_register
         self.per_worker_weights = per_worker_weights
+        if policy_weights is not None and not isinstance(policy_weights, Mapping):
+            raise TypeError(f"policy_weights is a mapping {{model_id: TensorDict}}, not {policy_weights!r}")
         if self.initiator == "receiver" and policy_weights:
             raise ValueError("policy_weights are shared with workers at once: leave them out with initiator='receiver'")
         self.acknowledge = acknowledge
@@ -180,7 +182,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         role, mirror = self._role, self._registered.get(model_id)
         if mirror is None or self.per_worker_weights or not self.bind:
             return
-        if isinstance(role, SenderRole) and isinstance(role.channel, WorkerChannel):
+        if isinstance(role, SenderRole) and isinstance(role.channel, SenderSideChannel):
             role.sender.source.registered = role.channel.share_registered(snapshot(mirror).tensors)
 
     def create_transport(self, worker_idx: Any = None) -> TransportBackend:
@@ -199,7 +201,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     def shared_transport(self) -> SharedMemSenderTransport | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The transport to all workers, on the sender; None in one process, where nothing is shared."""
         role = self._role
-        if not isinstance(role, SenderRole) or not isinstance(role.channel, WorkerChannel):
+        if not isinstance(role, SenderRole) or not isinstance(role.channel, SenderSideChannel):
             return None
         return SharedMemSenderTransport(role.sender, role.channel, self.connect, role.model_id)
 

@@ -106,7 +106,8 @@ def older_transport(scheme: WeightSyncScheme, pipes: list[Connection], given: ob
 def pipes_of(context: Any, pipes: Sequence[Connection] | None) -> list[Connection]:
     """Return the pipes that ``init_on_sender`` was given, or that its context has."""
     if pipes is None and isinstance(context, PipesContext):
-        pipes = context.pipes
+        found = context.pipes  # an attribute of this name may be something else
+        pipes = found if all(hasattr(pipe, "fileno") for pipe in found) else None
     return list(pipes or ())
 
 

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class SenderChannel:
-    """A worker's end of the connection; the sender's is ``WorkerChannel``. A ``RequestChannel``: see there for threads.
+    """A worker's end of the connection; the sender's is ``SenderSideChannel``. A ``RequestChannel``.
 
     Args:
         dial: ``(worker, deadline) -> connection``.

@@ -31,7 +31,7 @@ _LOCK_TIMEOUT = 2.0  # seconds; while this process exits, a daemon thread may ho
 _JOIN_TIMEOUT = 2.0  # seconds; a thread whose transport is closed ends at once, unless the transport does not return
 
 
-class WorkerChannel:
+class SenderSideChannel:
     """The channel of one sender to its workers: a ``FastChannel`` and a ``TransactionChannel``.
 
     Used by the thread that calls the scheme, and by the send-loop thread. ``_lock`` keeps their calls apart.
@@ -47,7 +47,7 @@ class WorkerChannel:
         self._lock = threading.RLock()
         self._buffers = Buffers(routes.slots, device)
         self._prepared: dict[int, dict[int, QueuedUpdate]] = {}  # by transaction, then worker
-        self._loop = SendLoop(routes.connections, self._lock, routes.must_read)
+        self._loop = SendLoop(routes.connections, self._lock, routes.needs_send_loop)
         self._closed = False
         fork_aware.add(self)
 
@@ -134,7 +134,7 @@ class WorkerChannel:
             return None
         if slots is not None and len(slots.workers) == num_workers:
             calls = slots.fast_calls(acknowledge=acknowledge)
-            return self._locked(calls) if calls is not None and self._routes.must_read() else calls
+            return self._locked(calls) if calls is not None and self._routes.needs_send_loop() else calls
         if not acknowledge:
             return None
         return TransportFastPath(self, num_workers, self._connections.record).calls()
@@ -189,7 +189,7 @@ class WorkerChannel:
         with self._lock:
             try:
                 self._connections.process_arrived_messages()
-            except BaseException:  # a signal handler raised: a message may be lost
+            except BaseException:  # a signal handler raised: a message may have been read and not processed
                 self._routes.transfers.mark_overdue(self.workers)
                 raise
             self._loop.start_if_needed()
@@ -197,7 +197,7 @@ class WorkerChannel:
     def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
         """See ``SendChannel``."""
         with self._lock:
-            if deadline == NOW:  # what has arrived; nothing is late
+            if deadline == NOW:  # only collects what has arrived; no answer is late
                 return self._connections.wait_acks(workers, version, deadline)
             answered: set[int] = set()
             try:
@@ -206,12 +206,13 @@ class WorkerChannel:
                 if len(answered) < len(workers):
                     self._routes.transfers.give_up(set(workers) - answered)
                 return acks
-            finally:  # also if a signal handler raised: a message may be lost
+            finally:  # also if a signal handler raised: a message may have been read and not processed
                 self._routes.transfers.mark_overdue(set(workers) - answered)
 
     def end_in_forked_child(self) -> None:
-        """See ``ForkAware``: only ``close`` is called in a child. The lock may be held by a thread of the parent."""
+        """See ``ForkAware``. In a child only ``close`` is called, which then closes nothing of the parent's."""
         self._lock = threading.RLock()
+        self._routes.transfers.end_in_forked_child()
 
     def close(self, *, finished: bool = False) -> None:
         """See ``SendChannel``. A finalizer may call this in any thread, also while another one waits for answers."""
@@ -227,5 +228,5 @@ class WorkerChannel:
             if locked:
                 self._lock.release()
         self._loop.close()
-        for thread in self._routes.transfers.ending:  # one that still runs while the interpreter exits may abort it
+        for thread in self._routes.transfers.ending:  # one that runs at interpreter exit can crash the process
             thread.join(_JOIN_TIMEOUT)

@@ -144,7 +144,7 @@ class BackendDelivery(Delivery):
     ) -> None:
         super().__init__(update, send, checked=checked)
         self._thread = thread
-        self._in_format = in_format
+        self._weights_for_transport = in_format
         self._begun = False  # the thread has the call
         self._ended = False  # its end was noticed
         self._aborted = False
@@ -157,7 +157,7 @@ class BackendDelivery(Delivery):
             self._announced = True
         if not self._begun:
             if update.formatted is None:
-                update.formatted = self._in_format(update)
+                update.formatted = self._weights_for_transport(update)
             self._thread.begin(update.formatted)
             self._begun = True
 

@@ -16,7 +16,7 @@ from wsync.weights.packing import Buffer
 class SendChannel(Protocol):
     """How a sender reaches the workers of one model.
 
-    Implemented by ``WorkerChannel``, ``InProcessChannel``, ``StoreSendChannel`` and ``EngineSendChannel``.
+    Implemented by ``SenderSideChannel``, ``InProcessChannel``, ``StoreSendChannel`` and ``EngineSendChannel``.
 
     All methods are called by the thread that calls the scheme, under the sender's lock; ``close`` also at exit.
     ``reserve``, ``publish`` and ``wait_acks`` are called once per update outside the fast path. What only some channels
@@ -114,7 +114,7 @@ class SendChannel(Protocol):
 
 @runtime_checkable
 class FastChannel(Protocol):
-    """A channel that can do all steps of an update in one call: ``WorkerChannel``."""
+    """A channel that can do all steps of an update in one call: ``SenderSideChannel``."""
 
     def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
         """Return the calls of the fast path; None if it cannot be used now.
@@ -126,7 +126,7 @@ class FastChannel(Protocol):
 
 @runtime_checkable
 class TransactionChannel(SendChannel, Protocol):
-    """A channel to workers that can keep an update before they use it: ``WorkerChannel`` and ``InProcessChannel``."""
+    """A channel to workers that can keep an update before use: ``SenderSideChannel`` and ``InProcessChannel``."""
 
     def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
         """See ``SendChannel``; ``keep`` the previous version unchanged, because this one may be aborted."""

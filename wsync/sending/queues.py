@@ -63,7 +63,7 @@ class WorkerQueue:
         self.overdue = False
         self._worker = worker
         self._connections = connections
-        self._in_format = in_format
+        self._weights_for_transport = in_format
         self._difference = difference
         self._on_request = on_request
         self._base: QueuedUpdate | None = None  # what the worker has installed last, if differences are sent
@@ -172,7 +172,7 @@ class WorkerQueue:
         if difference is not None:
             return DifferenceDelivery(update, self._send, difference, checked=self.checked)
         if isinstance(transport, TransferThread):
-            return BackendDelivery(update, self._send, transport, self._in_format, checked=self.checked)
+            return BackendDelivery(update, self._send, transport, self._weights_for_transport, checked=self.checked)
         return FlatDelivery(update, self._send, transport, self._on_broken, checked=self.checked)
 
     def _on_broken(self, error: object) -> None:

@@ -32,7 +32,7 @@ class Routes:
         arena: whether workers on this machine take weights from shared memory.
         binds_arena: whether the model of a worker stays bound to the slot that it was given.
         checksum: whether updates have a checksum; None: only those that a transport carries.
-        delta: makes the differences that transports' workers are sent; None: they are sent the full weights.
+        delta: computes the differences that transports send instead of the full weights; None: they send the latter.
         on_request: with ``initiator="receiver"``: workers are sent an update when they request it.
 
     Attributes:
@@ -56,7 +56,7 @@ class Routes:
         on_request: bool,
     ) -> None:
         if delta is not None and checksum is False:
-            checksum = None  # what a worker makes from a difference is compared with the checksum in any case
+            checksum = None  # weights that are made from a difference are always verified
         self.num_workers = num_workers
         self.layout: Layout | None = None
         self._strategy = strategy
@@ -72,10 +72,16 @@ class Routes:
         )
         difference = None if delta is None else self._difference
         self.transfers = Transfers(
-            connections, num_workers, create_transport, self._in_format, checksum, difference, on_request=on_request
+            connections,
+            num_workers,
+            create_transport,
+            self._weights_for_transport,
+            checksum,
+            difference,
+            on_request=on_request,
         )
 
-    def _in_format(self, update: QueuedUpdate) -> Any:
+    def _weights_for_transport(self, update: QueuedUpdate) -> Any:
         assert self.layout is not None, "set_layout() comes first"
         views = dict(zip(self.layout.names, update.buffer.views, strict=True))
         return self._strategy.extract_weights(views)
@@ -84,20 +90,23 @@ class Routes:
         assert self._delta is not None and self.layout is not None, "set_layout() comes first"
         return self._delta.difference(base.buffer.flat, base.version, update.buffer.flat, self.layout.width)
 
-    def must_read(self) -> bool:
-        """Return whether messages are to be read while the trainer does other work."""
+    def needs_send_loop(self) -> bool:
+        """Return whether messages have to be read while the trainer does other work."""
         return self.transfers.unfinished or (self._on_request and bool(self.connections.workers))
 
     def _split(self, workers: Iterable[int]) -> tuple[list[int], list[int]]:
         """Return those of ``workers`` that get the version by a published word, and those that get it by a transport.
 
-        For workers that are not connected the published word keeps the version, if there is an arena.
+        A worker that is not connected counts as one of the arena, if there is one: its published word keeps the version
+        for its replacement.
         """
         if self.slots is None:
             return [], list(workers)
         connected = self.connections.workers
-        in_arena = [worker for worker in workers if worker in self.slots.workers or worker not in connected]
-        return in_arena, [worker for worker in workers if worker not in in_arena]
+        in_arena, others = [], []
+        for worker in workers:
+            (in_arena if worker in self.slots.workers or worker not in connected else others).append(worker)
+        return in_arena, others
 
     # --- layout ---
 
@@ -190,7 +199,7 @@ class Routes:
 
     def _point(self, updates: Mapping[int, QueuedUpdate], acknowledge: bool) -> None:
         for worker, update in updates.items():
-            assert self.slots is not None, "some workers use it"
+            assert self.slots is not None, "without an arena no worker is routed to it"
             self.slots.point(worker, update.version, update.buffer.slot, acknowledge)
 
     def prepare(self, update: QueuedUpdate, workers: Collection[int]) -> None:
@@ -214,7 +223,7 @@ class Routes:
     def abort(self, workers: Collection[int], transaction: int) -> None:
         """Have ``workers`` drop what they have prepared."""
         in_arena, others = self._split(workers)
-        for worker in in_arena:  # may be dropped: without a commit nothing is installed
+        for worker in in_arena:  # the message may be lost: only a commit installs
             self.connections.notify(worker, Message(Kind.ABORT, worker, transaction))
         for worker in others:
             self.transfers.queues[worker].abort(transaction)
@@ -227,7 +236,7 @@ class Routes:
 
     def close(self, *, finished: bool) -> None:
         """See ``SendChannel``."""
-        slots, self.slots = self.slots, None  # first: disconnecting must not write words in a forked child
+        slots, self.slots = self.slots, None  # first: in a forked child, disconnecting must not write to the arena
         self.connections.close(finished=finished)
         self.transfers.close()
         if slots is not None:

@@ -22,7 +22,7 @@ class SendLoop:
 
     Args:
         connections: to all workers.
-        lock: of the ``WorkerChannel``; the thread takes it to read messages.
+        lock: of the ``SenderSideChannel``; the thread takes it to read messages.
         needed: returns whether an update waits for a connected worker.
     """
 

@@ -164,6 +164,13 @@ class Transfers:
             queue = self.queues[worker]
             queue.overdue = queue.current is not None
 
+    def end_in_forked_child(self) -> None:
+        """Leave transports and threads to the parent: ``disconnect`` closes none of them in this process."""
+        self._inherited = [queue.transport for queue in self.queues]  # kept: their finalizers must not run here
+        for queue in self.queues:
+            queue.transport = None
+        self.ending = []
+
     def close(self) -> None:
         """Release the rest. Called after the workers were disconnected."""
         os.close(self._wake)

@@ -1,4 +1,4 @@
-"""One update from the weights to the report, in full: for any weights and any workers."""
+"""The full send path, for any weights and any workers: pack, publish, wait for acknowledgements, report."""
 
 from __future__ import annotations
 
@@ -52,14 +52,16 @@ class Updates:
         self.acks = acks
         self.packer = UpdatePacker(channel, source, members)
         self.in_flight: list[InFlight] = []
-        # Not on request: each worker then takes each version when it likes. Asked once: it takes 20 µs.
+        # None with initiator="receiver": the workers then choose when they install, which rules out a transaction.
+        # Tested once, because this isinstance() takes 20 µs.
         self.transaction_channel: TransactionChannel | None = None
         if not on_request and isinstance(channel, TransactionChannel):
             self.transaction_channel = channel
         self._on_request = on_request
         self._source = source
         self._record = record
-        # Connected before there was a layout: may not have mapped the arena, so must acknowledge their first update.
+        # Workers that connected before the layout was known. They may not have mapped the arena yet, so their first
+        # update must be acknowledged.
         self._not_yet_mapped: set[int] = set()
 
     def publish(
@@ -73,14 +75,14 @@ class Updates:
     ) -> InFlight:
         """Send the next version, without waiting for the workers: see ``UpdatePacker.packing``.
 
-        ``wait_for_acks`` waits for acknowledgements if ``acknowledge``, or if they are needed.
+        Even if ``acknowledge`` is false, acknowledgements are awaited if the update has extra state, if a worker may
+        not have mapped the arena yet, and before registered buffers are overwritten.
         """
         with self.packing(weights, workers, absent, rest=rest) as (update, packed):
-            # Two cases need acknowledgements in any mode: extra state, because set_extra_state may raise; and workers
-            # that may not have mapped the arena yet: until they have answered, their forwards do not read it.
-            unsure = not self._not_yet_mapped.isdisjoint(workers) or any([extra for _, _, extra in packed])
-            must = (unsure or update.must_copy) and not self._on_request
-            update.acknowledge = acknowledge = acknowledge or must
+            # set_extra_state may raise; and until a worker has mapped the arena, its forwards do not read it.
+            may_fail = any(extra for _, _, extra in packed) or not self._not_yet_mapped.isdisjoint(workers)
+            must_confirm = (may_fail or update.must_copy) and not self._on_request
+            update.acknowledge = acknowledge = acknowledge or must_confirm
             self.announce_registered(update)
             for part, buffer, extra in packed:
                 self.channel.publish(buffer, update.version, extra, part.workers, acknowledge)
@@ -107,8 +109,8 @@ class Updates:
             self.version += 1
             registered, layout, (update, packed) = self._source.registered, self.packer.layout, result
             if registered is not None and layout is not None:
-                made = self._source.maps or len(packed) > 1
-                update.must_copy = made or not registered.holds(layout, packed[0][0].tensors)
+                differ = self._source.maps or len(packed) > 1  # from the registered buffers
+                update.must_copy = differ or not registered.holds(layout, packed[0][0].tensors)
             yield result
 
     def _agree_on_layout(self, weights: object, deadline: float | None) -> None:
@@ -174,7 +176,7 @@ class Updates:
         return report
 
     def stop_waiting_for(self, workers: Collection[int]) -> None:
-        """Drop ``workers`` from older unfinished sends: the acknowledgement of a newer update covers them."""
+        """Drop ``workers`` from older unfinished sends: a newer update replaces these, or the worker has gone."""
         for older in self.in_flight:
             older.workers = [worker for worker in older.workers if worker not in workers]
         self.in_flight = [older for older in self.in_flight if older.workers]
@@ -188,8 +190,8 @@ class Updates:
 
     def _write_registered(self, update: InFlight) -> None:
         """Copy the newest update into the registered buffers, unless it was packed from them; all workers have it."""
-        registered, everyone = self._source.registered, {*self.members.present}
+        registered = self._source.registered
         if registered is None or not update.must_copy or update.version != self.version:
             return
-        if everyone <= {*update.workers}:
+        if {*self.members.present} <= {*update.workers}:
             registered.copy_published(update.version)

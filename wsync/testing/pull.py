@@ -124,6 +124,17 @@ class Pull(BackendHooks):
             assert session.workers.call(pull) == [3, 3]
             assert session.outputs() == [3, 3]
 
+    def test_a_send_after_the_death_of_a_worker_names_it(self) -> None:
+        """A send here waits for no answer, so nothing but the death itself can tell."""
+        with self.fetching() as session:
+            for value in (2, 3):
+                session.send(value)
+            session.workers[1].kill()
+            assert session.workers[0].call(pull) == 3  # the sender reads all messages, so it has noticed the death
+            with pytest.raises(wsync.WorkerDied, match="worker 1"):
+                session.send(4)
+            assert session.workers[0].call(pull) == 4
+
     def test_models_of_workers_that_fetch_cannot_be_switched_together(self) -> None:
         with self.fetching() as session, pytest.raises(wsync.WeightSyncError, match="one by one"):
             wsync.synchronize({session.scheme: fill(session.model, 2)})

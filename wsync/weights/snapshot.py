@@ -121,11 +121,6 @@ class ModuleIndex:
         )
 
     @property
-    def module(self) -> nn.Module | None:
-        """The module that this is the index of; None if it is no more."""
-        return self._module()
-
-    @property
     def complete(self) -> bool:
         """Whether the places that had no tensor (a layer without bias) have none now, and the others have one."""
         vacated = any(where.get(key) is None for where, key in chain(self.parameters.values(), self.buffers.values()))
