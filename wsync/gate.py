@@ -68,8 +68,8 @@ class Gate:
     def call_with_deadline(self, deadline: float | None, function: Callable[..., Any], *args: Any) -> Any | None:
         """Wait for the gate until ``deadline``, and call ``function`` inside it. None if that was not in time.
 
-        Called by the thread in ``receive()``. The lock is always released, because a signal handler may raise just after
-        it was acquired. So this must not be called inside the gate: a surplus release would open it.
+        Called by the thread in ``receive()``. The lock is always released, because a signal handler may raise just
+        after it was acquired. So this must not be called inside the gate: a surplus release would open it.
         """
         lock, left = self.gate_lock.lock, remaining(deadline)
         try:

@@ -14,8 +14,8 @@ class Connection(Protocol):
 
     Any thread may call ``send`` and ``notify``; a lock inside keeps messages whole. One thread at a time calls
     ``receive``: on the sender the thread that holds the channel's lock (``SenderSideChannel``); in a worker the
-    thread that connects, and afterwards the receiver thread. The first message must go by ``send``, not ``notify``: only ``send``
-    puts the proof of the token before it.
+    thread that connects, and afterwards the receiver thread. The first message must go by ``send``, not ``notify``:
+    only ``send`` puts the proof of the token before it.
     """
 
     @property
