@@ -108,6 +108,7 @@ class WeightSyncScheme(ABC):
         self.max_staleness = max_staleness
         self._role = Role()
         self._address: Any = None  # of the sender; travels in the pickle
+        self._sent_model_id: str | None = None  # the model that the sender at this address sends
         self._strategy = WeightStrategy(strategy)
         self.sync = sync
         self.timeout = timeout
@@ -218,8 +219,9 @@ class WeightSyncScheme(ABC):
             invite_all(self, pipes)  # tell each worker through its pipe where to connect
 
     def _open_sender(self, model_id: str, source: Source, num_workers: int) -> tuple[Sender, SendChannel]:
-        """Open the listening socket, and set ``_address``."""
+        """Open the listening socket, and set ``_address`` and ``_sent_model_id``."""
         connections, self._address = self.create_rendezvous().open()
+        self._sent_model_id = model_id
         return assembly.make_sender(self, source, num_workers, connections)
 
     def init_on_receiver(
@@ -239,8 +241,8 @@ class WeightSyncScheme(ABC):
             context: an object that has the model. If it has a method ``cascade_weights``, because it has workers of its
                 own, ``context.cascade_weights(model_id)`` is called after each update, before it is acknowledged:
                 outside the gate, by the receiver thread (with RPC: of the incoming call), or the thread in ``connect``
-                or ``pull``. If it only has
-                ``update_policy_weights_``, that is called, with ``(weights, model_id=model_id)``.
+                or ``pull``. If it only has ``update_policy_weights_``, that is called, with
+                ``(weights, model_id=model_id)``.
             model: the model itself, or a mapping of tensors into which weights are copied. If a module's parameters are
                 in memory shared with another process, they are copied first.
             load: for an inference engine: called inside the gate, by the acting or receiver thread (the first to enter
@@ -252,10 +254,13 @@ class WeightSyncScheme(ABC):
         Raises:
             RuntimeError: the scheme was never initialised on a sender, or is initialised here already.
             LookupError, TypeError: the context has no such model.
-            ValueError: neither a model, a context nor ``load``; or a context with ``cascade_weights`` and a
-                ``SharedMemWeightSyncScheme(acknowledge="published")``: its ``send`` does not wait for workers.
+            ValueError: another ``model_id`` than the sender's; neither a model, a context nor ``load``; or a context
+                with ``cascade_weights`` and ``SharedMemWeightSyncScheme(acknowledge="published")``, whose ``send`` does
+                not wait for workers.
         """
         self._release_inherited_end()
+        if self._sent_model_id not in (None, model_id):
+            raise ValueError(f"the sender of this scheme sends '{self._sent_model_id}', not '{model_id}'")
         model, receiver = assembly.make_receiver(self, model_id, context, model, load, chunk_bytes)
         self._role = ReceiverRole(
             model_id=model_id, context=context, model=model, receiver=receiver, given_idx=worker_idx

@@ -50,12 +50,16 @@ def synchronize(
 def _synchronize(
     parts: Mapping[str, tuple[Transaction, Any]], worker_ids: int | Sequence[int] | None
 ) -> dict[str, SyncReport]:
+    name = ""
     try:
-        for part, weights in parts.values():
+        for name, (part, weights) in parts.items():  # noqa: B007  the error names the model
             part.prepare(weights, worker_ids)
-    except BaseException:
+    except BaseException as error:
         for part, _ in parts.values():
             part.abort()
+        if isinstance(error, WorkerError):
+            message = f"'{name}': {error}"
+            raise type(error)(message, error.workers, error.version, error.refused) from None
         raise
     for part, _ in parts.values():
         part.commit()

@@ -23,7 +23,7 @@ from wsync.testing.workers import WorkerError
 class FailingTransport(FileTransport):
     """Raises ``error``, once, after a call of ``before_error``."""
 
-    error: Exception | None = None
+    error: BaseException | None = None
     before_error: Callable[[], None] | None = None
 
     def send_weights(self, weights: Any) -> None:
@@ -37,6 +37,13 @@ class FailingTransport(FileTransport):
 
     def write(self, weights: Any) -> None:
         super().send_weights(weights)
+
+
+class Raising:
+    """In place of ``close``."""
+
+    def __call__(self) -> None:
+        raise RuntimeError("close failed")
 
 
 class FailingStream(FailingTransport):
@@ -116,6 +123,39 @@ class TestFailingTransports(BackendHooks):
 
     def make_scheme(self, scheme_type: type[FileScheme] = FailingScheme, **options: Any) -> FileScheme:
         return scheme_type(str(self.folder), **options)
+
+    def test_transports_that_all_fail_at_once_are_all_named(self) -> None:
+        with self.connected(3) as session:
+            scheme: Any = session.scheme
+            for transport in scheme.transports.values():
+                transport.error = OSError("no space left")
+            with pytest.raises(wsync.WorkerFailed, match="no space left") as failed:
+                session.send(2)
+            assert sorted(failed.value.workers) == [0, 1, 2]
+            session.send(3)
+            assert session.outputs() == [3, 3, 3]
+
+    def test_a_transport_whose_close_raises_hides_no_death_and_stops_no_shutdown(self) -> None:
+        with self.connected(3) as session:
+            scheme: Any = session.scheme
+            scheme.transports[0].close = scheme.transports[1].close = Raising()
+            session.workers[0].kill()
+            with pytest.raises(wsync.WorkerDied, match="worker 0"):
+                session.send(2)
+            session.send(3)
+            assert session.outputs() == [3, 3]
+            assert session.workers.call(commands.receive) == [("dict", ["weight"])] * 2
+            session.scheme.shutdown()
+            assert session.workers.call(commands.receive) == [None, None]
+
+    def test_send_weights_that_ends_its_thread_is_an_error(self) -> None:
+        with self.connected() as session:
+            scheme: Any = session.scheme
+            scheme.transports[1].error = SystemExit("gone")
+            with pytest.raises(wsync.WorkerFailed, match="SystemExit: gone"):
+                session.send(2)
+            session.send(3)
+            assert session.outputs() == [3, 3]
 
     @pytest.mark.parametrize("error", [BrokenPipeError("gone"), RuntimeError("gone")])
     def test_a_transport_that_fails_because_its_worker_was_killed(self, error: Exception) -> None:

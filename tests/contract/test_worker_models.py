@@ -296,3 +296,13 @@ def test_received_weights_are_copied_from_one_version(pool: WorkerPool, backend:
         finally:
             done.set()
             trainer.join()
+
+
+def test_a_worker_that_names_another_model_than_the_sender_is_refused() -> None:
+    """Models of one shape could otherwise be exchanged without any error."""
+    with wsync.SharedMemWeightSyncScheme() as sender:
+        sender.init_on_sender("actor", model=Small(), num_workers=1)
+        with pickle.loads(pickle.dumps(sender)) as worker:
+            with pytest.raises(ValueError, match="sends 'actor', not 'critic'"):
+                worker.init_on_receiver("critic", model=Small(), worker_idx=0)
+            worker.init_on_receiver("actor", model=Small(), worker_idx=0)

@@ -9,7 +9,7 @@ from wsync.deadlines import NOW
 from wsync.errors import SyncTimeout, WorkerDied, WorkerError, WorkerFailed
 from wsync.sending.membership import Membership
 from wsync.sending.protocols import SendChannel
-from wsync.types import Ack
+from wsync.types import ANY_VERSION, Ack
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +59,11 @@ class Acknowledgements:
             failed = [ack.version for ack in acks if not ack.died]
             self._raise_missing(workers, min([version, *failed]), acks, awaited=False)
 
+    def note_deaths(self) -> None:
+        """Remove the workers that have died by now from the members. Does not wait, and raises nothing for them."""
+        acks = self._channel.wait_acks(self._members.present, ANY_VERSION + 1, NOW)  # no answer has such a version
+        self._members.remove([ack.worker for ack in acks if ack.died])
+
     def _raise_missing(
         self,
         workers: Collection[int],
@@ -86,7 +91,8 @@ class Acknowledgements:
         causes = {**died, **failed, **dict.fromkeys(silent, "did not answer before the deadline"), **late}
         outcome = f"is missing on {len(causes)} worker(s); those that have it: {sorted(set(workers) - causes.keys())}"
         if not committed:
-            outcome = f"was applied nowhere, because {len(causes)} worker(s) did not confirm that it fits"
+            why = "died" if died and not (failed or silent) else "did not confirm that it fits"
+            outcome = f"was applied nowhere, because {len(causes)} worker(s) {why}"
         message = "\n".join(
             [
                 f"version {version} {outcome}",

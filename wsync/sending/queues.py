@@ -10,7 +10,6 @@ from typing import Any
 
 from wsync.control.messages import REQUEST, Kind, Message
 from wsync.control.workers import WorkerConnections
-from wsync.deadlines import deadline_in
 from wsync.sending.deliveries import BackendDelivery, Delivery, DifferenceDelivery, FlatDelivery
 from wsync.sending.queued_update import Difference, QueuedUpdate
 from wsync.sending.transfer_thread import TransferThread
@@ -18,7 +17,6 @@ from wsync.transport import FlatTransport
 from wsync.types import Ack
 
 _log = logging.getLogger(__name__)
-_GRACE = 0.5  # seconds in which the death of a worker is noticed after its transport has failed
 
 
 class WorkerQueue:
@@ -35,6 +33,7 @@ class WorkerQueue:
         on_request: whether an update waits until the worker requests it.
 
     Attributes:
+        worker: as given.
         latest: the newest version that was queued or committed, for a replacement of this worker.
         transport: the transport of this connection, if it is a ``FlatTransport``; the thread that calls its
             ``send_weights``, if it is a ``TransportBackend``; None if the worker is not connected, or uses the arena.
@@ -61,7 +60,8 @@ class WorkerQueue:
         self.current: Delivery | None = None
         self.waiting: deque[QueuedUpdate] = deque()
         self.overdue = False
-        self._worker = worker
+        self.worker = worker
+        self._failure: tuple[Delivery, Ack] | None = None  # of ``send_weights``, until it is reported
         self._connections = connections
         self._weights_for_transport = in_format
         self._difference = difference
@@ -83,7 +83,7 @@ class WorkerQueue:
         return (*(update for update in (self._base, self.latest, current) if update), *self.waiting)
 
     def _send(self, kind: Kind, version: int = 0, payload: bytes = b"") -> None:
-        self._connections.send(self._worker, Message(kind, self._worker, version, payload))
+        self._connections.send(self.worker, Message(kind, self.worker, version, payload))
 
     # --- what waits ---
 
@@ -178,29 +178,34 @@ class WorkerQueue:
     def _on_broken(self, error: object) -> None:
         """Disconnect the worker, whose transport has broken."""
         self._connections.process_arrived_messages()  # the worker may have sent a reason, or have died
-        if self._worker in self._connections.workers:
-            self._connections.mark_dead(self._worker, f"its transport has broken: {error}")
+        if self.worker in self._connections.workers:
+            self._connections.mark_dead(self.worker, f"its transport has broken: {error}")
 
-    def _dies(self) -> bool:
-        """Return whether the worker is dead: a transport may notice that before the control connection does."""
-        deadline = deadline_in(_GRACE)
-        while self._worker in self._connections.workers and self._connections.read(deadline):
-            pass
-        return self._worker not in self._connections.workers
+    def call_ended(self) -> bool:
+        """Called when ``send_weights`` of some worker has returned; if of this one, go on with its update.
 
-    def call_ended(self) -> None:
-        """Called when ``send_weights`` of some worker has returned; if of this one, go on with its update."""
+        Returns:
+            Whether it has failed. ``report_failure`` is called next, once a death would have been noticed.
+        """
         delivery = self.current
         error = delivery.end_call() if isinstance(delivery, BackendDelivery) else None
         if delivery is None or error is None:
-            return
+            return False
         version = delivery.update.version
-        _log.debug("worker %d: send_weights of version %d failed", self._worker, version)
+        _log.debug("worker %d: send_weights of version %d failed", self.worker, version)
         if isinstance(self.transport, TransferThread) and self.transport.broken:
             self._on_broken(error)
+            return False
+        self._failure = delivery, Ack(self.worker, version, error=f"its transport could not send:\n{error}")
+        return True
+
+    def report_failure(self) -> None:
+        """Record that ``send_weights`` has failed, unless the worker has died; send the next update."""
+        failure, self._failure = self._failure, None
+        if failure is None or self.worker not in self._connections.workers:
             return
-        if self._dies():
-            return
-        self._connections.record(Ack(self._worker, version, error=f"its transport could not send:\n{error}"))
-        self.current = None
-        self.advance()
+        delivery, ack = failure
+        self._connections.record(ack)
+        if self.current is delivery:
+            self.current = None
+            self.advance()

@@ -68,6 +68,10 @@ class Transaction:
         return self._channel, self._update
 
     def abort(self) -> None:
-        """Have the workers forget what they have prepared, if anything. The update's version number is not reused."""
+        """Have the workers forget what they have prepared, if anything. The update's version number is not reused.
+
+        A death is not reported again by the next send: the error of the transaction has named the worker.
+        """
         if self._channel is not None:
             self._channel.abort(self._number)
+        self._updates.acks.note_deaths()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import traceback
@@ -9,6 +10,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from wsync.transport import Closable, TransportBackend
+
+_log = logging.getLogger(__name__)
 
 
 class TransferThread:
@@ -44,7 +47,7 @@ class TransferThread:
             (weights,) = call
             try:
                 self._transport.send_weights(weights)
-            except Exception as error:  # noqa: BLE001  a transport may raise anything; the trainer raises it
+            except BaseException as error:  # noqa: BLE001  a transport may raise anything; the trainer raises it
                 self.error, self.broken = traceback.format_exc(), isinstance(error, ConnectionError)
             del call, weights
             self.busy = False
@@ -53,7 +56,10 @@ class TransferThread:
 
     def close(self) -> threading.Thread:
         """Close the transport, which ends a blocking call; return the thread, which then ends."""
-        if isinstance(self._transport, Closable):
-            self._transport.close()
         self._calls.put(None)
+        if isinstance(self._transport, Closable):
+            try:
+                self._transport.close()
+            except Exception:  # noqa: BLE001  of a user's transport: other workers have to be closed all the same
+                _log.exception("%s.close() raised an error, which has no other effect", type(self._transport).__name__)
         return self._thread

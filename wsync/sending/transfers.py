@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from wsync.control.workers import WorkerConnections
+from wsync.deadlines import deadline_in
 from wsync.errors import NotConnected, SyncTimeout
 from wsync.sending.deliveries import FlatDelivery
 from wsync.sending.queued_update import Difference, QueuedUpdate
@@ -15,6 +16,8 @@ from wsync.sending.queues import WorkerQueue
 from wsync.sending.transfer_thread import TransferThread
 from wsync.transport import FlatTransport, TransportBackend, TransportFactory, require_transport
 from wsync.transport_setup import TransportSetup
+
+_GRACE = 0.5  # seconds in which the death of a worker is noticed after its transport has failed
 
 
 class Transfers:
@@ -52,6 +55,8 @@ class Transfers:
         self._create_transport = create_transport
         self._checksum = checksum
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._failed: list[WorkerQueue] = []  # whose ``send_weights`` has failed, until that is reported
+        self._noticing_deaths = False
         self._abandoned: set[int] = set()  # slots that a transfer to a former worker may still read: never reused
         connections.watch(self._wake, self._calls_ended)
 
@@ -100,6 +105,7 @@ class Transfers:
         except Exception as error:
             self._connections.disconnect(worker)
             message = f"worker {worker}: the set-up of its transport raised {type(error).__name__}: {error}"
+            message = str(error) if isinstance(error, SyncTimeout) else message
             raise SyncTimeout(message, {worker: str(error)}) from error
         if isinstance(transport, FlatTransport):
             queue.transport, queue.checked = transport, self._checksum is not False
@@ -146,8 +152,26 @@ class Transfers:
 
     def _calls_ended(self) -> None:
         os.eventfd_read(self._wake)
-        for queue in self.queues:
-            queue.call_ended()
+        if failed := [queue for queue in self.queues if queue.call_ended()]:
+            self._failed += failed
+            self._report_failures()
+
+    def _report_failures(self) -> None:
+        """Report failed calls, unless a worker's death explains them, which its connection may tell a moment later.
+
+        Calls that fail during this wait are reported with the others, after one wait for all.
+        """
+        if self._noticing_deaths:
+            return
+        self._noticing_deaths, deadline = True, deadline_in(_GRACE)
+        try:
+            while any(queue.worker in self._connections.workers for queue in self._failed):
+                if not self._connections.read(deadline):
+                    break
+        finally:
+            failed, self._failed, self._noticing_deaths = self._failed, [], False
+            for queue in failed:
+                queue.report_failure()
 
     def give_up(self, workers: Collection[int]) -> None:
         """Called at an update's deadline: disconnect those of ``workers`` with ``send_weights`` still running.

@@ -47,6 +47,15 @@ class Transactions(BackendHooks):
             critic.send(61)
             assert actor.outputs() == [60, 60] and critic.outputs() == [61, 61]
 
+    def test_a_death_fails_one_transaction_only(self) -> None:
+        """The survivors get the next one, although only one model's prepare has noticed the death."""
+        with self.connected(model_id="actor") as actor, self.second_model(actor, Small, "critic") as critic:
+            actor.workers[1].kill()
+            with pytest.raises(wsync.WorkerDied, match=r"'actor': (?s:.)*worker 1"):
+                _send_both(actor, critic, 2)
+            _send_both(actor, critic, 3)
+            assert actor.outputs() == [3] and critic.outputs() == [-3]
+
     def test_a_model_that_one_worker_refuses_is_installed_nowhere_nor_is_the_other(self) -> None:
         with (
             self.connected(make=WithExtraState, model_id="actor") as actor,
