@@ -74,7 +74,8 @@ class ActorCritic(ABC):
 
     def _descend(self, loss: Tensor) -> Tensor:
         """Do one gradient step on `loss`; return the norm of the gradient before it is scaled down."""
-        self.optimizer.zero_grad()
+        for parameter in self.parameters:  # zero_grad() takes twenty times as long
+            parameter.grad = None
         loss.backward()
         grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
         self.optimizer.step()

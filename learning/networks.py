@@ -68,13 +68,9 @@ class Policy(SampledPolicy):
     def from_parameters(self, parameters: Tensor) -> distributions.Distribution:
         """Return the distribution with these parameters ``[*B, P]``, batch shape ``[*B]``."""
 
-    def from_output(self, output: Tensor, mask: Tensor | None = None) -> distributions.Distribution:
-        """Return the distribution for the network's `output`, batch shape ``[*B]``; see ``to_parameters``."""
-        return self.from_parameters(self.to_parameters(output, mask))
-
     def distribution(self, observation: Observation) -> distributions.Distribution:
         """Return the distribution of actions at `observation` ``[*B, *obs]``, batch shape ``[*B]``."""
-        return self.from_output(self.network(observation), action_mask(observation))
+        return self.from_parameters(self.distribution_parameters(observation))
 
 
 def action_mask(observation: Observation) -> Tensor | None:
@@ -167,16 +163,8 @@ class GaussianPolicy(Policy):
 
     def to_parameters(self, output: Tensor, mask: Tensor | None = None) -> Tensor:
         """See Policy; a mask of choices has no meaning here."""
-        mean, std = self._mean_and_std(output)
-        return torch.cat([mean, std.expand_as(mean)], -1)
-
-    def from_output(self, output: Tensor, mask: Tensor | None = None) -> distributions.Independent:
-        """See Policy; without the detour by one tensor for all parameters, which takes a tenth of a gradient step."""
-        return _normal(*self._mean_and_std(output))
-
-    def _mean_and_std(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean ``[*B, dim]`` and the standard deviation ``[dim]``, in the environment's units."""
-        return torch.addcmul(self.center, self.half_range, output), self.half_range * self.log_std.exp()
+        mean = self.center + self.half_range * output
+        return torch.cat([mean, (self.half_range * self.log_std.exp()).expand_as(mean)], -1)
 
     def noise(self, parameters: Tensor, *steps: int) -> Tensor:
         """See SampledPolicy: standard normal, ``[*steps, *B, dim]``."""
@@ -190,15 +178,16 @@ class GaussianPolicy(Policy):
 
     def log_prob(self, parameters: Tensor, action: Tensor) -> Tensor:
         """See SampledPolicy."""
-        return _normal(*parameters.chunk(2, -1)).log_prob(action)
+        return _normal(parameters).log_prob(action)
 
     def from_parameters(self, parameters: Tensor) -> distributions.Independent:
         """See Policy; in the environment's units."""
-        return _normal(*parameters.chunk(2, -1))
+        return _normal(parameters)
 
 
-def _normal(mean: Tensor, std: Tensor) -> distributions.Independent:
-    """Return independent normal distributions, of actions ``[*B, dim]``."""
+def _normal(parameters: Tensor) -> distributions.Independent:
+    """Return independent normal distributions for mean and standard deviation, ``[*B, 2 * dim]``."""
+    mean, std = parameters.chunk(2, -1)
     return distributions.Independent(distributions.Normal(mean, std, validate_args=False), 1, validate_args=False)
 
 
@@ -224,8 +213,8 @@ def evaluate(policy: Policy, critic: nn.Module, observation: Observation) -> tup
     if not isinstance(actor, Network) or not isinstance(valued, Network) or actor.trunk is not valued.trunk:
         return policy.distribution(observation), critic(observation)
     features = actor.features(observation)
-    distribution = policy.from_output(actor.head(features), action_mask(observation))
-    return distribution, valued.head(features).squeeze(-1)
+    parameters = policy.to_parameters(actor.head(features), action_mask(observation))
+    return policy.from_parameters(parameters), valued.head(features).squeeze(-1)
 
 
 def policy_for(

@@ -15,7 +15,7 @@ from learning.gae import gae
 from learning.networks import Policy, evaluate
 from learning.recurrent import STATE, RecurrentCritic, RecurrentPolicy
 
-STATS = ("loss_policy", "loss_value", "entropy", "kl", "clip_fraction", "grad_norm")
+STATS = ("loss_policy", "loss_value", "entropy", "grad_norm", "kl", "clip_fraction")
 KL = STATS.index("kl")
 
 
@@ -122,16 +122,14 @@ class PPO(ActorCritic):
         lr, epochs = self._begin_update()
         clip = self._scheduled(self.clip, self.clip_final)
         frames, summary = self._prepare(batch)
-        steps: list[Tensor] = []
-        passes = 0
-        while passes < epochs:
-            steps += self._epoch(frames, clip)
-            passes += 1
-            if self.target_kl is not None and steps[-1][KL].item() > self.target_kl:
+        passes: list[Tensor] = []
+        while len(passes) < epochs:
+            passes.append(self._epoch(frames, clip))
+            if self.target_kl is not None and passes[-1][KL].item() > self.target_kl:
                 break
-        stats = dict(zip(STATS, torch.stack(steps).mean(0).tolist(), strict=True)) | summary
+        stats = dict(zip(STATS, torch.stack(passes).mean(0).tolist(), strict=True)) | summary
         self._check_finite(stats, batch, lr)
-        return stats | {"epochs": float(passes), "lr": lr, "clip": clip}
+        return stats | {"epochs": float(len(passes)), "lr": lr, "clip": clip}
 
     @torch.no_grad()
     def _prepare(self, batch: TensorDictBase) -> tuple[Frames, dict[str, float]]:
@@ -182,17 +180,22 @@ class PPO(ActorCritic):
         value, mask = self.critic.of_features(features), frames.mask
         return self.policy.from_parameters(parameters[mask]), value[mask], _flat(frames)
 
-    def _epoch(self, frames: Frames, clip: float) -> list[Tensor]:
-        """Pass once over all frames in random order; return the statistics of each gradient step."""
+    def _epoch(self, frames: Frames, clip: float) -> Tensor:
+        """Pass once over all frames in random order; return the statistics named by `STATS`, means over the pass."""
         order = torch.randperm(len(frames.value), device=frames.value.device)
         length = 1 if frames.state is None else frames.value.shape[1]  # sequences are not cut
         minibatches = order.split(max(1, self.minibatch_size // length))
         shuffled = frames.map(lambda x: x[order].split(len(minibatches[0])))
         parts = [[None] * len(minibatches) if x is None else x for x in shuffled]
-        return [self._step(Frames(*minibatch), clip) for minibatch in zip(*parts, strict=True)]
+        steps = [self._step(Frames(*minibatch), clip) for minibatch in zip(*parts, strict=True)]
+        means, log_ratio = torch.stack([one for one, _ in steps]).mean(0), torch.cat([one for _, one in steps])
+        ratio = log_ratio.exp()
+        kl = (ratio - 1.0 - log_ratio).mean()  # low variance, never negative: http://joschu.net/blog/kl-approx.html
+        clip_fraction = ((ratio - 1.0).abs() > clip).float().mean()
+        return torch.cat([means, torch.stack([kl, clip_fraction])])
 
-    def _step(self, frames: Frames, clip: float) -> Tensor:
-        """Do one gradient step; return the statistics named by `STATS`."""
+    def _step(self, frames: Frames, clip: float) -> tuple[Tensor, Tensor]:
+        """Do one gradient step; return the first four of `STATS`, and the log-ratios of the probabilities."""
         distribution, value, frames = self._evaluate(frames)
         log_ratio = distribution.log_prob(frames.action) - frames.log_prob
         ratio = log_ratio.exp()
@@ -205,14 +208,12 @@ class PPO(ActorCritic):
             squared_error = torch.max(squared_error, (near - frames.target).square())
         loss_value = 0.5 * squared_error.mean()
 
-        entropy = distribution.entropy().mean()
+        with torch.set_grad_enabled(self.entropy_coef != 0.0):
+            entropy = distribution.entropy().mean()
         loss = loss_policy + self.value_coef * loss_value - self.entropy_coef * entropy
         grad_norm = self._descend(loss)
-
         with torch.no_grad():
-            kl = (ratio - 1.0 - log_ratio).mean()  # low variance, never negative: http://joschu.net/blog/kl-approx.html
-            clip_fraction = ((ratio - 1.0).abs() > clip).float().mean()
-            return torch.stack([loss_policy, loss_value, entropy, kl, clip_fraction, grad_norm])
+            return torch.stack([loss_policy, loss_value, entropy, grad_norm]), log_ratio.detach()
 
 
 def _flat(frames: Frames) -> Frames:
