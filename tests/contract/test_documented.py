@@ -226,7 +226,7 @@ def test_bound_workers_read_one_memory(pool: WorkerPool) -> None:
 
 
 class Mapped:
-    """A ``device_map_fn``: maps weights to new ones, and counts those of other workers whose memory still exists."""
+    """A ``device_map_fn``: maps weights to new ones, and counts those of other workers that are still in memory."""
 
     def __init__(self, as_module: bool) -> None:
         self.as_module = as_module

@@ -71,7 +71,7 @@ def test_a_send_without_an_answer_ends_at_its_deadline() -> None:
 
 
 class Slow:
-    """A queue whose items come after any limited time."""
+    """A queue with items that come after any limited time."""
 
     def __init__(self) -> None:
         self.items: list[Any] = []

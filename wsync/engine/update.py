@@ -61,7 +61,7 @@ class _Session:
         self.base: str | None = None  # the version to which there may be differences in the one that is being received
 
     def keep(self, content: Tensor, entries: Mapping[str, Entry]) -> None:
-        """Copy the tensors of a checked body, whose bytes are ``content``."""
+        """Copy the tensors of a checked body from its bytes, ``content``."""
         self.complete = None
         for name, entry in entries.items():
             index = self.indices[name]

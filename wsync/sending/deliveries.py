@@ -57,7 +57,7 @@ class Delivery(ABC):
 
 
 class DifferenceDelivery(Delivery):
-    """An update whose difference to the version that the worker has is sent in place of the weights.
+    """An update that is sent as a difference to the version that the worker has.
 
     Args:
         update, send, checked: see ``Delivery``.
@@ -77,7 +77,7 @@ class DifferenceDelivery(Delivery):
 
 
 class FlatDelivery(Delivery):
-    """An update whose buffer a ``FlatTransport`` sends in one asynchronous transfer.
+    """An update that a ``FlatTransport`` sends in one asynchronous transfer of its buffer.
 
     Args:
         update, send, checked: see ``Delivery``.

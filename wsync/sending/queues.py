@@ -176,7 +176,7 @@ class WorkerQueue:
         return FlatDelivery(update, self._send, transport, self._on_broken, checked=self.checked)
 
     def _on_broken(self, error: object) -> None:
-        """Disconnect the worker, whose transport has broken."""
+        """Disconnect the worker, because its transport has broken."""
         self._connections.process_arrived_messages()  # the worker may have sent a reason, or have died
         if self.worker in self._connections.workers:
             self._connections.mark_dead(self.worker, f"its transport has broken: {error}")

@@ -55,7 +55,7 @@ class Transfers:
         self._create_transport = create_transport
         self._checksum = checksum
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
-        self._failed: list[WorkerQueue] = []  # whose ``send_weights`` has failed, until that is reported
+        self._failed: list[WorkerQueue] = []  # with a failed ``send_weights`` that is not reported yet
         self._noticing_deaths = False
         self._abandoned: set[int] = set()  # slots that a transfer to a former worker may still read: never reused
         connections.watch(self._wake, self._calls_ended)

@@ -55,7 +55,7 @@ class StoreReceiveChannel:
         self._base: tuple[int, Buffer] | None = None  # the version that was read last, for a difference
         self._lock = threading.Lock()  # guards the next three, which the thread that holds the gate changes as well
         self._bound = -1  # the buffer that the model uses
-        self._taken = -1  # the buffer that is being installed, or whose install was interrupted
+        self._taken = -1  # the buffer of an install that has begun, and may have been interrupted
         self._staged: Update | None = None  # the next to be installed; until it is
         self._watch: Watch | None = None
 

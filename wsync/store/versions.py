@@ -140,7 +140,7 @@ class VersionStore:
         return io.FileIO(path)
 
     def _require_regular(self, file: str) -> None:
-        """Raise OSError for a local file that is a pipe or a device, whose reader may wait for ever."""
+        """Raise OSError for a local file that is a pipe or a device: reading it may wait for ever."""
         if self.folder is not None and not stat.S_ISREG((self.folder / file).stat().st_mode):
             raise OSError(f"{file} is no regular file")
 
