@@ -479,6 +479,12 @@ class WeightSyncScheme(ABC):
     # --- read-only state; each property reads the role once: another thread may shut the scheme down ---
 
     @property
+    def is_sender(self) -> bool:
+        """Whether this end is the sender's. False before init, and in a child forked from the sender's process."""
+        role = self._role
+        return role.side == "sender" and not role.inherited
+
+    @property
     def context(self) -> Any:
         """The collector (or other context) of this end, if any."""
         return self._role.context

@@ -56,6 +56,10 @@ def outcomes_in_child(calls: Calls) -> dict[str, str]:
     return found
 
 
+def require(condition: bool) -> None:
+    assert condition
+
+
 def calls_of_sender(scheme: wsync.WeightSyncScheme, model: nn.Module) -> Calls:
     other = fill(Small(), 77)
     return {
@@ -135,6 +139,19 @@ def test_a_child_that_is_forked_during_a_send_can_send_nothing(backend: BuiltIn)
             done.set()
             trainer.join()
         assert sent and session.outputs() == [5.0]
+
+
+def test_a_child_is_no_sender(backend: BuiltIn) -> None:
+    with backend.connected(1) as session:
+        assert session.scheme.is_sender
+        assert outcomes_in_child({"no sender": lambda: require(not session.scheme.is_sender)}) == {
+            "no sender": "returned"
+        }
+        assert session.workers[0].call(is_sender) is False
+
+
+def is_sender(state: WorkerState) -> bool:
+    return state.schemes["policy"].is_sender
 
 
 def test_a_childs_shutdown_closes_its_own_copies(backend: BuiltIn) -> None:
@@ -286,8 +303,8 @@ def test_a_child_of_a_process_with_both_ends_updates_nothing() -> None:
         scheme.send(fill(Small(), 2))
         calls = calls_of_sender(scheme, model)
         require_refused(outcomes_in_child(calls), calls)
-        seen = outcomes_in_child({"model": lambda: [][int(model.weight[0].item() != 2)]})
-        assert seen["model"].startswith("IndexError")
+        unchanged = {"model": lambda: require(model.weight[0].item() == 2)}
+        assert outcomes_in_child(unchanged) == {"model": "returned"}
         scheme.send(fill(Small(), 3))
         assert torch.equal(model.weight, torch.full((4,), 3.0))
 
