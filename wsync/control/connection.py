@@ -2,7 +2,8 @@
 
 When a process exits, its socket closes, which wakes every wait of the peer. A forked child may keep a copy of it open,
 so on one machine the peer also watches the process's pidfd (a descriptor that is readable once a process has exited).
-If a whole machine vanishes, TCP's keepalive closes the connection within about ten seconds.
+If a whole machine fails, or the network to it, the connection is closed after about ten seconds: see ``tcp_watch.py``.
+A peer that is stopped or busy, and therefore does not read, stays connected.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from wsync.control.liveness import PeerProcess
 from wsync.control.messages import HEADER_SIZE, Message, payload_length, unpack
 from wsync.control.outbox import Outbox
 from wsync.control.receiver_thread import MessageHandler, receiver_thread
+from wsync.control.tcp_watch import tcp_watch
 from wsync.errors import NotConnected
 
 # SO_RCVTIMEO, SO_SNDTIMEO: after 5 s without progress a receive fails, and a send tries again.
@@ -30,7 +32,6 @@ _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 4),  # seconds without data before the first probe
     (socket.TCP_KEEPINTVL, 2),  # seconds between probes
     (socket.TCP_KEEPCNT, 3),  # unanswered probes
-    (socket.TCP_USER_TIMEOUT, 10_000),  # milliseconds in which sent data must be acknowledged
 )
 
 
@@ -75,6 +76,7 @@ class SocketConnection:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEPALIVE:
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
+            tcp_watch().add(sock)
 
     @property
     def peer(self) -> str:
@@ -231,7 +233,9 @@ class SocketConnection:
         """See ``Connection``."""
         if self._socket.fileno() >= 0:
             self._if_dropped.detach()  # and close directly: at interpreter exit, calling a finalizer has no effect
+            if os.getpid() == self._opener:  # a forked child has no such thread
+                tcp_watch().remove(self._socket)
             close_socket(self._socket, self._opener)
             self._peer.close()
-            if os.getpid() == self._opener:  # a forked child has no thread to join
+            if os.getpid() == self._opener:
                 self._outbox.close()
