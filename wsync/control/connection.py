@@ -25,8 +25,8 @@ from wsync.errors import NotConnected
 
 # SO_RCVTIMEO, SO_SNDTIMEO: after 5 s without progress a receive fails, and a send tries again.
 STALL_TIMEOUT = struct.pack("ll", 5, 0)
-_MAX_MESSAGE = 1 << 30  # bytes
-_CHUNK = 1 << 20  # bytes; memory is allocated as bytes arrive, not as a header announces them
+_MAX_PAYLOAD = 1 << 30  # bytes
+_CHUNK = 1 << 20  # bytes; payloads are read in chunks, so that a false length in a header does not allocate memory
 _FD_SPACE = socket.CMSG_SPACE(4 * 4)  # for four descriptors
 _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 4),  # seconds without data before the first probe
@@ -115,8 +115,8 @@ class SocketConnection:
     def send(self, message: Message) -> None:
         """See ``Connection``: if the socket is full, a background thread sends the rest and all later messages."""
         self._require_opener()
-        if len(message.payload) > _MAX_MESSAGE:
-            raise ValueError(f"a message has at most {_MAX_MESSAGE} bytes, not {len(message.payload)}: send parts")
+        if len(message.payload) > _MAX_PAYLOAD:
+            raise ValueError(f"a payload has at most {_MAX_PAYLOAD} bytes, not {len(message.payload)}: send parts")
         proof, self._proof = self._proof, b""
         if proof:
             # In a sendmsg of its own: descriptors arrive with the first byte of a sendmsg, and the peer closes those
@@ -129,13 +129,9 @@ class SocketConnection:
         self._require_opener()
         self._outbox.put(message.pack(), may_drop=True)
 
-    def flush(self) -> None:
-        """Wait until every message has been written to the socket.
-
-        Raises:
-            ConnectionError: the connection has broken.
-        """
-        self._outbox.flush()
+    def flush(self, deadline: float | None = None) -> None:
+        """See ``Connection``: the messages have then been written to the socket."""
+        self._outbox.flush(deadline)
 
     def _require_opener(self) -> None:
         if os.getpid() != self._opener:
@@ -177,7 +173,7 @@ class SocketConnection:
                 self._check_proof()
             header = self._read(HEADER_SIZE, fds)
             length = payload_length(header)
-            if length <= _MAX_MESSAGE - HEADER_SIZE:
+            if length <= _MAX_PAYLOAD:
                 return unpack(header, self._read(length, fds), tuple(fds))
         except (OSError, ValueError):  # disconnected, stalled or garbage: the connection is unusable
             pass

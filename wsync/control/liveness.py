@@ -31,7 +31,7 @@ class PeerProcess:
         identity: the other process's ``own_identity()``; empty if it is not known.
 
     Attributes:
-        pid: its process id; -1 if it runs on another machine or in another PID namespace.
+        pid: its process id; -1 if it has none here: it runs on another machine or in another PID namespace.
         descriptors: its pidfd, readable once the process has exited; empty if it runs elsewhere, or has exited.
     """
 
@@ -45,10 +45,11 @@ class PeerProcess:
 
     @classmethod
     def of_pid(cls, pid: int) -> PeerProcess:
-        """Return the process with an id that the kernel reported (``SO_PEERCRED``)."""
+        """Return the process with an id that the kernel reported (``SO_PEERCRED``): 0 for one without an id here."""
         peer = cls()
-        peer.pid = pid
-        peer._open()
+        if pid > 0:
+            peer.pid = pid
+            peer._open()
         return peer
 
     def _open(self) -> None:

@@ -11,6 +11,7 @@ from wsync.types import Ack
 
 PROTOCOL = 13  # version of the messages; both sides must have the same
 HEADER_SIZE = HEADER.size
+MAX_HELLO = 1024  # bytes; the largest payload of a HELLO
 TRANSACTION = struct.Struct("<Q")  # number of a transaction, at the beginning of a payload
 REQUEST = struct.Struct("<Q")  # number of a request, in the payload of its answer
 
