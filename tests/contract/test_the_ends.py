@@ -103,7 +103,7 @@ def connecting(*, num_workers: int = 1, **options: Any) -> Iterator[wsync.Weight
 
 
 @contextmanager
-def forked(target: Callable[..., None], *arguments: Any) -> Iterator[BaseProcess]:
+def forked(target: Callable[..., object], *arguments: Any) -> Iterator[BaseProcess]:
     process = FORK.Process(target=target, args=arguments)
     process.start()
     try:

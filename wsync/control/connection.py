@@ -63,8 +63,8 @@ class SocketConnection:
         self._proof = proof
         self._expected_proof = expected_proof
         self._outbox = Outbox(self._send_now, self._send_all)
-        self._if_dropped = weakref.finalize(self, close_socket, sock, self._opener)
-        self._if_dropped.atexit = False
+        self._finalizer = weakref.finalize(self, close_socket, sock, self._opener)
+        self._finalizer.atexit = False
         sock.setblocking(True)
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             sock.setsockopt(socket.SOL_SOCKET, option, STALL_TIMEOUT)
@@ -228,7 +228,7 @@ class SocketConnection:
     def close(self) -> None:
         """See ``Connection``."""
         if self._socket.fileno() >= 0:
-            self._if_dropped.detach()  # and close directly: at interpreter exit, calling a finalizer has no effect
+            self._finalizer.detach()  # and close directly: at interpreter exit, calling a finalizer has no effect
             if os.getpid() == self._opener:  # a forked child has no such thread
                 tcp_watch().remove(self._socket)
             close_socket(self._socket, self._opener)

@@ -13,9 +13,9 @@ class Connection(Protocol):
     """One side of the connection between a sender and one worker.
 
     Any thread may call ``send``, ``notify`` and ``flush``; a lock inside keeps messages whole. One thread at a time
-    calls ``receive``: on the sender the thread that holds the channel's lock (``WorkerChannel``); in a worker the thread
-    that connects, and afterwards the receiver thread. The first message must go by ``send``, not ``notify``: only ``send``
-    puts the proof of the token before it.
+    calls ``receive``: on the sender the thread that holds the channel's lock (``WorkerChannel``); in a worker the
+    thread that connects, and afterwards the receiver thread. The first message must go by ``send``, not ``notify``:
+    only ``send`` puts the proof of the token before it.
     """
 
     @property

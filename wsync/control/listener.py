@@ -93,8 +93,8 @@ class Listener:
         self._epoll = select.epoll()
         self._socket.setblocking(False)
         self._epoll.register(self._socket.fileno(), select.EPOLLIN)
-        self._if_dropped = weakref.finalize(self, _close, self._socket, self._epoll, self._pending, self._opener)
-        self._if_dropped.atexit = False
+        self._finalizer = weakref.finalize(self, _close, self._socket, self._epoll, self._pending, self._opener)
+        self._finalizer.atexit = False
 
     @property
     def passes_descriptors(self) -> bool:
@@ -190,7 +190,7 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening and close all pending attempts. Idempotent."""
-        self._if_dropped.detach()  # and close directly: at interpreter exit, calling a finalizer has no effect
+        self._finalizer.detach()  # and close directly: at interpreter exit, calling a finalizer has no effect
         _close(self._socket, self._epoll, self._pending, self._opener)
 
 

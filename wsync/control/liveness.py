@@ -39,7 +39,7 @@ class PeerProcess:
         here = identity[_PID.size :] == _pid_namespace()
         self.pid: int = _PID.unpack_from(identity)[0] if here else -1
         self.descriptors: tuple[int, ...] = ()
-        self._if_dropped: weakref.finalize | None = None
+        self._finalizer: weakref.finalize | None = None
         if here:
             self._open()
 
@@ -58,14 +58,14 @@ class PeerProcess:
         except OSError:  # it has exited, or the id is invalid: the closed connection is noticed instead
             return
         self.descriptors = (descriptor,)
-        self._if_dropped = weakref.finalize(self, os.close, descriptor)
-        self._if_dropped.atexit = False
+        self._finalizer = weakref.finalize(self, os.close, descriptor)
+        self._finalizer.atexit = False
 
     def close(self) -> None:
         """Close the pidfd. Idempotent."""
         descriptors, self.descriptors = self.descriptors, ()
-        if self._if_dropped is not None:
-            self._if_dropped.detach()
+        if self._finalizer is not None:
+            self._finalizer.detach()
         for descriptor in descriptors:
             os.close(descriptor)
 

@@ -15,7 +15,7 @@ from wsync.errors import SyncTimeout, WorkerDied
 from wsync.types import Ack
 
 _log = logging.getLogger(__name__)
-# What ``read`` accepts. JOINED and STORE are read by ``on_accepted``, inside ``reading_directly``.
+# What ``read`` accepts. ROUTE and STORE are read by ``on_accepted``, inside ``reading_directly``.
 _ANSWERS = frozenset((Kind.ACK, Kind.PREPARED, Kind.FAILED, Kind.SLOT_FREED, Kind.REQUEST))
 _LEAVE_TIMEOUT = 5.0  # seconds in which all workers must read what was sent to them before a LEAVE
 
