@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -101,7 +103,7 @@ def connecting(*, num_workers: int = 1, **options: Any) -> Iterator[wsync.Weight
 
 
 @contextmanager
-def forked(target: Callable[..., None], *arguments: Any) -> Iterator[BaseProcess]:
+def forked(target: Callable[..., object], *arguments: Any) -> Iterator[BaseProcess]:
     process = FORK.Process(target=target, args=arguments)
     process.start()
     try:
@@ -126,6 +128,63 @@ def test_a_worker_that_ends_before_it_connects_ends_the_wait(form: str) -> None:
         with pytest.raises(wsync.WorkerDied, match=rf"worker 0 \(process {process.pid} was ended by SIGKILL\)") as died:
             scheme.connect(processes=[FORMS[form](process)])
         assert set(died.value.workers) == {0}
+
+
+def leave_a_child(forked_one: int, until_closed: tuple[int, int]) -> None:
+    """Fork a child that has copies of all descriptors, and keeps them until ``until_closed`` is; wait to be killed."""
+    read_end, write_end = until_closed
+    os.close(write_end)
+    if os.fork() == 0:
+        os.write(forked_one, b"x")
+        os.read(read_end, 1)
+        os._exit(0)
+    signal.pause()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_worker_that_ends_before_it_connects_ends_the_wait_although_its_own_child_lives(form: str) -> None:
+    with ExitStack() as opened:
+        has_forked, forked_one, *until_closed = *os.pipe(), *os.pipe()
+        for descriptor in (has_forked, forked_one, *until_closed):
+            opened.callback(os.close, descriptor)
+        with connecting() as scheme, forked(leave_a_child, forked_one, until_closed) as process:
+            assert os.read(has_forked, 1)
+            threading.Timer(0.05, process.kill).start()
+            with pytest.raises(wsync.WorkerDied, match=rf"worker 0 \(process {process.pid} was ended by SIGKILL\)"):
+                scheme.connect(processes=[FORMS[form](process)])
+
+
+def test_a_signal_without_a_name_is_told_by_its_number() -> None:
+    with connecting() as scheme, forked(threading.Event().wait) as process:
+        os.kill(process.pid or 0, signal.SIGRTMIN + 2)
+        with pytest.raises(wsync.WorkerDied, match=rf"was ended by signal {signal.SIGRTMIN + 2}\)"):
+            scheme.connect(processes=[process])
+
+
+@pytest.mark.parametrize("form", ["process", "pid"])
+def test_the_exit_code_of_a_child_that_has_ended_before_connect_is_told(form: str) -> None:
+    with connecting() as scheme, forked(end_with, 3) as process:
+        assert wait([process.sentinel], 60)
+        with pytest.raises(wsync.WorkerDied, match=rf"worker 0 \(process {process.pid} ended with exit code 3\)"):
+            scheme.connect(processes=[FORMS[form](process)])
+        assert process.exitcode == 3
+
+
+def test_an_integer_that_is_a_descriptor_and_a_childs_id_is_refused() -> None:
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with connecting() as scheme, forked(threading.Event().wait) as process, ExitStack() as opened:
+        number = process.pid or 0
+        if limit != resource.RLIM_INFINITY and number >= limit:
+            pytest.skip("process ids are larger than descriptors can be")
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(number + 1, limits[0]), limit))
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        event = os.eventfd(0)
+        os.dup2(event, number)
+        for descriptor in (event, number):
+            opened.callback(os.close, descriptor)
+        with pytest.raises(ValueError, match=f"worker 0: {number} is an open descriptor and also the id of a child"):
+            scheme.connect(processes=[number])
 
 
 def test_every_backend_tells_the_exit_code(backend: BuiltIn) -> None:

@@ -46,7 +46,7 @@ def test_a_malformed_message_while_a_worker_connects_is_named_at_both_ends() -> 
 
 def test_a_sender_that_dies_after_it_has_accepted_a_worker_is_not_connected() -> None:
     def script(sender: Connection) -> None:
-        sender.send(Message(Kind.ACCEPTED, 0, 0, SenderSettings(None, None, memory=NO_MEMORY).dump()))
+        sender.send(Message(Kind.ACCEPTED, 0, 0, SenderSettings(None, None, arena_handle=NO_MEMORY).dump()))
         sender.close()
 
     with pytest.raises(wsync.NotConnected, match="worker 0: the sender went away"):

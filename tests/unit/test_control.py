@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import multiprocessing
 import os
 import select
 import socket
@@ -18,10 +20,11 @@ from hypothesis import strategies as st
 
 import wsync
 from wsync import listen_on
-from wsync.control import Address, Kind, Listener, Message, SocketConnection, connect
+from wsync.control import Address, Kind, Listener, Message, SocketConnection, WorkerConnections, connect
 
 HOSTS = pytest.mark.parametrize("host", [None, "127.0.0.1"], ids=["unix", "tcp"])
 SECONDS = 10.0
+CLONE_NEWUSER, CLONE_NEWPID = 0x10000000, 0x20000000
 
 
 def open_socket(address: Address) -> socket.socket:
@@ -238,6 +241,81 @@ def test_descriptors_travel_with_a_message_and_are_not_inherited_by_programs() -
         assert message is not None and len(message.fds) == 1 and not os.get_inheritable(message.fds[0])
         for fd in (memory, *message.fds):
             os.close(fd)
+
+
+@HOSTS
+def test_the_longest_payload_arrives(host: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wsync.control.connection._MAX_PAYLOAD", 1000)
+    with connected(host) as (ours, worker):
+        with pytest.raises(ValueError, match="at most 1000 bytes, not 1001"):
+            ours.send(Message(Kind.DATA, payload=bytes(1001)))
+        ours.send(Message(Kind.DATA, payload=bytes(1000)))
+        message = worker.receive()
+        assert message is not None and len(message.payload) == 1000
+
+
+def test_a_payload_that_no_listener_accepts_is_refused() -> None:
+    with closing(Listener()) as listener:
+        with pytest.raises(ValueError, match="the payload has at most") as refused:
+            connect(listener.address, 0, None, bytes(2000))
+        longest = int(str(refused.value).split()[5])
+        with closing(connect(listener.address, 0, time.monotonic() + SECONDS, bytes(longest))):
+            ours, hello = accept(listener)
+            ours.close()
+        assert len(hello.payload) == longest
+
+
+class NoCallbacks:
+    """Of ``WorkerConnections``."""
+
+    def accept_message(self, worker: int, rejoined: bool) -> Message:
+        return Message(Kind.ACCEPTED, worker)
+
+    def on_accepted(self, worker: int, deadline: float | None) -> None: ...
+
+    def on_answer(self, worker: int, message: Message) -> None: ...
+
+    def on_disconnected(self, worker: int) -> None: ...
+
+
+@HOSTS
+def test_a_shutdown_reaches_a_worker_that_has_not_read_a_long_message(host: str | None) -> None:
+    listener = Listener(host)
+    connections = WorkerConnections(listener, 1, NoCallbacks())
+    with closing(connect(listener.address, 0, time.monotonic() + SECONDS)) as worker:
+        connections.wait_for_workers([0], {}, time.monotonic() + SECONDS)
+        connections.send(0, Message(Kind.DATA, payload=bytes(20 << 20)))
+        closing_all = threading.Thread(target=connections.close, kwargs={"finished": True})
+        closing_all.start()
+        kinds = [message and message.kind for message in (worker.receive() for _ in range(4))]
+        closing_all.join()
+    assert kinds == [Kind.ACCEPTED, Kind.DATA, Kind.LEAVE, None]
+
+
+def in_inner_namespace(address: Address, answer: int) -> None:
+    """Connect in a process that has its own PID namespace; write the description of the sender to ``answer``."""
+    libc = ctypes.CDLL(None)
+    if libc.unshare(CLONE_NEWPID) and libc.unshare(CLONE_NEWUSER | CLONE_NEWPID):
+        os.write(answer, b"not permitted")
+    elif os.fork() == 0:
+        with closing(connect(address, 0, time.monotonic() + SECONDS)) as connection:
+            os.write(answer, connection.peer.encode())
+        os._exit(0)
+
+
+def test_a_peer_in_another_pid_namespace_has_no_process_id() -> None:
+    read_end, write_end = os.pipe()
+    with closing(Listener()) as listener, open(read_end, "rb") as answer:
+        process = multiprocessing.get_context("fork").Process(
+            target=in_inner_namespace, args=(listener.address, write_end)
+        )
+        process.start()
+        os.close(write_end)
+        described = answer.read().decode()
+        process.join()
+    if described == "not permitted":
+        pytest.skip("this user cannot make a PID namespace")
+    assert described == "a process of this machine"
 
 
 @HOSTS

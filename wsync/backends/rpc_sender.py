@@ -101,6 +101,9 @@ class RpcWorkerConnection:
         _log.debug("%s: the connection ends: %s", self.peer, error)
         self._inbox.put(None)
 
+    def flush(self, deadline: float | None = None) -> None:
+        """See ``Connection``: no call is lost by ``close``."""
+
     def receive(self) -> Message | None:
         """See ``Connection``."""
         return self._inbox.get()

@@ -165,6 +165,9 @@ class RpcSenderConnection:
         """See ``Connection``."""
         self.send(message)
 
+    def flush(self, deadline: float | None = None) -> None:
+        """See ``Connection``: no call is lost by ``close``."""
+
     def receive(self) -> Message | None:
         """See ``Connection``."""
         return self._inbox.get()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +35,14 @@ class Address:
         """Return the address that ``dump`` returned as ``text``; ValueError if it is not such a dump."""
         try:
             host, port, token = json.loads(text)
-            valid = (type(port) is int and 0 < port < 65536) if host else isinstance(port, str)
-            if not isinstance(host, str) or not valid:
-                raise ValueError("host and port are missing or invalid")
-            return cls(host, port, bytes.fromhex(token))
+            return cls.checked(host, port, bytes.fromhex(token))
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError("this is not the address of a sender") from error
+
+    @classmethod
+    def checked(cls, host: Any, port: Any, token: bytes) -> Address:
+        """Return an address from parsed JSON; ValueError if host and port are none of an address."""
+        valid_port = (type(port) is int and 0 < port < 65536) if host else isinstance(port, str)
+        if not isinstance(host, str) or not valid_port:
+            raise ValueError("host and port are missing or invalid")
+        return cls(host, port, token)

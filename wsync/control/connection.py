@@ -2,7 +2,8 @@
 
 When a process exits, its socket closes, which wakes every wait of the peer. A forked child may keep a copy of it open,
 so on one machine the peer also watches the process's pidfd (a descriptor that is readable once a process has exited).
-If a whole machine vanishes, TCP's keepalive closes the connection within about ten seconds.
+If a whole machine fails, or the network to it, the connection is closed after about ten seconds: see ``tcp_watch.py``.
+A peer that is stopped or busy, and therefore does not read, stays connected.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from wsync.control.liveness import PeerProcess
 from wsync.control.messages import HEADER_SIZE, Message, payload_length, unpack
 from wsync.control.outbox import Outbox
 from wsync.control.receiver_thread import MessageHandler, receiver_thread
+from wsync.control.tcp_watch import tcp_watch
 from wsync.errors import NotConnected
 
 # SO_RCVTIMEO, SO_SNDTIMEO: after 5 s without progress a receive fails, and a send tries again.
 STALL_TIMEOUT = struct.pack("ll", 5, 0)
-_MAX_MESSAGE = 1 << 30  # bytes
-_CHUNK = 1 << 20  # bytes; memory is allocated as bytes arrive, not as a header announces them
+_MAX_PAYLOAD = 1 << 30  # bytes
+_CHUNK = 1 << 20  # bytes; payloads are read in chunks, so that a false length in a header does not allocate memory
 _FD_SPACE = socket.CMSG_SPACE(4 * 4)  # for four descriptors
 _KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 4),  # seconds without data before the first probe
     (socket.TCP_KEEPINTVL, 2),  # seconds between probes
     (socket.TCP_KEEPCNT, 3),  # unanswered probes
-    (socket.TCP_USER_TIMEOUT, 10_000),  # milliseconds in which sent data must be acknowledged
 )
 
 
@@ -62,8 +63,8 @@ class SocketConnection:
         self._proof = proof
         self._expected_proof = expected_proof
         self._outbox = Outbox(self._send_now, self._send_all)
-        self._if_dropped = weakref.finalize(self, close_socket, sock, self._opener)
-        self._if_dropped.atexit = False
+        self._finalizer = weakref.finalize(self, close_socket, sock, self._opener)
+        self._finalizer.atexit = False
         sock.setblocking(True)
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             sock.setsockopt(socket.SOL_SOCKET, option, STALL_TIMEOUT)
@@ -75,6 +76,7 @@ class SocketConnection:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEPALIVE:
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
+            tcp_watch().add(sock)
 
     @property
     def peer(self) -> str:
@@ -113,8 +115,8 @@ class SocketConnection:
     def send(self, message: Message) -> None:
         """See ``Connection``: if the socket is full, a background thread sends the rest and all later messages."""
         self._require_opener()
-        if len(message.payload) > _MAX_MESSAGE:
-            raise ValueError(f"a message has at most {_MAX_MESSAGE} bytes, not {len(message.payload)}: send parts")
+        if len(message.payload) > _MAX_PAYLOAD:
+            raise ValueError(f"a payload has at most {_MAX_PAYLOAD} bytes, not {len(message.payload)}: send parts")
         proof, self._proof = self._proof, b""
         if proof:
             # In a sendmsg of its own: descriptors arrive with the first byte of a sendmsg, and the peer closes those
@@ -127,13 +129,9 @@ class SocketConnection:
         self._require_opener()
         self._outbox.put(message.pack(), may_drop=True)
 
-    def flush(self) -> None:
-        """Wait until every message has been written to the socket.
-
-        Raises:
-            ConnectionError: the connection has broken.
-        """
-        self._outbox.flush()
+    def flush(self, deadline: float | None = None) -> None:
+        """See ``Connection``: the messages have then been written to the socket."""
+        self._outbox.flush(deadline)
 
     def _require_opener(self) -> None:
         if os.getpid() != self._opener:
@@ -175,7 +173,7 @@ class SocketConnection:
                 self._check_proof()
             header = self._read(HEADER_SIZE, fds)
             length = payload_length(header)
-            if length <= _MAX_MESSAGE - HEADER_SIZE:
+            if length <= _MAX_PAYLOAD:
                 return unpack(header, self._read(length, fds), tuple(fds))
         except (OSError, ValueError):  # disconnected, stalled or garbage: the connection is unusable
             pass
@@ -230,8 +228,10 @@ class SocketConnection:
     def close(self) -> None:
         """See ``Connection``."""
         if self._socket.fileno() >= 0:
-            self._if_dropped.detach()  # and close directly: at interpreter exit, calling a finalizer has no effect
+            self._finalizer.detach()  # and close directly: at interpreter exit, calling a finalizer has no effect
+            if os.getpid() == self._opener:  # a forked child has no such thread
+                tcp_watch().remove(self._socket)
             close_socket(self._socket, self._opener)
             self._peer.close()
-            if os.getpid() == self._opener:  # a forked child has no thread to join
+            if os.getpid() == self._opener:
                 self._outbox.close()

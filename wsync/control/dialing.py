@@ -9,7 +9,7 @@ from wsync.control.address import Address
 from wsync.control.connection import STALL_TIMEOUT, SocketConnection
 from wsync.control.credentials import new_claim, proof_for
 from wsync.control.liveness import own_identity, peer_of
-from wsync.control.messages import PROTOCOL, Kind, Message
+from wsync.control.messages import MAX_HELLO, PROTOCOL, Kind, Message
 from wsync.deadlines import milliseconds, remaining
 from wsync.errors import NotConnected, SyncTimeout
 
@@ -24,18 +24,21 @@ def connect(address: Address, worker: int, deadline: float | None, payload: byte
         payload: returned by the peer's ``accept``; up to about 800 bytes.
 
     Raises:
+        ValueError: the payload is too long; names the limit.
         NotConnected: no sender listens there (any more), or it cannot be reached.
         SyncTimeout: the listener's queue of connection attempts stayed full.
     """
     claim = new_claim(address.token, address.public)
     expected = proof_for(claim, address.token, address.public)
     own = own_identity()
+    hello = claim + struct.pack("<H", len(own)) + own
+    if len(hello) + len(payload) > MAX_HELLO:
+        raise ValueError(f"the payload has at most {MAX_HELLO - len(hello)} bytes, not {len(payload)}")
     sock: socket.socket | None = None
     try:
         sock = _open_socket(address, deadline)
         connection = SocketConnection(sock, peer_of(sock, b""), expected_proof=expected)
-        hello = claim + struct.pack("<H", len(own)) + own + payload
-        connection.send(Message(Kind.HELLO, worker, PROTOCOL, hello))
+        connection.send(Message(Kind.HELLO, worker, PROTOCOL, hello + payload))
         return connection
     except TimeoutError:
         raise SyncTimeout(f"worker {worker}: the sender at {address.host} did not answer in time") from None

@@ -1,4 +1,4 @@
-"""The interfaces of this folder: a connection; and what ``WorkerConnections`` is given, its source and callbacks."""
+"""The interfaces of this folder: a connection, and the source and the callbacks of ``WorkerConnections``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from wsync.control.receiver_thread import MessageHandler
 class Connection(Protocol):
     """One side of the connection between a sender and one worker.
 
-    Any thread may call ``send`` and ``notify``; a lock inside keeps messages whole. One thread at a time calls
-    ``receive``: on the sender the thread that holds the channel's lock (``SenderSideChannel``); in a worker the
+    Any thread may call ``send``, ``notify`` and ``flush``; a lock inside keeps messages whole. One thread at a time
+    calls ``receive``: on the sender the thread that holds the channel's lock (``SenderSideChannel``); in a worker the
     thread that connects, and afterwards the receiver thread. The first message must go by ``send``, not ``notify``:
     only ``send`` puts the proof of the token before it.
     """
@@ -58,7 +58,17 @@ class Connection(Protocol):
     def notify(self, message: Message) -> None:
         """As ``send``, for a message without payload that is dropped if the socket is full.
 
-        The peer then has unread messages, which wake it as well.
+        Dropping it is harmless: the earlier messages, which the peer has not read yet, wake it as well.
+        """
+        ...
+
+    def flush(self, deadline: float | None = None) -> None:
+        """Wait until all messages of earlier calls have been sent, so that ``close`` cannot lose them.
+
+        Any thread may call it. It returns at the deadline, whether or not they have been sent.
+
+        Raises:
+            ConnectionError: the connection has broken.
         """
         ...
 
@@ -86,14 +96,15 @@ class Connection(Protocol):
         ...
 
     def close(self) -> None:
-        """Close this side. Idempotent."""
+        """Close this side. Idempotent. Any thread may call it: on the sender a finalizer may do so in any thread."""
         ...
 
 
 class ConnectionSource(Protocol):
     """Where workers connect: a ``Listener``, or the RPC backend's equivalent.
 
-    Called under the channel's lock, by the thread that has called ``connect`` or readmits a worker; ``close``: by any.
+    The thread that calls ``connect`` or readmits a worker calls the methods, under the lock of the sender's channel
+    (``WorkerChannel``). Only ``close`` may be called by any thread, because a finalizer may close the channel.
     """
 
     @property

@@ -21,17 +21,16 @@ from wsync.control.address import Address
 from wsync.control.connection import SocketConnection, close_socket
 from wsync.control.credentials import CLAIM_SIZE, is_valid, new_token, proof_for
 from wsync.control.liveness import own_identity, peer_of
-from wsync.control.messages import HEADER_SIZE, Kind, Message, payload_length, unpack
+from wsync.control.messages import HEADER_SIZE, MAX_HELLO, Kind, Message, payload_length, unpack
 from wsync.errors import NotConnected
 
 _AUTH_TIMEOUT = 5.0  # seconds in which an attempt must send its credentials
 _MAX_PENDING = 64  # unauthenticated attempts at a time
-_MAX_HELLO = 1024  # bytes, the payload
 
 
 @dataclass(slots=True)
 class _Pending:
-    """An unauthenticated connection attempt: when it is given up, and what it has sent so far."""
+    """An unauthenticated connection attempt: when the listener closes it, and what it has sent so far."""
 
     socket: socket.socket
     until: float
@@ -62,7 +61,9 @@ def listen_on(host: str, port: int = 0) -> socket.socket:
 
 
 class Listener:
-    """A sender's listening socket, which returns authenticated connections. One thread at a time uses it.
+    """A sender's listening socket, which returns authenticated connections.
+
+    One thread at a time calls ``accept``. Any thread may call ``close``.
 
     Args:
         host: the address to listen on, by TCP; None for a Unix socket with an abstract name, which only processes of
@@ -77,21 +78,23 @@ class Listener:
     def __init__(self, host: str | None = None, port: int = 0, token: bytes | None = None) -> None:
         if host is not None:
             self._socket = listen_on(host, port)
-            place: int | str = self._socket.getsockname()[1]
+            port_or_name: int | str = self._socket.getsockname()[1]
         else:
-            place = f"wsync-{secrets.token_hex(16)}"
+            port_or_name = f"wsync-{secrets.token_hex(16)}"
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._socket.bind(b"\0" + place.encode())
+            self._socket.bind(b"\0" + port_or_name.encode())
             self._socket.listen(socket.SOMAXCONN)
-        self.address = Address(host or "", place, token or new_token())
+        self.address = Address(host or "", port_or_name, token or new_token())
         self._opener = os.getpid()
         self._pending: dict[int, _Pending] = {}
         self._used: set[bytes] = set()  # replay protection: a claim is accepted once
+        # epoll, because ``fileno`` returns one descriptor for all sockets. Each socket is unregistered before it is
+        # closed: otherwise it would stay in the set while a forked child has a copy of it.
         self._epoll = select.epoll()
         self._socket.setblocking(False)
         self._epoll.register(self._socket.fileno(), select.EPOLLIN)
-        self._if_dropped = weakref.finalize(self, _close, self._socket, self._epoll, self._pending, self._opener)
-        self._if_dropped.atexit = False
+        self._finalizer = weakref.finalize(self, _close, self._socket, self._epoll, self._pending, self._opener)
+        self._finalizer.atexit = False
 
     @property
     def passes_descriptors(self) -> bool:
@@ -156,7 +159,7 @@ class Listener:
             return None
         length = payload_length(received)
         hello = unpack(received, b"")
-        if hello.kind is not Kind.HELLO or not CLAIM_SIZE <= length <= _MAX_HELLO:
+        if hello.kind is not Kind.HELLO or not CLAIM_SIZE <= length <= MAX_HELLO:
             raise ValueError("not a HELLO")
         claim_end = HEADER_SIZE + CLAIM_SIZE
         claim = bytes(received[HEADER_SIZE:claim_end])
@@ -187,7 +190,7 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening and close all pending attempts. Idempotent."""
-        self._if_dropped.detach()  # and close directly: at interpreter exit, calling a finalizer has no effect
+        self._finalizer.detach()  # and close directly: at interpreter exit, calling a finalizer has no effect
         _close(self._socket, self._epoll, self._pending, self._opener)
 
 

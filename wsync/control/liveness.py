@@ -31,7 +31,7 @@ class PeerProcess:
         identity: the other process's ``own_identity()``; empty if it is not known.
 
     Attributes:
-        pid: its process id; -1 if it runs on another machine or in another PID namespace.
+        pid: its process id; -1 if it has none here: it runs on another machine or in another PID namespace.
         descriptors: its pidfd, readable once the process has exited; empty if it runs elsewhere, or has exited.
     """
 
@@ -39,16 +39,17 @@ class PeerProcess:
         here = identity[_PID.size :] == _pid_namespace()
         self.pid: int = _PID.unpack_from(identity)[0] if here else -1
         self.descriptors: tuple[int, ...] = ()
-        self._if_dropped: weakref.finalize | None = None
+        self._finalizer: weakref.finalize | None = None
         if here:
             self._open()
 
     @classmethod
     def of_pid(cls, pid: int) -> PeerProcess:
-        """Return the process with an id that the kernel reported (``SO_PEERCRED``)."""
+        """Return the process with an id that the kernel reported (``SO_PEERCRED``): 0 for one without an id here."""
         peer = cls()
-        peer.pid = pid
-        peer._open()
+        if pid > 0:
+            peer.pid = pid
+            peer._open()
         return peer
 
     def _open(self) -> None:
@@ -57,14 +58,14 @@ class PeerProcess:
         except OSError:  # it has exited, or the id is invalid: the closed connection is noticed instead
             return
         self.descriptors = (descriptor,)
-        self._if_dropped = weakref.finalize(self, os.close, descriptor)
-        self._if_dropped.atexit = False
+        self._finalizer = weakref.finalize(self, os.close, descriptor)
+        self._finalizer.atexit = False
 
     def close(self) -> None:
         """Close the pidfd. Idempotent."""
         descriptors, self.descriptors = self.descriptors, ()
-        if self._if_dropped is not None:
-            self._if_dropped.detach()
+        if self._finalizer is not None:
+            self._finalizer.detach()
         for descriptor in descriptors:
             os.close(descriptor)
 

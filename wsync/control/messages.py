@@ -11,6 +11,7 @@ from wsync.types import Ack
 
 PROTOCOL = 13  # version of the messages; both sides must have the same
 HEADER_SIZE = HEADER.size
+MAX_HELLO = 1024  # bytes; the largest payload of a HELLO
 TRANSACTION = struct.Struct("<Q")  # number of a transaction, at the beginning of a payload
 REQUEST = struct.Struct("<Q")  # number of a request, in the payload of its answer
 
@@ -26,10 +27,14 @@ class Kind(IntEnum):
     REFUSED = 2  # the worker is not registered; payload: the reason
     LAYOUT = 3  # the layout of the weights; payload: SenderSettings
     # Checksum and extra state come with BEGIN_RECEIVE to a TransportBackend, and are beside the slot in the arena.
-    UPDATE = 4  # install a version; payload: for a FlatTransport, and after DELTA, checksum and extra state; else empty
+    UPDATE = 4  # install a version; payload: checksum and extra state for a FlatTransport or after DELTA, else empty
     PREPARE = 5  # check and keep a version; payload: the transaction, then the arena's slot, or UPDATE's payload
-    ABORT = 6  # drop what was prepared (version: the transaction, a random number), or a BEGIN_RECEIVE of this version
-    COMMIT = 7  # install what was prepared; version: the transaction. In the arena the published word is the commit
+    # Give up what was prepared (version: the number of its transaction, which is random); or, after a BEGIN_RECEIVE,
+    # stop receiving that version (version: the same as in the BEGIN_RECEIVE).
+    ABORT = 6
+    # Install what was prepared; version: the number of the transaction. It is not sent to workers that read the arena:
+    # for them the sender publishes the prepared slot.
+    COMMIT = 7
     RESEND = 8  # repeat the last answer: it did not arrive in time, or an exception interrupted the sender's reading
     CHECK_LAYOUT = 9  # answer whether weights of a layout would fit; payload: SenderSettings
     BEGIN_RECEIVE = 10  # begin to receive a version, before its UPDATE or PREPARE; payload: checksum and extra state
@@ -42,7 +47,7 @@ class Kind(IntEnum):
     PREPARED = 18  # a version was checked (after PREPARE: and kept), or a layout fits (after CHECK_LAYOUT)
     FAILED = 19  # a version was not installed, or not kept; payload: the traceback
     SLOT_FREED = 20  # a slot of the arena that the sender waits for is free
-    JOINED = 21  # how the worker receives weights; version: 1 for the arena, 0 for a transport
+    ROUTE = 21  # the worker's answer to ACCEPTED: how it receives weights; version: 1 from the arena, 0 by a transport
     REQUEST = 22  # with initiator="receiver": send the newest version; version: the number of this request
     # both ways
     # this side closes the connection on purpose; version: 1 if it is a sender that shuts down, else 0; payload: why

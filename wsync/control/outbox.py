@@ -7,11 +7,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from wsync.deadlines import remaining
+
 _DROP_FROM = 1000  # with this many messages queued, a message that may be dropped is dropped
 
 
 class Outbox:
-    """Sends data in order: at once while the socket has room, else by a background thread. Any thread may call it.
+    """Sends data in order: at once while the socket has room, else by a background thread.
+
+    Any thread may call ``put`` and ``flush``, also while another thread is in one of them.
 
     Args:
         send_now: sends what the socket has room for, without waiting; returns the number of bytes sent.
@@ -32,7 +36,7 @@ class Outbox:
 
     @property
     def busy(self) -> bool:
-        """Whether the thread is sending. Stays True if it has failed; ``put`` then raises the error."""
+        """Whether the thread is sending. It stays True after the thread has failed; ``put`` then raises the error."""
         return self._thread is not None
 
     def put(self, data: bytes, fds: Sequence[int] = (), *, may_drop: bool = False) -> None:
@@ -78,20 +82,20 @@ class Outbox:
                 return None
             return self._waiting.popleft()
 
-    def flush(self) -> None:
-        """Wait until all is sent.
+    def flush(self, deadline: float | None) -> None:
+        """Wait until all that was put before this call is sent, or until the deadline.
 
         Raises:
             ConnectionError: it could not be sent.
         """
         thread = self._thread
         if thread is not None:
-            thread.join()
+            thread.join(remaining(deadline))
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Wait for the thread, which exits because the caller has shut the socket down."""
+        """Wait for the thread, which ends because the caller has shut the socket down. No ``put`` may follow."""
         thread = self._thread
         if thread is not None:
             thread.join()

@@ -15,8 +15,8 @@ from typing import Any
 from wsync.errors import WorkerDied
 
 Process = BaseProcess | subprocess.Popen[Any] | int
-"""A process of ``multiprocessing`` or ``subprocess``; or an integer: a descriptor (``Process.sentinel``, a pidfd), or
-else the id of a process on this machine."""
+"""A process of ``multiprocessing`` or ``subprocess``, or an integer: the number of an open descriptor that becomes
+readable when the process ends (``Process.sentinel``, a pidfd), and otherwise the id of a process on this machine."""
 Processes = Sequence[Process] | Mapping[int, Process]
 """Those of all workers, in the order of their indices; or ``{worker_idx: process}`` of some."""
 
@@ -27,8 +27,8 @@ _REAP = 1.0  # seconds; an ended process can be joined at once, or after a few m
 def watched(processes: Processes | None, num_workers: int) -> Iterator[dict[int, int]]:
     """Yield ``{worker: descriptor}``: each descriptor is readable when the worker's process has ended.
 
-    A ``WorkerDied`` inside is raised with the exit codes added. An integer that is the ``sentinel`` or the ``pid`` of a
-    child process of ``multiprocessing`` stands for that process.
+    A ``WorkerDied`` inside is raised with the exit codes added, where they are known here. That of a child that has
+    already ended is not known if it is given by its sentinel.
 
     Args:
         processes: those to watch; None for none.
@@ -37,16 +37,16 @@ def watched(processes: Processes | None, num_workers: int) -> Iterator[dict[int,
     Raises:
         TypeError: one is neither a process nor an integer.
         ValueError: a list of another length; an unknown worker; a process that was not started; an integer that is both
-            the sentinel of a child and the id of another.
+            an open descriptor and the id of a child process, or neither a descriptor nor a possible id.
     """
     with ExitStack() as opened:
-        known = {worker: _resolved(worker, one) for worker, one in _by_worker(processes, num_workers).items()}
+        known = {worker: _as_process(worker, one) for worker, one in _by_worker(processes, num_workers).items()}
         sentinels = {worker: _sentinel(worker, one, opened) for worker, one in known.items()}
         try:
             yield sentinels
         except WorkerDied as error:
             ends = [
-                f"worker {worker} ({_ended(known[worker], sentinels[worker])})"
+                f"worker {worker} ({_describe_end(known[worker], sentinels[worker])})"
                 for worker in sorted(error.workers)
                 if worker in known
             ]
@@ -73,8 +73,8 @@ def _by_worker(processes: Processes | None, num_workers: int) -> Mapping[int, Pr
     return dict(enumerate(processes))
 
 
-def _resolved(worker: int, process: Process) -> Process:
-    """Return the child process that an integer stands for, if any; else ``process``."""
+def _as_process(worker: int, process: Process) -> Process:
+    """Return ``process``, or the child of ``multiprocessing`` whose sentinel or id it is, if that tells more."""
     if isinstance(process, BaseProcess | subprocess.Popen):
         return process
     if not isinstance(process, Integral) or isinstance(process, bool):
@@ -82,35 +82,22 @@ def _resolved(worker: int, process: Process) -> Process:
             f"the process of worker {worker} is a multiprocessing.Process, a subprocess.Popen, a sentinel or a process "
             f"id, not {process!r}"
         )
-    number, children = int(process), multiprocessing.active_children()
-    meant = [child for child in children if number in (child.sentinel, child.pid)]
-    if len(meant) > 1:
+    number = int(process)
+    is_open, is_child = _is_open(number), _is_child(number)
+    if is_open and is_child:
         raise ValueError(
-            f"worker {worker}: {number} is the sentinel of one child process and the id of another: give the Process"
+            f"worker {worker}: {number} is an open descriptor and also the id of a child process: pass the Process or "
+            "Popen object instead"
         )
-    return meant[0] if meant else number
+    if is_child:  # not by active_children(), which reaps children that have ended: their exit code would be lost
+        return number
+    for child in multiprocessing.active_children():
+        if number == (child.sentinel if is_open else child.pid):
+            return child
+    return number
 
 
-def _sentinel(worker: int, process: Process, opened: ExitStack) -> int:
-    """Return a descriptor that is readable when ``process`` has ended; ``opened`` closes it if it was made here."""
-    if isinstance(process, BaseProcess):
-        if process.pid is None:
-            raise ValueError(f"the process of worker {worker} has not been started: call its start() before connect()")
-        return process.sentinel
-    pid = process.pid if isinstance(process, subprocess.Popen) else process
-    if not isinstance(process, subprocess.Popen) and _is_sentinel(pid):
-        return pid
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:  # it has ended: a descriptor that is readable at once
-        descriptor = os.eventfd(1, os.EFD_CLOEXEC)
-    except OSError as error:
-        raise ValueError(f"worker {worker}: {pid} is neither an open descriptor nor the id of a process") from error
-    opened.callback(os.close, descriptor)
-    return descriptor
-
-
-def _is_sentinel(descriptor: int) -> bool:
+def _is_open(descriptor: int) -> bool:
     """Return whether an integer is an open pipe, socket, eventfd or pidfd of this process."""
     try:
         target = os.readlink(f"/proc/self/fd/{descriptor}")
@@ -119,28 +106,81 @@ def _is_sentinel(descriptor: int) -> bool:
     return target.startswith(("pipe:", "socket:", "anon_inode:[pidfd]", "anon_inode:[eventfd]", "pidfd:"))
 
 
-def _ended(process: Process, sentinel: int) -> str:
+def _is_child(pid: int) -> bool:
+    """Return whether an integer is the id of a child of this process that has not been waited for."""
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except OSError:
+        return False
+    return True
+
+
+def _sentinel(worker: int, process: Process, opened: ExitStack) -> int:
+    """Return a descriptor that is readable when ``process`` has ended; ``opened`` closes it if it was made here."""
+    if isinstance(process, BaseProcess | subprocess.Popen):
+        if process.pid is None:
+            raise ValueError(f"the process of worker {worker} has not been started: call its start() before connect()")
+        # Not Process.sentinel: a pipe, which a child of the worker's own may keep open when the worker has ended.
+        ended, pid = _exit_code(process) is not None, process.pid
+    elif _is_open(process):
+        return process
+    else:
+        ended, pid = False, process
+    descriptor = _readable() if ended else _open_pidfd(worker, pid)
+    opened.callback(os.close, descriptor)
+    return descriptor
+
+
+def _open_pidfd(worker: int, pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:  # it has ended
+        return _readable()
+    except OSError as error:
+        raise ValueError(f"worker {worker}: {pid} is neither an open descriptor nor the id of a process") from error
+
+
+def _readable() -> int:
+    """Return a new descriptor that is readable at once."""
+    return os.eventfd(1, os.EFD_CLOEXEC)
+
+
+def _exit_code(process: BaseProcess | subprocess.Popen[Any]) -> int | None:
+    return process.exitcode if isinstance(process, BaseProcess) else process.poll()
+
+
+def _describe_end(process: Process, sentinel: int) -> str:
     """Return how a process has ended, as far as it can be known here."""
-    if isinstance(process, BaseProcess):
-        process.join(_REAP)
-        return _described(f"process {process.pid}", process.exitcode)
-    if isinstance(process, subprocess.Popen):
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_REAP)
-        return _described(f"process {process.pid}", process.returncode)
-    name = f"descriptor {process}" if process == sentinel else f"process {process}"
-    try:  # WNOWAIT: the process can still be waited for by its parent
-        status = os.waitid(os.P_PIDFD, sentinel, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except OSError:  # not a child of this process, or no pidfd: its exit code is not known here
-        return _described(name, None)
+    if isinstance(process, int):
+        name = f"descriptor {process}" if process == sentinel else f"process {process}"
+        return _describe(name, _exit_code_by_pidfd(sentinel))
+    code = _exit_code(process)
+    if code is None:
+        if isinstance(process, BaseProcess):
+            process.join(_REAP)
+        else:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_REAP)
+        code = _exit_code(process)
+    return _describe(f"process {process.pid}", code)
+
+
+def _exit_code_by_pidfd(descriptor: int) -> int | None:
+    """Return a child's exit code, and leave it to be waited for; None if it is not known here."""
+    try:
+        status = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except OSError:  # not a child of this process, or it has been waited for, or this is no pidfd
+        return None
     if status is None:
-        return _described(name, None)
-    return _described(name, status.si_status if status.si_code == os.CLD_EXITED else -status.si_status)
+        return None
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
 
-def _described(name: str, code: int | None) -> str:
+def _describe(name: str, code: int | None) -> str:
     if code is None:
         return f"{name} has ended"
-    if code < 0:
+    if code >= 0:
+        return f"{name} ended with exit code {code}"
+    with suppress(ValueError):  # a real-time signal has no name
         return f"{name} was ended by {signal.Signals(-code).name}"
-    return f"{name} ended with exit code {code}"
+    return f"{name} was ended by signal {-code}"

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Protocol
 
 _log = logging.getLogger(__name__)
-_here = threading.local()  # ``must_not_wait``: of this thread
+_thread_local = threading.local()  # has ``must_not_wait`` in a block of ``without_waiting_for_versions``
 
 
 @contextmanager
@@ -20,19 +20,19 @@ def without_waiting_for_versions() -> Iterator[None]:
     """While the block runs, entering the gate in this thread never requests a version and waits for it.
 
     Outside such a block it may, see ``InstallOnRequest``. The receiver thread is always in such a block (``_run``): the
-    version could arrive only by a message that this thread itself has to read. Other threads use it where they enter
-    the gate for no forward.
+    version could arrive only by a message that this thread itself has to read. Other threads use it when they
+    enter the gate for something other than a forward.
     """
-    before, _here.must_not_wait = must_not_wait_for_versions(), True
+    before, _thread_local.must_not_wait = must_not_wait_for_versions(), True
     try:
         yield
     finally:
-        _here.must_not_wait = before
+        _thread_local.must_not_wait = before
 
 
 def must_not_wait_for_versions() -> bool:
     """Return whether this thread is in a block of ``without_waiting_for_versions``."""
-    return getattr(_here, "must_not_wait", False)
+    return getattr(_thread_local, "must_not_wait", False)
 
 
 class MessageHandler(Protocol):
@@ -85,7 +85,7 @@ class ReceiverThread:
                 self._thread.start()
 
     def unregister(self, handler: MessageHandler) -> None:
-        """Stop calling ``handler``. On return it is not running, unless it is itself the caller."""
+        """Stop calling ``handler``. On return the handler is not running, unless the handler itself called this."""
         with self._lock:
             self._handlers = {fd: other for fd, other in self._handlers.items() if other[0] is not handler}
             thread = self._thread
@@ -140,7 +140,8 @@ class ReceiverThread:
                         _shut_down(socket_fd)
                 elif _call(handler, socket_fd):
                     continue
-                # Connection ended: stop watching its socket and its pidfd. Peer exited: only its pidfd.
+                # If the connection has ended, stop watching its socket and its pidfd. If only the pidfd was readable,
+                # stop watching that one.
                 with self._lock:
                     finished = [fd for fd, one in handlers.items() if fd == descriptor or one == (handler, descriptor)]
                     for fd in finished:
@@ -153,13 +154,13 @@ class ReceiverThread:
 def _call(handler: MessageHandler, socket_fd: int) -> bool:
     """Call a handler; False when there will be no more messages.
 
-    If it raises, its connection is shut down, which both sides notice, and it is called again, to read the end of the
-    stream and clean up. The thread continues, since it serves other receivers as well.
+    If the handler raises, its connection is shut down, which both sides notice. The handler is then called once more,
+    to read the end of the stream and clean up. The thread continues, since it serves other receivers as well.
     """
     for _ in range(2):
         try:
             return handler.on_readable()
-        except BaseException:  # noqa: BLE001  an error of one receiver must not stop the shared thread
+        except BaseException:  # noqa: BLE001  an error of one receiver must not end the thread of all
             _log.exception("a receiver raised an error; its connection is shut down")
         with suppress(OSError):  # already closed, by the handler or the peer
             _discard(socket_fd)

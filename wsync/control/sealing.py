@@ -1,6 +1,6 @@
 """Addresses in places that other processes can read and write, such as a ``torch.distributed`` store.
 
-The token of a sealed address is encrypted, and the whole is signed, with a secret that the processes of one run share:
+The token of a sealed address is encrypted, and the address is signed, with a secret that the processes of a run share:
 ``WSYNC_AUTHKEY``, or a random key in a file that only their user can read.
 """
 
@@ -32,7 +32,7 @@ def run_secret() -> bytes:
     """Return the secret that this user's processes share; the first call makes the key file.
 
     Raises:
-        NotConnected: there is no ``WSYNC_AUTHKEY``, and the key file cannot be made or read, or others can read it.
+        NotConnected: ``WSYNC_AUTHKEY`` is not set, and the key file cannot be made or read, or others can read it.
     """
     given = os.environ.get(AUTHKEY)
     if given:
@@ -75,7 +75,7 @@ def seal(address: Address) -> str:
         NotConnected: see ``run_secret``.
     """
     secret, nonce = run_secret(), secrets.token_bytes(_NONCE_SIZE)
-    sealed = _masked(address.token, secret, nonce)
+    sealed = _apply_pad(address.token, secret, nonce)
     parts = [address.host, address.port, nonce.hex(), sealed.hex()]
     return json.dumps([*parts, _signature(secret, parts)])
 
@@ -95,14 +95,13 @@ def unseal(text: str | bytes) -> Address:
             signature.encode(), _signature(secret, parts).encode()
         )
         if genuine:
-            token = _masked(bytes.fromhex(sealed), secret, bytes.fromhex(nonce))
-            return Address.load(json.dumps([host, port, token.hex()]))
+            return Address.checked(host, port, _apply_pad(bytes.fromhex(sealed), secret, bytes.fromhex(nonce)))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError("this is not the sealed address of a sender") from error
     raise ValueError(f"this address was sealed with another secret: {AUTHKEY}, or the user's key file, differs")
 
 
-def _masked(token: bytes, secret: bytes, nonce: bytes) -> bytes:
+def _apply_pad(token: bytes, secret: bytes, nonce: bytes) -> bytes:
     """Encrypt or decrypt a token with a pad that is used once."""
     pad = hashlib.shake_256(hmac.digest(secret, b"wsync token" + nonce, "sha256")).digest(len(token))
     return bytes(a ^ b for a, b in zip(token, pad, strict=True))

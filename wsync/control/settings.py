@@ -30,10 +30,11 @@ class SenderSettings:
 
     Attributes:
         layout: of the weights; None until the sender has some.
-        checksum: whether each update has a checksum; None: only if a transport carries it, not the arena.
+        checksum: True if each update has a checksum, False if none has one, None if only those have one that a
+            transport carries (those in the arena have none).
         workers: the number of workers.
         generation: how many workers have connected with this index, including this one.
-        memory: where a process on the same machine finds the sender's arena of shared memory: process id, two
+        arena_handle: where a process on the same machine finds the sender's arena of shared memory: process id, two
             file-descriptor numbers in that process, and the arena's random name; None if the message carries the
             descriptors, or there is no arena.
         delta: whether versions may come as differences to those that the worker has acknowledged.
@@ -43,13 +44,13 @@ class SenderSettings:
     checksum: bool | None
     workers: int = 1
     generation: int = 0
-    memory: tuple[int, int, int, str] | None = None
+    arena_handle: tuple[int, int, int, str] | None = None
     delta: bool = False
 
     def dump(self) -> bytes:
         """Return the settings as bytes."""
         layout = None if self.layout is None else _plain(self.layout)
-        fields = [layout, self.checksum, self.workers, self.generation, self.memory, self.delta]
+        fields = [layout, self.checksum, self.workers, self.generation, self.arena_handle, self.delta]
         return json.dumps(fields, separators=(",", ":")).encode()
 
     @classmethod
@@ -59,7 +60,7 @@ class SenderSettings:
         Raises:
             ValueError: ``data`` is malformed, or the layout exceeds its buffer; says why.
         """
-        layout, checksum, workers, generation, memory, delta = _list(_parse(data), 6, "settings")
+        layout, checksum, workers, generation, arena_handle, delta = _list(_parse(data), 6, "settings")
         if not isinstance(checksum, bool | None):
             raise ValueError("checksum must be a bool or null")
         if not isinstance(delta, bool):
@@ -69,13 +70,13 @@ class SenderSettings:
             checksum,
             _number(workers, 1, "workers"),
             _number(generation, 0, "generation"),
-            None if memory is None else _memory(memory),
+            None if arena_handle is None else _arena_handle(arena_handle),
             delta,
         )
 
 
-def _memory(data: Any) -> tuple[int, int, int, str]:
-    pid, words, extra, name = _list(data, 4, "memory")
+def _arena_handle(data: Any) -> tuple[int, int, int, str]:
+    pid, words, extra, name = _list(data, 4, "the arena's handle")
     if not isinstance(name, str):
         raise ValueError("the arena's name must be a string")
     return _number(pid, 1, "a process id"), _number(words, 0, "a descriptor"), _number(extra, 0, "a descriptor"), name

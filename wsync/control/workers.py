@@ -10,13 +10,14 @@ from contextlib import contextmanager, suppress
 
 from wsync.control.interfaces import Connection, ConnectionCallbacks, ConnectionSource
 from wsync.control.messages import PROTOCOL, Kind, Message, reason_in
-from wsync.deadlines import NOW, milliseconds, wait_readable
+from wsync.deadlines import NOW, deadline_in, milliseconds, wait_readable
 from wsync.errors import SyncTimeout, WorkerDied
 from wsync.types import Ack
 
 _log = logging.getLogger(__name__)
-# What ``read`` accepts. JOINED and STORE are read by ``on_accepted``, inside ``reading_directly``.
+# What ``read`` accepts. ROUTE and STORE are read by ``on_accepted``, inside ``reading_directly``.
 _ANSWERS = frozenset((Kind.ACK, Kind.PREPARED, Kind.FAILED, Kind.SLOT_FREED, Kind.REQUEST))
+_LEAVE_TIMEOUT = 5.0  # seconds in which all workers must read what was sent to them before a LEAVE
 
 
 class WorkerConnections:
@@ -39,7 +40,8 @@ class WorkerConnections:
         self._to_replace: set[int] = set()  # workers that have disconnected, and have not been replaced yet
         self._worker_of: dict[int, int] = {}  # descriptor -> worker
         self._watched: dict[int, Callable[[], None]] = {}  # descriptor -> callback, see watch()
-        self._poll = select.poll()  # not epoll: a forked child would share its set of descriptors
+        # Not epoll: a connection that a forked child keeps open would stay in its set after close().
+        self._poll = select.poll()
         self._answers: dict[int, Ack] = {}
         self._deaths: dict[int, Ack] = {}
         self._ready: set[int] = set()  # readable descriptors that ``read`` has not processed yet
@@ -96,7 +98,7 @@ class WorkerConnections:
                 _log.debug("workers that did not connect in time: %s", join_indices(missing))
                 raise SyncTimeout(
                     f"worker(s) {join_indices(missing)} did not connect in time: each worker must call "
-                    "connect(worker_idx=…) while the sender waits; see what it has printed, or raise the timeout",
+                    "connect(worker_idx=…) while the sender waits; see the workers' output, or raise the timeout",
                     {worker: "never connected" for worker in missing},
                 )
             if not {*self._worker_of, *self._watched}.isdisjoint(ready):  # workers that have connected already
@@ -104,7 +106,8 @@ class WorkerConnections:
             if self._source.fileno() in ready:
                 missing.discard(self._accept(deadline))
                 watched = {fd: worker for fd, worker in watched.items() if worker in missing}
-            gone = {  # without those that have sent an answer, which names the reason: ``wait_acks`` returns it
+            # A worker that answered before it died is left out: its answer gives the reason, and wait_acks returns it.
+            gone = {
                 worker: death.error
                 for worker, death in self._deaths.items()
                 if worker in workers and worker not in {*missing, *self._connections, *self._answers}
@@ -113,7 +116,7 @@ class WorkerConnections:
                 causes = "".join(f"\nworker {worker}: {cause}" for worker, cause in sorted(gone.items()))
                 raise WorkerDied(f"worker(s) {join_indices(gone)} were lost after they had connected{causes}", gone)
             if self._source.fileno() in ready:
-                continue  # a process that has ended may have connected before
+                continue  # accept first: a process that has ended may have connected before it ended
             dead = {watched[fd]: "died before it had connected" for fd in ready if fd in watched}
             if dead:
                 raise WorkerDied(f"worker(s) {join_indices(dead)} died before they had connected", dead)
@@ -125,7 +128,7 @@ class WorkerConnections:
             return -1
         connection, hello = arrival
         worker = hello.worker
-        if wait_readable(connection.descriptors, NOW):  # it has gone: a live worker sends nothing before ACCEPTED
+        if wait_readable(connection.descriptors, NOW):  # the worker has gone: a live one sends nothing before ACCEPTED
             connection.close()
             return -1
         self.process_arrived_messages()  # notices the death of the worker that it replaces
@@ -251,7 +254,9 @@ class WorkerConnections:
             while self._ready:
                 self._process(self._ready.pop())
         finally:
-            self._ready.clear()  # if a callback raised: the fast path may read these sockets before the next call
+            # After an error of a callback, what poll() has reported must not be used in the next call: the fast path
+            # may have read these sockets by then.
+            self._ready.clear()
         return True
 
     def _process(self, fd: int) -> None:
@@ -260,16 +265,16 @@ class WorkerConnections:
             self._watched[fd]()
             return
         worker = self._worker_of.get(fd, -1)
-        if worker < 0:  # closed meanwhile, by a finalizer in another thread
+        if worker < 0:  # a finalizer has closed the connection, in another thread
             return
         connection = self._connections[worker]
-        # A worker that answered and then exited has answered: its socket is read before its pidfd counts.
+        # If only the pidfd is readable, read the socket first: the worker may have answered before it exited.
         readable = fd == connection.fileno() or wait_readable([connection.fileno()], NOW)
         message = connection.receive() if readable else None
         if message is None or message.kind not in _ANSWERS:
             self.mark_dead(worker, _disconnect_reason(connection, message))
             return
-        known = self._answers.get(worker)  # a repeated answer may arrive after a newer one
+        known = self._answers.get(worker)  # an answer that the worker repeats may arrive after a newer one
         if message.kind not in (Kind.SLOT_FREED, Kind.REQUEST) and (known is None or known.version <= message.version):
             error = message.payload.decode(errors="replace") if message.kind is Kind.FAILED else ""
             self._answers[worker] = Ack(worker, message.version, error, wait=message.wait, apply=message.apply)
@@ -279,11 +284,17 @@ class WorkerConnections:
         """Close all connections, and accept no more. Idempotent.
 
         Args:
-            finished: whether to tell the workers that the sender shuts down; otherwise they take it for dead.
+            finished: whether to tell the workers that the sender shuts down; otherwise they report its death. A worker
+                that does not read its earlier messages within some seconds reports it as well.
         """
-        for worker in list(self._connections):
-            if finished:
+        if finished:
+            for worker in list(self._connections):
                 self.send(worker, Message(Kind.LEAVE, worker, 1))
+            deadline = deadline_in(_LEAVE_TIMEOUT)
+            for connection in list(self._connections.values()):
+                with suppress(ConnectionError):  # the worker has died
+                    connection.flush(deadline)
+        for worker in list(self._connections):
             self.disconnect(worker)
         for descriptor in self._watched:
             self._poll.unregister(descriptor)

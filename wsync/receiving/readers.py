@@ -65,9 +65,9 @@ class ReaderFactory:
             SyncTimeout: the transport was not set up in time.
         """
         files = (fds[0], fds[1]) if len(fds) == 2 else None
-        if settings.memory is not None:
-            files = open_handle(settings.memory) if self.arena else None
-            connection.send(Message(Kind.JOINED, worker, int(files is not None)))  # see ``Kind.JOINED``
+        if settings.arena_handle is not None:
+            files = open_handle(settings.arena_handle) if self.arena else None
+            connection.send(Message(Kind.ROUTE, worker, int(files is not None)))  # see ``Kind.ROUTE``
         if files is not None:
             return ArenaReader(Arena(settings.workers, files), connection, worker, binds=self.binds_arena), ()
         if self.create_transport is None:

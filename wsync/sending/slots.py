@@ -134,10 +134,10 @@ class Slots:
                 cause = "was accepted, but did not answer"
                 raise SyncTimeout(f"worker {worker} {cause}: is it stopped?", {worker: cause})
             message = connection.receive() if connection.fileno() in ready else None
-        if message is None or message.kind is not Kind.JOINED:
+        if message is None or message.kind is not Kind.ROUTE:
             self._connections.mark_dead(worker, f"{connection.peer} left while it was joining")
             return False
-        return message.version == 1  # see ``Kind.JOINED``
+        return message.version == 1  # see ``Kind.ROUTE``
 
     def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
         """See ``FastChannel``: it needs all workers in the arena, and updates without checksum."""

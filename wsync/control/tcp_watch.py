@@ -1,0 +1,100 @@
+"""A thread that closes TCP connections whose peer's machine, or the network to it, has failed.
+
+A machine that fails does not close its connections. The kernel's keepalive notices the failure, but only on a
+connection without unacknowledged data; otherwise the kernel sends the data again and again, for a quarter of an hour.
+The socket option TCP_USER_TIMEOUT would shorten that, but it also closes the connection to a process that is alive and
+does not read, because it is stopped or busy. The kernel of such a process still acknowledges data, and answers probes.
+So this thread checks whether the peer's kernel answers.
+
+If the peer's process had not read for some time before the failure, the kernel sends probes rarely, at most two minutes
+apart. The failure is then noticed about ten seconds after the next probe.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from contextlib import suppress
+from weakref import WeakKeyDictionary
+
+_INTERVAL = 2.0  # seconds between two checks
+_CHECKS = 5  # a peer has failed if its kernel is silent at this many checks in succession
+_TCP_INFO = struct.Struct("8B13I")  # the beginning of the kernel's struct tcp_info
+# Fields of it: data sent again, and probes sent, since the last answer; milliseconds since the last answer.
+_RETRANSMITS, _PROBES, _LAST_ACK = 2, 3, 20
+
+
+class TcpWatch:
+    """The thread of one process; it runs while there are sockets to watch. Any thread may call the methods."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a finalizer may call ``remove`` inside any of the methods
+        self._silent: WeakKeyDictionary[socket.socket, int] = WeakKeyDictionary()  # successive checks without an answer
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def add(self, sock: socket.socket) -> None:
+        """Watch a connected TCP socket until ``remove``: if the peer's machine fails, shut the socket down."""
+        with self._lock:
+            self._silent[sock] = 0
+            if self._thread is None:
+                self._stop = threading.Event()
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._stop,), name="wsync-tcp-watch", daemon=True
+                )
+                self._thread.start()
+
+    def remove(self, sock: socket.socket) -> None:
+        """Stop watching a socket; with the last one, wait for the end of the thread. Idempotent."""
+        with self._lock:
+            self._silent.pop(sock, None)
+            thread = self._thread
+            if self._silent or thread is None:
+                return
+            self._thread = None
+            self._stop.set()
+        if thread is not threading.current_thread():
+            thread.join()
+
+    def _run(self, stop: threading.Event) -> None:
+        while not stop.wait(_INTERVAL):
+            with self._lock:
+                if stop.is_set():
+                    return
+                if not self._silent:  # all were dropped without ``remove``
+                    self._thread = None
+                    return
+                self._check()
+
+    def _check(self) -> None:
+        for reference in self._silent.keyrefs():
+            sock = reference()
+            if sock is None or (checks := self._silent.get(sock)) is None:  # removed by a finalizer
+                continue
+            try:
+                info = _TCP_INFO.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
+            except OSError:  # it has been closed
+                continue
+            self._silent[sock] = checks = checks + 1 if info[_RETRANSMITS] or info[_PROBES] else 0
+            answered_between = info[_LAST_ACK] < 1000 * _INTERVAL * (_CHECKS - 1)
+            if checks >= _CHECKS and not answered_between:
+                with suppress(OSError):  # the connection has ended
+                    sock.shutdown(socket.SHUT_RDWR)
+
+
+_watch = TcpWatch()
+
+
+def _reset_in_child() -> None:
+    global _watch
+    _watch = TcpWatch()
+
+
+os.register_at_fork(after_in_child=_reset_in_child)
+
+
+def tcp_watch() -> TcpWatch:
+    """Return this process's watch."""
+    return _watch
