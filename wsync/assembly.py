@@ -14,7 +14,7 @@ from wsync.in_process import InProcessChannel
 from wsync.paths import find_model, find_or_none
 from wsync.receiver import Receiver
 from wsync.receiving.cascade import cascade_of
-from wsync.receiving.channel import SenderChannel
+from wsync.receiving.channel import WorkerSideChannel
 from wsync.receiving.install_policy import InstallOnRequest
 from wsync.receiving.readers import ReaderFactory
 from wsync.roles import SenderRole
@@ -96,7 +96,7 @@ def _transport_factory(scheme: WeightSyncScheme) -> TransportFactory | None:
     return create
 
 
-def make_receive_channel(scheme: WeightSyncScheme, model_id: str) -> SenderChannel:
+def make_receive_channel(scheme: WeightSyncScheme, model_id: str) -> WorkerSideChannel:
     """Return the worker's end of the connection, which ``connect`` will make.
 
     Raises:
@@ -105,7 +105,7 @@ def make_receive_channel(scheme: WeightSyncScheme, model_id: str) -> SenderChann
     rendezvous, address = scheme.create_rendezvous(), scheme._address
     if address is None and not rendezvous.can_look_up():
         raise RuntimeError("initialise this scheme on the sender first, then pickle or fork it to the worker")
-    return SenderChannel(
+    return WorkerSideChannel(
         lambda worker, deadline: rendezvous.dial(address, model_id, worker, deadline),
         ReaderFactory(
             create_transport=scheme._transport_factory(),

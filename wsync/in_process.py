@@ -25,7 +25,7 @@ class InProcessChannel:
     runs a forward, if it enters the gate first.
 
     Args:
-        connect: connects the receiver, and returns it; called when the sender connects.
+        connect: connects the receiver, and returns its updater; called when the sender connects.
     """
 
     arena = None
@@ -33,24 +33,24 @@ class InProcessChannel:
     first_version = 1
 
     def __init__(self, connect: Callable[[], ModelUpdater]) -> None:
-        self._connect_receiver = connect
+        self._connect_updater = connect
         self.layout: Layout | None = None
         self.workers: Collection[int] = (0,)
         self._buffer: Buffer | None = None
         self._pending: Update | None = None
         self._published = False
-        self._receiver: ModelUpdater | None = None
+        self._updater: ModelUpdater | None = None
         self._acks: list[Ack] = []
 
     # --- SendChannel ---
 
     def _connected(self) -> ModelUpdater:
-        assert self._receiver is not None, "wait_for_workers() comes first"
-        return self._receiver
+        assert self._updater is not None, "wait_for_workers() comes first"
+        return self._updater
 
     def check_layout(self, layout: Layout, version: int) -> None:
         """See ``SendChannel``."""
-        self._connected().process([CheckLayout(version, layout)])
+        self._connected().process(CheckLayout(version, layout))
 
     def set_layout(self, layout: Layout) -> None:
         """See ``SendChannel``."""
@@ -59,8 +59,8 @@ class InProcessChannel:
 
     def wait_for_workers(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
         """See ``SendChannel``: connect the receiver, unless that has been done."""
-        if self._receiver is None:
-            self._receiver = self._connect_receiver()
+        if self._updater is None:
+            self._updater = self._connect_updater()
 
     def disconnect(self, worker: int) -> None:
         """See ``SendChannel``: this process is not dead."""
@@ -95,7 +95,7 @@ class InProcessChannel:
     def prepare(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
         """See ``TransactionChannel``."""
         self._published = False  # until the commit, the buffer has a version that may be aborted
-        self._connected().process([Prepare(transaction, Update(version, buffer.views, extra))])
+        self._connected().process(Prepare(transaction, Update(version, buffer.views, extra)))
 
     def commit(self, transaction: int) -> None:
         """See ``TransactionChannel``: all models at once; for the second one nothing is left to do."""
@@ -128,9 +128,9 @@ class InProcessChannel:
     def detach(self, handler: MessageHandler) -> None:
         """See ``ReceiveChannel``."""
 
-    def receive_events(self) -> Sequence[Event]:
+    def receive_event(self) -> Event | None:
         """See ``ReceiveChannel``: there are no messages."""
-        return ()
+        return None
 
     def sender_is_alive(self) -> bool:
         """See ``ReceiveChannel``: it is this process."""
@@ -154,4 +154,4 @@ class InProcessChannel:
 
     def close(self, *, finished: bool = False) -> None:
         """See ``SendChannel`` and ``ReceiveChannel``."""
-        self._buffer = self._receiver = None
+        self._buffer = self._updater = None

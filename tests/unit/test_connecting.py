@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from scripted import Script, Scripted
 from torch import Tensor, nn
 
@@ -37,11 +39,11 @@ def test_a_malformed_message_while_a_worker_connects_is_named_at_both_ends() -> 
         sender.send(Message(Kind.ACCEPTED, 0, 1, SETTINGS.dump()))
         sender.send(Message(Kind.BEGIN_RECEIVE, 0, 1, b"no"))
 
-    with pytest.raises(wsync.NotConnected, match="invalid message of the sender: 2 bytes where"):
+    with pytest.raises(wsync.NotConnected, match="invalid message from the sender: the payload has 2 bytes"):
         connect_by(script)
     answer = ends[0].receive()
     assert answer is not None and answer.kind is Kind.FAILED
-    assert "2 bytes where" in answer.payload.decode()
+    assert "the payload has 2 bytes" in answer.payload.decode()
 
 
 def test_a_sender_that_dies_after_it_has_accepted_a_worker_is_not_connected() -> None:
@@ -109,6 +111,129 @@ def test_a_connect_that_was_interrupted_leaves_nothing_behind(tmp_path: Path) ->
         assert not process_gate().hooks
         worker.connect()
         assert worker.version == 1 and len(process_gate().hooks) == 1
+
+
+def test_receive_after_a_connect_that_failed_raises() -> None:
+    def refuse(sender: Connection) -> None:
+        sender.send(Message(Kind.REFUSED, payload=b"not today"))
+
+    with Scripted(refuse) as worker:
+        worker.init_on_receiver("policy", model=nn.Linear(2, 2), worker_idx=0)
+        for wait in (worker.receive, worker.pull):
+            with pytest.raises(wsync.NotConnected, match="call connect"):
+                wait(None)
+        with pytest.raises(wsync.NotConnected, match="not today"):
+            worker.connect()
+        for wait in (worker.receive, worker.pull):
+            with pytest.raises(wsync.NotConnected, match="no more weights"):
+                wait(None)
+        assert not worker.finished
+
+
+def test_a_worker_that_lost_its_sender_connects_again() -> None:
+    ends: list[Connection] = []
+
+    def script(sender: Connection) -> None:
+        ends.append(sender)
+        if len(ends) == 2:  # the first attempt to connect again fails
+            sender.close()
+        else:
+            sender.send(Message(Kind.ACCEPTED, 0, 0, SETTINGS.dump()))
+
+    with Scripted(script) as worker:
+        worker.init_on_receiver("policy", model=nn.Linear(2, 2), worker_idx=0)
+        worker.connect()
+        with pytest.raises(RuntimeError, match="connected already"):
+            worker.connect()
+        assert worker.receive(0.0) is None, "a refused second connect() keeps the connection"
+        ends[0].close()
+        for _ in range(2):
+            with pytest.raises(wsync.NotConnected, match="no more weights"):
+                worker.receive(None)
+            if len(ends) == 1:
+                with pytest.raises(wsync.NotConnected, match="went away"):
+                    worker.connect()
+        worker.connect()
+        assert worker.receive(0.0) is None and not worker.finished
+        ends[-1].send(Message(Kind.LEAVE, version=1))
+        assert worker.receive(None) is None and worker.finished
+        with pytest.raises(wsync.NotConnected, match="has shut down"):
+            worker.receive(None)
+    assert len(ends) == 3
+
+
+def test_a_worker_that_cannot_install_its_first_weights_is_not_finished(tmp_path: Path) -> None:
+    """The sender has not shut down."""
+
+    def load(pairs: Iterable[tuple[str, Tensor]]) -> None:
+        raise OSError("no room")
+
+    with wsync.StoreWeightSyncScheme(str(tmp_path)) as trainer, wsync.StoreWeightSyncScheme(str(tmp_path)) as worker:
+        trainer.init_on_sender("policy", model=nn.Linear(2, 2), num_workers=1)
+        trainer.connect()
+        worker.init_on_receiver("policy", load=load, worker_idx=0)
+        with pytest.raises(wsync.WeightSyncError, match="no room"):
+            worker.connect()
+        assert not worker.finished
+        with pytest.raises(wsync.NotConnected, match="no more weights"):
+            worker.receive(None)
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_weights_before_their_layout_are_named_at_both_ends(connected: bool) -> None:
+    ends: list[Connection] = []
+    early = Message(Kind.BEGIN_RECEIVE, 0, 1, bytes(8))
+
+    def script(sender: Connection) -> None:
+        ends.append(sender)
+        sender.send(Message(Kind.ACCEPTED, 0, 0 if connected else 1, SenderSettings(None, None).dump()))
+        if not connected:
+            sender.send(early)
+
+    with Scripted(script) as worker:
+        worker.init_on_receiver("policy", model=nn.Linear(2, 2), worker_idx=0)
+        if connected:
+            worker.connect()
+            ends[0].send(early)
+        with pytest.raises(wsync.NotConnected, match="no more weights" if connected else "before its layout"):
+            worker.receive(None) if connected else worker.connect()
+        answer = ends[0].receive()
+        assert answer is not None and answer.kind is Kind.FAILED
+        assert "before its layout" in answer.payload.decode()
+
+
+class Probed(nn.Linear):
+    """Notes whether each forward ran inside the gate."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.inside: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inside.append(process_gate().held_here)
+        return super().forward(x)
+
+
+def test_a_model_stays_gated_while_one_of_its_schemes_connects_and_another_shuts_down() -> None:
+    def accept(sender: Connection) -> None:
+        sender.send(Message(Kind.ACCEPTED, 0, 0, SETTINGS.dump()))
+
+    model, accepted = Probed(), threading.Event()
+    with Scripted(accept) as first, Scripted(accept) as second:
+        second._rendezvous.connected = lambda _: accepted.set()  # called before the model is gated
+        for scheme in (first, second):
+            scheme.init_on_receiver("policy", model=model, worker_idx=0)
+        first.connect()
+        thread = threading.Thread(target=second.connect, daemon=True)
+        with process_gate().gate_lock.lock:  # ``second`` cannot enter the gate
+            thread.start()
+            assert accepted.wait(30.0)
+            first.shutdown()
+        thread.join(30.0)
+        model(torch.ones(2))
+        second.shutdown()
+        model(torch.ones(2))
+    assert model.inside == [True, False]
 
 
 class Outer:

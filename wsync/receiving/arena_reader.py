@@ -1,22 +1,20 @@
 """A worker's updates from the arena: it binds its model to a slot, or copies the weights out.
 
-Called by the channel and the receiver. ``published``, ``prepare`` and ``set_layout`` are called outside the gate, by
+Called by the channel and the receiver. ``on_prepare`` and ``set_layout`` are called outside the gate, by
 the thread that connects and then by the receiver thread, while the acting thread may poll.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 
 from wsync.control import Connection, Kind, Message
 from wsync.control.messages import unpack_exactly
-from wsync.errors import NotConnected
 from wsync.gate import process_gate
 from wsync.loops import Installer, WorkerSlot
 from wsync.loops.words import PUBLISHED, version_in
 from wsync.loops.worker_slot import SlotReceiver
-from wsync.receiving.events import Event, Prepare, Published
+from wsync.receiving.events import Prepare
 from wsync.receiving.prepared_updates import updates_by_transaction
 from wsync.shm.arena import PREPARE, Arena
 from wsync.shm.registered import RegisteredView
@@ -95,18 +93,14 @@ class ArenaReader:
             self._installer = None
             self._slot.disable_fast_path()
 
-    def published(self, version: int, payload: bytes) -> Sequence[Event]:
-        """Return the events of an ``UPDATE`` message: the version is read from the published word."""
-        return [Published()]
-
-    def prepare(self, version: int, payload: bytes) -> Sequence[Event]:
-        """Return the events of a ``PREPARE`` message."""
+    def on_prepare(self, version: int, payload: bytes) -> Prepare:
+        """Process a ``PREPARE`` message; return its event."""
         transaction, slot = unpack_exactly(PREPARE, payload)
-        return [Prepare(transaction, self._update(version, slot, acknowledge=True))]
+        return Prepare(transaction, self._update(version, slot, acknowledge=True))
 
     def _update(self, version: int, slot: int, acknowledge: bool) -> Update:
         if not self._has_layout:
-            raise NotConnected("an update arrived before its layout")
+            raise ValueError("an update before its layout")
         views, extra = self._arena.views(slot), self._arena.read_extra(slot)
         if self._checksum and version != self._checked:
             damage = self._arena.find_damage(version, slot, extra)

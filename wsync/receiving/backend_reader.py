@@ -27,10 +27,10 @@ class _Arriving:
     """A version for which ``receive_weights`` was called.
 
     Attributes:
-        filled: whether a call has returned weights, and the buffer has them.
+        filled: whether the buffer has what the last call returned.
         complete: whether the buffer has the checksum.
         error: the traceback of the last call; empty if it did not raise.
-        deadline: by which it has to arrive.
+        deadline: by when it must have arrived.
     """
 
     buffer: Buffer
@@ -64,10 +64,11 @@ class BackendReader(TransportReader):
         self._transport = transport
         self._strategy = strategy
         self._arriving: dict[int, _Arriving] = {}  # by version; at most one
-        # What a call for an aborted version has returned. From a stream, it may be the version after that.
+        # Weights that arrived for a version that was then aborted, and do not have its checksum. A transport that is a
+        # stream may have delivered the next version early.
         self._early: Buffer | None = None
 
-    def begin_receive(self, version: int, payload: bytes) -> None:
+    def on_begin_receive(self, version: int, payload: bytes) -> None:
         """Process a ``BEGIN_RECEIVE`` message."""
         if version <= self._received or version in self._arriving:
             return
@@ -76,7 +77,7 @@ class BackendReader(TransportReader):
         checksum, extra = self._split(payload)
         early, self._early = self._early, None
         arriving = _Arriving(
-            early or self._take(), checksum, extra, deadline_in(self._share(0.8)), filled=early is not None
+            early or self._take_buffer(), checksum, extra, deadline_in(self._share(0.8)), filled=early is not None
         )
         if arriving.filled:
             arriving.check()
@@ -84,9 +85,9 @@ class BackendReader(TransportReader):
             self._call(arriving)
         self._arriving = {version: arriving}
 
-    def decide(self, transaction: int, commit: bool) -> None:
-        """See ``TransportReader``; ``ABORT`` may also name the version of a ``BEGIN_RECEIVE``."""
-        super().decide(transaction, commit)
+    def on_decision(self, transaction: int, commit: bool) -> None:
+        """See ``TransportReader``. An ``ABORT`` may have a ``BEGIN_RECEIVE``'s version instead of a transaction."""
+        super().on_decision(transaction, commit)
         arriving = self._arriving.pop(transaction, None)
         if arriving is not None:
             self._drop(arriving)
@@ -99,12 +100,12 @@ class BackendReader(TransportReader):
             self._free(arriving.buffer.slot)
 
     def _share(self, fraction: float) -> float | None:
-        """Return a part of the timeout. All calls together take less than it: else the sender would give up first."""
+        """Return a part of the timeout. All calls together must end before the sender's own timeout."""
         return None if self._timeout is None else fraction * self._timeout
 
     def _call(self, arriving: _Arriving) -> bool:
         """Call ``receive_weights`` once; return whether it returned anything. Its error is kept."""
-        layout, buffer = self._known_layout(), arriving.buffer
+        layout, buffer = self._require_layout(), arriving.buffer
         own = self._strategy.extract_weights(dict(zip(layout.names, buffer.views, strict=True)))
         arriving.error, arriving.filled = "", False
         left, least = remaining(arriving.deadline), self._share(0.1)

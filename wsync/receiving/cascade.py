@@ -18,7 +18,7 @@ Call = tuple[tuple[object, ...], dict[str, object]]
 
 
 class Cascade:
-    """Passes each installed update on to the workers of this worker; only then is it acknowledged.
+    """Passes each installed update on to the workers of this worker. It is acknowledged afterwards.
 
     Args:
         pass_on: called outside the gate. Its error is sent to the trainer, which raises it as ``WorkerFailed``.
@@ -53,7 +53,7 @@ class Cascade:
 
 
 def cascade_of(context: object, model_id: str, model: object, strategy: WeightStrategy) -> Cascade | None:
-    """Return what passes an update of ``model`` on to the workers of ``context``; None if it has no such method.
+    """Return the ``Cascade`` from ``model`` to the workers of ``context``; None if the context has no such method.
 
     ``cascade_weights(model_id)`` is preferred. Otherwise ``update_policy_weights_`` is called in the first of these
     forms that it accepts: ``(weights, model_id=model_id)``, ``(weights=weights, model_id=model_id)``, ``(weights)``,
@@ -81,7 +81,7 @@ def cascade_of(context: object, model_id: str, model: object, strategy: WeightSt
         lambda weights: ((weights,), {}),
         lambda _: ((), {}),
     ]
-    form = next((form for form in forms if _binds(signature, form(None))), None)
+    form = next((form for form in forms if _accepts(signature, form(None))), None)
     if form is None:
         raise TypeError(
             f"an update of '{model_id}' cannot be passed on to {type(context).__name__}: "
@@ -94,13 +94,13 @@ def cascade_of(context: object, model_id: str, model: object, strategy: WeightSt
         )
 
     def pass_on() -> None:
-        arguments, keywords = form(process_gate().call(_copied, strategy.extract_weights, model))
+        arguments, keywords = form(process_gate().call(_copy_of, strategy.extract_weights, model))
         update(*arguments, **keywords)
 
     return Cascade(pass_on)
 
 
-def _binds(signature: inspect.Signature, call: Call) -> bool:
+def _accepts(signature: inspect.Signature, call: Call) -> bool:
     arguments, keywords = call
     try:
         signature.bind(*arguments, **keywords)
@@ -109,7 +109,7 @@ def _binds(signature: inspect.Signature, call: Call) -> bool:
     return True
 
 
-def _copied(extract: Callable[[Any], Any], model: object) -> Any:
+def _copy_of(extract: Callable[[Any], Any], model: object) -> Any:
     weights = extract(model)
     if isinstance(weights, TensorDictBase):
         return weights.clone()

@@ -1,4 +1,4 @@
-"""A worker's channel to its sender: the connection, and the reader of the weights (from the arena or a transport)."""
+"""The worker's side of a channel: the connection, and the reader of the weights (from the arena or a transport)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from wsync.control.settings import SenderSettings, layout_in
 from wsync.errors import NotConnected, WeightSyncError
 from wsync.receiving.arena_reader import ArenaReader
 from wsync.receiving.backend_reader import BackendReader
-from wsync.receiving.events import CheckLayout, Closed, Decision, Event, Newest
+from wsync.receiving.events import CheckLayout, Closed, Decision, Event, Newest, Published
 from wsync.receiving.flat_reader import FlatReader
-from wsync.receiving.handshake import Handshake
+from wsync.receiving.handshake import settings_in, wait_accepted, wait_first_update
 from wsync.receiving.readers import ReaderFactory
 from wsync.receiving.transport_reader import TransportReader
 from wsync.types import ANY_VERSION, Ack, Update
@@ -24,8 +24,8 @@ from wsync.weights.layout import Layout
 _log = logging.getLogger(__name__)
 
 
-class SenderChannel:
-    """A worker's end of the connection; the sender's is ``SenderSideChannel``. A ``RequestChannel``.
+class WorkerSideChannel:
+    """A worker's connection to the sender. A ``RequestChannel``: see there, and in ``ReceiveChannel``, for the threads.
 
     Args:
         dial: ``(worker, deadline) -> connection``.
@@ -49,7 +49,6 @@ class SenderChannel:
         self._worker = -1
         self._layout: Layout | None = None
         self.first_version = 0
-        self._last_answer: Message | None = None
         self._newest = 0  # the newest version that the sender has named (with initiator="receiver")
         self._requests = 0
 
@@ -93,28 +92,27 @@ class SenderChannel:
         _log.debug("worker %d is connected to %s", worker_idx, connection.peer)
 
     def _join(self, connection: Connection, deadline: float | None) -> None:
-        handshake = Handshake(connection, self._worker, deadline)
-        accepted = handshake.wait_accepted()
+        worker = self._worker
+        accepted = wait_accepted(connection, worker, deadline)
         self.first_version = accepted.version
         try:
-            settings = handshake.settings_in(accepted)
-            self._reader, arrived = self._readers.open(connection, self._worker, settings, accepted.fds, deadline)
-            if settings.layout is not None:
-                self._set_layout(settings)
+            settings = settings_in(accepted, worker)
+            self._reader, arrived = self._readers.open(connection, worker, settings, accepted.fds, deadline)
+            self._set_layout(self._reader, settings)
             if accepted.version and self.arena is None:  # the first weights follow at once
-                handshake.wait_first_update(arrived, self._events_of)
+                wait_first_update(connection, worker, deadline, arrived, self._event_of)
         except WeightSyncError:  # also a LayoutMismatch, which is a ValueError
             raise
         except ValueError as error:
-            reason = f"got an invalid message of the sender: {error}"
-            self._send(Message.answer(Ack(self._worker, ANY_VERSION, f"it {reason}")))
-            raise NotConnected(f"worker {self._worker} {reason}") from error
+            reason = f"got an invalid message from the sender: {error}"
+            self._send(Message.answer(Ack(worker, ANY_VERSION, f"it {reason}")))
+            raise NotConnected(f"worker {worker} {reason}") from error
 
-    def _set_layout(self, settings: SenderSettings) -> None:
-        if self._reader is None or settings.layout is None:
-            raise ValueError("the settings have no layout")
-        self._reader.set_layout(settings.layout, settings.checksum, delta=settings.delta)
-        self._layout = settings.layout
+    def _set_layout(self, reader: ArenaReader | TransportReader, settings: SenderSettings) -> None:
+        """Use the layout in ``settings`` from now on, if they have one."""
+        if settings.layout is not None:
+            reader.set_layout(settings.layout, settings.checksum, delta=settings.delta)
+            self._layout = settings.layout
 
     def _open(self) -> Connection:
         if self._connection is None:
@@ -153,26 +151,24 @@ class SenderChannel:
         """See ``ReceiveChannel``."""
         return self._connection is None or self._connection.peer_is_alive()
 
-    def receive_events(self) -> Sequence[Event]:
+    def receive_event(self) -> Event | None:
         """See ``ReceiveChannel``."""
-        return self._events(self._open().receive())
-
-    def _events(self, message: Message | None) -> Sequence[Event]:
+        message = self._open().receive()
         if message is None or message.kind is Kind.LEAVE:
             _log.debug("worker %d: the sender %s", self._worker, "has shut down" if message else "is gone")
-            return [Closed(finished=message is not None and message.version == 1)]
+            return Closed(finished=message is not None and message.version == 1)
         try:
-            return self._events_of(message)
+            return self._event_of(message)
         except ConnectionError as error:
             _log.debug("worker %d: %s", self._worker, error)
         except ValueError as error:
-            self.answer(Ack(self._worker, ANY_VERSION, f"it got an invalid message of the sender: {error}"))
+            self.answer(Ack(self._worker, ANY_VERSION, f"it got an invalid message from the sender: {error}"))
         if self._connection is not None:
             _leave(self._connection)
-        return [Closed()]
+        return Closed()
 
-    def _events_of(self, message: Message) -> Sequence[Event]:
-        """Return the events of a message.
+    def _event_of(self, message: Message) -> Event | None:
+        """Process a message; return its event, or None if that is all.
 
         Raises:
             ValueError: it is malformed, or unexpected.
@@ -182,36 +178,36 @@ class SenderChannel:
         if reader is None:
             raise ValueError(f"a message {kind.name} before the handshake")
         if kind is Kind.UPDATE:
-            return reader.published(message.version, message.payload)
-        if kind is Kind.BEGIN_RECEIVE and isinstance(reader, BackendReader):
-            reader.begin_receive(message.version, message.payload)
-            return []
-        if kind is Kind.DELTA and isinstance(reader, TransportReader):
-            reader.take_difference(message.version, message.payload)
-            return []
+            if isinstance(reader, TransportReader):
+                return reader.on_update(message.version, message.payload)
+            return Published()  # version and slot are in the published word
         if kind is Kind.PREPARE:
-            return reader.prepare(message.version, message.payload)
-        if kind in (Kind.COMMIT, Kind.ABORT):
+            return reader.on_prepare(message.version, message.payload)
+        if kind in (Kind.COMMIT, Kind.ABORT):  # a prepared slot of the arena is committed by the published word alone
             commit = kind is Kind.COMMIT
-            if isinstance(reader, TransportReader):  # slots of the arena belong to the sender
-                reader.decide(message.version, commit)
-            return [Decision(message.version, commit)]
+            if isinstance(reader, TransportReader):
+                reader.on_decision(message.version, commit)
+            return Decision(message.version, commit)
         if kind is Kind.CHECK_LAYOUT:
-            return [CheckLayout(message.version, layout_in(message.payload))]
-        if kind is Kind.LAYOUT:
-            self._set_layout(SenderSettings.load(message.payload))
-            return []
+            return CheckLayout(message.version, layout_in(message.payload))
         if kind is Kind.NEWEST:
             (request,) = unpack_exactly(REQUEST, message.payload)
             self._newest = max(self._newest, message.version)
-            return [Newest(message.version, request)]
-        if kind is Kind.RESEND:
-            if self._last_answer is not None:
-                self._open().send(self._last_answer)
-            return []
-        raise ValueError(f"an unexpected message {kind.name}")
+            return Newest(message.version, request)
+        if kind is Kind.LAYOUT:
+            self._set_layout(reader, SenderSettings.load(message.payload))
+        elif kind is Kind.BEGIN_RECEIVE and isinstance(reader, BackendReader):
+            reader.on_begin_receive(message.version, message.payload)
+        elif kind is Kind.DELTA and isinstance(reader, TransportReader):
+            reader.on_difference(message.version, message.payload)
+        elif kind is Kind.RESEND and isinstance(reader, TransportReader):
+            if reader.last_answer is not None:
+                self._open().send(reader.last_answer)
+        else:
+            raise ValueError(f"an unexpected message {kind.name}")
+        return None
 
-    # --- updates: see ``ReceiveChannel`` for the threads ---
+    # --- updates ---
 
     def poll_update(self) -> Update | None:
         """See ``ReceiveChannel``."""
@@ -219,17 +215,20 @@ class SenderChannel:
 
     def on_installed(self, update: Update, error: str) -> None:
         """See ``ReceiveChannel``."""
-        # Also of an update that is not acknowledged: RESEND may ask for its answer.
-        self._last_answer = Message.answer(Ack(self._worker, update.version, error))
-        if self._reader is not None:
-            self._reader.on_installed(update, error)
+        reader = self._reader
+        if isinstance(reader, TransportReader):  # for RESEND, also if the update is not acknowledged
+            reader.last_answer = Message.answer(Ack(self._worker, update.version, error))
+        if reader is not None:
+            reader.on_installed(update, error)
 
     def answer(self, ack: Ack, *, prepared: bool = False) -> None:
         """See ``ReceiveChannel``."""
-        self._last_answer = Message.answer(ack, prepared=prepared)
-        self._send(self._last_answer)
-        if isinstance(self._reader, FlatReader):
-            self._reader.receive_ahead()
+        message, reader = Message.answer(ack, prepared=prepared), self._reader
+        if isinstance(reader, TransportReader):
+            reader.last_answer = message
+        self._send(message)
+        if isinstance(reader, FlatReader):
+            reader.receive_ahead()
 
     def _send(self, message: Message) -> None:
         """Send; if the sender is gone, the receiver thread will notice."""
@@ -250,7 +249,7 @@ class SenderChannel:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
-        self._layout = self._last_answer = None
+        self._layout = None
 
 
 def _went_away(worker: int) -> NotConnected:

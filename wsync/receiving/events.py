@@ -1,4 +1,4 @@
-"""What a channel delivers to a ``Receiver``: versions, decisions, questions, and the end."""
+"""What a channel delivers to a ``ModelUpdater``: versions, decisions, questions, and the end of the connection."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wsync.weights.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A version is ready; entering the gate installs it."""
+    """A version is ready: the gate has to be entered, which installs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The sender has gone.
+    """There will be no more events.
 
     Attributes:
-        finished: whether it has shut down; otherwise it died, or has disconnected this worker.
+        finished: whether the sender has shut down; otherwise it died, or has disconnected this worker.
     """
 
     finished: bool = False

@@ -25,7 +25,8 @@ class FlatReader(TransportReader):
         super().__init__(transport.device, binds=binds, timeout=timeout)
         self._transport = transport
         self._checksum = True
-        self._incoming: tuple[Buffer, list[Transfer]] | None = None  # a transfer that has begun
+        self._incoming: Buffer | None = None  # of the next version
+        self._transfers: list[Transfer] = []  # into that buffer; empty until the transfer has begun, then it has one
 
     def set_layout(self, layout: Layout, checksum: bool | None, *, delta: bool) -> None:
         """See ``TransportReader``."""
@@ -46,31 +47,31 @@ class FlatReader(TransportReader):
         except RuntimeError:  # the transport has broken: the next announced version finds that
             return
 
-    def _begin(self) -> tuple[Buffer, list[Transfer]]:
+    def _begin(self) -> tuple[Buffer, Transfer]:
+        """Begin the transfer of the next version, unless it has begun."""
         if self._incoming is None:
-            self._incoming = self._take(), []
-        buffer, transfers = self._incoming
-        if not transfers:
-            self._transport.begin_receive(buffer.flat, transfers)
-        return self._incoming
+            self._incoming = self._take_buffer()
+        if not self._transfers:
+            self._transport.begin_receive(self._incoming.flat, self._transfers)
+        return self._incoming, self._transfers[0]
 
     def _receive(self, version: int, payload: bytes) -> Update | None:
         if version <= self._received:
             return None
         try:
-            buffer, transfers = self._begin()
-            transfers[0].wait(as_timedelta(self._timeout))
+            buffer, transfer = self._begin()
+            transfer.wait(as_timedelta(self._timeout))
             if buffer.flat.is_cuda:
                 torch.cuda.current_stream(buffer.flat.device).synchronize()
         except RuntimeError as error:
             raise ConnectionError(f"the transport has broken: {error}") from error
-        self._incoming, self._received = None, version
+        self._incoming, self._transfers, self._received = None, [], version
         checksum, extra = self._split(payload) if self._checksum else (None, payload)
         damage = "" if checksum is None else find_damage(version, buffer.flat, extra, checksum)
         return Update(version, buffer.views, extra, buffer.slot, damage=damage)
 
     def close(self) -> None:
         """See ``TransportReader``."""
-        self._transport.close(self._incoming[1][0] if self._incoming and self._incoming[1] else None)
-        self._incoming = None
+        self._transport.close(self._transfers[0] if self._transfers else None)
+        self._incoming, self._transfers = None, []
         super().close()

@@ -1,4 +1,4 @@
-"""The interface between a ``Receiver`` and the channel that delivers its updates; and what only some channels have."""
+"""The interface of the channel that delivers a worker's updates; and what only some channels have."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from wsync.weights.layout import Layout
 
 
 class ReceiveChannel(Protocol):
-    """A worker's channel to its sender: ``SenderChannel``, ``InProcessChannel`` or ``StoreReceiveChannel``.
+    """A worker's channel to its sender: ``WorkerSideChannel``, ``InProcessChannel`` or ``StoreReceiveChannel``.
 
     It is called by the thread that connects or shuts down, by the acting thread (which runs the model's forward) and by
     the receiver thread (with RPC: the thread of the incoming call). Each method states by which of them, and whether
-    the gate is held. Without ``Raises`` a method raises nothing by design.
+    the gate is held. A method without a ``Raises`` section does not raise.
     """
 
     @property
@@ -74,14 +74,14 @@ class ReceiveChannel(Protocol):
         ...
 
     def detach(self, handler: MessageHandler) -> None:
-        """Undo ``attach``. On return no call of the handler is running, except one that this call is part of.
+        """Undo ``attach``. On return no call of the handler is running, unless the handler itself called ``detach``.
 
         Called outside the gate, by the thread that shuts down.
         """
         ...
 
-    def receive_events(self) -> Sequence[Event]:
-        """Read one message and return its events.
+    def receive_event(self) -> Event | None:
+        """Read one message; return its event, or None if there is nothing to do.
 
         Called when the connection is readable, by the receiver thread, outside the gate.
         """
@@ -90,7 +90,7 @@ class ReceiveChannel(Protocol):
     def sender_is_alive(self) -> bool:
         """Return False if the sender is known to be gone.
 
-        Called every few seconds by a thread in ``receive``, outside the gate.
+        Called every few seconds by a thread that waits for a version, outside the gate.
         """
         ...
 
@@ -143,10 +143,10 @@ class RequestChannel(ReceiveChannel, Protocol):
 
 @runtime_checkable
 class ReadsStore(Protocol):
-    """A channel that reads versions from a store, where they lie without a sender: ``StoreReceiveChannel``."""
+    """A channel that reads versions from a store, which needs no running sender: ``StoreReceiveChannel``."""
 
-    def fetch_newest(self) -> Sequence[Event]:
-        """Read the newest version now; return its event, or none if nothing could be read.
+    def fetch_newest(self) -> Event | None:
+        """Read the newest version now; return its event, or None if nothing could be read.
 
         ``poll_update`` then returns the version. Called outside the gate, by a thread in ``pull``.
         """

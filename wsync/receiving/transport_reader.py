@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
 import torch
 
 from wsync.checksum import CHECKSUM, find_damage
+from wsync.control import Message
 from wsync.control.messages import TRANSACTION, unpack_exactly
-from wsync.errors import NotConnected
-from wsync.receiving.events import Event, Failed, Prepare, Published
+from wsync.receiving.events import Failed, Prepare, Published
 from wsync.transforms.delta import apply_difference, base_of
 from wsync.types import Update
 from wsync.weights.layout import Layout
@@ -21,17 +20,23 @@ from wsync.weights.packing import Buffer, BufferPool
 class TransportReader(ABC):
     """The updates of one worker from a transport. A version may also come as a difference to the one that is installed.
 
-    The receiver thread receives into a buffer that is not in use; the thread that installs the update frees the buffer.
-    The update that is ready needs no lock: the sender sends a version only after the previous one was answered.
+    The receiver thread (before, the thread that connects) receives into a buffer that is not in use. The thread that
+    installs the update, inside the gate, frees the buffer. ``_pending`` needs no lock: the sender sends the next
+    version only after the answer to this one.
 
     Args:
         device: where the receive buffers are.
         binds: whether the model stays bound to a receive buffer; otherwise it copies.
         timeout: seconds that an announced version may take to arrive; None for no limit.
+
+    Attributes:
+        binds: as given.
+        last_answer: the worker's last answer, which the sender may ask for again (``RESEND``).
     """
 
     def __init__(self, device: torch.device, *, binds: bool, timeout: float | None) -> None:
         self.binds = binds
+        self.last_answer: Message | None = None
         self._timeout = timeout
         self._layout: Layout | None = None
         self._pool = BufferPool(device)
@@ -50,15 +55,19 @@ class TransportReader(ABC):
         self._layout = layout
         self._keeps_base = delta
 
-    def _known_layout(self) -> Layout:
+    def _require_layout(self) -> Layout:
         if self._layout is None:
-            raise NotConnected("an update arrived before its layout")
+            raise ValueError("an update before its layout")
         return self._layout
 
-    def _take(self) -> Buffer:
-        """Return a buffer that is not in use."""
+    def _take_buffer(self) -> Buffer:
+        """Return a buffer that is not in use.
+
+        Raises:
+            ValueError: the layout has not arrived.
+        """
         with self._lock:
-            buffer = self._pool.buffer(self._known_layout(), self._used)
+            buffer = self._pool.buffer(self._require_layout(), self._used)
             self._used.add(buffer.slot)
             return buffer
 
@@ -68,7 +77,7 @@ class TransportReader(ABC):
             self._used.discard(slot)
 
     # --- messages: called by the thread that connects, and then by the receiver thread. They may raise ValueError (the
-    # message is malformed) or ConnectionError (the transport has broken)
+    # message is malformed, or comes before the layout) or ConnectionError (the transport has broken)
 
     @abstractmethod
     def _receive(self, version: int, payload: bytes) -> Update | Failed | None:
@@ -79,7 +88,7 @@ class TransportReader(ABC):
         """
         ...
 
-    def take_difference(self, version: int, payload: bytes) -> None:
+    def on_difference(self, version: int, payload: bytes) -> None:
         """Process a ``DELTA`` message. The version is complete once its ``UPDATE`` or ``PREPARE`` has come."""
         if version <= self._received:
             return
@@ -87,8 +96,8 @@ class TransportReader(ABC):
         with self._lock:
             base_version, base = self._base_version, self._pool.at(self._bound) if self._bound >= 0 else None
         if base is None or base_of(payload) != base_version:
-            raise ValueError(f"a difference to version {base_of(payload)}, but the version here is {base_version}")
-        buffer = self._take()
+            raise ValueError(f"a difference to version {base_of(payload)}, but the model has version {base_version}")
+        buffer = self._take_buffer()
         self._reconstructed = version, buffer
         apply_difference(payload, base.flat, buffer.flat)
 
@@ -97,7 +106,7 @@ class TransportReader(ABC):
             self._free(self._reconstructed[1].slot)
         self._reconstructed = None
 
-    def _take_announced(self, version: int, payload: bytes) -> Update | Failed | None:
+    def _receive_announced(self, version: int, payload: bytes) -> Update | Failed | None:
         """Return an announced version: reconstructed from the difference before it, or else by ``_receive``."""
         if self._reconstructed is None or self._reconstructed[0] != version:
             self._drop_reconstructed()
@@ -108,26 +117,26 @@ class TransportReader(ABC):
         damage = find_damage(version, buffer.flat, extra, checksum)
         return Update(version, buffer.views, extra, buffer.slot, damage=damage)
 
-    def published(self, version: int, payload: bytes) -> Sequence[Event]:
-        """Return the events of an ``UPDATE`` message."""
-        update = self._take_announced(version, payload)
+    def on_update(self, version: int, payload: bytes) -> Published | Failed | None:
+        """Process an ``UPDATE`` message; return its event, or None if the version had arrived before."""
+        update = self._receive_announced(version, payload)
         if not isinstance(update, Update):
-            return [] if update is None else [update]
+            return update
         older, self._pending = self._pending, update
         if older is not None and older.slot != update.slot:  # superseded before it was installed
             self._free(older.slot)
-        return [Published()]
+        return Published()
 
-    def prepare(self, version: int, payload: bytes) -> Sequence[Event]:
-        """Return the events of a ``PREPARE`` message."""
+    def on_prepare(self, version: int, payload: bytes) -> Prepare | Failed | None:
+        """Process a ``PREPARE`` message, like ``on_update``."""
         (transaction,) = unpack_exactly(TRANSACTION, payload[: TRANSACTION.size])
-        update = self._take_announced(version, payload[TRANSACTION.size :])
+        update = self._receive_announced(version, payload[TRANSACTION.size :])
         if not isinstance(update, Update):
-            return [] if update is None else [update]
+            return update
         self._prepared[transaction] = update
-        return [Prepare(transaction, update)]
+        return Prepare(transaction, update)
 
-    def decide(self, transaction: int, commit: bool) -> None:
+    def on_decision(self, transaction: int, commit: bool) -> None:
         """Process a ``COMMIT`` or ``ABORT`` message."""
         update = self._prepared.pop(transaction, None)
         if update is not None and not commit:
@@ -140,7 +149,7 @@ class TransportReader(ABC):
             ValueError: there is no checksum.
         """
         if len(payload) < CHECKSUM.size:
-            raise ValueError(f"{len(payload)} bytes where {CHECKSUM.size} of a checksum were expected")
+            raise ValueError(f"the payload has {len(payload)} bytes, too few for a checksum of {CHECKSUM.size}")
         return CHECKSUM.unpack_from(payload)[0], payload[CHECKSUM.size :]
 
     # --- called inside the gate ---

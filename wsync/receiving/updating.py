@@ -12,7 +12,7 @@ after it has read the message. The same thread acknowledges it, unless there is 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from wsync.errors import NotConnected, WeightSyncError, error_of
 from wsync.gate import process_gate
@@ -133,14 +133,14 @@ class ModelUpdater(VersionState):
 
     def on_readable(self) -> bool:
         """Process one message. Implements ``wsync.control.receiver_thread.MessageHandler``."""
-        return self.process(self._channel.receive_events())
+        return self.process(self._channel.receive_event())
 
-    def process(self, events: Sequence[Event]) -> bool:
-        """Process events, outside the gate; False when there will be no more."""
-        for event in events:
-            if isinstance(event, Closed):
-                self.end(finished=event.finished)
-                return False
+    def process(self, event: Event | None) -> bool:
+        """Process an event, if there is one, outside the gate; False when there will be no more."""
+        if isinstance(event, Closed):
+            self.end(finished=event.finished)
+            return False
+        if event is not None:
             self.announced_at = time.perf_counter()
             process_gate().call(self._process, event)
             self._acknowledge_after_cascade()

@@ -175,23 +175,23 @@ class StoreReceiveChannel:
         """See ``ReceiveChannel``."""
         receiver_thread().unregister(handler)
 
-    def receive_events(self) -> Sequence[Event]:
+    def receive_event(self) -> Event | None:
         """See ``ReceiveChannel``: read the newest version."""
         assert self._watch is not None, "attach() comes first"
         try:
             os.eventfd_read(self._watch.ready)
         except BlockingIOError:
-            return ()
+            return None
         return self.fetch_newest()
 
-    def fetch_newest(self) -> Sequence[Event]:
+    def fetch_newest(self) -> Event | None:
         """See ``ReadsStore``. A version that cannot be read is logged."""
         try:
             self._read()
         except WeightSyncError as error:
             _log.warning("%s; the model keeps version %d", error, self._version)
-            return ()
-        return (Published(),)
+            return None
+        return Published()
 
     @property
     def newest_version(self) -> int:
