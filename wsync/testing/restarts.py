@@ -114,7 +114,7 @@ class Restarts(BackendHooks):
             with pytest.raises(WorkerError, match=r"5.*out of range"):
                 workers[2].result()
             workers[0].result()
-            workers[2].start(commands.join, scheme, Small, 0, "another id")
+            workers[2].start(commands.join, scheme, Small, 0, "policy")
             with pytest.raises(WorkerError, match=r"0.*taken"):
                 workers[2].result()
             workers[1].call(commands.join, scheme, Small, 1, "policy")
