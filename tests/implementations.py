@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from wsync import loops
-from wsync.shm.arena import Arena
+from wsync.shm.arena import SenderArena, WorkerArena
 from wsync.weights.layout import Layout
 
 _MODULES = {
@@ -50,8 +51,17 @@ def choose(classes: Any, assign: Callable[[Any, str, Any], object] = setattr) ->
                 assign(module, name, getattr(classes, name))
 
 
-def new_arena(layout: Layout, workers: int, fds: tuple[int, int] | None = None) -> Arena:
-    """An arena for weights of ``layout``; with ``fds``, the other end's view of one."""
-    arena = Arena(workers, fds)
+def new_arena(layout: Layout, workers: int) -> SenderArena:
+    """An arena for weights of ``layout``; each worker has its first connection."""
+    arena = SenderArena(workers)
     arena.set_layout(layout)
+    for worker in range(workers):
+        arena.writer.accept(worker, 1)
     return arena
+
+
+def worker_arena(arena: SenderArena) -> WorkerArena:
+    """A worker's view of an arena."""
+    opened = WorkerArena(arena.workers, (os.dup(arena.fds[0]), os.dup(arena.fds[1])))
+    opened.set_layout(arena.layout)
+    return opened

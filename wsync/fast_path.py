@@ -30,7 +30,7 @@ class UnfinishedUpdate(NamedTuple):
 
 
 FastUpdate = Callable[[Any, int, float | None, float], SyncReport | tuple[SyncReport, int, list[int], bytes] | None]
-"""``(tensors, version, timeout, began)`` → report, or the fields of a ``UnfinishedUpdate``: see ``ArenaWriter.update``.
+"""``(tensors, version, timeout, began)`` → report, or fields of an ``UnfinishedUpdate``: see ``ArenaWriter.update``.
 
 None, and nothing was done, if the update cannot take the fast path."""
 

@@ -65,7 +65,7 @@ class InProcessChannel:
     def disconnect(self, worker: int) -> None:
         """See ``SendChannel``: this process is not dead."""
 
-    def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
+    def reserve(self, workers: Collection[int], deadline: float | None) -> Buffer:
         """See ``SendChannel``: the one buffer, to which the model is never bound.
 
         Raises:

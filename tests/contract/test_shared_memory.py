@@ -7,12 +7,13 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
-from backends import SharedMemory, SharedMemoryPublished
+from backends import Multiprocess, SharedMemory, SharedMemoryPublished
 from striking import struck_at
 from tensordict import TensorDict
 from torch import nn
@@ -22,6 +23,7 @@ from wsync.testing import WorkerError, WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, fill
 from wsync.testing.updates import TwoReads
+from wsync.weights.packing import Buffer, Packer
 
 
 @pytest.fixture
@@ -506,3 +508,146 @@ def test_an_older_workers_pipe_leads_to_the_registered_buffers_too() -> None:
         sender.register_shared_weights("policy", weights)
         sender.init_on_sender("policy", num_workers=1)
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+# --- slots that the sender may write while a model is bound to them ---
+
+
+class PausedRead(Small):
+    """Reads its parameter, waits until something is written to a pipe, and reads the parameter again."""
+
+    def __init__(self, pipe: Path) -> None:
+        super().__init__()
+        self.pipe = pipe
+
+    def forward(self) -> torch.Tensor:
+        first = self.weight.detach().clone()
+        if self.pipe.exists():
+            self.pipe.with_suffix(".entered").open("w").close()  # until it is opened for reading, too
+            self.pipe.open().close()  # until it is opened for writing
+        return torch.cat([first, self.weight.detach()])
+
+
+def pipe_in(folder: Path, name: str) -> Path:
+    pipe = folder / name
+    os.mkfifo(pipe)
+    os.mkfifo(pipe.with_suffix(".entered"))
+    return pipe
+
+
+def await_pause(pipe: Path) -> None:
+    pipe.with_suffix(".entered").open().close()
+
+
+def end_pause(pipe: Path) -> None:
+    pipe.open("w").close()
+    pipe.unlink()
+
+
+def test_a_worker_that_was_disconnected_alive_does_not_harm_its_replacement(
+    published: SharedMemoryPublished, tmp_path: Path
+) -> None:
+    pipes = [pipe_in(tmp_path, name) for name in ("old", "new")]
+    model = fill(Small(), 1)
+    with published.workers(2) as (old, new), published.make_scheme(timeout=30.0) as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=1)
+        old.start(commands.join, scheme, partial(PausedRead, pipes[0]), 0, "policy")
+        scheme.connect()
+        old.result()
+        old.start(commands.output)
+        await_pause(pipes[0])
+        scheme.disconnect(0)
+        new.start(commands.join, scheme, partial(PausedRead, pipes[1]), 0, "policy")
+        scheme.readmit(0)
+        new.result()
+        new.start(commands.output)
+        await_pause(pipes[1])
+        end_pause(pipes[0])
+        assert set(old.result()) == {1.0}
+        for value in range(2, 8):
+            scheme.send(fill(model, value))
+        end_pause(pipes[1])
+        assert set(new.result()) == {1.0}, "what the old process stores is not about the replacement's slot"
+        assert set(new.call(commands.output)) == {7.0}
+        assert set(old.call(commands.output)) == {1.0}, "it has memory of its own"
+
+
+def test_a_forward_that_a_disconnected_worker_has_not_ended_in_time_raises(
+    published: SharedMemoryPublished, tmp_path: Path
+) -> None:
+    pipe, model = pipe_in(tmp_path, "old"), fill(Small(), 1)
+    with published.workers(2) as (old, other), published.make_scheme(timeout=30.0) as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        old.start(commands.join, scheme, partial(PausedRead, pipe), 0, "policy")
+        other.start(commands.join, scheme, Small, 1, "policy")
+        scheme.connect()
+        old.result(), other.result()
+        old.start(commands.output)
+        await_pause(pipe)
+        scheme.disconnect(0)
+        for value in range(2, 8):
+            scheme.send(fill(model, value))
+        end_pause(pipe)
+        for _ in range(2):
+            with pytest.raises(WorkerError, match=r"NotConnected.*two versions"):
+                old.result()
+            old.start(commands.output)
+        with pytest.raises(WorkerError, match="NotConnected"):
+            old.result()
+        old.call(commands.shutdown)
+        assert set(other.call(commands.output)) == {7.0}
+
+
+def test_a_replacement_does_not_get_weights_that_were_packed_in_part(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Multiprocess.pool = pool
+    with Multiprocess().connected(1, make=TwoWeights) as session:
+        session.send(2)
+        session.send(3)
+
+        def interrupted(_: Packer, tensors: object, buffer: Buffer) -> None:
+            buffer.views[0].fill_(4)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Packer, "pack", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                session.send(4, worker_ids=0)  # not on the fast path
+        session.workers[0].kill()
+        session.restart(0)
+        assert session.workers[0].call(_weights) == [{3.0}, {3.0}]
+
+
+def _weights(state: WorkerState) -> list[set[float]]:
+    return [set(parameter.tolist()) for parameter in state.models["policy"].parameters()]
+
+
+def _change_model(state: WorkerState) -> None:
+    state.models["policy"].other = nn.Parameter(torch.zeros(5))
+
+
+@pytest.mark.parametrize("newest", [2, 6])
+def test_a_model_that_refuses_an_update_has_one_version_or_raises(
+    published: SharedMemoryPublished, newest: int
+) -> None:
+    """Nothing protects the slot of a model between forwards, unless it is known that it may refuse an update."""
+    with published.connected(1, make=TwoWeights) as session:
+        (worker,) = session.workers
+        assert set(worker.call(commands.output)) == {1.0}
+        worker.call(_change_model)
+        worker.stop()  # else it may refuse version 2 before the next is sent
+        for value in range(2, newest + 1):
+            session.post(value)
+        worker.resume()
+        if newest == 2:
+            assert set(worker.call(commands.output)) == {1.0}
+        else:
+            for _ in range(2):
+                with pytest.raises(WorkerError, match=r"WeightSyncError.*two versions"):
+                    worker.call(commands.output)
+        for value in range(newest + 1, newest + 5):
+            with suppress(wsync.WorkerFailed):
+                session.post(value)
+        if newest == 2:
+            assert set(worker.call(commands.output)) == {1.0}, "it has memory of its own"

@@ -106,6 +106,26 @@ def test_open_again_whatever_a_hook_raised(where: str, error: BaseException) -> 
     assert asked == ((0, 2) if where == "poll_update" else (2, 0))
 
 
+def test_all_hooks_are_left_if_one_raises() -> None:
+    gate, news, other = Gate(), News(), News()
+
+    def fail() -> None:
+        raise ValueError
+
+    def fail_later() -> None:
+        other.left += 1
+        raise KeyError
+
+    news.leaving_gate, other.leaving_gate = fail, fail_later  # type: ignore[method-assign]
+    last = News()
+    for hook in (news, other, last):
+        gate.attach(hook)
+    for within in (gate.hold, lambda: gate.call(nullcontext)):
+        with pytest.raises(KeyError), within():
+            pass
+    assert (other.left, last.left) == (2, 2)
+
+
 def hold_briefly(gate: Gate) -> None:
     with gate.hold():
         pass

@@ -20,14 +20,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from implementations import KINDS, choose, implementation, new_arena
+from implementations import KINDS, choose, implementation, new_arena, worker_arena
 from striking import struck_at
 from torch import Tensor, nn
 
 from wsync import NotConnected, SyncReport, SyncTimeout, loops
 from wsync.loops.messages import ACK, HEADER, SLOT_FREED, UPDATE, Message, send_message, take_message
-from wsync.loops.words import AWAITED, BLOCK, HELD, NONE, PUBLISHED, TAKEN, USED, Block
-from wsync.shm.arena import Arena
+from wsync.loops.words import CONNECTION, HELD_SLOT, NONE, PUBLISHED, USED_SLOT, WANTS_FREED, WANTS_WAKEUPS, Block
+from wsync.shm.arena import SenderArena
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
@@ -287,15 +287,15 @@ def test_tensors_that_are_not_plain_bytes_are_copied_by_torch() -> None:
 word = st.integers(-1, 4)
 
 
-def arena_of(workers: int, slots: int, tensor: Tensor | None = None) -> tuple[Arena, loops.ArenaWriter]:
+def arena_of(workers: int, slots: int, tensor: Tensor | None = None) -> tuple[SenderArena, loops.ArenaWriter]:
     arena = new_arena(Layout.of(snapshot({"w": torch.rand(3) if tensor is None else tensor})), workers)
     for _ in range(slots):
         arena.grow()
     return arena, arena.writer
 
 
-def block_of(arena: Arena, worker: int) -> Block:
-    return Block(arena.words, worker * BLOCK // 8)
+def block_of(arena: SenderArena, worker: int) -> Block:
+    return Block(arena.words, worker)
 
 
 @contextmanager
@@ -314,25 +314,22 @@ def connected(workers: int) -> Iterator[tuple[bytes, list[socket.socket]]]:
 
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), word, word, st.integers(0, 3)), min_size=2, max_size=2),
-    st.booleans(),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), word, word), min_size=2, max_size=2),
 )
-def test_an_update_takes_the_first_slot_that_is_not_occupied(
-    workers: list[tuple[int, int, int, int, int]], keep_published: bool
-) -> None:
+def test_an_update_takes_the_first_slot_that_is_not_occupied(workers: list[tuple[int, int, int, int]]) -> None:
     tensor = torch.rand(3)
     arena, writer = arena_of(2, 3, tensor)
-    for worker, (version, slot, used, held, taken) in enumerate(workers):
-        values = {PUBLISHED: version << 16 | slot << 1, USED: used, HELD: held, TAKEN: taken, AWAITED: 0}
+    for worker, (version, slot, used, held) in enumerate(workers):
+        values = {PUBLISHED: version << 16 | slot << 1, USED_SLOT: used, HELD_SLOT: held, WANTS_FREED: 0}
         block = block_of(arena, worker)
         for offset, value in values.items():
             block[offset] = value
-    named, in_use, kept = writer.occupied(range(2) if keep_published else ())
+    named, in_use, kept = writer.occupied()
     busy = named | in_use | kept
     expected = next((slot for slot in range(3) if slot not in busy), None)
     with connected(2) as (descriptors, _):
         watch = loops.PeerWatch(descriptors)
-        done = writer.update(arena.plans, descriptors, keep_published, watch, [tensor], 7, 1.0, 0.0)
+        done = writer.update(arena.plans, descriptors, watch, [tensor], 7, 1.0, 0.0)
     if expected is None:
         assert done is None
         assert [writer.published(worker)[0] for worker in (0, 1)] == [version for version, *_ in workers]
@@ -346,7 +343,7 @@ def test_an_update_takes_the_first_slot_that_is_not_occupied(
 
 def test_an_update_without_all_workers_is_not_delivered() -> None:
     arena, writer = arena_of(2, 1)
-    assert writer.update(arena.plans, b"", True, None, [torch.rand(3)], 1, None, 0.0) is None
+    assert writer.update(arena.plans, b"", None, [torch.rand(3)], 1, None, 0.0) is None
     assert [writer.published(worker) for worker in (0, 1)] == [(0, 0)] * 2
     arena.close()
 
@@ -356,7 +353,7 @@ def test_an_update_waits_for_the_acknowledgements_of_its_version() -> None:
     with connected(2) as (descriptors, ends):
         for worker, end in enumerate(ends):
             send_message(end.fileno(), Message(ACK, worker, 5, 0.25, 0.5 + worker))
-        done = writer.update(arena.plans, descriptors, True, None, [torch.rand(3)], 5, 5.0, 0.0)
+        done = writer.update(arena.plans, descriptors, None, [torch.rand(3)], 5, 5.0, 0.0)
         assert isinstance(done, SyncReport) and done.version == 5
         for worker, end in enumerate(ends):
             message = take_message(end.fileno(), UPDATE, 5)
@@ -370,7 +367,7 @@ def test_another_message_ends_the_wait_and_stays_to_be_read(other: Message) -> N
     with connected(2) as (descriptors, ends):
         send_message(ends[0].fileno(), Message(ACK, 0, 5))
         send_message(ends[1].fileno(), other)
-        done = writer.update(arena.plans, descriptors, True, None, [torch.rand(3)], 5, 5.0, 0.0)
+        done = writer.update(arena.plans, descriptors, None, [torch.rand(3)], 5, 5.0, 0.0)
         assert isinstance(done, tuple) and done[1:] in ((0, [], b"\1\0"), (0, [], b"\0\0"))
         (first,) = array("i", descriptors)[1:2]
         assert take_message(first, other.kind) == other
@@ -385,7 +382,7 @@ def test_a_worker_stopped_in_its_mutex_is_left_to_the_caller() -> None:
     def update() -> None:
         with connected(2) as (descriptors, _):
             watch = loops.PeerWatch(descriptors)
-            others.append(writer.update(arena.plans, descriptors, True, watch, [torch.rand(3)], 5, 5.0, 0.0))
+            others.append(writer.update(arena.plans, descriptors, watch, [torch.rand(3)], 5, 5.0, 0.0))
         with pytest.raises(SyncTimeout, match="is it stopped"):
             writer.publish(1, 5, 0, False, 0.01)
 
@@ -403,7 +400,7 @@ def test_a_forked_child_is_refused() -> None:
         partial(writer.publish, 0, 1, 0, False, 1.0),
         partial(writer.await_free, 0, 1.0),
         partial(writer.vacate, 0, 1.0),
-        partial(writer.update, arena.plans, b"", True, None, [torch.rand(3)], 1, 1.0, 0.0),
+        partial(writer.update, arena.plans, b"", None, [torch.rand(3)], 1, 1.0, 0.0),
     ]
     child = os.fork()
     if child == 0:
@@ -425,7 +422,23 @@ def test_a_worker_that_does_not_exist_is_refused() -> None:
         with pytest.raises(IndexError):
             call()
     with pytest.raises(ValueError, match="fewer words"):
-        loops.ArenaWriter(arena.words, 10**6, BLOCK // 8, 0, 64)
+        loops.ArenaWriter(arena.words, 10**6, 64)
+    arena.close()
+
+
+def test_a_slot_has_no_version_while_it_is_written() -> None:
+    arena, writer = arena_of(1, 2)
+    other = worker_arena(arena)
+    with connected(1) as (descriptors, _):
+        watch = loops.PeerWatch(descriptors)
+        assert isinstance(writer.update(arena.plans, descriptors, watch, [torch.rand(3)], 1, 1.0, 0.0), SyncReport)
+        assert isinstance(writer.update(arena.plans, descriptors, watch, [torch.rand(3)], 2, 1.0, 0.0), SyncReport)
+        assert [other.slot_version(slot) for slot in (0, 1)] == [1, 2]
+        assert writer.update(arena.plans, descriptors, watch, [torch.rand(4)], 3, 1.0, 0.0) is None  # does not fit
+        assert [other.slot_version(slot) for slot in (0, 1)] == [0, 2]
+    writer.set_slot_version(0, 4)
+    assert other.slot_version(0) == 4
+    other.close()
     arena.close()
 
 
@@ -502,11 +515,11 @@ def test_a_slot_is_in_use_while_a_forward_runs() -> None:
     slot.set_receiver(receiver, loops.GateLock(threading.RLock()))
     slot.poll_update()
     assert receiver.calls == 1, "without words there is no fast path"
-    slot.map_words(arena.words, arena.first_word_of(1))
+    slot.map_words(arena.words, 1, 1)
     slot.version, slot.slot = 3, 2
-    assert slot.poll_update() is False and slot.busy and block[USED] == 2 and receiver.calls == 1
+    assert slot.poll_update() is False and slot.busy and block[USED_SLOT] == 2 and receiver.calls == 1
     assert writer.await_free(1, 1.0)
-    assert slot.release() and not slot.busy and block[USED] == NONE and not slot.release()
+    assert slot.release() and not slot.busy and block[USED_SLOT] == NONE and not slot.release()
     writer.publish(1, 4, 0, False, 1.0)
     assert slot.poll_update() is False and receiver.calls == 2, "an update without a fast path"
     slot.leaving_gate()
@@ -515,24 +528,25 @@ def test_a_slot_is_in_use_while_a_forward_runs() -> None:
     slot.close()
     assert slot.poll_update() is False and slot.on_readable() is False and receiver.calls == 4
     with pytest.raises(RuntimeError, match="map_words"):
-        slot.take(False)
+        slot.take()
     arena.close()
 
 
 def test_a_refused_version_leaves_the_slot_before_it_held() -> None:
     arena, writer = arena_of(1, 3)
     slot, block = loops.WorkerSlot(), block_of(arena, 0)
-    slot.map_words(arena.words, arena.first_word_of(0))
+    slot.map_words(arena.words, 0, 1)
+    slot.hold = True
     writer.publish(0, 1, 1, True, 1.0)
-    assert slot.take(True) == (1, 1, True) and slot.busy and (block[USED], block[HELD], block[TAKEN]) == (1, NONE, 1)
+    assert slot.take() == (1, 1, True) and slot.busy and (block[USED_SLOT], block[HELD_SLOT]) == (1, NONE)
     slot.version, slot.slot = 1, 1
-    slot.release_previous()
+    slot.release()
     writer.publish(0, 2, 2, False, 1.0)
-    assert slot.take(True) == (2, 2, False) and (block[USED], block[HELD], block[TAKEN]) == (2, 1, 2)
+    assert slot.take() == (2, 2, False) and (block[USED_SLOT], block[HELD_SLOT]) == (2, 1)
     slot.refused = 2
     slot.release()
-    assert (block[USED], block[HELD]) == (NONE, 1)
-    assert slot.take(True) is None and block[USED] == 1
+    assert (block[USED_SLOT], block[HELD_SLOT]) == (NONE, 1)
+    assert slot.take() is None and block[USED_SLOT] == 1
     slot.set_wakeups(False)
     assert writer.publish(0, 3, 0, False, 1.0) is False
     slot.set_wakeups(True)
@@ -540,10 +554,68 @@ def test_a_refused_version_leaves_the_slot_before_it_held() -> None:
     arena.close()
 
 
+def words_of(block: Block) -> list[int]:
+    return [block[word] for word in (PUBLISHED, USED_SLOT, HELD_SLOT, CONNECTION, WANTS_WAKEUPS, WANTS_FREED)]
+
+
+USES: dict[str, Callable[[loops.WorkerSlot], object]] = {
+    "take": lambda slot: slot.take(),
+    "release": lambda slot: slot.release(),
+    "set_wakeups": lambda slot: slot.set_wakeups(False),
+    "poll_update": lambda slot: slot.poll_update(),
+    "leaving_gate": lambda slot: slot.leaving_gate(),
+    "close": lambda slot: slot.close(),
+}
+
+
+@pytest.mark.parametrize("bound", [True, False])
+@pytest.mark.parametrize("hold", [True, False])
+@pytest.mark.parametrize("newer", [True, False])
+@pytest.mark.parametrize("use", list(USES))
+def test_a_worker_that_was_disconnected_leaves_the_words_of_its_replacement(
+    use: str, newer: bool, hold: bool, bound: bool
+) -> None:
+    """It may be alive: what it stores would unprotect the slot that the replacement's forward uses."""
+    with fast_worker(bound) as (arena, writer, old, _, receiver, _):
+        writer.publish(0, 1, 1, False, 1.0)
+        old.poll_update()
+        old.hold = hold
+        assert old.version == 1
+        writer.vacate(0, 1.0)
+        writer.accept(0, 2)
+        new, block = loops.WorkerSlot(), block_of(arena, 0)
+        new.map_words(arena.words, 0, 2)
+        new.hold = True
+        assert new.take() == (1, 1, False)
+        new.version, new.slot = 1, 1
+        assert writer.await_free(0, 1.0)
+        if newer:
+            writer.publish(0, 2, 2, True, 1.0)
+            assert new.take() == (2, 2, True)
+        before, old.busy = words_of(block), True
+        USES[use](old)
+        assert words_of(block) == before and not new.disconnected
+        assert old.disconnected is (use != "close")
+        assert receiver.calls == (use in ("poll_update", "leaving_gate")), "it must learn of that"
+        assert old.version == 1
+
+
+def test_a_worker_that_was_disconnected_while_it_copied_is_told_from_one_that_had_copied() -> None:
+    with fast_worker(False) as (_, writer, slot, *_):
+        writer.publish(0, 1, 1, False, 1.0)
+        assert slot.take() == (1, 1, False) and slot.used == 1
+        slot.release()
+        assert slot.used == NONE
+        slot.take()
+        writer.vacate(0, 1.0)
+        slot.release()
+        assert slot.used == 1 and slot.disconnected
+
+
 @contextmanager
 def fast_worker(
     bound: bool, family: socket.AddressFamily = socket.AF_UNIX
-) -> Iterator[tuple[Arena, loops.ArenaWriter, loops.WorkerSlot, nn.Linear, Receiver, socket.socket]]:
+) -> Iterator[tuple[SenderArena, loops.ArenaWriter, loops.WorkerSlot, nn.Linear, Receiver, socket.socket]]:
     """A worker with a fast path, and the sender's end of its connection."""
     model = nn.Linear(3, 1, bias=False)
     layout = Layout.of(snapshot(model))
@@ -553,13 +625,13 @@ def fast_worker(
         arena.grow()
         arena.views(number)[0].fill_(number)
     slot, receiver = loops.WorkerSlot(), Receiver()
-    slot.map_words(arena.words, arena.first_word_of(0))
+    slot.map_words(arena.words, 0, 1)
     gate_lock = loops.GateLock(threading.RLock())
     gate_lock.hooks = (slot,)
     slot.set_receiver(receiver, gate_lock)
     one, other = tcp_pair() if family == socket.AF_INET else socket.socketpair(family, socket.SOCK_SEQPACKET)
     installer = Binding(model, layout, bind=bound).installer
-    slot.install_fast_path(installer, arena.plans, {}, other.fileno(), 0, bound)
+    slot.install_fast_path(installer, arena.plans, {}, other.fileno(), bound)
     with one, other:
         yield arena, writer, slot, model, receiver, one
     arena.close()
@@ -583,10 +655,10 @@ def test_a_usual_update_is_installed_and_acknowledged(bound: bool, family: socke
         assert answer[:4] == (ACK, 0, 1, 0) and answer[4] >= 0.0 and answer[5] > 0.0
         assert model.weight.tolist() == [[1.0] * 3]
         assert (model.weight.data_ptr() == arena.views(1)[0].data_ptr()) == bound
-        assert writer.occupied((0,)) == ({1}, set(), set()) and not slot.busy
+        assert writer.occupied() == ({1}, set(), set()) and not slot.busy
         writer.publish(0, 2, 2, False, 1.0)
         assert slot.poll_update() is False and model.weight.tolist() == [[2.0] * 3] and receiver.version == 2
-        assert slot.busy is bound and block_of(arena, 0)[HELD] == NONE
+        assert slot.busy is bound and block_of(arena, 0)[HELD_SLOT] == NONE
         assert writer.await_free(0, 1.0) is bound
         slot.leaving_gate()
         if bound:
@@ -632,7 +704,7 @@ def test_half_a_message_of_a_stream_is_left_where_it_is() -> None:
 
 def test_a_stream_with_space_for_a_part_of_a_message_is_shut_down() -> None:
     with fast_worker(True, socket.AF_INET) as (arena, writer, slot, _, _, sender):
-        update = arena.plans, array("i", [sender.fileno(), sender.fileno()]).tobytes(), True, None
+        update = arena.plans, array("i", [sender.fileno(), sender.fileno()]).tobytes(), None
         sender.setblocking(False)
         sent = 0
         with suppress(BlockingIOError):
@@ -650,13 +722,13 @@ def test_a_stream_with_space_for_a_part_of_a_message_is_shut_down() -> None:
 def test_a_signal_leaves_no_mutex_locked(step: str) -> None:
     arena, writer = arena_of(1, 2)
     slot = loops.WorkerSlot()
-    slot.map_words(arena.words, arena.first_word_of(0))
+    slot.map_words(arena.words, 0, 1)
     slot.set_receiver(Receiver(), loops.GateLock(threading.RLock()))
     steps: dict[str, Callable[[], object]] = {
         "publish": partial(writer.publish, 0, 1, 0, False, 1.0),
         "await_free": partial(writer.await_free, 0, 1.0),
         "vacate": partial(writer.vacate, 0, 1.0),
-        "take": partial(slot.take, True),
+        "take": slot.take,
         "release": slot.release,
         "set_wakeups": partial(slot.set_wakeups, True),
         "poll_update": slot.poll_update,

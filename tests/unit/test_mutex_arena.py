@@ -13,13 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from implementations import KINDS, choose, implementation, new_arena
+from implementations import KINDS, choose, implementation, new_arena, worker_arena
 
 from wsync import SyncTimeout
 from wsync.loops.arena_writer import ArenaWriter
 from wsync.loops.mutex import Mutex
+from wsync.loops.words import MAX_SLOTS
 from wsync.loops.worker_slot import WorkerSlot
-from wsync.shm.arena import Arena
+from wsync.shm import registered
+from wsync.shm.arena import SenderArena, WorkerArena
 from wsync.weights.layout import Layout
 from wsync.weights.snapshot import Snapshot
 
@@ -64,8 +66,7 @@ class Watched:
         self.look()
 
 
-@pytest.mark.parametrize("keep_published", [True, False])
-def test_a_needed_slot_is_occupied_at_every_moment(keep_published: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_needed_slot_is_occupied_at_every_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     choose(implementation("Python"), monkeypatch.setattr)
     arena = new_arena(Layout.of(Snapshot({"a": torch.zeros(4)})), 1)
     try:
@@ -75,20 +76,20 @@ def test_a_needed_slot_is_occupied_at_every_moment(keep_published: bool, monkeyp
         assert isinstance(writer, ArenaWriter)
 
         def look() -> None:
-            assert needed <= set().union(*writer.occupied((0,) if keep_published else ()))
+            assert needed <= set().union(*writer.occupied())
 
-        slot.map_words(arena.words, arena.first_word_of(0))
+        slot.map_words(arena.words, 0, 1)
+        slot.hold = True
         block: Any = slot._block
         block.words = Watched(block.words, look)
         writer.publish(0, 1, 1, False, 1.0)
         needed = {1}
-        assert slot.take(True) == (1, 1, False)
+        assert slot.take() == (1, 1, False)
         slot.version = slot.slot = 1
-        slot.hold = True
         writer.publish(0, 2, 2, False, 1.0)
         slot.release()  # a model that stays on it
         needed = {1, 2}
-        assert slot.take(True) == (2, 2, False)
+        assert slot.take() == (2, 2, False)
         slot.version = slot.slot = 2
         writer.publish(0, 3, 3, False, 1.0)
         needed = {2, 3}  # version 2 was installed, and version 3 may be refused
@@ -107,9 +108,9 @@ def test_two_threads_map_each_slot_once() -> None:
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(5):
-            theirs, begin = new_arena(layout, 1, (os.dup(ours.fds[0]), os.dup(ours.fds[1]))), threading.Barrier(2)
+            theirs, begin = worker_arena(ours), threading.Barrier(2)
 
-            def map_all(arena: Arena = theirs, begin: threading.Barrier = begin) -> None:
+            def map_all(arena: WorkerArena = theirs, begin: threading.Barrier = begin) -> None:
                 begin.wait()
                 for slot in slots:
                     arena.views(slot)
@@ -130,7 +131,7 @@ GROW_AFTER_MAIN = """
 import threading, torch
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from wsync.shm.arena import Arena
+from wsync.shm.arena import SenderArena
 from wsync.weights.layout import Layout
 from wsync.weights.snapshot import Snapshot
 
@@ -141,7 +142,7 @@ def grow():
             executor.submit(int)
     print(arena.grow())
 
-executor, arena = ThreadPoolExecutor(1), Arena(1)
+executor, arena = ThreadPoolExecutor(1), SenderArena(1)
 arena.set_layout(Layout.of(Snapshot({"a": torch.zeros(4)})))
 threading.Thread(target=grow).start()
 """
@@ -162,24 +163,81 @@ def test_words_name_the_slots_in_use(kind: str, monkeypatch: pytest.MonkeyPatch)
     try:
         assert [arena.grow() for _ in range(3)] == [0, 1, 2]
         writer, slot = arena.writer, classes.WorkerSlot()
-        slot.map_words(arena.words, arena.first_word_of(0))
-        assert writer.published(0) == (0, 0) and writer.occupied((0, 1)) == (set(), set(), set())
+        slot.map_words(arena.words, 0, 1)
+        assert writer.published(0) == (0, 0) and writer.occupied() == (set(), set(), set())
         writer.publish(0, 1, 2, False, 1.0)
-        assert writer.occupied(()) == ({2}, set(), set())
-        assert slot.take(False) == (1, 2, False)
+        assert writer.occupied() == ({2}, set(), set())
+        assert slot.take() == (1, 2, False)
         slot.version, slot.slot = 1, 2
-        assert writer.occupied((0, 1)) == ({2}, {2}, set()) and writer.occupied(()) == (set(), {2}, set())
+        assert writer.occupied() == ({2}, {2}, set())
         assert writer.await_free(0, 1.0)
         writer.publish(0, 2, 0, True, 1.0)
-        assert writer.occupied((0, 1)) == ({0}, {2}, set())  # the forward that runs keeps its slot
+        assert writer.occupied() == ({0}, {2}, set())  # the forward that runs keeps its slot
         assert slot.release()
-        assert slot.take(True) == (2, 0, True)
-        assert writer.occupied((0, 1)) == ({0}, {0}, {2})
+        assert writer.occupied() == ({0}, set(), set())
+        slot.hold = True
+        assert slot.take() == (2, 0, True)
+        assert writer.occupied() == ({0}, {0}, {2})
         assert not slot.release()
         writer.vacate(0, 1.0)
-        assert writer.occupied(()) == ({0}, set(), set())  # its successor has taken nothing
+        assert writer.occupied() == ({0}, set(), set())  # for its replacement
         assert writer.published(1) == (0, 0)
         arena.write_extra(1, b"blob")
         assert (arena.read_extra(0), arena.read_extra(1)) == (b"", b"blob")
+        with pytest.raises(IndexError):
+            writer.set_slot_version(MAX_SLOTS, 1)
     finally:
+        arena.close()
+
+
+class Limited:
+    """``os.pread`` and ``os.pwrite`` of a system that transfers a few bytes at once, as Linux does with 2 GiB."""
+
+    def __init__(self) -> None:
+        self.pread, self.pwrite = os.pread, os.pwrite
+
+    def read(self, fd: int, count: int, offset: int) -> bytes:
+        return self.pread(fd, min(count, 7), offset)
+
+    def write(self, fd: int, data: bytes, offset: int) -> int:
+        return self.pwrite(fd, data[:7], offset)
+
+
+def test_extra_state_may_take_several_calls_to_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, limited, blob = SenderArena(1), Limited(), bytes(range(60))
+    monkeypatch.setattr(os, "pread", limited.read)
+    monkeypatch.setattr(os, "pwrite", limited.write)
+    arena.write_extra(1, blob)
+    assert arena.read_extra(1) == blob
+    arena.close()
+
+
+def test_extra_state_that_is_shorter_than_its_size_is_an_error() -> None:
+    arena = SenderArena(1)
+    arena.write_extra(0, b"blob")
+    os.ftruncate(arena.fds[1], 3)
+    with pytest.raises(ValueError, match="3 bytes of extra state, not 4"):
+        arena.read_extra(0)
+    arena.close()
+
+
+def test_a_file_with_descriptor_0_is_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = torch.zeros(8).share_memory_()
+    arena, kept, opened = SenderArena(1), os.dup(0), list[int]()
+    open_file = registered._open
+
+    def note(mapping: Any) -> int | None:
+        fd = open_file(mapping)
+        opened.append(-1 if fd is None else fd)
+        return fd
+
+    monkeypatch.setattr(registered, "_open", note)
+    os.close(0)
+    try:
+        buffers = registered.RegisteredBuffers.share(arena, {"a": whole[:4], "b": whole[4:]})
+        assert buffers is not None and opened == [0]
+        buffers.close()
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)
         arena.close()

@@ -4,16 +4,16 @@
 
 #include "arena_writer.h"
 
-static const double MUTEX_TIMEOUT = 0.01; /* seconds; a worker that is stopped inside its mutex is left to the caller */
+static const double MUTEX_TIMEOUT = 0.01; /* seconds: see the Python class */
 
-/* Return the first slot that no worker uses, holds, or may yet start to use; -1 if there is none. */
-static Py_ssize_t free_slot(ArenaWriter *self, Py_ssize_t slots, int keep_published)
+/* Return the first slot that no worker is pointed to, uses or holds; -1 if there is none. */
+static Py_ssize_t free_slot(ArenaWriter *self, Py_ssize_t slots)
 {
-    for (Py_ssize_t slot = 0; slot < slots; slot++) {
+    for (Py_ssize_t slot = 0; slot < slots && slot < MAX_SLOTS; slot++) {
         int busy = 0;
         for (Py_ssize_t w = 0; w < self->workers && !busy; w++) {
-            Needed needed = slots_needed(block_of(self, w), keep_published);
-            busy = needed.named == slot || needed.used == slot || needed.held == slot;
+            Needed needed = slots_needed(block_of(self, w));
+            busy = needed.published == slot || needed.used == slot || needed.held == slot;
         }
         if (!busy)
             return slot;
@@ -123,13 +123,14 @@ static PyObject *report_of(ArenaWriter *self, const Update *update, double began
 
 /* Copy tensors into a free slot. Return 1; 0 with nothing done, if no slot is free or a tensor does not fit; -1 with an
  * error. */
-static int pack(ArenaWriter *self, Update *update, PyObject *plans, int keep_published, PyObject *source)
+static int pack(ArenaWriter *self, Update *update, PyObject *plans, PyObject *source)
 {
     update->started = now();
-    update->slot = free_slot(self, PyList_GET_SIZE(plans), keep_published);
+    update->slot = free_slot(self, PyList_GET_SIZE(plans));
     PackPlan *plan = update->slot < 0 ? NULL : (PackPlan *)PyList_GET_ITEM(plans, update->slot);
     if (!plan || Py_TYPE(plan) != PackPlan_type)
         return 0;
+    store(&record_of(&self->words, self->workers, update->slot)->version, 0); /* before the slot is written */
     update->waited = now();
     int of_module = Py_TYPE(source) == TensorTree_type;
     PyObject *tensors = of_module ? TensorTree_tensors((TensorTree *)source, NULL) : Py_NewRef(source);
@@ -152,14 +153,16 @@ static int pack(ArenaWriter *self, Update *update, PyObject *plans, int keep_pub
  * workers with a mutex that was not free in time. */
 static PyObject *publish(ArenaWriter *self, Update *update)
 {
-    ((int64_t *)self->words.buf)[self->extra + update->slot] = 0;
+    Record *record = record_of(&self->words, self->workers, update->slot);
+    record->extra_size = 0;
+    store(&record->version, update->version);
     PyObject *others = PyList_New(0);
     int64_t word = published_word(update->version, update->slot, update->acknowledge);
     for (Py_ssize_t w = 0; others && w < self->workers; w++) {
         Block *block = block_of(self, w);
         if (!lock_within(block, MUTEX_TIMEOUT)) {
             block->published = word;
-            int wake = update->acknowledge || block->wakeups;
+            int wake = update->acknowledge || block->wants_wakeups;
             unlock(block);
             Message message = {.kind = UPDATE, .worker = (int32_t)w, .version = (uint64_t)update->version};
             if (wake) /* a failure is noticed by the reader of the connection */
@@ -195,10 +198,9 @@ static int await_peers(ArenaWriter *self, Update *update)
 }
 
 /* Pack, publish and wait: the result of ArenaWriter_update. */
-static PyObject *deliver(ArenaWriter *self, Update *update, PyObject *plans, int keep_published, PyObject *source,
-                         double began)
+static PyObject *deliver(ArenaWriter *self, Update *update, PyObject *plans, PyObject *source, double began)
 {
-    int packed = pack(self, update, plans, keep_published, source);
+    int packed = pack(self, update, plans, source);
     if (packed <= 0)
         return packed ? NULL : Py_NewRef(Py_None);
     PyObject *others = publish(self, update);
@@ -215,19 +217,18 @@ static PyObject *deliver(ArenaWriter *self, Update *update, PyObject *plans, int
 
 PyObject *ArenaWriter_update(ArenaWriter *self, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 8 || !PyList_CheckExact(args[0]) || !PyBytes_CheckExact(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "update() takes a list, bytes and six more arguments");
+    if (count != 7 || !PyList_CheckExact(args[0]) || !PyBytes_CheckExact(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "update() takes a list, bytes and five more arguments");
         return NULL;
     }
-    Update update = {.watch = args[3], .acknowledge = args[3] == Py_None};
-    int keep_published = PyObject_IsTrue(args[2]);
+    Update update = {.watch = args[2], .acknowledge = args[2] == Py_None};
     if (!update.acknowledge && Py_TYPE(update.watch) != PeerWatch_type) {
         PyErr_SetString(PyExc_TypeError, "update() takes a PeerWatch, or None");
         return NULL;
     }
-    update.version = PyLong_AsLongLong(args[5]);
-    update.timeout = args[6] == Py_None ? -1 : PyFloat_AsDouble(args[6]);
-    double began = PyFloat_AsDouble(args[7]);
+    update.version = PyLong_AsLongLong(args[4]);
+    update.timeout = args[5] == Py_None ? -1 : PyFloat_AsDouble(args[5]);
+    double began = PyFloat_AsDouble(args[6]);
     if (PyErr_Occurred() || require_creator(self))
         return NULL;
     Py_ssize_t workers = self->workers;
@@ -238,7 +239,7 @@ PyObject *ArenaWriter_update(ArenaWriter *self, PyObject *const *args, Py_ssize_
         return PyErr_NoMemory();
     update.descriptors = memcpy(descriptors, PyBytes_AS_STRING(args[1]), (size_t)PyBytes_GET_SIZE(args[1]));
     update.answers.from = (char *)(descriptors + 2 * workers);
-    PyObject *result = deliver(self, &update, args[0], keep_published, args[4], began);
+    PyObject *result = deliver(self, &update, args[0], args[3], began);
     PyMem_Free(descriptors);
     return result;
 }

@@ -12,8 +12,8 @@ static void ArenaWriter_free(ArenaWriter *self)
 static PyObject *ArenaWriter_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *words;
-    Py_ssize_t workers, block, extra, nbytes;
-    if (!PyArg_ParseTuple(args, "Onnnn:ArenaWriter", &words, &workers, &block, &extra, &nbytes))
+    Py_ssize_t workers, nbytes;
+    if (!PyArg_ParseTuple(args, "Onn:ArenaWriter", &words, &workers, &nbytes))
         return NULL;
     ArenaWriter *self = (ArenaWriter *)type->tp_alloc(type, 0);
     if (!self)
@@ -22,9 +22,9 @@ static PyObject *ArenaWriter_new(PyTypeObject *type, PyObject *args, PyObject *k
         Py_DECREF(self);
         return NULL;
     }
-    self->workers = workers, self->block = block, self->extra = extra, self->nbytes = nbytes;
-    self->creator = getpid();
-    if (block * 8 < (Py_ssize_t)sizeof(Block) || workers * block > extra || extra * 8 > self->words.len) {
+    self->workers = workers, self->nbytes = nbytes, self->creator = getpid();
+    Py_ssize_t room = self->words.len - MAX_SLOTS * (Py_ssize_t)sizeof(Record);
+    if (workers < 0 || room < 0 || workers > room / (Py_ssize_t)sizeof(Block)) {
         PyErr_SetString(PyExc_ValueError, "there are fewer words than workers need");
         Py_DECREF(self);
         return NULL;
@@ -52,6 +52,16 @@ static int initialise_mutex(Block *block)
     return code;
 }
 
+/* The words of a worker that is not connected, but for `published`. */
+static void reset_words(Block *block)
+{
+    store(&block->connection, 0);
+    store(&block->held_slot, NONE);
+    store(&block->used_slot, NONE);
+    block->wants_wakeups = 1;
+    block->wants_freed = 0;
+}
+
 static PyObject *ArenaWriter_initialise(ArenaWriter *self, PyObject *Py_UNUSED(ignored))
 {
     for (Py_ssize_t worker = 0; worker < self->workers; worker++) {
@@ -59,10 +69,34 @@ static PyObject *ArenaWriter_initialise(ArenaWriter *self, PyObject *Py_UNUSED(i
         errno = initialise_mutex(block);
         if (errno)
             return PyErr_SetFromErrno(PyExc_OSError);
-        block->published = block->taken = block->awaited = 0;
-        block->used = block->held = NONE;
-        block->wakeups = 1;
+        block->published = 0;
+        reset_words(block);
     }
+    Py_RETURN_NONE;
+}
+
+static PyObject *ArenaWriter_accept(ArenaWriter *self, PyObject *args)
+{
+    Py_ssize_t worker;
+    long long connection;
+    if (!PyArg_ParseTuple(args, "nL:accept", &worker, &connection))
+        return NULL;
+    Block *block = block_or_error(self, worker);
+    if (!block || require_creator(self))
+        return NULL;
+    store(&block->connection, connection); /* no process has this number yet: the mutex is not needed */
+    Py_RETURN_NONE;
+}
+
+static PyObject *ArenaWriter_set_slot_version(ArenaWriter *self, PyObject *args)
+{
+    Py_ssize_t slot;
+    long long version;
+    if (!PyArg_ParseTuple(args, "nL:set_slot_version", &slot, &version))
+        return NULL;
+    if (slot < 0 || slot >= MAX_SLOTS)
+        return PyErr_Format(PyExc_IndexError, "there is no slot %zd", slot);
+    store(&record_of(&self->words, self->workers, slot)->version, version);
     Py_RETURN_NONE;
 }
 
@@ -94,7 +128,7 @@ static PyObject *ArenaWriter_publish(ArenaWriter *self, PyObject *args)
     if (!block || require_creator(self) || lock_or_error(block, timeout))
         return NULL;
     block->published = published_word(version, slot, acknowledge);
-    int64_t wakeups = block->wakeups;
+    int64_t wakeups = block->wants_wakeups;
     unlock(block);
     return PyBool_FromLong(wakeups != 0);
 }
@@ -120,15 +154,12 @@ static int add(PyObject *set, int64_t slot)
     return failed ? -1 : 0;
 }
 
-static PyObject *ArenaWriter_occupied(ArenaWriter *self, PyObject *again)
+static PyObject *ArenaWriter_occupied(ArenaWriter *self, PyObject *Py_UNUSED(ignored))
 {
     PyObject *sets = Py_BuildValue("NNN", PySet_New(NULL), PySet_New(NULL), PySet_New(NULL));
     for (Py_ssize_t worker = 0; sets && worker < self->workers; worker++) {
-        PyObject *index = PyLong_FromSsize_t(worker);
-        int may_again = index ? PySequence_Contains(again, index) : -1;
-        Py_XDECREF(index);
-        Needed needed = slots_needed(block_of(self, worker), may_again > 0);
-        if (may_again < 0 || add(PyTuple_GET_ITEM(sets, 0), needed.named) || add(PyTuple_GET_ITEM(sets, 1), needed.used)
+        Needed needed = slots_needed(block_of(self, worker));
+        if (add(PyTuple_GET_ITEM(sets, 0), needed.published) || add(PyTuple_GET_ITEM(sets, 1), needed.used)
             || add(PyTuple_GET_ITEM(sets, 2), needed.held))
             Py_CLEAR(sets);
     }
@@ -144,10 +175,10 @@ static PyObject *ArenaWriter_await_free(ArenaWriter *self, PyObject *args)
     Block *block = block_or_error(self, worker);
     if (!block || require_creator(self) || lock_or_error(block, timeout))
         return NULL;
-    int busy = block->used != NONE;
-    block->awaited = busy;
+    int used = block->used_slot != NONE;
+    block->wants_freed = used;
     unlock(block);
-    return PyBool_FromLong(busy);
+    return PyBool_FromLong(used);
 }
 
 static PyObject *ArenaWriter_vacate(ArenaWriter *self, PyObject *args)
@@ -163,10 +194,7 @@ static PyObject *ArenaWriter_vacate(ArenaWriter *self, PyObject *args)
     if (failed && !PyErr_ExceptionMatches(names.sync_timeout))
         return NULL;
     PyErr_Clear(); /* a stopped process may hold the mutex: its words are reset all the same */
-    store(&block->held, NONE);
-    store(&block->used, NONE);
-    block->awaited = 0;
-    store(&block->taken, 0);
+    reset_words(block);
     if (!failed)
         unlock(block);
     Py_RETURN_NONE;
@@ -176,17 +204,20 @@ static PyObject *ArenaWriter_vacate(ArenaWriter *self, PyObject *args)
 
 static PyMethodDef ArenaWriter_methods[] = {
     {"initialise", (PyCFunction)ArenaWriter_initialise, METH_NOARGS, SEE("initialise()")},
+    {"accept", (PyCFunction)ArenaWriter_accept, METH_VARARGS, SEE("accept(worker, connection)")},
+    {"set_slot_version", (PyCFunction)ArenaWriter_set_slot_version, METH_VARARGS,
+     SEE("set_slot_version(slot, version)")},
     {"publish", (PyCFunction)ArenaWriter_publish, METH_VARARGS,
      SEE("publish(worker, version, slot, acknowledge, timeout)")},
     {"published", (PyCFunction)ArenaWriter_published, METH_O, SEE("published(worker)")},
-    {"occupied", (PyCFunction)ArenaWriter_occupied, METH_O, SEE("occupied(again)")},
+    {"occupied", (PyCFunction)ArenaWriter_occupied, METH_NOARGS, SEE("occupied()")},
     {"await_free", (PyCFunction)ArenaWriter_await_free, METH_VARARGS, SEE("await_free(worker, timeout)")},
     {"vacate", (PyCFunction)ArenaWriter_vacate, METH_VARARGS, SEE("vacate(worker, timeout)")},
     {"update", (PyCFunction)(void (*)(void))ArenaWriter_update, METH_FASTCALL,
-     SEE("update(plans, descriptors, keep_published, watch, tensors, version, timeout, began)")},
+     SEE("update(plans, descriptors, watch, tensors, version, timeout, began)")},
     {NULL},
 };
-PyDoc_STRVAR(ArenaWriter_doc, "ArenaWriter(words, workers, block, extra, nbytes): see wsync.loops.arena_writer.");
+PyDoc_STRVAR(ArenaWriter_doc, "ArenaWriter(words, workers, nbytes): see wsync.loops.arena_writer.");
 static PyType_Slot ArenaWriter_slots[] = {
     SLOT(tp_doc, ArenaWriter_doc), SLOT(tp_new, ArenaWriter_new), SLOT(tp_dealloc, ArenaWriter_free),
     SLOT(tp_methods, ArenaWriter_methods), {0, NULL},

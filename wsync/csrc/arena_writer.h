@@ -10,28 +10,25 @@
 typedef struct {
     PyObject_HEAD
     Py_buffer words;
-    Py_ssize_t workers, block, extra; /* how many; words per worker; where the sizes of extra states begin */
-    Py_ssize_t nbytes;                /* of one copy of the weights */
+    Py_ssize_t workers, nbytes; /* nbytes: of one copy of the weights */
     pid_t creator;
 } ArenaWriter;
 
-/* The slots that a worker may yet start to use, that its forward uses, and that it holds; or NONE. */
+/* The slots that a worker is pointed to, that its forward uses, and that it holds; or NONE. */
 typedef struct {
-    int64_t named, used, held;
+    int64_t published, used, held;
 } Needed;
 
 static inline Block *block_of(ArenaWriter *self, Py_ssize_t worker)
 {
-    return (Block *)((int64_t *)self->words.buf + worker * self->block);
+    return (Block *)self->words.buf + worker;
 }
 
-/* The loads are in the opposite order of the worker's stores: see WorkerSlot.take. */
-static inline Needed slots_needed(Block *block, int again)
+/* The loads are in this order: see WorkerSlot.take. */
+static inline Needed slots_needed(const Block *block)
 {
-    int64_t word = load(&block->published), taken = load(&block->taken);
-    int named = version_in(word) && (again || taken < version_in(word));
-    int64_t used = load(&block->used), held = load(&block->held);
-    return (Needed){named ? slot_in(word) : NONE, used, held};
+    int64_t word = load(&block->published), used = load(&block->used_slot), held = load(&block->held_slot);
+    return (Needed){version_in(word) ? slot_in(word) : NONE, used, held};
 }
 
 /* Return 0; -1 with NotConnected set in a forked child of the process that made the writer. */

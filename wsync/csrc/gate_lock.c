@@ -52,13 +52,13 @@ static PyObject *GateLock_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     return (PyObject *)self;
 }
 
-/* Call a method of all hooks. Return whether any returned a true value, or -1 with an error. */
-static int call_hooks(GateLock *self, PyObject *method)
+/* Call poll_update() of the hooks. Return whether any returned a true value, or -1 with an error. */
+static int poll_hooks(GateLock *self)
 {
     int yes = 0;
     PyObject *hooks = Py_NewRef(self->hooks);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(hooks) && yes >= 0; i++) {
-        PyObject *result = PyObject_CallMethodNoArgs(PyTuple_GET_ITEM(hooks, i), method);
+        PyObject *result = PyObject_CallMethodNoArgs(PyTuple_GET_ITEM(hooks, i), names.poll_update);
         int answer = result ? PyObject_IsTrue(result) : -1;
         Py_XDECREF(result);
         yes = answer < 0 ? -1 : yes | answer;
@@ -73,27 +73,33 @@ static int enter(GateLock *self, int depth)
     self->depth = depth + 1;
     int again = depth == 0;
     while (again > 0)
-        again = call_hooks(self, names.poll_update);
+        again = poll_hooks(self);
     return again;
 }
 
-/* GateLock.leave. The current exception stays set, unless there is a new one. */
+/* GateLock.leave: calls all hooks. The current exception stays set, unless a hook raises: then the last such is. */
 static int leave(GateLock *self, int depth)
 {
     self->depth = depth;
     if (depth)
         return 0;
-    PyObject *type, *error, *traceback;
+    PyObject *type, *error, *traceback, *hooks = Py_NewRef(self->hooks);
+    int failed = 0;
     PyErr_Fetch(&type, &error, &traceback);
-    int failed = call_hooks(self, names.leaving_gate) < 0;
-    if (!failed) {
-        PyErr_Restore(type, error, traceback);
-        return 0;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(hooks); i++) {
+        PyObject *result = PyObject_CallMethodNoArgs(PyTuple_GET_ITEM(hooks, i), names.leaving_gate);
+        Py_XDECREF(result);
+        if (result)
+            continue;
+        failed = 1;
+        Py_XDECREF(type);
+        Py_XDECREF(error);
+        Py_XDECREF(traceback);
+        PyErr_Fetch(&type, &error, &traceback);
     }
-    Py_XDECREF(type);
-    Py_XDECREF(error);
-    Py_XDECREF(traceback);
-    return -1;
+    Py_DECREF(hooks);
+    PyErr_Restore(type, error, traceback);
+    return failed ? -1 : 0;
 }
 
 /* Python runs no signal handler between locking and entering, as it might between two lines of Python. */

@@ -18,7 +18,7 @@
 
 #include "loops.h"
 
-#define REVISION 13 /* of the interface; wsync/loops/__init__.py names the one that it expects */
+#define REVISION 14 /* of the interface; wsync/loops/__init__.py names the one that it expects */
 
 const DLPackExchange *dlpack;
 PyTypeObject *PackPlan_type, *TensorTree_type, *GateLock_type, *Installer_type, *PeerWatch_type;

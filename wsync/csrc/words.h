@@ -9,22 +9,34 @@
 
 #include "loops.h"
 
-/* A worker's block: a robust, process-shared mutex, then words. See arena.py for what they promise. */
+/* A worker's block: a robust, process-shared mutex, then the words that words.py describes. */
 typedef struct {
     int64_t mutex[8];
-    int64_t published, used, held, taken, wakeups, awaited;
+    int64_t published, used_slot, held_slot, connection, wants_wakeups, wants_freed, unused[2];
 } Block;
 
-enum { NONE = -1, SLOT_BITS = 15 };
+/* A slot's record. The records follow the blocks of all workers. */
+typedef struct {
+    int64_t extra_size;
+    uint64_t checksum;
+    int64_t version;
+} Record;
+
+enum { NONE = -1, SLOT_BITS = 15, MAX_SLOTS = 1024 };
+
+static inline Record *record_of(const Py_buffer *words, Py_ssize_t workers, Py_ssize_t slot)
+{
+    return (Record *)((Block *)words->buf + workers) + slot;
+}
 
 static inline int64_t published_word(int64_t version, int64_t slot, int acknowledge)
 {
-    return version << 16 | slot << 1 | acknowledge;
+    return version << (SLOT_BITS + 1) | slot << 1 | acknowledge;
 }
 
 static inline int64_t version_in(int64_t word)
 {
-    return word >> 16;
+    return word >> (SLOT_BITS + 1);
 }
 
 static inline int64_t slot_in(int64_t word)
@@ -85,11 +97,11 @@ static inline int64_t load(const int64_t *word)
     return __atomic_load_n(word, __ATOMIC_SEQ_CST);
 }
 
-/* The block at an address in words, or NULL with an error. */
-static inline Block *block_at(const Py_buffer *words, Py_ssize_t at)
+/* A worker's block, or NULL with an error. */
+static inline Block *block_in(const Py_buffer *words, Py_ssize_t worker)
 {
-    if (at >= 0 && at * 8 + (Py_ssize_t)sizeof(Block) <= words->len)
-        return (Block *)((int64_t *)words->buf + at);
+    if (worker >= 0 && worker < words->len / (Py_ssize_t)sizeof(Block))
+        return (Block *)words->buf + worker;
     PyErr_SetString(PyExc_ValueError, "there is no such block of words");
     return NULL;
 }

@@ -8,7 +8,7 @@ static int WorkerSlot_traverse(WorkerSlot *self, visitproc visit, void *arg)
     Py_VISIT(self->gate_lock);
     Py_VISIT(self->installer);
     Py_VISIT(self->plans);
-    Py_VISIT(self->staged);
+    Py_VISIT(self->prepared);
     Py_VISIT(Py_TYPE(self));
     return 0;
 }
@@ -17,7 +17,7 @@ static void disable_fast_path(WorkerSlot *self)
 {
     Py_CLEAR(self->installer);
     Py_CLEAR(self->plans);
-    Py_CLEAR(self->staged);
+    Py_CLEAR(self->prepared);
 }
 
 static int WorkerSlot_clear(WorkerSlot *self)
@@ -30,6 +30,7 @@ static int WorkerSlot_clear(WorkerSlot *self)
 
 static void release_words(WorkerSlot *self)
 {
+    self->block = NULL;
     if (self->words.obj)
         PyBuffer_Release(&self->words);
 }
@@ -48,7 +49,7 @@ static PyObject *WorkerSlot_new(PyTypeObject *type, PyObject *args, PyObject *kw
         return NULL;
     WorkerSlot *self = (WorkerSlot *)type->tp_alloc(type, 0);
     if (self)
-        self->slot = NONE;
+        self->slot = self->used = NONE;
     return (PyObject *)self;
 }
 
@@ -65,17 +66,19 @@ static PyObject *WorkerSlot_set_receiver(WorkerSlot *self, PyObject *args)
 static PyObject *WorkerSlot_map_words(WorkerSlot *self, PyObject *args)
 {
     PyObject *words;
-    Py_ssize_t at;
-    if (!PyArg_ParseTuple(args, "On:map_words", &words, &at))
+    int worker;
+    long long connection;
+    if (!PyArg_ParseTuple(args, "OiL:map_words", &words, &worker, &connection))
         return NULL;
     release_words(self);
     if (PyObject_GetBuffer(words, &self->words, PyBUF_WRITABLE))
         return NULL;
-    if (!block_at(&self->words, at)) {
+    self->worker = worker, self->connection = connection;
+    self->block = block_in(&self->words, worker);
+    if (!self->block) {
         release_words(self);
         return NULL;
     }
-    self->at = at;
     Py_RETURN_NONE;
 }
 
@@ -88,15 +91,15 @@ static PyObject *WorkerSlot_close(WorkerSlot *self, PyObject *Py_UNUSED(ignored)
 
 static PyObject *WorkerSlot_install_fast_path(WorkerSlot *self, PyObject *args)
 {
-    PyObject *installer, *plans, *staged;
-    int fd, worker, bound;
-    if (!PyArg_ParseTuple(args, "O!O!O!iip:install_fast_path", Installer_type, &installer, &PyList_Type, &plans,
-                          &PyDict_Type, &staged, &fd, &worker, &bound))
+    PyObject *installer, *plans, *prepared;
+    int fd, bound;
+    if (!PyArg_ParseTuple(args, "O!O!O!ip:install_fast_path", Installer_type, &installer, &PyList_Type, &plans,
+                          &PyDict_Type, &prepared, &fd, &bound))
         return NULL;
     Py_XSETREF(self->installer, Py_NewRef(installer));
     Py_XSETREF(self->plans, Py_NewRef(plans));
-    Py_XSETREF(self->staged, Py_NewRef(staged));
-    self->fd = fd, self->worker = worker, self->bound = bound;
+    Py_XSETREF(self->prepared, Py_NewRef(prepared));
+    self->fd = fd, self->bound = bound;
     Py_RETURN_NONE;
 }
 
@@ -115,30 +118,30 @@ int lock_own(Block *block)
     return -1;
 }
 
-/* Find the own block; NULL with an error before map_words(). */
-static Block *mapped_block(WorkerSlot *self)
+/* Lock the mapped block. Return it; NULL with an error, before map_words() too. */
+static Block *lock_mapped(WorkerSlot *self)
 {
-    if (self->words.obj)
-        return own_block(self);
-    PyErr_SetString(PyExc_RuntimeError, "map_words() comes first");
-    return NULL;
+    if (!self->block)
+        PyErr_SetString(PyExc_RuntimeError, "map_words() comes first");
+    return self->block && !lock_own(self->block) ? self->block : NULL;
 }
 
-static PyObject *WorkerSlot_take(WorkerSlot *self, PyObject *hold_given)
+static PyObject *WorkerSlot_take(WorkerSlot *self, PyObject *Py_UNUSED(ignored))
 {
-    int hold = PyObject_IsTrue(hold_given);
-    Block *block = hold < 0 ? NULL : mapped_block(self);
-    if (!block || lock_own(block))
+    Block *block = lock_mapped(self);
+    if (!block)
         return NULL;
-    int64_t word = block->published, slot = self->slot;
-    int newer = version_in(word) > known_version(self);
-    if (newer && hold)
-        store(&block->held, slot);
-    if (newer)
-        slot = slot_in(word);
-    store(&block->used, slot); /* the order of these stores: see the Python class */
-    if (newer)
-        store(&block->taken, version_in(word));
+    int64_t word = 0, slot = self->slot;
+    int newer = 0;
+    if (owns_words(self)) {
+        word = block->published;
+        newer = version_in(word) > tried_version(self);
+        if (newer && self->hold)
+            store(&block->held_slot, slot); /* before the next store: see the Python class */
+        if (newer)
+            slot = slot_in(word);
+        store(&block->used_slot, self->used = slot);
+    }
     unlock(block);
     self->busy = slot >= 0;
     if (!newer)
@@ -146,45 +149,39 @@ static PyObject *WorkerSlot_take(WorkerSlot *self, PyObject *hold_given)
     return Py_BuildValue("LLN", (long long)version_in(word), (long long)slot, PyBool_FromLong(word & 1));
 }
 
-static PyObject *WorkerSlot_release_previous(WorkerSlot *self, PyObject *Py_UNUSED(ignored))
-{
-    Block *block = mapped_block(self);
-    if (!block)
-        return NULL;
-    store(&block->held, NONE);
-    Py_RETURN_NONE;
-}
-
 int release_slot(WorkerSlot *self)
 {
     if (!self->busy)
         return 0;
-    Block *block = own_block(self);
-    if (lock_own(block))
+    Block *block = lock_mapped(self);
+    if (!block)
         return -1;
     self->busy = 0;
-    int keep = self->hold || self->refused > self->version;
-    store(&block->held, keep ? self->slot : NONE); /* before the next store: see the Python class */
-    store(&block->used, NONE);
-    int awaited = block->awaited != 0;
-    block->awaited = 0;
+    int wanted = 0;
+    if (owns_words(self)) {
+        store(&block->held_slot, self->hold ? self->slot : NONE); /* before the next store: see the Python class */
+        store(&block->used_slot, self->used = NONE);
+        wanted = block->wants_freed != 0;
+        block->wants_freed = 0;
+    }
     unlock(block);
-    return awaited;
+    return wanted;
 }
 
 static PyObject *WorkerSlot_release(WorkerSlot *self, PyObject *Py_UNUSED(ignored))
 {
-    int awaited = release_slot(self);
-    return awaited < 0 ? NULL : PyBool_FromLong(awaited);
+    int wanted = release_slot(self);
+    return wanted < 0 ? NULL : PyBool_FromLong(wanted);
 }
 
 static PyObject *WorkerSlot_set_wakeups(WorkerSlot *self, PyObject *wanted_given)
 {
     int wanted = PyObject_IsTrue(wanted_given);
-    Block *block = wanted < 0 ? NULL : mapped_block(self);
-    if (!block || lock_own(block))
+    Block *block = wanted < 0 ? NULL : lock_mapped(self);
+    if (!block)
         return NULL;
-    block->wakeups = wanted;
+    if (owns_words(self))
+        block->wants_wakeups = wanted;
     unlock(block);
     Py_RETURN_NONE;
 }
@@ -192,9 +189,11 @@ static PyObject *WorkerSlot_set_wakeups(WorkerSlot *self, PyObject *wanted_given
 static PyMemberDef WorkerSlot_members[] = {
     {"version", T_LONGLONG, offsetof(WorkerSlot, version), 0, NULL},
     {"slot", T_LONGLONG, offsetof(WorkerSlot, slot), 0, NULL},
+    {"used", T_LONGLONG, offsetof(WorkerSlot, used), 0, NULL},
     {"refused", T_LONGLONG, offsetof(WorkerSlot, refused), 0, NULL},
     {"hold", T_BOOL, offsetof(WorkerSlot, hold), 0, NULL},
     {"busy", T_BOOL, offsetof(WorkerSlot, busy), 0, NULL},
+    {"disconnected", T_BOOL, offsetof(WorkerSlot, disconnected), 0, NULL},
     {NULL},
 };
 
@@ -202,13 +201,12 @@ static PyMemberDef WorkerSlot_members[] = {
 
 static PyMethodDef WorkerSlot_methods[] = {
     {"set_receiver", (PyCFunction)WorkerSlot_set_receiver, METH_VARARGS, SEE("set_receiver(receiver, gate_lock)")},
-    {"map_words", (PyCFunction)WorkerSlot_map_words, METH_VARARGS, SEE("map_words(words, at)")},
+    {"map_words", (PyCFunction)WorkerSlot_map_words, METH_VARARGS, SEE("map_words(words, worker, connection)")},
     {"close", (PyCFunction)WorkerSlot_close, METH_NOARGS, SEE("close()")},
     {"install_fast_path", (PyCFunction)WorkerSlot_install_fast_path, METH_VARARGS,
-     SEE("install_fast_path(installer, plans, staged, fd, worker, bound)")},
+     SEE("install_fast_path(installer, plans, prepared, fd, bound)")},
     {"disable_fast_path", (PyCFunction)WorkerSlot_disable_fast_path, METH_NOARGS, SEE("disable_fast_path()")},
-    {"take", (PyCFunction)WorkerSlot_take, METH_O, SEE("take(hold)")},
-    {"release_previous", (PyCFunction)WorkerSlot_release_previous, METH_NOARGS, SEE("release_previous()")},
+    {"take", (PyCFunction)WorkerSlot_take, METH_NOARGS, SEE("take()")},
     {"release", (PyCFunction)WorkerSlot_release, METH_NOARGS, SEE("release()")},
     {"set_wakeups", (PyCFunction)WorkerSlot_set_wakeups, METH_O, SEE("set_wakeups(wanted)")},
     {"poll_update", (PyCFunction)WorkerSlot_poll_update, METH_NOARGS, SEE("poll_update()")},

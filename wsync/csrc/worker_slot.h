@@ -7,25 +7,31 @@
 
 typedef struct {
     PyObject_HEAD
-    long long version, slot, refused; /* installed; bound to, or NONE; the newest that failed */
-    char hold, busy;                  /* keep the slot between forwards; a slot is in use */
+    long long version, slot, used, refused; /* see the Python class */
+    char hold, busy, disconnected;
     Py_buffer words;
-    Py_ssize_t at;      /* where the worker's block begins, in words */
-    PyObject *receiver; /* takes the updates that are not usual */
+    Block *block; /* the worker's words; NULL before map_words() */
+    int worker;
+    long long connection; /* the number of the worker's connection */
+    PyObject *receiver;   /* takes the updates that are not usual */
     PyObject *gate_lock;
-    PyObject *installer, *plans, *staged; /* of the fast path, if it is installed */
-    int fd, worker, bound;
+    PyObject *installer, *plans, *prepared; /* of the fast path, if it is installed */
+    int fd, bound;
 } WorkerSlot;
 
-static inline Block *own_block(WorkerSlot *self)
-{
-    return (Block *)((int64_t *)self->words.buf + self->at);
-}
-
-/* The newest version that need not be installed again. */
-static inline long long known_version(WorkerSlot *self)
+/* The newest version that was installed, or could not be. */
+static inline long long tried_version(WorkerSlot *self)
 {
     return self->version > self->refused ? self->version : self->refused;
+}
+
+/* Whether the words are still this worker's; called with the mutex locked, before a word is stored. */
+static inline int owns_words(WorkerSlot *self)
+{
+    if (load(&self->block->connection) == self->connection)
+        return 1;
+    self->disconnected = 1;
+    return 0;
 }
 
 /* Lock the worker's mutex. Return 0; -1 with OSError set. */

@@ -25,7 +25,7 @@ static PyObject *views_of(WorkerSlot *self, Py_ssize_t slot)
 /* Whether the fast path may be taken: 1, 0, or -1 with an error. */
 static int is_usual(WorkerSlot *self)
 {
-    if (!self->installer || self->hold || PyDict_GET_SIZE(self->staged))
+    if (!self->installer || self->hold || PyDict_GET_SIZE(self->prepared))
         return 0;
     PyObject *waiting = PyObject_GetAttr(self->receiver, names.waiting); /* threads that the receiver has to wake */
     int some = waiting ? PyObject_IsTrue(waiting) : -1;
@@ -49,23 +49,19 @@ static double report_version(WorkerSlot *self)
     return announced_at;
 }
 
-/* Install the published version. Return 1; 0 with nothing done that the receiver would not do again; -1 with an error. */
+/* Install the published version. Return 1; 0 if the receiver has to start over; -1 with an error. */
 static int install(WorkerSlot *self, double started)
 {
     int usual = is_usual(self);
     if (usual <= 0)
         return usual;
-    Block *block = own_block(self);
+    Block *block = self->block;
     if (try_lock(block)) /* while this thread waited, others would run, and might change the model */
         return 0;
-    int64_t word = block->published, slot = slot_in(word);
-    PyObject *views = views_of(self, (Py_ssize_t)slot);
-    if (views) { /* in this order: see the Python class */
-        if (self->bound)
-            store(&block->held, self->slot);
-        store(&block->used, slot);
-        store(&block->taken, version_in(word));
-    }
+    int64_t word = owns_words(self) ? block->published : 0, slot = slot_in(word);
+    PyObject *views = word ? views_of(self, (Py_ssize_t)slot) : NULL;
+    if (views)
+        store(&block->used_slot, self->used = slot);
     unlock(block);
     if (!views)
         return 0;
@@ -73,46 +69,43 @@ static int install(WorkerSlot *self, double started)
     if (Installer_switch((Installer *)self->installer, views))
         return -1;
     self->version = version_in(word);
-    if (self->bound) {
+    if (self->bound)
         self->slot = slot;
-        store(&block->held, NONE);
-    }
-    int awaited = self->bound ? 0 : release_slot(self);
-    double announced_at = awaited < 0 ? -1 : report_version(self);
+    int freed = self->bound ? 0 : release_slot(self);
+    double announced_at = freed < 0 ? -1 : report_version(self);
     if (announced_at < 0)
         return -1;
-    if (awaited)
+    if (freed)
         answer(self, &(Message){.kind = SLOT_FREED, .worker = self->worker});
     if (word & 1)
         answer(self, &(Message){.kind = ACK, .worker = self->worker, .version = (uint64_t)self->version,
                                 .wait = announced_at > 0 ? started - announced_at : 0, .apply = now() - started});
-    return 1;
+    return !self->disconnected;
 }
 
-/* Return 1 if a newer version is published; 0 if not, and then the model's own slot is in use; -1 with an error. */
-static int has_update(WorkerSlot *self)
+/* Record the model's slot as used, and return 1; 0 if there is a new version, or no connection; -1 with an error. */
+static int use_current_slot(WorkerSlot *self)
 {
-    Block *block = own_block(self);
+    Block *block = self->block;
     if (lock_own(block))
         return -1;
-    int newer = version_in(block->published) > known_version(self);
-    if (!newer)
-        store(&block->used, self->slot);
+    int current = owns_words(self) && version_in(block->published) <= tried_version(self);
+    if (current)
+        store(&block->used_slot, self->used = self->slot);
     unlock(block);
-    if (!newer)
-        self->busy = self->slot >= 0;
-    return newer;
+    self->busy = !current || self->slot >= 0;
+    return current;
 }
 
 PyObject *WorkerSlot_poll_update(WorkerSlot *self, PyObject *Py_UNUSED(ignored))
 {
     if (!self->receiver)
         Py_RETURN_FALSE;
-    if (self->words.obj) {
-        int newer = has_update(self);
-        if (newer < 0)
+    if (self->block) {
+        int current = use_current_slot(self);
+        if (current < 0)
             return NULL;
-        if (!newer)
+        if (current)
             Py_RETURN_FALSE;
         int done = install(self, now());
         if (done > 0)
@@ -128,13 +121,15 @@ PyObject *WorkerSlot_leaving_gate(WorkerSlot *self, PyObject *Py_UNUSED(ignored)
 {
     if (!self->receiver)
         Py_RETURN_NONE;
-    if (!self->words.obj || !self->installer)
+    if (!self->block || !self->installer)
         return PyObject_CallMethodNoArgs(self->receiver, names.leaving_gate);
-    int awaited = release_slot(self);
-    if (awaited < 0)
+    int freed = release_slot(self);
+    if (freed < 0)
         return NULL;
-    if (awaited)
+    if (freed)
         answer(self, &(Message){.kind = SLOT_FREED, .worker = self->worker});
+    if (self->disconnected)
+        return PyObject_CallMethodNoArgs(self->receiver, names.leaving_gate);
     Py_RETURN_NONE;
 }
 

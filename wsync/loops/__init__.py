@@ -20,7 +20,7 @@ from wsync.errors import NotConnected, SyncTimeout
 from wsync.loops.tensors import PLAIN_TYPES, copy_all
 from wsync.types import PHASES, SyncReport
 
-_REVISION = 13  # of csrc/module.c
+_REVISION = 14  # of csrc/module.c
 
 
 def _load() -> ModuleType | None:

@@ -10,7 +10,7 @@ import os
 import select
 import time
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -22,29 +22,41 @@ from wsync.loops.pack_plan import PackPlan
 from wsync.loops.peer_watch import PeerWatch
 from wsync.loops.tensor_tree import TensorTree
 from wsync.loops.words import (
-    AWAITED,
-    HELD,
+    CONNECTION,
+    HELD_SLOT,
+    MAX_SLOTS,
     NONE,
     PUBLISHED,
-    TAKEN,
-    USED,
-    WAKEUPS,
+    SLOT_EXTRA_SIZE,
+    SLOT_VERSION,
+    USED_SLOT,
+    WANTS_FREED,
+    WANTS_WAKEUPS,
     Block,
     published_word,
+    record_at,
     slot_in,
     version_in,
+    words_of_arena,
 )
 from wsync.types import SyncReport, split_phases
 
-MUTEX_TIMEOUT = 0.01  # seconds; a worker that is stopped inside its mutex is left to the caller of update()
+MUTEX_TIMEOUT = 0.01  # seconds; if a worker was stopped while it has its mutex, the caller of update() handles it
 _LONGEST = 2**31 - 1  # milliseconds that poll() takes
+
+# Of a worker that is not connected. The mutex and PUBLISHED are not among them: both are for the next worker too.
+_VACANT = {CONNECTION: 0, HELD_SLOT: NONE, USED_SLOT: NONE, WANTS_WAKEUPS: 1, WANTS_FREED: 0}
 
 UpdateResult = SyncReport | tuple[SyncReport, int, list[int], bytes] | None
 
 
 @dataclass(slots=True)
 class _Update:
-    """One update in progress; the last five attributes are when each phase ended, on ``time.perf_counter``."""
+    """One update in progress.
+
+    ``started`` is when it began, the attributes after it are when the phases of these names ended, on
+    ``time.perf_counter``.
+    """
 
     version: int
     acknowledge: bool
@@ -59,27 +71,27 @@ class _Update:
 
 
 class ArenaWriter:
-    """Writes the words of all workers of one sender. Used in the sender's process, under the channel's lock.
+    """Writes the words of one sender's arena. Used in the sender's process, by one thread at a time.
+
+    That is the thread with the channel's lock; or, on the fast path, the thread with the sender's lock, while no
+    send-loop thread runs.
 
     Args:
-        words: of the arena, in items of 8 bytes.
+        words: of the arena.
         workers: the number of workers.
-        block: words per worker.
-        extra: the index of the first word with the size of a slot's extra state.
         nbytes: of one copy of the weights; for reports.
 
     Raises:
         ValueError: ``words`` are too few.
     """
 
-    def __init__(self, words: memoryview, workers: int, block: int, extra: int, nbytes: int, /) -> None:
-        if workers * block > extra or extra > len(words):
+    def __init__(self, words: memoryview, workers: int, nbytes: int, /) -> None:
+        if workers < 0 or words_of_arena(workers) > len(words):
             raise ValueError("there are fewer words than workers need")
         self._words = words
-        self._extra = extra
         self._nbytes = nbytes
         self._creator = os.getpid()
-        self._blocks = [Block(words, worker * block) for worker in range(workers)]
+        self._blocks = [Block(words, worker) for worker in range(workers)]
 
     def _require_creator(self) -> None:
         if os.getpid() != self._creator:
@@ -91,11 +103,30 @@ class ArenaWriter:
         return self._blocks[worker]
 
     def initialise(self) -> None:
-        """Make the mutexes and set all words: version 0, no slot in use, wake-ups wanted. Called once."""
+        """Make the mutexes and set all words: no worker is connected, and no version published. Called once."""
         for block in self._blocks:
             block.mutex.initialise()
-            for word, value in ((PUBLISHED, 0), (USED, NONE), (HELD, NONE), (TAKEN, 0), (WAKEUPS, 1), (AWAITED, 0)):
+            for word, value in {PUBLISHED: 0, **_VACANT}.items():
                 block[word] = value
+
+    def accept(self, worker: int, connection: int, /) -> None:
+        """Give a worker's words to a new connection. Called after ``vacate``, before the worker is told the number.
+
+        Args:
+            worker: its index.
+            connection: a number above 0, which no connection of this worker had before.
+
+        Raises:
+            NotConnected: this process is a forked child.
+        """
+        self._require_creator()
+        self._block(worker)[CONNECTION] = connection  # no process has this number yet: the mutex is not needed
+
+    def set_slot_version(self, slot: int, version: int, /) -> None:
+        """Record that a slot has the weights of ``version``; 0, before it is written."""
+        if not 0 <= slot < MAX_SLOTS:
+            raise IndexError(f"there is no slot {slot}")
+        self._words[record_at(len(self._blocks), slot) + SLOT_VERSION] = version
 
     def publish(self, worker: int, version: int, slot: int, acknowledge: bool, timeout: float | None, /) -> bool:
         """Point a worker to a slot; return whether it has to be woken.
@@ -116,7 +147,7 @@ class ArenaWriter:
         try:
             block.mutex.lock(timeout)
             block[PUBLISHED] = published_word(version, slot, acknowledge)
-            return bool(block[WAKEUPS])
+            return bool(block[WANTS_WAKEUPS])
         finally:
             block.mutex.unlock()
 
@@ -125,23 +156,20 @@ class ArenaWriter:
         word = self._block(worker)[PUBLISHED]
         return version_in(word), slot_in(word)
 
-    def occupied(self, again: Collection[int], /) -> tuple[set[int], set[int], set[int]]:
-        """Return three sets of slots: those that workers may start to use, that forwards use, and that workers hold.
+    def occupied(self) -> tuple[set[int], set[int], set[int]]:
+        """Return three sets of slots: those that published words name, that forwards use, and that workers hold.
 
-        Args:
-            again: workers that may start to use the published slot although they have taken it before: bound ones, and
-                those that may be replaced.
+        A published slot is needed even if its worker uses another one, or has copied it: a replacement of the worker
+        would read it.
         """
-        needed = [self._needed(block, worker in again) for worker, block in enumerate(self._blocks)]
-        named, used, held = ({*slots} - {NONE} for slots in zip(*needed, strict=True))
-        return named, used, held
+        needed = [self._needed(block) for block in self._blocks]
+        published, used, held = ({*slots} - {NONE} for slots in zip(*needed, strict=True))
+        return published, used, held
 
-    def _needed(self, block: Block, again: bool) -> tuple[int, int, int]:
-        """The three slots of one worker, or ``NONE``. The loads are in the opposite order of the worker's stores."""
+    def _needed(self, block: Block) -> tuple[int, int, int]:
+        """The three slots of one worker, or ``NONE``. The loads are in this order: see ``WorkerSlot.take``."""
         word = block[PUBLISHED]
-        version = version_in(word)
-        named = slot_in(word) if version and (again or block[TAKEN] < version) else NONE
-        return named, block[USED], block[HELD]
+        return slot_in(word) if version_in(word) else NONE, block[USED_SLOT], block[HELD_SLOT]
 
     def await_free(self, worker: int, timeout: float | None, /) -> bool:
         """Have a worker send a message when its forward ends; return False if it has no slot in use.
@@ -153,17 +181,18 @@ class ArenaWriter:
         block = self._block(worker)
         try:
             block.mutex.lock(timeout)
-            busy = block[USED] != NONE
-            block[AWAITED] = busy
-            return busy
+            used = block[USED_SLOT] != NONE
+            block[WANTS_FREED] = used
+            return used
         finally:
             block.mutex.unlock()
 
     def vacate(self, worker: int, timeout: float, /) -> None:
-        """Reset a dead worker's words: no slot is in use, and its replacement has taken none.
+        """Reset the words of a worker that is dead, or treated as dead: no slot is in use. ``PUBLISHED`` stays.
 
-        A worker that is treated as dead may be stopped while it holds the mutex: after ``timeout`` seconds its words
-        are reset without it.
+        The worker may be stopped while it has the mutex: after ``timeout`` seconds its words are reset without it. If
+        it is continued, it stores its words once more, before it unlocks the mutex. No replacement can have locked the
+        mutex, and so have used a slot, before that.
 
         Raises:
             NotConnected: this process is a forked child.
@@ -173,7 +202,7 @@ class ArenaWriter:
         try:
             with suppress(SyncTimeout):
                 block.mutex.lock(timeout)
-            for word, value in ((HELD, NONE), (USED, NONE), (AWAITED, 0), (TAKEN, 0)):
+            for word, value in _VACANT.items():
                 block[word] = value
         finally:
             block.mutex.unlock()
@@ -182,7 +211,6 @@ class ArenaWriter:
         self,
         plans: list[PackPlan],
         descriptors: bytes,
-        keep_published: bool,
         watch: PeerWatch | None,
         tensors: TensorTree | list[Tensor],
         version: int,
@@ -195,7 +223,6 @@ class ArenaWriter:
         Args:
             plans: of the slots that are mapped here.
             descriptors: bytes of an ``array("i")``: of each worker's connection, then of each worker's process.
-            keep_published: whether a slot counts as used while it is published, see ``Arena.fast_update``.
             watch: over ``descriptors``, to notice deaths and errors; None to wait for acknowledgements instead.
             tensors: in the order of the layout.
             version: the update's.
@@ -203,7 +230,7 @@ class ArenaWriter:
             began: when the call began, on ``time.perf_counter``.
 
         Returns:
-            A report. If the update is published but not finished: the fields of a ``UnfinishedUpdate``. None, and
+            A report. If the update is published but not finished: the fields of an ``UnfinishedUpdate``. None, and
             nothing was done, if a worker is missing, no slot is free, or the tensors are not plain bytes that fit.
 
         Raises:
@@ -214,7 +241,7 @@ class ArenaWriter:
         if len(numbers) != 2 * len(self._blocks):
             return None
         update = _Update(version, watch is None, numbers, NONE, {})
-        if not self._pack(update, plans, keep_published, tensors):
+        if not self._pack(update, plans, tensors):
             return None
         others = self._publish_all(update)
         settled = not others and (self._await_answers(update, timeout) if watch is None else not watch.has_events())
@@ -223,16 +250,14 @@ class ArenaWriter:
             return report
         return report, update.slot, others, bytes(worker in update.answers for worker in range(len(self._blocks)))
 
-    def _pack(
-        self, update: _Update, plans: list[PackPlan], keep_published: bool, tensors: TensorTree | list[Tensor]
-    ) -> bool:
+    def _pack(self, update: _Update, plans: list[PackPlan], tensors: TensorTree | list[Tensor]) -> bool:
         update.started = time.perf_counter()
-        named, used, held = self.occupied(range(len(self._blocks)) if keep_published else ())
-        busy = named | used | held
-        free = next((slot for slot in range(len(plans)) if slot not in busy), None)
+        occupied = set[int]().union(*self.occupied())
+        free = next((slot for slot in range(len(plans)) if slot not in occupied), None)
         if free is None:
             return False
         update.slot, update.waited = free, time.perf_counter()
+        self.set_slot_version(free, 0)
         found = tensors if isinstance(tensors, list) else tensors.tensors()
         update.extracted = time.perf_counter()
         filled = plans[free].fill(found)
@@ -241,7 +266,8 @@ class ArenaWriter:
 
     def _publish_all(self, update: _Update) -> list[int]:
         """Point every worker to the slot, and wake it if needed; return the workers with a mutex that was not free."""
-        self._words[self._extra + update.slot] = 0
+        self._words[record_at(len(self._blocks), update.slot) + SLOT_EXTRA_SIZE] = 0
+        self.set_slot_version(update.slot, update.version)
         others: list[int] = []
         for worker in range(len(self._blocks)):
             try:

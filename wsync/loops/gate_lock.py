@@ -25,7 +25,8 @@ class GateHook(Protocol):
     def leaving_gate(self) -> None:
         """Release what the forward used, if one ran. Called when a thread leaves the gate to the outside, lock held.
 
-        Also if ``poll_update`` has raised, and if the thread only passed through the gate to install an update.
+        Also if ``poll_update`` has raised, and if the thread only passed through the gate to install an update. An
+        exception is raised in the caller of the forward, after the other hooks were called.
         """
         ...
 
@@ -80,5 +81,12 @@ class GateLock:
         """Leave the gate; to the outside (``depth`` is 0), call ``leaving_gate`` of all hooks: see ``enter``."""
         self.depth = depth
         if depth == 0:
-            for hook in self.hooks:
+            self._leave_hooks(self.hooks)
+
+    def _leave_hooks(self, hooks: tuple[GateHook, ...]) -> None:
+        for index, hook in enumerate(hooks):
+            try:
                 hook.leaving_gate()
+            except BaseException:
+                self._leave_hooks(hooks[index + 1 :])
+                raise

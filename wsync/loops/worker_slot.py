@@ -11,13 +11,13 @@ from wsync.loops.installer import Installer
 from wsync.loops.messages import ACK, SLOT_FREED, UPDATE, Message, send_answer, take_message
 from wsync.loops.pack_plan import PackPlan
 from wsync.loops.words import (
-    AWAITED,
-    HELD,
+    CONNECTION,
+    HELD_SLOT,
     NONE,
     PUBLISHED,
-    TAKEN,
-    USED,
-    WAKEUPS,
+    USED_SLOT,
+    WANTS_FREED,
+    WANTS_WAKEUPS,
     Block,
     slot_in,
     version_in,
@@ -42,34 +42,53 @@ class SlotReceiver(GateHook, Protocol):
         """See ``WorkerSlot.on_readable``."""
         ...
 
+    def copy_to_own_memory(self, stay_unbound: bool = False) -> None:
+        """See ``Receiver``."""
+        ...
+
 
 class WorkerSlot:
     """The slot of an arena that one worker uses. The gate and the receiver thread call it in place of the receiver.
 
-    All methods are called inside the gate, except ``on_readable`` and ``set_wakeups``: by the acting thread (which runs
-    the model's forward) or the receiver thread.
+    Most methods are called inside the gate, by the acting thread (which runs the model's forward) or the receiver
+    thread. Outside it are called: ``set_receiver``, by the thread that connects, before the gate has this object;
+    ``map_words``, by that thread or the receiver thread; ``on_readable``, by the receiver thread; ``set_wakeups`` and
+    ``disable_fast_path``, by any thread; ``close``, by the thread that shuts down, after the gate has lost this object.
+
+    A worker's words go to its replacement when the sender disconnects it. It may be alive then. So every method looks
+    for the number of its connection, with the mutex locked, before it stores a word. If there is another number, the
+    words stay as they are, and ``disconnected`` is set.
+
+    A signal handler may raise in any method in Python. So ``busy`` is set before the words are, and the mutex is
+    unlocked in a ``finally`` that begins before it is locked: see ``mutex.py``.
 
     Attributes:
         version: the version that is installed in the model.
         slot: the slot that the model is bound to; -1 if the model has memory of its own.
+        used: the slot in the worker's ``USED_SLOT``, as last stored here; -1 once it was released in time, that is,
+            before the worker was disconnected.
         refused: the newest version that could not be installed.
-        hold: whether installing the next version may fail. The model's slot is then kept between forwards as well.
+        hold: whether the model's slot is kept between forwards as well, so that a failed install can roll back.
         busy: whether a slot is in use.
+        disconnected: whether the words have been found to belong to another connection.
     """
 
     def __init__(self) -> None:
         self.version = 0
         self.slot = NONE
+        self.used = NONE
         self.refused = 0
         self.hold = False
         self.busy = False
+        self.disconnected = False
         self._block: Block | None = None
+        self._connection = self._worker = 0
         self._receiver: SlotReceiver | None = None
         self._gate_lock: GateLock | None = None
         self._installer: Installer | None = None
         self._plans: list[PackPlan] = []
-        self._staged: Mapping[int, Any] = {}
-        self._fd = self._worker = -1
+        self._prepared: Mapping[int, Any] = {}
+        self._fd = -1
         self._bound = False
 
     def set_receiver(self, receiver: SlotReceiver, gate_lock: GateLock, /) -> None:
@@ -77,13 +96,19 @@ class WorkerSlot:
         self._receiver = receiver
         self._gate_lock = gate_lock
 
-    def map_words(self, words: memoryview, at: int, /) -> None:
-        """Set the worker's words, which begin at index ``at`` of ``words``. Until then the receiver does everything.
+    def map_words(self, words: memoryview, worker: int, connection: int, /) -> None:
+        """Set the words of the arena. Until then the receiver does everything.
+
+        Args:
+            words: of the arena.
+            worker: the worker's index.
+            connection: the number that the sender has given to the worker's connection.
 
         Raises:
             ValueError: ``words`` are too few.
         """
-        self._block = Block(words, at)
+        self._worker, self._connection = worker, connection
+        self._block = Block(words, worker)
 
     def close(self) -> None:
         """Drop all references. ``poll_update``, ``leaving_gate`` and ``on_readable`` do nothing from then on."""
@@ -91,27 +116,19 @@ class WorkerSlot:
         self.disable_fast_path()
 
     def install_fast_path(
-        self,
-        installer: Installer,
-        plans: list[PackPlan],
-        staged: dict[int, Any],
-        fd: int,
-        worker: int,
-        bound: bool,
-        /,
+        self, installer: Installer, plans: list[PackPlan], prepared: dict[int, Any], fd: int, bound: bool, /
     ) -> None:
         """Install updates without the receiver from now on, except while ``hold`` is set.
 
         Args:
             installer: installs in the model.
-            plans: of the slots that are mapped here; new ones are appended.
-            staged: the prepared transactions of this process; while there are any, the receiver installs all updates.
+            plans: of the slots that are mapped here, for their views; new ones are appended.
+            prepared: the prepared transactions of this process; while there are any, the receiver installs all updates.
             fd: of the connection's socket, for answers.
-            worker: the worker's index.
             bound: whether the model stays bound to slots; otherwise it copies.
         """
-        self._plans, self._staged = plans, staged
-        self._fd, self._worker, self._bound = fd, worker, bound
+        self._plans, self._prepared = plans, prepared
+        self._fd, self._bound = fd, bound
         self._installer = installer
 
     def disable_fast_path(self) -> None:
@@ -126,69 +143,68 @@ class WorkerSlot:
         return self._block
 
     @property
-    def _known(self) -> int:
-        """The newest version that need not be installed again."""
+    def _tried(self) -> int:
+        """The newest version that was installed, or could not be."""
         return max(self.version, self.refused)
 
-    def take(self, hold: bool, /) -> tuple[int, int, bool] | None:
+    def take(self) -> tuple[int, int, bool] | None:
         """Start to use the published slot if its version is new here, else the slot that the model is bound to.
 
-        Args:
-            hold: keep the model's slot as well until ``release_previous`` or ``release``: installing may fail.
-
         Returns:
-            ``(version, slot, acknowledge)`` of a new version; None if there is none.
+            ``(version, slot, acknowledge)`` of a new version; None if there is none, or the worker is disconnected.
         """
         block = self._mapped()
-        self.busy = True  # before the words are written: an interrupted call is then followed by a release
+        word, slot, newer = 0, self.slot, False
+        self.busy = True
         try:
             block.mutex.lock()
-            word, slot = block[PUBLISHED], self.slot
-            newer = version_in(word) > self._known
-            if newer and hold:
-                block[HELD] = slot
-            if newer:
-                slot = slot_in(word)
-            # The sender reads TAKEN, then USED, then HELD, without the mutex. At each moment one of them must show that
-            # a needed slot is needed: the new word is stored before the old one is changed.
-            block[USED] = slot
-            if newer:
-                block[TAKEN] = version_in(word)
+            if block[CONNECTION] == self._connection:
+                word = block[PUBLISHED]
+                newer = version_in(word) > self._tried
+                # The sender reads PUBLISHED, then USED_SLOT, then HELD_SLOT, without the mutex. A slot that is needed
+                # must be in one of them at any moment. So the word that will protect it is stored before the word that
+                # protects it now is changed.
+                if newer and self.hold:
+                    block[HELD_SLOT] = slot
+                if newer:
+                    slot = slot_in(word)
+                block[USED_SLOT] = self.used = slot
+            else:
+                self.disconnected = True
         finally:
             block.mutex.unlock()
         self.busy = slot >= 0
         return (version_in(word), slot, bool(word & 1)) if newer else None
 
-    def release_previous(self) -> None:
-        """Stop holding the previous slot: the new one is installed."""
-        self._mapped()[HELD] = NONE
-
     def release(self) -> bool:
-        """Stop using slots; return whether the sender waits for a message about it. Idempotent.
-
-        The model's slot is held if installing the next version may fail, or installing the newest has failed.
-        """
+        """Stop using slots; return whether the sender waits for a message about it. Idempotent."""
         if not self.busy:
             return False
         block = self._mapped()
-        keep = self.slot if self.hold or self.refused > self.version else NONE
+        wanted = 0
         try:
             block.mutex.lock()
-            block[HELD] = keep  # before the next store: see take()
-            block[USED] = NONE
-            awaited = block[AWAITED]
-            block[AWAITED] = 0
+            if block[CONNECTION] == self._connection:
+                block[HELD_SLOT] = self.slot if self.hold else NONE  # before the next store: see take()
+                block[USED_SLOT] = self.used = NONE
+                wanted = block[WANTS_FREED]
+                block[WANTS_FREED] = 0
+            else:
+                self.disconnected = True
         finally:
             block.mutex.unlock()
         self.busy = False
-        return bool(awaited)
+        return bool(wanted)
 
     def set_wakeups(self, wanted: bool, /) -> None:
         """Set whether the sender must wake this worker for an update that it need not acknowledge."""
         block = self._mapped()
         try:
             block.mutex.lock()
-            block[WAKEUPS] = wanted
+            if block[CONNECTION] == self._connection:
+                block[WANTS_WAKEUPS] = wanted
+            else:
+                self.disconnected = True
         finally:
             block.mutex.unlock()
 
@@ -201,37 +217,40 @@ class WorkerSlot:
             return False
         if self._block is None:
             return receiver.poll_update()
-        if not self._has_update(self._block) or self._install(receiver):
+        if self._use_current_slot(self._block) or self._install(receiver):
             return False
         return receiver.poll_update()
 
-    def _has_update(self, block: Block) -> bool:
-        """Whether a new version is published; if not, the model's slot is in use from here on."""
-        self.busy = True  # see take()
+    def _use_current_slot(self, block: Block) -> bool:
+        """Record the model's slot as used, and return True; False if there is a new version, or no connection."""
+        current = False
+        self.busy = True
         try:
             block.mutex.lock()
-            newer = version_in(block[PUBLISHED]) > self._known
-            if not newer:
-                block[USED] = self.slot
+            if block[CONNECTION] != self._connection:
+                self.disconnected = True
+            elif version_in(block[PUBLISHED]) <= self._tried:
+                block[USED_SLOT] = self.used = self.slot
+                current = True
         finally:
             block.mutex.unlock()
-        self.busy = newer or self.slot >= 0
-        return newer
+        self.busy = not current or self.slot >= 0
+        return current
 
     def _install(self, receiver: SlotReceiver) -> bool:
-        """Install the published version on the fast path; False if the receiver has to (all is repeated then)."""
+        """Install the published version on the fast path. If False, the caller has the receiver start over."""
         started, installer = time.perf_counter(), self._installer
-        if installer is None or self.hold or self._staged or receiver.waiting:
+        if installer is None or self.hold or self._prepared or receiver.waiting:
             return False
         views = self._views(0)  # the views of all slots are alike
         if views is None or not installer.fits(views):
             return False
-        taken = self.take(self._bound)
+        taken = self.take()
         views = None if taken is None else self._views(taken[1])
         if taken is None or views is None or not installer.install(views):
             return False  # the receiver meets the same error, and reports it to the sender
         self._installed(receiver, *taken, started)
-        return True
+        return not self.disconnected
 
     def _views(self, slot: int) -> Any:
         """The views of a slot; None if it has to be mapped, for the first time or again."""
@@ -241,11 +260,10 @@ class WorkerSlot:
         self.version = version
         if self._bound:
             self.slot = slot
-            self.release_previous()
-        awaited = not self._bound and self.release()
+        freed = not self._bound and self.release()
         announced_at, receiver.announced_at = receiver.announced_at, 0.0
         receiver.version = version
-        if awaited:
+        if freed:
             send_answer(self._fd, Message(SLOT_FREED, self._worker))
         if acknowledge:
             wait = started - announced_at if announced_at else 0.0
@@ -253,18 +271,19 @@ class WorkerSlot:
 
     def leaving_gate(self) -> None:
         """See ``gate_lock.GateHook``."""
-        if self._receiver is None:
+        receiver = self._receiver
+        if receiver is None:
             return
         if self._block is None or self._installer is None:
-            self._receiver.leaving_gate()
-        elif self.release():
+            receiver.leaving_gate()
+            return
+        if self.release():
             send_answer(self._fd, Message(SLOT_FREED, self._worker))
+        if self.disconnected:
+            receiver.leaving_gate()
 
     def on_readable(self) -> bool:
-        """Read and process one message of the connection; False if there will be no more.
-
-        Called by the receiver thread, outside the gate, when the connection is readable.
-        """
+        """Read and process one message of the connection; False if there will be no more."""
         receiver, gate_lock = self._receiver, self._gate_lock
         if receiver is None or gate_lock is None:
             return False

@@ -6,21 +6,28 @@ the thread that connects and then by the receiver thread, while the acting threa
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
+
+import torch
 
 from wsync.control import Connection, Kind, Message
 from wsync.control.messages import unpack_exactly
+from wsync.control.receiver_thread import must_not_wait_for_versions
+from wsync.errors import NotConnected, WeightSyncError
 from wsync.gate import process_gate
 from wsync.loops import Installer, WorkerSlot
-from wsync.loops.words import PUBLISHED, version_in
+from wsync.loops.words import NONE
 from wsync.loops.worker_slot import SlotReceiver
 from wsync.receiving.events import Prepare
 from wsync.receiving.prepared_updates import updates_by_transaction
-from wsync.shm.arena import PREPARE, Arena
+from wsync.shm.arena import PREPARE, WorkerArena
 from wsync.shm.registered import RegisteredView
 from wsync.types import Update
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
+
+_log = logging.getLogger(__name__)
 
 
 class ArenaReader:
@@ -30,13 +37,17 @@ class ArenaReader:
         arena: mapped here; owned by this object.
         connection: to the sender.
         worker: the worker's index.
+        connection_number: how many workers have connected with this index, including this one.
         binds: whether the model stays bound to its slot; otherwise it copies.
     """
 
-    def __init__(self, arena: Arena, connection: Connection, worker: int, *, binds: bool) -> None:
+    def __init__(
+        self, arena: WorkerArena, connection: Connection, worker: int, connection_number: int, *, binds: bool
+    ) -> None:
         self._arena = arena
         self._connection = connection
         self._worker = worker
+        self._connection_number = connection_number
         self.binds = binds
         self._slot = WorkerSlot()
         self._has_layout = False
@@ -44,13 +55,16 @@ class ArenaReader:
         self._checked = 0  # the newest version with a checksum that was right
         self._installer: Installer | None = None  # of the fast path
         self._wakeups = True
+        self._receiver: SlotReceiver | None = None
+        self._registered: RegisteredView | None = None
+        self._lost = ""  # why the model may have weights of two versions; empty if it has one version
 
     def set_layout(self, layout: Layout, checksum: bool | None, *, delta: bool) -> None:
         """Use this layout from now on; ``checksum`` as in ``SenderSettings``, ``delta`` is for transports."""
         self._arena.set_layout(layout)
         self._arena.map_all()
         self._checksum = checksum is True
-        self._slot.map_words(self._arena.words, self._arena.first_word_of(self._worker))
+        self._slot.map_words(self._arena.words, self._worker, self._connection_number)
         self._slot.hold = self.binds and self._checksum
         self._slot.set_wakeups(self._wakeups)
         self._has_layout = True  # last: an acting thread that sees it uses all of the above
@@ -61,6 +75,7 @@ class ArenaReader:
         It takes the fast path, and calls ``receiver`` for the rest. Called once, outside the gate, by the thread that
         connects.
         """
+        self._receiver = receiver
         self._slot.set_receiver(receiver, process_gate().gate_lock)
         return self._slot
 
@@ -76,12 +91,7 @@ class ArenaReader:
         self._slot.disable_fast_path()
         if not self._checksum and not self._slot.hold:
             self._slot.install_fast_path(
-                binding.installer,
-                self._arena.plans,
-                updates_by_transaction,
-                connection.socket_fd,
-                self._worker,
-                self.binds,
+                binding.installer, self._arena.plans, updates_by_transaction, connection.socket_fd, self.binds
             )
 
     def on_sent(self) -> None:
@@ -123,41 +133,89 @@ class ArenaReader:
         self._slot.hold = self.binds
 
     def poll_update(self) -> Update | None:
-        """See ``ReceiveChannel``."""
-        taken = self._slot.take(self.binds) if self._has_layout else None
-        return None if taken is None else self._update(*taken)
+        """See ``ReceiveChannel``.
+
+        Raises:
+            WeightSyncError: a forward would use weights of two versions. See ``_copy_out``.
+        """
+        taken = self._slot.take() if self._has_layout else None
+        if taken is not None:
+            return self._update(*taken)
+        if self._slot.disconnected:
+            self._copy_out("the sender has disconnected this worker")
+        self._require_whole()
+        return None
 
     @property
     def newest_version(self) -> int:
         """The version that the sender has published for this worker; 0 for none."""
-        if not self._has_layout:
-            return 0
-        return version_in(self._arena.words[self._arena.first_word_of(self._worker) + PUBLISHED])
+        return self._arena.published_version(self._worker) if self._has_layout else 0
 
     def on_installed(self, update: Update, error: str) -> None:
         """See ``ReceiveChannel``: record the slot that the model is bound to."""
-        if error:
-            self._slot.refused = update.version
-        else:
+        if not error:
             self._slot.version = update.version
+            self._lost = ""
             if self.binds:
                 self._slot.slot = update.slot
-        if self.binds and not error and not self._slot.hold:
-            self._slot.release_previous()
+        else:
+            self._slot.refused = update.version
+            if self.binds and not self._slot.hold:
+                self._copy_out(f"version {update.version} could not be installed")
         if not self.binds:  # copied: the slot is free
-            self.leaving_gate()
+            self._release()
 
     def leaving_gate(self) -> None:
-        """Release the slot that the forward used. Idempotent. Called inside the gate."""
-        if not self._slot.release():
+        """Release the slot that the forward used. Idempotent. Called inside the gate.
+
+        Raises:
+            WeightSyncError: the forward may have used weights of two versions. See ``_copy_out``.
+        """
+        self._release()
+        if self._slot.disconnected:
+            self._copy_out("the sender has disconnected this worker")
+        self._require_whole()
+
+    def _release(self) -> None:
+        if self._slot.release():
+            with suppress(ConnectionError):  # the sender is gone, which the receiver thread will notice
+                self._connection.send(Message(Kind.SLOT_FREED, self._worker))
+            self.on_sent()
+
+    # --- without protection: see ``shm/arena.py`` ---
+
+    def _copy_out(self, cause: str) -> None:
+        """Copy the model to memory of its own, and find out whether it has one version: the sender may write its slot.
+
+        Nothing is done if the model has memory of its own already. Called inside the gate.
+        """
+        slot, registered = self._slot, self._registered
+        number = slot.slot if self.binds else slot.used
+        if number == NONE or self._receiver is None:
             return
-        with suppress(ConnectionError):  # the sender is gone, which the receiver thread will notice
-            self._connection.send(Message(Kind.SLOT_FREED, self._worker))
-        self.on_sent()
+        if registered is not None and registered.version == slot.version and not slot.disconnected:
+            return  # it is bound to the registered buffers, or will be before its next forward
+        with torch.inference_mode(False):  # inference tensors could not be used by autograd later
+            self._receiver.copy_to_own_memory(stay_unbound=True)
+        versions = [self._arena.slot_version(number)] + ([] if registered is None else [registered.version])
+        if slot.version not in versions:  # read after the copy: the copy is whole if its source was not written since
+            self._lost = (
+                f"worker {self._worker}: {cause}, and the memory of version {slot.version}, which the model had, has "
+                "been written since: the model may have weights of two versions"
+            )
+            _log.error("%s", self._lost)
+            self._installer = None
+            self._slot.disable_fast_path()  # so that ``leaving_gate`` is called
+        slot.slot = slot.used = NONE
+
+    def _require_whole(self) -> None:
+        if self._lost and not must_not_wait_for_versions():  # in that case the gate was not entered for a forward
+            raise (NotConnected if self._slot.disconnected else WeightSyncError)(self._lost)
 
     def registered_buffers(self) -> RegisteredView | None:
         """Return the buffers that the user has registered, to which the model stays bound; None if there are none."""
-        return RegisteredView.of(self._arena) if self.binds else None
+        self._registered = RegisteredView.of(self._arena) if self.binds else None
+        return self._registered
 
     def close(self) -> None:
         """Release everything. Idempotent."""

@@ -12,7 +12,7 @@ from wsync.receiving.arena_reader import ArenaReader
 from wsync.receiving.backend_reader import BackendReader
 from wsync.receiving.flat_reader import FlatReader
 from wsync.receiving.transport_reader import TransportReader
-from wsync.shm.arena import Arena, open_handle
+from wsync.shm.arena import WorkerArena, open_handle
 from wsync.transforms.delta import require_zstandard
 from wsync.transport import FlatTransport, TransportBackend, TransportFactory, require_transport
 from wsync.transport_setup import TransportSetup
@@ -69,7 +69,8 @@ class ReaderFactory:
             files = open_handle(settings.arena_handle) if self.arena else None
             connection.send(Message(Kind.ROUTE, worker, int(files is not None)))  # see ``Kind.ROUTE``
         if files is not None:
-            return ArenaReader(Arena(settings.workers, files), connection, worker, binds=self.binds_arena), ()
+            arena = WorkerArena(settings.workers, files)
+            return ArenaReader(arena, connection, worker, settings.generation, binds=self.binds_arena), ()
         if self.create_transport is None:
             raise NotConnected(
                 f"worker {worker} cannot use the sender's shared memory, and its scheme has no other transport"

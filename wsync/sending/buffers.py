@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -32,15 +32,10 @@ class Buffers:
         """Whether a buffer is reserved: an update is being packed, or prepared."""
         return bool(self._reserved)
 
-    def reserve(
-        self, layout: Layout, workers: Collection[int], busy: set[int], deadline: float | None, *, keep: bool
-    ) -> Buffer:
+    def reserve(self, layout: Layout, busy: set[int], deadline: float | None) -> Buffer:
         """Return a buffer with a slot that is not in ``busy``: see ``SendChannel.reserve``."""
         busy = busy | self._reserved
-        if self._slots is None:
-            buffer = self._pool.buffer(layout, busy)
-        else:
-            buffer = self._slots.reserve(workers, busy, deadline, keep=keep)
+        buffer = self._pool.buffer(layout, busy) if self._slots is None else self._slots.reserve(busy, deadline)
         self._reserved.add(buffer.slot)
         return buffer
 

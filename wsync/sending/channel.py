@@ -82,12 +82,12 @@ class SenderSideChannel:
 
     # --- buffers ---
 
-    def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
-        """See ``TransactionChannel``."""
+    def reserve(self, workers: Collection[int], deadline: float | None) -> Buffer:
+        """See ``SendChannel``."""
         with self._lock:
             layout, busy = self._routes.layout, self._routes.transfers.busy_slots
             assert layout is not None, "set_layout() comes first"
-            return self._buffers.reserve(layout, workers, busy, deadline, keep=keep)
+            return self._buffers.reserve(layout, busy, deadline)
 
     def release(self, buffers: Sequence[Buffer]) -> None:
         """See ``SendChannel``."""
@@ -109,12 +109,14 @@ class SenderSideChannel:
     def share_registered(self, tensors: Mapping[str, Tensor]) -> RegisteredBuffers | None:
         """Tell the workers of the arena where registered buffers lie; None if they do not lie in shared memory."""
         slots = self._routes.slots
-        return None if slots is None else RegisteredBuffers.share(slots.arena, tensors)
+        with self._lock:
+            return None if slots is None else RegisteredBuffers.share(slots.arena, tensors)
 
     def published_views(self) -> list[Sequence[Tensor]]:
         """Return each slot that workers are pointed to, as new tensors."""
         slots = self._routes.slots
-        return [] if slots is None else slots.published_views()
+        with self._lock:
+            return [] if slots is None else slots.published_views()
 
     # --- updates ---
 

@@ -128,10 +128,6 @@ class FastChannel(Protocol):
 class TransactionChannel(SendChannel, Protocol):
     """A channel to workers that can keep an update before use: ``SenderSideChannel`` and ``InProcessChannel``."""
 
-    def reserve(self, workers: Collection[int], deadline: float | None, *, keep: bool = False) -> Buffer:
-        """See ``SendChannel``; ``keep`` the previous version unchanged, because this one may be aborted."""
-        ...
-
     def prepare(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], transaction: int) -> None:
         """Have ``workers`` check a packed buffer and keep it; ``wait_acks`` returns their answers."""
         ...

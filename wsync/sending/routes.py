@@ -66,10 +66,8 @@ class Routes:
         self._has_transports = create_transport is not None
         self._passes_descriptors = source.passes_descriptors
         connections = self.connections = WorkerConnections(source, num_workers, self)
-        keep_published = binds_arena or on_request  # a worker that updates on request may copy its slot at any time
-        self.slots = (
-            Slots(connections, num_workers, keep_published=keep_published, checksum=checksum) if arena else None
-        )
+        spare = 2 if binds_arena or on_request else 1  # a worker that updates on request may copy at any time
+        self.slots = Slots(connections, num_workers, spare=spare, checksum=checksum) if arena else None
         difference = None if delta is None else self._difference
         self.transfers = Transfers(
             connections,
@@ -142,6 +140,7 @@ class Routes:
                 queue.restart(queue.latest)
             first = queue.waiting[0] if queue.waiting else None
         else:
+            self.slots.accept(worker, queue.generation)
             first = self.slots.published(worker)
             if first is not None and rejoined:
                 self.slots.point(worker, first.version, first.buffer.slot, acknowledge=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from wsync.deadlines import remaining, wait_readable
 from wsync.errors import SyncTimeout
 from wsync.fast_path import FastCalls, UnfinishedUpdate
 from wsync.sending.queued_update import QueuedUpdate
-from wsync.shm.arena import Arena
+from wsync.shm.arena import SenderArena
 from wsync.types import ANY_VERSION, Ack
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
@@ -30,7 +30,7 @@ class Slots:
     Args:
         connections: to all workers.
         num_workers: the number of workers.
-        keep_published: see ``Arena.fast_update``.
+        spare: slots besides those that are published and held: one to write, and others that may still be in use.
         checksum: whether each update gets a checksum.
 
     Attributes:
@@ -38,43 +38,35 @@ class Slots:
         workers: the connected workers that use the arena.
     """
 
-    def __init__(
-        self, connections: WorkerConnections, num_workers: int, *, keep_published: bool, checksum: bool | None
-    ) -> None:
-        self.arena = Arena(num_workers)
+    def __init__(self, connections: WorkerConnections, num_workers: int, *, spare: int, checksum: bool | None) -> None:
+        self.arena = SenderArena(num_workers)
         self.workers: set[int] = set()
         self._connections = connections
         self._num_workers = num_workers
-        self._keep_published = keep_published
-        # Slots besides those that words name: one to write; with `keep_published`, one that may still be in use.
-        self._spare = 2 if keep_published else 1
+        self._spare = spare
         self._checksum = checksum
 
     def set_layout(self, layout: Layout) -> None:
         """Define what a slot contains, and allocate the first slots."""
         self.arena.set_layout(layout)
-        for _ in range(self._spare):
+        for _ in range(2):  # of the first two versions
             self.arena.grow()
 
-    def reserve(self, workers: Collection[int], busy: set[int], deadline: float | None, *, keep: bool) -> Buffer:
+    def reserve(self, busy: set[int], deadline: float | None) -> Buffer:
         """Return a slot that no published word names, that no forward uses, and that is not in ``busy``.
-
-        A slot that ``workers`` have copied out may be written again, unless ``keep``. The published slots of the other
-        workers are kept, for their replacements.
 
         Raises:
             SyncTimeout: there was none before ``deadline``; names the workers that use them.
         """
-        arena, everyone = self.arena, range(self._num_workers)
-        keep_published_of = list(everyone) if self._keep_published or keep else sorted({*everyone} - {*workers})
+        arena = self.arena
         while True:
-            # Slots that published words name, that forwards use, and that models are bound to.
-            named, used, held = (set(slots) for slots in arena.writer.occupied(keep_published_of))
-            named |= busy
-            slot = arena.free_slot(named | used | held)
-            if slot is None and arena.slots < len(named | held) + self._spare:
+            published, used, held = arena.writer.occupied()
+            kept = published | held | busy
+            slot = next((slot for slot in range(arena.slots) if slot not in kept | used), None)
+            if slot is None and arena.slots < len(kept) + self._spare:
                 slot = arena.grow()
             if slot is not None:
+                arena.writer.set_slot_version(slot, 0)
                 return arena.buffer(slot)
             self._wait_for_slot(deadline)
 
@@ -96,6 +88,7 @@ class Slots:
 
     def point(self, worker: int, version: int, slot: int, acknowledge: bool) -> None:
         """Store a worker's published word, and wake the worker if it has to be."""
+        self.arena.writer.set_slot_version(slot, version)
         try:
             wake = self.arena.writer.publish(worker, version, slot, acknowledge, _MUTEX_TIMEOUT)
         except SyncTimeout as error:
@@ -110,6 +103,10 @@ class Slots:
         if not version:
             return None
         return QueuedUpdate(Kind.UPDATE, version, self.arena.buffer(slot), self.arena.read_extra(slot))
+
+    def accept(self, worker: int, connection: int) -> None:
+        """Give a worker's words to a new connection, of this number."""
+        self.arena.writer.accept(worker, connection)
 
     def clear(self, worker: int) -> None:
         """Reset a worker's words: it is pointed to no slot and uses none."""
@@ -146,7 +143,7 @@ class Slots:
         descriptors = self._connections.descriptors
         if not descriptors:
             return None
-        update = self.arena.fast_update(descriptors, self._keep_published, acknowledge)
+        update = self.arena.fast_update(descriptors, acknowledge)
         return None if update is None else FastCalls(update, partial(self._complete_fast, acknowledge))
 
     def _complete_fast(self, acknowledge: bool, unfinished: UnfinishedUpdate, version: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from wsync.deadlines import deadline_in
 from wsync.errors import WeightSyncError
@@ -43,8 +42,7 @@ class Transaction:
                 "several models at once need initiator='sender', and no engines or stores: send the models one by one"
             )
         updates.finish_all()  # their answers could not be told from the votes
-        reserve = partial(channel.reserve, keep=True)
-        with updates.packing(weights, workers, absent, reserve=reserve) as (update, packed):
+        with updates.packing(weights, workers, absent) as (update, packed):
             self._channel = channel
             for part, buffer, extra in packed:
                 channel.prepare(buffer, update.version, extra, part.workers, self._number)

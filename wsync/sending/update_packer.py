@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -21,9 +21,6 @@ Packed = tuple[Part, Buffer, bytes]
 
 Without the tensors, if those were made for the worker (``Source.maps``).
 """
-
-Reserve = Callable[[Collection[int], float | None], Buffer]
-"""``SendChannel.reserve``."""
 
 
 class UpdatePacker:
@@ -69,7 +66,6 @@ class UpdatePacker:
         absent: Sequence[int],
         version: int,
         deadline: float | None,
-        reserve: Reserve,
         rest: Sequence[Tensor] | None = None,
     ) -> Iterator[tuple[InFlight, Sequence[Packed]]]:
         """Check everything, then copy it into buffers that no worker reads; they are released if the block raises.
@@ -80,7 +76,6 @@ class UpdatePacker:
             absent: workers that have died or left.
             version: the update's.
             deadline: when to give up waiting for a free buffer.
-            reserve: returns a buffer.
             rest: completes ``weights``, where those are a part of the model.
         """
         packed: list[Packed] = []
@@ -91,7 +86,7 @@ class UpdatePacker:
             for part in self._source.parts(weights, workers, absent, layout, rest):
                 blob = self._extra_of(part)
                 before = time.perf_counter()
-                buffer = reserve(recipients, deadline)
+                buffer = self._channel.reserve(recipients, deadline)
                 reserved = time.perf_counter()
                 # What was made for a worker is freed before the next worker's is made.
                 packed.append((part._replace(tensors=[]) if self._source.maps else part, buffer, blob))

@@ -14,7 +14,7 @@ from wsync.sending.in_flight import InFlight
 from wsync.sending.membership import Membership
 from wsync.sending.protocols import SendChannel, TransactionChannel
 from wsync.sending.source import Source
-from wsync.sending.update_packer import Packed, Reserve, UpdatePacker
+from wsync.sending.update_packer import Packed, UpdatePacker
 from wsync.types import Ack, SyncReport
 
 
@@ -97,15 +97,13 @@ class Updates:
         workers: Sequence[int],
         absent: Sequence[int],
         *,
-        reserve: Reserve | None = None,
         rest: Sequence[Tensor] | None = None,
     ) -> Iterator[tuple[InFlight, Sequence[Packed]]]:
         """Pack the next version into buffers, which are released if the block raises: see ``UpdatePacker``."""
         deadline = deadline_in(self.acks.timeout)
         if self.packer.layout is None and self.members.connected:
             self._agree_on_layout(weights, deadline)
-        reserve, version = reserve or self.channel.reserve, self.version + 1
-        with self.packer.packing(weights, workers, absent, version, deadline, reserve, rest) as result:
+        with self.packer.packing(weights, workers, absent, self.version + 1, deadline, rest) as result:
             self.version += 1
             registered, layout, (update, packed) = self._source.registered, self.packer.layout, result
             if registered is not None and layout is not None:

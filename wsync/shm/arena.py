@@ -3,23 +3,26 @@
 A *word* is a control field of 8 bytes. The arena has two files, the second for the extra state of modules
 (``get_extra_state``)::
 
-    file 1   one block per worker   BLOCK bytes: a mutex, then the worker's words
-             one word per slot      the size of its extra state
-             one word per slot      its checksum
+    file 1   one block per worker   a mutex and the worker's words
+             one record per slot    among other words, the version in the slot
              slots                  from _slots_offset on; _slot_size bytes each: one version of the packed weights
     file 2   one extra per slot     every _EXTRA_SPAN bytes; sparse
 
-**Guarantees.** For each worker the arena has a *published word* (version and slot), a word for the slot that the
-worker's running forward uses, and a mutex. The sender locks the mutex to store the published word. A worker that starts
-a forward locks it to read the published word and to record the slot as used. Therefore:
+``loops/words.py`` describes all words.
+
+**Guarantees.** The sender locks a worker's mutex to store its published word (version and slot). A worker that starts a
+forward locks it to read the published word and to record the slot as used. Therefore:
 
 1. *Every forward that starts after a publish uses that version or a newer one.* It locks the mutex after the sender has
    unlocked it, so it reads the new word. The mutex also ensures that it sees the weights that were packed before.
 2. *No slot is written while a forward uses it.* The sender writes a slot ``s`` only after it has stored words that name
-   other slots, and has then seen that no worker uses ``s``. A forward that uses ``s`` read the published word before it
-   was replaced, and recorded ``s`` under the same lock. So the sender sees that record until the forward has ended. A
-   forward that starts later cannot use ``s``, because no word names it.
-3. *Three slots are enough* while all workers have one version: one published, one still in use, one free. If two are
+   other slots, and has then seen that no worker uses or holds ``s``. A forward that uses ``s`` read the published word
+   before it was replaced, and recorded ``s`` under the same lock. So the sender sees that record until the forward has
+   ended. A forward that starts later cannot use ``s``, because no word names it. (The sender reads the records without
+   the mutex: ``WorkerSlot.take`` explains why it misses none.)
+3. *A published slot is whole.* No slot is written while a word names it, even if its worker has copied it: a worker
+   that takes the place of one that has died reads that slot.
+4. *Three slots are enough* while all workers have one version: one published, one still in use, one free. If two are
    still in use, the sender waits for a forward to end, or for its worker to die. The arena grows by one slot for each
    further version in use: if workers were sent different versions (``worker_ids``, weights per worker), or keep an
    old one to roll back to.
@@ -30,8 +33,21 @@ How long a worker uses a slot depends on how its model takes the weights:
   overwrite the slot once it has published a newer one: the next forward binds to that.
 - *Bound, and holding the slot*, where installing may fail (checksum, extra state) or ``initiator="receiver"``: between
   forwards as well, until the next version is installed.
-- *Copying*: only until the weights are copied out. Afterwards the slot may be written although the worker's published
-  word still names it. Points 2 and 3 do not apply.
+- *Copying*: only until the weights are copied out, since the forwards use the copy. Two slots are then enough.
+
+**Without protection.** In two cases a model is bound to a slot that the sender may write:
+
+- *The worker was disconnected while it was alive.* From then on its words belong to its replacement. The number of the
+  connection in them tells it so: it stores no word any more, under the mutex. A store that it had begun (it was stopped
+  while it held the mutex) comes before any forward of the replacement, which needs the mutex.
+- *An install has failed, of a model that is bound and does not hold its slot*: the model has changed in the worker, and
+  the newer weights no longer fit.
+
+As soon as the worker finds out, at the begin or end of a forward, it copies its model to memory of its own. Then it
+reads the slot's version word. The sender sets that word to 0 before it writes the slot, and a version is never used
+twice. So if the word still has the model's version, the copy is whole, and so were the forwards before: the model keeps
+it. Otherwise the forward that ends, and each later one, raises an error, until a version is installed. Such a forward
+may have seen two versions, but it returns nothing.
 
 The memory is anonymous (``memfd``). Workers get its file descriptors over a Unix socket. Over another connection, a
 worker of the same user on the same machine opens the files under ``/proc``, and compares the file's random name.
@@ -45,7 +61,7 @@ import os
 import secrets
 import struct
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -55,69 +71,54 @@ from wsync.checksum import checksum_of, find_damage
 from wsync.errors import WeightSyncError
 from wsync.fast_path import FastUpdate
 from wsync.loops import ArenaWriter, PackPlan, PeerWatch
-from wsync.loops.words import BLOCK, NONE
+from wsync.loops.words import (
+    MAX_SLOTS,
+    NONE,
+    PUBLISHED,
+    SLOT_CHECKSUM,
+    SLOT_EXTRA_SIZE,
+    SLOT_VERSION,
+    Block,
+    record_at,
+    version_in,
+    words_of_arena,
+)
 from wsync.shm.memory import allocate, memory_file, raise_shortage, whole_pages
 from wsync.weights.clean_thread import in_clean_thread
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
 
 PREPARE = struct.Struct("<QI")  # payload of a PREPARE message to a worker that uses the arena: transaction, slot
-_MAX_SLOTS = 1024
 _EXTRA_SPAN = 1 << 36  # bytes of (sparse) file between the extra states of two slots
-EXTRA_END = _MAX_SLOTS * _EXTRA_SPAN
-"""Where the extra states in file 2 end; registered buffers are described behind: see ``registered.py``."""
+EXTRA_END = MAX_SLOTS * _EXTRA_SPAN
+"""Where the extra states in file 2 end; the description of registered buffers follows, see ``registered.py``."""
 
 
 class Arena:
-    """One process's mapping of the shared slots. The sender creates the arena; each of its workers opens it.
-
-    On the sender it is used under the channel's lock; in a worker by the acting thread (which runs the forwards) and
-    the receiver thread.
+    """One process's mapping of the shared slots: what the sender and its workers have in common.
 
     Args:
         workers: the number of workers.
-        fds: the two memory files of an existing arena; None to create one.
+        fds: the two memory files.
 
     Attributes:
         fds: descriptors of file 1 (words and weights) and file 2 (extra state).
         words: the mapped words of file 1.
-        writer: the sender's operations on the words; unused in a worker, which has a ``WorkerSlot``.
-        plans: by slot, the object that packs weights into it; only of slots that are mapped here.
+        plans: by slot, for the slots mapped in this process: the object that packs weights into it, and has its views.
     """
 
-    def __init__(self, workers: int, fds: tuple[int, int] | None = None) -> None:
+    def __init__(self, workers: int, fds: tuple[int, int]) -> None:
         self.workers = workers
-        self._name = f"wsync-{secrets.token_hex(16)}"
-        self._slots_offset = whole_pages(workers * BLOCK + 2 * _MAX_SLOTS * 8)
+        self.fds = fds
+        self.plans: list[PackPlan] = []
+        self._slots_offset = whole_pages(words_of_arena(workers) * 8)
         self._layout: Layout | None = None
         self._slot_size = 0
         self._mapping_lock = threading.Lock()  # the acting and the receiver thread may need a slot at the same time
         self._buffers: list[Buffer] = []
-        self.plans: list[PackPlan] = []
-        self.fds = fds or self._create()
         control = mmap.mmap(self.fds[0], self._slots_offset)
         self.words = memoryview(control).cast("q")
-        self._first_extra_size = workers * BLOCK // 8  # index of the first word that has the size of an extra state
-        self._checksums = memoryview(control).cast("Q")[self._first_extra_size + _MAX_SLOTS :]
-        self.writer = self._new_writer(0)
-        if fds is None:
-            self.writer.initialise()
-
-    def _create(self) -> tuple[int, int]:
-        words = memory_file(self._name, self._slots_offset)
-        try:
-            return words, memory_file("wsync-extra")
-        except BaseException:
-            os.close(words)
-            raise
-
-    def _new_writer(self, nbytes: int) -> ArenaWriter:
-        return ArenaWriter(self.words, self.workers, BLOCK // 8, self._first_extra_size, nbytes)
-
-    @property
-    def handle(self) -> tuple[int, int, int, str]:
-        """Process id, descriptors and name, by which another process can open the files: see ``open_handle``."""
-        return os.getpid(), *self.fds, self._name
+        self._unsigned_words = memoryview(control).cast("Q")
 
     @property
     def layout(self) -> Layout:
@@ -129,13 +130,6 @@ class Arena:
         """Define what a slot contains. Called once by the sender and once by each worker, before any slot is used."""
         self._layout = layout
         self._slot_size = whole_pages(layout.nbytes)
-        self.writer = self._new_writer(layout.nbytes)
-
-    def first_word_of(self, worker: int) -> int:
-        """Return the index of a worker's first word."""
-        return worker * BLOCK // 8
-
-    # --- slots: sender and worker ---
 
     @property
     def slots(self) -> int:
@@ -182,8 +176,13 @@ class Arena:
 
     def read_extra(self, slot: int) -> bytes:
         """Return a slot's extra state."""
-        size = self.words[self._first_extra_size + slot]
-        return os.pread(self.fds[1], size, slot * _EXTRA_SPAN) if size else b""
+        size, extra = self.words[record_at(self.workers, slot) + SLOT_EXTRA_SIZE], bytearray()
+        while len(extra) < size:  # Linux reads less than 2 GiB at once
+            part = os.pread(self.fds[1], size - len(extra), slot * _EXTRA_SPAN + len(extra))
+            if not part:
+                raise ValueError(f"slot {slot} has {len(extra)} bytes of extra state, not {size}")
+            extra += part
+        return bytes(extra)
 
     def close(self) -> None:
         """Close the files. Idempotent. The memory is freed when its last descriptor and mapping are closed."""
@@ -192,7 +191,42 @@ class Arena:
             if fd >= 0:
                 os.close(fd)
 
-    # --- slots: the sender ---
+
+class SenderArena(Arena):
+    """The sender's arena, which it creates. Its workers open it.
+
+    It is used under the channel's lock, with two exceptions. On the fast path ``ArenaWriter.update`` is called under
+    the sender's lock alone, while no send-loop thread runs. And a thread that has the sender's lock alone may call
+    ``published_slots`` and read those slots, because no other thread writes slots meanwhile.
+
+    Args:
+        workers: the number of workers.
+
+    Attributes:
+        writer: the operations on the words.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._name = f"wsync-{secrets.token_hex(16)}"
+        words = memory_file(self._name, whole_pages(words_of_arena(workers) * 8))
+        try:
+            extra = memory_file("wsync-extra")
+        except BaseException:
+            os.close(words)
+            raise
+        super().__init__(workers, (words, extra))
+        self.writer = ArenaWriter(self.words, workers, 0)
+        self.writer.initialise()
+
+    @property
+    def handle(self) -> tuple[int, int, int, str]:
+        """Process id, descriptors and name, by which another process can open the files: see ``open_handle``."""
+        return os.getpid(), *self.fds, self._name
+
+    def set_layout(self, layout: Layout) -> None:
+        """See ``Arena``."""
+        super().set_layout(layout)
+        self.writer = ArenaWriter(self.words, self.workers, layout.nbytes)
 
     def grow(self) -> int:
         """Add a slot; return its index.
@@ -201,31 +235,22 @@ class Arena:
             WeightSyncError: the machine has no memory left for it.
         """
         slot = len(self._buffers)
-        if slot == _MAX_SLOTS:
-            raise WeightSyncError(f"more than {_MAX_SLOTS} versions are in use at the same time")
+        if slot == MAX_SLOTS:
+            raise WeightSyncError(f"more than {MAX_SLOTS} versions are in use at the same time")
         allocate(self.fds[0], self._slots_offset + slot * self._slot_size, self._slot_size)
         self.buffer(slot)
         return slot
-
-    def free_slot(self, busy: Collection[int]) -> int | None:
-        """Return the first slot not in ``busy``; None if there is none."""
-        for slot in range(len(self._buffers)):
-            if slot not in busy:
-                return slot
-        return None
 
     def published_slots(self) -> list[int]:
         """Return the slots that published words name, without duplicates."""
         words = [self.writer.published(worker) for worker in range(self.workers)]
         return sorted({slot for version, slot in words if version})
 
-    def fast_update(self, descriptors: bytes, keep_published: bool, acknowledge: bool) -> FastUpdate | None:
+    def fast_update(self, descriptors: bytes, acknowledge: bool) -> FastUpdate | None:
         """Return the call that does a whole update of all workers (``fast_path.py``); None if a worker is gone.
 
         Args:
             descriptors: the workers' sockets, then their pidfds: the bytes of an ``array("i")``.
-            keep_published: whether a slot counts as used while it is published: workers are bound to it, or may copy it
-                at any time (``initiator="receiver"``). Otherwise it is used only while they copy.
             acknowledge: whether to wait for acknowledgements.
         """
         try:
@@ -233,7 +258,7 @@ class Arena:
             watch = None if acknowledge else PeerWatch(descriptors)
         except OSError:  # a worker is gone, or this process can open no more files; a full send reports it
             return None
-        return partial(self.writer.update, self.plans, descriptors, keep_published, watch)
+        return partial(self.writer.update, self.plans, descriptors, watch)
 
     def write_extra(self, slot: int, blob: bytes) -> None:
         """Store a slot's extra state.
@@ -241,20 +266,28 @@ class Arena:
         Raises:
             WeightSyncError: the machine has no memory left for it.
         """
-        if blob:
-            try:
-                written = os.pwrite(self.fds[1], blob, slot * _EXTRA_SPAN)
-                if written < len(blob):
+        rest, offset = memoryview(blob), slot * _EXTRA_SPAN
+        try:
+            while rest:  # Linux writes less than 2 GiB at once, and less than that if it has no memory for the rest
+                written = os.pwrite(self.fds[1], rest, offset)
+                if not written:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except OSError as error:
-                raise_shortage(error, len(blob))
-        self.words[self._first_extra_size + slot] = len(blob)
+                rest, offset = rest[written:], offset + written
+        except OSError as error:
+            raise_shortage(error, len(blob))
+        self.words[record_at(self.workers, slot) + SLOT_EXTRA_SIZE] = len(blob)
 
     def write_checksum(self, slot: int, extra: bytes) -> None:
         """Store the checksum of what was packed into a slot."""
-        self._checksums[slot] = checksum_of(self.buffer(slot).flat, extra)
+        at = record_at(self.workers, slot) + SLOT_CHECKSUM
+        self._unsigned_words[at] = checksum_of(self.buffer(slot).flat, extra)
 
-    # --- slots: the worker ---
+
+class WorkerArena(Arena):
+    """The arena in a worker. Used by the acting thread (which runs the forwards) and the receiver thread.
+
+    A ``WorkerSlot`` has the operations on the worker's words.
+    """
 
     def map_all(self) -> None:
         """Map all slots that exist, before the first update: mapping takes longer than an update."""
@@ -262,9 +295,18 @@ class Arena:
         if slots:
             self.buffer(slots - 1)
 
+    def published_version(self, worker: int) -> int:
+        """Return the version that a worker is pointed to; 0 for none."""
+        return version_in(Block(self.words, worker)[PUBLISHED])
+
+    def slot_version(self, slot: int) -> int:
+        """Return the version of the weights in a slot; 0 while the sender writes to it."""
+        return self.words[record_at(self.workers, slot) + SLOT_VERSION]
+
     def find_damage(self, version: int, slot: int, extra: bytes) -> str:
         """Compare a slot with its checksum; return a description of the damage, empty if there is none."""
-        return find_damage(version, self.buffer(slot).flat, extra, self._checksums[slot])
+        checksum = self._unsigned_words[record_at(self.workers, slot) + SLOT_CHECKSUM]
+        return find_damage(version, self.buffer(slot).flat, extra, checksum)
 
 
 def open_handle(handle: tuple[int, int, int, str]) -> tuple[int, int] | None:

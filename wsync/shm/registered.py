@@ -12,7 +12,7 @@ published. Otherwise the sender waits until every worker has acknowledged it, so
 it copies the weights into the buffers and stores the word.
 
 A worker binds its model to the buffers again on the way into a forward, if the word names the version that the model
-has. ``send`` never changes the buffers during a forward; the user's own writes may.
+has. ``send`` never changes the buffers during a forward of a connected worker; the user's own writes may.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from wsync.loops.tensors import copy_all
-from wsync.shm.arena import EXTRA_END, Arena
+from wsync.shm.arena import EXTRA_END, SenderArena, WorkerArena
 from wsync.shm.memory import allocate
 from wsync.weights.clean_thread import in_clean_thread
 from wsync.weights.layout import Layout
@@ -74,7 +74,7 @@ def _open(mapping: _Mapping) -> int | None:
 
 
 class RegisteredBuffers:
-    """The sender's end. Made by ``init_on_sender``; afterwards called under the sender's lock.
+    """The sender's end. Made by ``init_on_sender``; afterwards called under the sender's lock: see ``SenderArena``.
 
     Args:
         arena: of the sender.
@@ -82,7 +82,7 @@ class RegisteredBuffers:
         fds: of the memory files; owned by this object.
     """
 
-    def __init__(self, arena: Arena, tensors: Mapping[str, Tensor], fds: Sequence[int]) -> None:
+    def __init__(self, arena: SenderArena, tensors: Mapping[str, Tensor], fds: Sequence[int]) -> None:
         self._arena = arena
         self._tensors = dict(tensors)
         self._fds = list(fds)
@@ -90,7 +90,7 @@ class RegisteredBuffers:
         self._word = memoryview(mmap.mmap(arena.fds[1], mmap.PAGESIZE, offset=EXTRA_END)).cast("q")
 
     @classmethod
-    def share(cls, arena: Arena, tensors: Mapping[str, Tensor]) -> RegisteredBuffers | None:
+    def share(cls, arena: SenderArena, tensors: Mapping[str, Tensor]) -> RegisteredBuffers | None:
         """Tell the workers of ``arena`` where ``tensors`` lie; None if not all lie in shared memory files."""
         mappings = _shared_mappings() if all(tensor.is_cpu for tensor in tensors.values()) else []
         files: dict[tuple[int, int], int] = {}  # descriptors
@@ -100,7 +100,9 @@ class RegisteredBuffers:
                 continue
             address = tensor.data_ptr()
             mapping = next((one for one in mappings if one.begin <= address < one.end), None)
-            fd = None if mapping is None else files.get(mapping.file) or _open(mapping)
+            fd = None if mapping is None else files.get(mapping.file)
+            if mapping is not None and fd is None:
+                fd = _open(mapping)
             if mapping is None or fd is None:
                 for opened in files.values():
                     os.close(opened)
@@ -128,9 +130,9 @@ class RegisteredBuffers:
         self._word[0] = version
 
     def copy_published(self, version: int) -> None:
-        """Copy the published weights into the buffers, unless workers have different ones. No forward uses the buffers.
+        """Copy the published weights into the buffers, unless workers have different ones.
 
-        Called when every worker has acknowledged ``version``.
+        Called when every worker has acknowledged ``version``, so no forward of a connected worker uses the buffers.
         """
         slots, names = self._arena.published_slots(), self._arena.layout.names
         if len(slots) == 1:
@@ -139,6 +141,7 @@ class RegisteredBuffers:
                 for name, view in zip(names, self._arena.views(slots[0]), strict=True)
                 if name in self._tensors
             ]
+            self.announce(0)  # for a worker that was disconnected, and copies the buffers
             copy_all([own for own, _ in pairs], [view for _, view in pairs])
             self.announce(version)
 
@@ -167,7 +170,7 @@ class RegisteredView:
         return self._word[0]
 
     @classmethod
-    def of(cls, arena: Arena) -> RegisteredView | None:
+    def of(cls, arena: WorkerArena) -> RegisteredView | None:
         """Return the buffers that the sender has registered; None if there are none, or they cannot be opened here."""
         size = os.fstat(arena.fds[1]).st_size
         if size <= _JSON:
