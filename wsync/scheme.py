@@ -306,15 +306,16 @@ class WeightSyncScheme(ABC):
             weights: on the sender, first weights instead of the model's.
             processes: on the sender, the workers' processes, so that one that ends before it has connected is an error
                 at once, with its exit code: a list in the order of the workers' indices, or ``{worker_idx: process}``.
-                Each is a ``multiprocessing.Process``, a ``subprocess.Popen``, a process id of this machine, or a
-                descriptor that becomes readable when the process ends (``Process.sentinel``, a pidfd).
+                Each is a ``multiprocessing.Process``, a ``subprocess.Popen`` or an integer. An integer that is an open
+                pipe, socket, eventfd or pidfd of this process is a descriptor that becomes readable when the worker's
+                process ends (``Process.sentinel``, a pidfd); any other integer is a process id of this machine.
 
         Raises:
             NotConnected: not initialised; or the sender is gone, or refused this worker.
             SyncTimeout: the other end did not come within ``timeout``; names the missing workers.
             WorkerDied, WorkerFailed: on the sender, naming the worker.
             LayoutMismatch: on the receiver, if its model is not like the sender's.
-            TypeError, ValueError: ``processes`` has no such form.
+            TypeError, ValueError: ``processes`` has no such form, or an integer in it could be either.
             RuntimeError: on a receiver that is connected already.
         """
         role = self._role
@@ -462,7 +463,8 @@ class WeightSyncScheme(ABC):
     def shutdown(self) -> None:
         """Release connections, memory and threads. Idempotent. A worker's model keeps its weights, in its own memory.
 
-        Updates that were sent without waiting may not arrive any more: call ``wait_async`` first.
+        Updates that were sent without waiting may not arrive any more: call ``wait_async`` first. On the sender this
+        waits, up to five seconds in all, until the workers have read earlier messages.
 
         Raises:
             RuntimeError: in a worker, inside the gate: the receiver thread may wait for it, so this would deadlock.
