@@ -232,6 +232,13 @@ def test_sent_tensors_are_not_kept_alive(backend: BuiltIn) -> None:
         assert not any(reference() is not None for reference in sent)
 
 
+def join_as(state: WorkerState, scheme: wsync.WeightSyncScheme, index: int) -> None:
+    """Join as one of many workers of this process."""
+    state.models[str(index)], state.schemes[str(index)] = Small(), scheme
+    scheme.init_on_receiver("policy", model=state.models[str(index)], worker_idx=index)
+    scheme.connect()
+
+
 def test_many_workers(backend: BuiltIn) -> None:
     count = 130
     with backend.workers(2) as hosts, backend.make_scheme(timeout=60.0) as scheme:
@@ -240,7 +247,7 @@ def test_many_workers(backend: BuiltIn) -> None:
 
         def start() -> None:  # beside connect(): the commands may be more than a pipe holds
             for index in range(count):
-                hosts[index % 2].start(commands.join, scheme, Small, index, f"policy {index}")
+                hosts[index % 2].start(join_as, scheme, index)
 
         starting = threading.Thread(target=start)
         starting.start()
@@ -252,4 +259,4 @@ def test_many_workers(backend: BuiltIn) -> None:
             report = scheme.send(fill(model, value))
             assert report is not None and len(report.workers) == count
         for index in range(count):
-            assert hosts[index % 2].call(commands.output, f"policy {index}")[0] == 4.0
+            assert hosts[index % 2].call(commands.output, str(index))[0] == 4.0
