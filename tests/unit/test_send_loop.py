@@ -60,14 +60,16 @@ def test_the_send_loop_starts_again_after_an_error(caplog: pytest.LogCaptureFixt
 class FromMemory(NoTransport):
     """Carries weights from one thread of this process to another."""
 
-    weights: ClassVar[Any] = None
+    # Not an attribute of the class itself: reading one while another thread replaces it may crash CPython 3.11, because
+    # its cache of attributes is not invalidated before the old value, whose deallocation releases the GIL, is freed.
+    weights: ClassVar[list[Any]] = [None]
     refused: ClassVar = False
 
     def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
-        FromMemory.weights = {name: tensor.clone() for name, tensor in weights.items()}
+        self.weights[0] = {name: tensor.clone() for name, tensor in weights.items()}
 
     def receive_weights(self, timeout: float | None = None, **_: Any) -> Any:
-        return self.weights
+        return self.weights[0]
 
 
 class Interrupting(FromMemory):
