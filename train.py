@@ -50,7 +50,7 @@ import collectors.config
 from collectors.distributed import is_worker, join_trainer
 from collectors.env_config import env_config, env_factory, solved_at
 from collectors.errors import ConfigError
-from learning.config import describe_error, facts, resolved, run_hydra
+from learning.config import describe_error, facts, resolved, run_hydra, typed
 from learning.delay import WeightDelay
 from learning.loop import Goal, Training
 from learning.normalization import RewardNormalizer
@@ -75,7 +75,7 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> tuple[int, float]:
 
     cfg.env = env_config(cfg.env)
     network, settings = network_settings(cfg.policy)
-    policy, critic, normalizer = actor_critic(instantiate(network, _partial_=True), cfg.env, **settings)
+    policy, critic, normalizer = actor_critic(instantiate(network, _partial_=True), cfg.env, typed(cfg), **settings)
     learner = instantiate(cfg.algorithm, policy, critic)
     logger, callbacks = instantiate(cfg.logger, _convert_="all"), instantiate(cfg.callbacks, _convert_="all")
     check_parts(learner, logger, callbacks)

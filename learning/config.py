@@ -182,6 +182,14 @@ def facts(cfg: TrainConfig) -> dict[str, Any]:
     return {"env": cfg.env.id, "seed": cfg.seed, **counts, "overrides": overrides}
 
 
+def typed(cfg: TrainConfig) -> str:
+    """Return the choice of the policy and the environment as in a command line: ``policy=lstm with env=cartpole``."""
+    run = HydraConfig.get()
+    by_id = any(override_name(one) == "env.id" for one in run.overrides.task)
+    env = f"env.id={cfg.env.id}" if by_id else f"env={run.runtime.choices['env']}"
+    return f"policy={run.runtime.choices['policy']} with {env}"
+
+
 def _as_typed(overrides: Sequence[str]) -> list[str]:
     """Return `overrides` without the escapes that the launcher of a sweep adds to values, of colons among others."""
     parser = OverridesParser.create()
