@@ -8,7 +8,8 @@ A worker that dies, raises or does not answer leaves these states. Once all work
 
     on_worker_failure=restart   WAITING ──after a pause──▶ BUILDING
     on_worker_failure=drop      DROPPED, final
-    on_worker_failure=raise     the failure is raised; so is any failure before all workers have been active
+    on_worker_failure=raise     the failure is raised; so is any failure before all workers have been active, and a
+                                replacement that finds no place in time
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Failures:
     Attributes:
         failed: deaths, errors and missed deadlines.
         dropped: 1 for a dropped worker.
-        restarted: restarts, including those that failed again.
+        restarted: replacements that have joined.
     """
 
     failed: Counter[int] = field(default_factory=Counter)
@@ -107,12 +108,12 @@ class FailureCause:
 
     @classmethod
     def of(cls, worker_idx: int, kind: str, value: Any) -> FailureCause:
-        """Return the cause that an event ``error``, ``unusable``, ``stalled`` or ``died`` reports."""
+        """Return the cause that an event ``error``, ``unusable``, ``stalled``, ``died`` or ``unplaced`` reports."""
         if kind in RAISED:
             return cls(
                 PolicyRefused if kind == "unusable" else WorkerFailed, f"worker {worker_idx} failed:\n{value}", value
             )
-        return cls(SyncTimeout if kind == "stalled" else WorkerDied, f"worker {worker_idx} {value}", value)
+        return cls(WorkerDied if kind == "died" else SyncTimeout, f"worker {worker_idx} {value}", value)
 
     def error(self, worker_idx: int, preface: str = "") -> WorkerDied | WorkerFailed | SyncTimeout:
         """Return the error to raise."""
