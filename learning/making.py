@@ -88,7 +88,9 @@ class _FirstStep(nn.Module):
         state = torch.zeros(*observation.shape[:2], self.network.state_size)  # the leading dimensions are two
         features, new = self.network(observation, state)
         if new.shape != state.shape:
-            raise ValueError(f"the network has to give new states of shape {list(state.shape)}, and it gave {list(new.shape)}")
+            raise ValueError(
+                f"the network has to give new states of shape {list(state.shape)}, and it gave {list(new.shape)}"
+            )
         return features
 
 

@@ -190,15 +190,16 @@ class Stepper:
             row = int(possible.argmin())
             raise ValueError(
                 f'the "{ACTION_MASK}" of environment {row} of this worker allows no action in step '
-                f"{self.episode_length[row]} of its episode (0 is the first): at least one option of each choice has to "
-                "be possible until the episode ends"
+                f"{self.episode_length[row]} of its episode (0 is the first): at least one option of each choice has "
+                "to be possible until the episode ends"
             )
 
     def step(self, action: Array) -> None:
         """Apply ``action`` (any form that a policy may give); see the class for what can be read then.
 
         Raises:
-            ValueError: for actions of a wrong shape, an index out of range, or NaN; or an "action_mask" that allows none.
+            ValueError: for actions of a wrong shape, an index out of range, or NaN; or for an "action_mask" without a
+                possible action.
         """
         self._check_mask()
         taken = self._actions.to_env(action, self.num_envs)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Generic, Literal, get_args
@@ -76,6 +77,11 @@ class Failures:
     def as_dict(self) -> dict[str, dict[str, int]]:
         """Return the counts for a JSON file: ``{"failed": {"1": 2}, …}``."""
         return {name: {str(w): n for w, n in sorted(counts.items())} for name, counts in vars(self).items()}
+
+    def after(self, earlier: Mapping[str, Mapping[str, int]]) -> Failures:
+        """Return these counts together with those of an earlier run, as its ``as_dict`` has given them."""
+        before = {name: Counter({int(w): n for w, n in earlier.get(name, {}).items()}) for name in vars(self)}
+        return Failures(**{name: before[name] + counts for name, counts in vars(self).items()})
 
     def __bool__(self) -> bool:
         """Whether any worker has failed."""

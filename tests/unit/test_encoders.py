@@ -82,7 +82,10 @@ def test_a_channel_may_come_first_or_last() -> None:
     ("space", "said"),
     [
         (spaces.Box(-1, 1, (5,)), "observations have none: policy=mlp"),
-        (spaces.Box(0, 255, (20, 20, 3), "uint8"), "at least 36 × 36, and observations have one of 20 × 20 × 3: policy=mlp"),
+        (
+            spaces.Box(0, 255, (20, 20, 3), "uint8"),
+            "at least 36 × 36, and observations have one of 20 × 20 × 3: policy=mlp",
+        ),
     ],
 )
 def test_convolutions_need_images_that_are_large_enough(space: spaces.Space, said: str) -> None:
@@ -212,7 +215,9 @@ def test_learners_refuse_a_mask_without_a_possible_action(learner: Any, network:
     batch["observation", "action_mask"][1, 3, 3:] = 0
     with pytest.raises(ValueError, match=r"the action mask of 1 frame\(s\) of the batch allows no action"):
         learner(policy, critic, epochs=1, minibatch_size=8).update(batch)
-    batch["mask"] = torch.ones(2, 16, dtype=torch.bool).index_put((torch.tensor(1), torch.tensor(3)), torch.tensor(False))
+    batch["mask"] = torch.ones(2, 16, dtype=torch.bool).index_put(
+        (torch.tensor(1), torch.tensor(3)), torch.tensor(False)
+    )
     learner(policy, critic, epochs=1, minibatch_size=8).update(batch)
 
 
