@@ -49,7 +49,7 @@ class RecurrentNetwork(nn.Module, ABC):
 
 
 class RNN(RecurrentNetwork):
-    """An LSTM or a GRU on the features of a `CNN` if an observation has an image that is large enough, else of an `MLP`.
+    """An LSTM or a GRU on the features of a `CNN` if there is an image that is large enough for it, else of an `MLP`.
 
     Args:
         observation_spec: of an observation.

@@ -35,7 +35,7 @@ def config_folders(argv: Sequence[str]) -> list[Path]:
 
 
 def resume_command(argv: Sequence[str]) -> str:
-    """Return the command that continues a run of ``sys.argv``, but for the folder at its end; empty in a job of joblib."""
+    """Return the command that continues a run of ``sys.argv``, without the folder at its end; empty in a joblib job."""
     if Path(argv[0]).suffix != ".py":
         return ""
     folders = [word for folder in config_folders(argv[1:]) for word in ("--config-dir", str(folder))]

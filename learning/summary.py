@@ -134,7 +134,8 @@ def _control(progress: Progress, solved_at: float | None) -> str:
         return f"{text}. It was solved all the same: the task needs no learning, or storage is shared by accident."
     if mean is None or first is None or progress.episodes < 2 * WINDOW:
         return f"{text}, and it did not learn."
-    return f"{text}, and it did not learn: mean return {return_text(first, solved_at)} at the start, {return_text(mean, solved_at)} at the end."
+    at_start, at_end = return_text(first, solved_at), return_text(mean, solved_at)
+    return f"{text}, and it did not learn: mean return {at_start} at the start, {at_end} at the end."
 
 
 def objective_of(summary: Mapping[str, Any], name: str) -> float:

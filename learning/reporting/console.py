@@ -166,7 +166,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
     latency, phases = sync.get("latency_us") or {}, sync.get("phases_us") or {}
     left = [
         ("status", summary["status"]),
-        ("solved", f"after {summary['solved_after_frames']:,} frames" if summary["solved"] else "no"),
+        ("solved", f"after {summary['solved_after_frames']:,}" if summary["solved"] else "no"),
         ("frames", f"{summary['frames']:,}"),
         ("wall-clock", f"{summary['seconds']:.1f} s"),
         ("frames/s", number(summary["frames_per_second"], 0)),

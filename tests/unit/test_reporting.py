@@ -97,7 +97,8 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     reporter = ConsoleReporter("CartPole", 4096, Console(file=out, width=100), interval=0.0)
     told(reporter, folder, [row(1), row(2)], summary())
     lines = out.getvalue().splitlines()
-    figures = "frames/s 10,240 | return 20.0 (3 episodes) | sync p50 100 µs | version 1 | staleness 0.5 (max 2) | too old 3 batches"
+    figures = "frames/s 10,240 | return 20.0 (3 episodes) | sync p50 100 µs | version 1 | staleness 0.5 (max 2)"
+    figures += " | too old 3 batches"
     assert f"frames 1,024/4,096 | {figures}" in lines
     assert len([line for line in lines if line.startswith("frames ")]) == 2
     assert "\x1b" not in out.getvalue()
@@ -384,7 +385,7 @@ def test_long_numbers_are_short_in_a_legend_and_ticks_keep_apart(tmp_path: Path)
     figure.savefig(tmp_path / "setting.png")
     extents = [text.get_window_extent() for text in figure.axes[0].get_xticklabels()]
     assert len(extents) > 1 and all(one.x1 < two.x0 for one, two in pairwise(extents))
-    swept(tmp_path, "num_workers=2", "seed=0", "algorithm.lr=0.0041128012345999", rows=[row(1)])
+    swept(tmp_path, "num_workers=2", "seed=0", "algorithm.lr=0.0041128012345999", "env=goal", rows=[row(1)])
     assert "algorithm.lr=0.0041128012345999" in groups(read_runs(tmp_path)[0])  # not the same as another one
 
 
