@@ -30,7 +30,7 @@ python train.py --hydra-help                       the options of the command it
 """
 _COMMON = {"policy.": PolicyConfig, "env.": EnvConfig}
 """The settings that every option of a group has, with a + where its YAML file does not name them."""
-_NOT_BESIDE_A_TARGET = ("kwargs", "make")
+_NOT_BESIDE_A_TARGET = ("id", "kwargs", "make")
 _HIDDEN = ("hydra", "collector/for", "weight_sync/schema")
 _SECTION = re.compile(r"^(Args|Attributes):\n((?:(?: {4}.*)?\n?)+)", re.MULTILINE)
 _MARKUP = re.compile(r"(:\w+:)?`+")

@@ -105,6 +105,6 @@ def explained(error: BaseException, observation_spec: SpecTree) -> str:
     if called:
         text += f"; in {called[-1].filename}, line {called[-1].lineno}: {called[-1].line}"
     of_uint8 = [".".join(path) or "observation" for path, spec in leaves(observation_spec) if spec.dtype == torch.uint8]
-    if of_uint8 and any(word in text for word in ("Byte", "unsigned char", "uint8")):
+    if of_uint8 and any(word in text for word in ("Byte", "unsigned char")):
         text += f"; {', '.join(of_uint8)} is uint8, and a network converts it: .float() / 255"
     return text

@@ -160,7 +160,7 @@ class ConsoleReporter(Reporter):
 def summary_table(summary: dict[str, Any]) -> Table:
     """Return a run's summary as a table: training on the left, weight sync on the right."""
     sync, table = summary["weight_sync"], Table(box=SIMPLE_HEAD)
-    for name in ("training", "weight sync, since the resume" if "resumed_from" in summary else "weight sync"):
+    for name in ("training", "sync since resume" if "resumed_from" in summary else "weight sync"):
         table.add_column(name)
         table.add_column(justify="right")
     latency, phases = sync.get("latency_us") or {}, sync.get("phases_us") or {}

@@ -106,7 +106,7 @@ def _marks(ax: Axes, rows: Rows) -> None:
         return [row["frames"] for row, (one, two) in zip(rows, pairwise(counts), strict=True) if two > one]
 
     if failed := risen("worker_failures"):
-        ax.plot(failed, [1.0] * len(failed), transform=ax.get_xaxis_transform(), marker="v", color=RED, markersize=6,
+        ax.plot(failed, [0.985] * len(failed), transform=ax.get_xaxis_transform(), marker="v", color=RED, markersize=6,
                 linestyle="none", clip_on=False, label="a worker failed")  # fmt: skip
     for i, frames in enumerate(risen("resumes")):
         ax.axvline(frames, color=MUTED, linewidth=1.2, linestyle=":", label=None if i else "resumed")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Groups = Mapping[str, Sequence["Run"]]
 COLOURS = ("#2563eb", "#d97706", "#059669", "#db2777", "#7c3aed", "#64748b", "#0891b2", "#b91c1c")
 _LETTERS = 100  # characters on a line of the plot
-_LABEL_WIDTH = 0.11  # of the x axis, for the label of a tick
+_LABEL_WIDTH = 0.17  # of the x axis, for the label of a tick
 
 
 def returns(groups: Groups) -> Figure:

@@ -377,3 +377,16 @@ def test_a_report_of_an_empty_folder_is_an_error(tmp_path: Path) -> None:
     main = runpy.run_path(str(ROOT / "scripts" / "report.py"))["main"]
     with pytest.raises(SystemExit, match=rf"^report\.py: no run has ended in {tmp_path}"):
         main(tmp_path)
+
+
+HALTED = "collector.on_worker_failure=restart (or drop) continues after the death of a worker"
+
+
+@pytest.mark.slow
+def test_a_dead_worker_ends_the_run_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "dying.py").write_text(FAILING.replace('raise ArithmeticError("the pole is gone")', "os._exit(3)"))
+    done = run(
+        tmp_path, "env.id=failing:Failing-v0".replace("failing", "dying"), PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"
+    )
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == HALTED
+    assert f"continue it by: python {ROOT}/train.py resume=" in done.stdout

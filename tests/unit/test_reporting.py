@@ -374,19 +374,19 @@ def test_the_mean_begins_at_the_hundredth_episode_and_events_are_marked(tmp_path
 
 
 def test_long_numbers_are_short_in_a_legend_and_ticks_keep_apart(tmp_path: Path) -> None:
-    for lr in ("0.0041128012345678", "0.0041200098765432", "0.00602", "1e-4"):
+    for lr in ("0.0004831280123456", "0.0002781200098765", "0.00981", "0.0008461234567", "1e-4"):
         swept(tmp_path, "num_workers=2", "seed=0", f"algorithm.lr={lr}", "env=goal", rows=[row(1)])
     runs, _ = read_runs(tmp_path)
-    labels = ["algorithm.lr=1e-4", "algorithm.lr=0.00411", "algorithm.lr=0.00412", "algorithm.lr=0.00602"]
-    assert list(groups(runs)) == labels
+    values = ["1e-4", "0.000278", "0.000483", "0.000846", "0.00981"]
+    assert list(groups(runs)) == [f"algorithm.lr={value}" for value in values]
     for each in runs:
         each.summary["episode_return_mean_100"] = 20.0
     figure = over_setting(groups(runs))
     figure.savefig(tmp_path / "setting.png")
     extents = [text.get_window_extent() for text in figure.axes[0].get_xticklabels()]
     assert len(extents) > 1 and all(one.x1 < two.x0 for one, two in pairwise(extents))
-    swept(tmp_path, "num_workers=2", "seed=0", "algorithm.lr=0.0041128012345999", "env=goal", rows=[row(1)])
-    assert "algorithm.lr=0.0041128012345999" in groups(read_runs(tmp_path)[0])  # not the same as another one
+    swept(tmp_path, "num_workers=2", "seed=0", "algorithm.lr=0.0004831280123999", "env=goal", rows=[row(1)])
+    assert "algorithm.lr=0.0004831280123999" in groups(read_runs(tmp_path)[0])  # not the same as another one
 
 
 def test_a_prefix_the_resume_and_the_command_that_continues(tmp_path: Path) -> None:
