@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from importlib.util import find_spec
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 
 STARTED = time.perf_counter()
 NEEDED = ("gymnasium", "hydra", "matplotlib", "rich")
@@ -25,11 +25,14 @@ if missing := [name for name in NEEDED if find_spec(name) is None]:
 def start_fork_server() -> None:
     """Start the server that workers are forked from: it imports its modules while this process imports the ones below.
 
-    The server ignores Ctrl-C. Until ``run_hydra``, Ctrl-C ends this process without a traceback.
+    The server ignores Ctrl-C. Until ``run_hydra``, Ctrl-C ends this process without a traceback; the server then
+    removes the folder of its socket, see ``collectors.workers.server_cleanup``.
     """
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the server
-    forkserver.set_forkserver_preload(["collectors.worker", "learning"])
+    forkserver.set_forkserver_preload(["collectors.workers.server_cleanup", "collectors.worker", "learning"])
+    os.environ["WSYNC_FORK_SERVER_FOLDER"] = util.get_temp_dir()
     forkserver.ensure_running()
+    del os.environ["WSYNC_FORK_SERVER_FOLDER"]
     signal.signal(signal.SIGINT, signal.SIG_DFL if handler is signal.default_int_handler else handler)
 
 
@@ -50,14 +53,14 @@ import collectors.config
 from collectors.distributed import is_worker, join_trainer
 from collectors.env_config import env_config, env_factory, solved_at
 from collectors.errors import ConfigError
-from learning.config import describe_error, facts, resolved, run_hydra
+from learning.config import describe_error, facts, failure_advice, line_prefix, resolved, run_hydra, typed
 from learning.delay import WeightDelay
 from learning.loop import Goal, Training
 from learning.normalization import RewardNormalizer
 from learning.options import TrainConfig
 from learning.reporting.console import ConsoleReporter
 from learning.reporting.files import Pictures, RunFiles
-from learning.resuming import config_folders
+from learning.resuming import config_folders, resume_command
 from learning.run import reported_errors, resumed_seed, stop_requests
 from learning.summary import objective_of
 from learning.validation import actor_critic, check_parts, network_settings
@@ -75,7 +78,7 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> tuple[int, float]:
 
     cfg.env = env_config(cfg.env)
     network, settings = network_settings(cfg.policy)
-    policy, critic, normalizer = actor_critic(instantiate(network, _partial_=True), cfg.env, **settings)
+    policy, critic, normalizer = actor_critic(instantiate(network, _partial_=True), cfg.env, typed(cfg), **settings)
     learner = instantiate(cfg.algorithm, policy, critic)
     logger, callbacks = instantiate(cfg.logger, _convert_="all"), instantiate(cfg.callbacks, _convert_="all")
     check_parts(learner, logger, callbacks)
@@ -92,13 +95,20 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> tuple[int, float]:
     title = f"{cfg.env.id}, {scheme.name}, {cfg.num_workers} × {cfg.num_envs} environments, seed {cfg.seed}"
     training.reporters = [
         RunFiles(training.resumed_from, training.progress.frames),
-        ConsoleReporter(title, cfg.total_frames),
+        ConsoleReporter(
+            title,
+            cfg.total_frames,
+            solved_at=goal.solved_at,
+            resumed=training.resumed_in_words,
+            resume_command=resume_command(sys.argv),
+            prefix=line_prefix(HydraConfig.get()),
+        ),
         Pictures(),
         logger,
         *callbacks,
     ]
 
-    with stop_requests() as stop, ExitStack() as running:
+    with stop_requests() as stop, failure_advice(cfg.collector), ExitStack() as running:
         try:
             collector = instantiate(cfg.collector, _partial_=True)(
                 [env_factory(cfg.env, cfg.num_envs)] * cfg.num_workers,

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from learning.networks import Policy
+from learning.networks import Policy, action_mask
 from learning.recurrent import RecurrentPolicy
 
 
@@ -60,14 +60,27 @@ class ActorCritic(ABC):
 
         Raises:
             Diverged: the statistics are not finite; the networks are unusable.
+            ValueError: an action mask in the batch allows no action.
         """
 
     def _scheduled(self, first: float, final: float) -> float:
         """Return the value, after ``frames``, that falls linearly from `first` to `final` over ``anneal_frames``."""
         return final + max(0.0, 1.0 - self.frames / self.anneal_frames) * (first - final)
 
-    def _begin_update(self) -> tuple[float, int]:
-        """Set the scheduled learning rate; return it, and the scheduled number of passes."""
+    def _begin_update(self, batch: TensorDictBase) -> tuple[float, int]:
+        """Check `batch`; set the scheduled learning rate; return it, and the scheduled number of passes.
+
+        Raises:
+            ValueError: an action mask in it allows no action.
+        """
+        allowed = action_mask(batch.get("observation"))
+        if allowed is not None:
+            frames, possible = batch.get("mask", None), self.policy.can_act(allowed)
+            impossible = int((~possible if frames is None else frames & ~possible).sum())
+            if impossible:
+                raise ValueError(
+                    f"the action mask of {impossible} frame(s) of the batch allows no action: check the environment"
+                )
         lr = self._scheduled(self.lr, self.lr_final)
         self.optimizer.param_groups[0]["lr"] = lr
         return lr, round(self._scheduled(self.epochs, self.epochs_final))

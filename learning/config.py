@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -43,7 +44,7 @@ from learning.reporting.files import FolderError, writing
 from learning.reporting.sweep import report
 from learning.resuming import config_folders, is_override, override_name, resumed, stored_overrides
 from learning.run import interrupt_by_signals, run_command
-from wsync import WeightSyncError
+from wsync import WeightSyncError, WorkerDied
 
 _OF_HYDRA = (HydraException, OmegaConfBaseException, YAMLError)
 _EXPECTED = (*_OF_HYDRA, ConfigError, CheckpointError, Diverged, FolderError, WeightSyncError)
@@ -180,6 +181,31 @@ def facts(cfg: TrainConfig) -> dict[str, Any]:
     overrides = _as_typed(HydraConfig.get().overrides.task)
     counts = {"num_workers": cfg.num_workers, "num_envs": cfg.num_envs}
     return {"env": cfg.env.id, "seed": cfg.seed, **counts, "overrides": overrides}
+
+
+def line_prefix(run: HydraConf) -> str:
+    """Return what begins each line of a run in a sweep that runs several at once: its number; else nothing."""
+    parallel = run.mode is RunMode.MULTIRUN and not str(run.launcher["_target_"]).endswith("BasicLauncher")
+    return f"[{run.job.num}] " if parallel else ""
+
+
+@contextmanager
+def failure_advice(collector: Any) -> Iterator[None]:
+    """Add to the error of a worker that has died inside how a run continues without it."""
+    try:
+        yield
+    except WorkerDied as error:
+        if getattr(collector, "on_worker_failure", None) == "raise":  # a collector in one process has no such setting
+            error.add_note("collector.on_worker_failure=restart (or drop) continues after the death of a worker")
+        raise
+
+
+def typed(cfg: TrainConfig) -> str:
+    """Return the choice of the policy and the environment as in a command line: ``policy=lstm with env=cartpole``."""
+    run = HydraConfig.get()
+    by_id = any(override_name(one) == "env.id" for one in run.overrides.task)
+    env = f"env.id={cfg.env.id}" if by_id else f"env={run.runtime.choices['env']}"
+    return f"policy={run.runtime.choices['policy']} with {env}"
 
 
 def _as_typed(overrides: Sequence[str]) -> list[str]:

@@ -21,6 +21,7 @@ from collectors.environments.specs import ACTION_MASK, Spec, SpecTree
 from collectors.environments.trees import as_tensors
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
+SMALLEST = 36  # height and width that `NatureCNN` needs
 Observation = Any
 """A tensor ``[*B, *obs]``, or a TensorDict of such tensors."""
 
@@ -57,19 +58,21 @@ def leaves(spec: SpecTree, *path: str) -> Iterator[tuple[tuple[str, ...], Spec]]
 def feature_size(network: nn.Module, spec: SpecTree) -> int:
     """Return the number of features that `network` gives for observations of `spec`; calls it once with zeros.
 
+    The zeros have two leading dimensions, as the batches of a learner have: a network that drops them is noticed here.
+
     Raises:
         ValueError: the result is not one vector for each observation.
     """
-    observation = as_tensors(specs.zeros(spec, 2), 2)
+    observation = as_tensors(specs.zeros(spec, 2, 3), 2, 3)
     with torch.no_grad(), without_side_effects(network):
         features = network(observation)
-    if not isinstance(features, Tensor) or features.ndim != 2 or len(features) != 2:
+    if not isinstance(features, Tensor) or features.ndim != 3 or features.shape[:2] != (2, 3):
         got = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
         raise ValueError(
-            f"{type(network).__name__} has to give one vector of features for each observation, [2, F] for two of "
-            f"them, and it gave {got}"
+            "the network has to give one vector of features for each observation, [2, 3, F] for observations with the "
+            f"leading dimensions [2, 3], and it gave {got}; flatten an image by image.flatten(-3)"
         )
-    return features.shape[1]
+    return features.shape[2]
 
 
 class Flatten(nn.Module):
@@ -120,21 +123,14 @@ class NatureCNN(nn.Module):
     """Three convolutions and a linear layer for images, as in https://www.nature.com/articles/nature14236.
 
     Args:
-        spec: of an image, uint8 ``[C, H, W]`` or ``[H, W, C]``; the smallest dimension is taken for the channels.
+        spec: of an image for which `suits_convolutions` is true.
         features: width of the last layer.
 
-    Raises:
-        ValueError: the image is smaller than 36 by 36.
     """
 
     def __init__(self, spec: Spec, features: int = 512) -> None:
         super().__init__()
-        self.channels_last = spec.shape[-1] < spec.shape[0]
-        channels, height, width = (spec.shape[i] for i in ((2, 0, 1) if self.channels_last else (0, 1, 2)))
-        if min(height, width) < 36:
-            raise ValueError(
-                f"an image of {height} × {width} is too small for policy=cnn, which needs 36 × 36: policy=mlp"
-            )
+        self.channels_last, channels, height, width = _image_layout(spec)
         layers: list[nn.Module] = []
         for fan_in, fan_out, kernel, stride in ((channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)):
             convolution = nn.Conv2d(fan_in, fan_out, kernel, stride)
@@ -152,24 +148,26 @@ class NatureCNN(nn.Module):
 
 
 class CNN(nn.Module):
-    """A `NatureCNN` for each image (uint8, three dimensions) of an observation; all other tensors follow as they are.
+    """A `NatureCNN` for each image of an observation that is large enough; all other tensors follow as they are.
 
     Args:
         observation_spec: of an observation.
         features: number of features of each image.
 
     Raises:
-        ValueError: there is no image, or it is too small.
+        ValueError: there is no image (uint8, three dimensions), or none is large enough; see `suits_convolutions`.
     """
 
     def __init__(self, observation_spec: SpecTree, features: int = 512) -> None:
         super().__init__()
         paths = [*leaves(observation_spec)]
-        images = [(path, spec) for path, spec in paths if is_image(spec)]
-        others = [(path, spec) for path, spec in paths if not is_image(spec)]
+        images = [(path, spec) for path, spec in paths if suits_convolutions(spec)]
+        others = [(path, spec) for path, spec in paths if not suits_convolutions(spec)]
         if not images:
+            small = [f"one of {' × '.join(map(str, spec.shape))}" for _, spec in paths if _is_image(spec)]
             raise ValueError(
-                "policy=cnn reads images (uint8, three dimensions), and observations have none: policy=mlp"
+                f"convolutions need an image (uint8, three dimensions) of at least {SMALLEST} × {SMALLEST}, and "
+                f"observations have {' and '.join(small) or 'none'}: policy=mlp takes them as vectors"
             )
         self.paths = [path for path, _ in images]
         self.images = nn.ModuleList(NatureCNN(spec, features) for _, spec in images)
@@ -183,9 +181,19 @@ class CNN(nn.Module):
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
-def is_image(spec: Spec) -> bool:
-    """Whether `spec` is that of an image: uint8, three dimensions."""
+def suits_convolutions(spec: Spec) -> bool:
+    """Whether `spec` is that of an image (uint8 ``[C, H, W]`` or ``[H, W, C]``) with at least 36 rows and columns."""
+    return _is_image(spec) and min(_image_layout(spec)[2:]) >= SMALLEST
+
+
+def _is_image(spec: Spec) -> bool:
     return spec.dtype == torch.uint8 and len(spec.shape) == 3
+
+
+def _image_layout(spec: Spec) -> tuple[bool, int, int, int]:
+    """Return whether the channels are last, and channels, height and width; the smallest end counts as channels."""
+    first, second, third = spec.shape
+    return (True, third, first, second) if third < first else (False, first, second, third)
 
 
 def _is_vector(spec: SpecTree) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
+from collectors.env_config import EnvConfig
+from learning.options import PolicyConfig
+
 USAGE = """\
 python train.py group=option … setting=value …     one run; its folder is under outputs/
 python train.py -m seed=0,1,2 …                    a sweep: every combination of the values
@@ -24,8 +28,12 @@ python train.py resume=<folder of a run>           continues that run
 python train.py --config-dir <folder> …            adds options of your own: <folder>/<group>/<option>.yaml
 python train.py --hydra-help                       the options of the command itself
 """
+_COMMON = {"policy.": PolicyConfig, "env.": EnvConfig}
+"""The settings that every option of a group has, with a + where its YAML file does not name them."""
+_NOT_BESIDE_A_TARGET = ("id", "kwargs", "make")
 _HIDDEN = ("hydra", "collector/for", "weight_sync/schema")
 _SECTION = re.compile(r"^(Args|Attributes):\n((?:(?: {4}.*)?\n?)+)", re.MULTILINE)
+_MARKUP = re.compile(r"(:\w+:)?`+")
 _ENTRY = re.compile(r"^ {4}(\w[\w, ]*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
@@ -85,10 +93,17 @@ def _print_settings(console: Console, prefix: str, cfg: DictConfig) -> None:
             groups[name] = node
         elif not name.startswith("_"):
             table.add_row(f"{prefix}{name}={_shown(value)}", explained.get(name, ""))
+    if prefix in _COMMON and target and OmegaConf.get_type(cfg) is dict:  # of a YAML file of the user's
+        common = _COMMON[prefix]
+        texts = _explanations(common)
+        for field in fields(common):
+            if field.name in texts and field.name not in plain and field.name not in _NOT_BESIDE_A_TARGET:
+                default = field.default_factory() if field.default is MISSING else field.default  # pyright: ignore
+                table.add_row(f"+{prefix}{field.name}={_shown(default)}", texts[field.name])
     console.print(Padding(table, (0, 0, 1, 2)))
     for group, node in groups.items():
-        called = OmegaConf.select(node, "_target_")
-        console.print(f"  [bold]{group}[/bold]  {called or ''}")
+        called = OmegaConf.select(node, "_target_") or ("gymnasium.make" if group == "env" else "")
+        console.print(f"  [bold]{group}[/bold]  {called}")
         _print_settings(console, f"{group}.", node)
 
 
@@ -101,8 +116,10 @@ def _explanations(documented: Any) -> dict[str, str]:
     """Return ``{name: text}`` of the sections Args and Attributes of a docstring, and of those of base classes."""
     found: dict[str, str] = {}
     for one in inspect.getmro(documented) if inspect.isclass(documented) else [documented]:
-        for _, body in _SECTION.findall(inspect.cleandoc(getattr(one, "__doc__", None) or "") + "\n"):
-            for names, text in _ENTRY.findall(body):
-                for name in names.split(","):
-                    found.setdefault(name.strip(), " ".join(re.sub("`+", "", text).split()))
+        made_by = one.__dict__.get("__init__") if inspect.isclass(one) else None
+        for documented_here in (one, made_by):
+            for _, body in _SECTION.findall(inspect.cleandoc(getattr(documented_here, "__doc__", None) or "") + "\n"):
+                for names, text in _ENTRY.findall(body):
+                    for name in names.split(","):
+                        found.setdefault(name.strip(), " ".join(_MARKUP.sub("", text).split()))
     return found

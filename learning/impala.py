@@ -107,7 +107,7 @@ class IMPALA(ActorCritic):
             Diverged: the statistics are not finite; the networks are unusable.
 
         """
-        lr, epochs = self._begin_update()
+        lr, epochs = self._begin_update(batch)
         trajectories = self._prepare(batch)
         steps = [step for _ in range(epochs) for step in self._epoch(trajectories)]
         self.frames += int(trajectories.mask.sum())

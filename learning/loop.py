@@ -81,6 +81,8 @@ class Training:
         chaos: number of injected faults of each kind so far.
         observations: the normaliser in the learner's networks, which the loop updates; None if there is none.
         rewards: makes the learner's rewards of those of the environment.
+        failures: of workers in this process; those of the collector.
+        earlier_failures: of workers before a resume, as ``Failures.as_dict`` gives them.
         facts: more entries for the summary (seed, number of workers, ...); ``env`` names the environment.
     """
 
@@ -97,6 +99,8 @@ class Training:
     chaos: Mapping[str, int] = field(default_factory=dict)
     observations: ObservationNormalizer | None = None
     rewards: RewardNormalizer = field(default_factory=RewardNormalizer)
+    failures: Failures | None = None
+    earlier_failures: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
     def run(self, collector: Collector, stop: StopRequest, config: Any) -> dict[str, Any]:
@@ -121,6 +125,7 @@ class Training:
 
     def _run(self, collector: Collector, stop: StopRequest, config: Any) -> dict[str, Any]:
         status, diverged = "failed", False
+        self.failures = collector.failures
         stop.add_callback(collector.interrupt)
         try:
             for reporter in self.reporters:
@@ -154,10 +159,12 @@ class Training:
                 return "interrupted"
             batch = next(batches)
             progress.collected(batch, scheme.version + len(self.delay), collector.staleness)
+            progress.note_solved(self.goal.solved_at)
             learning = self._learn(batch)
             if (due := self.delay.exchange(self.learner.policy)) is not None:
                 collector.update_policy_weights_(due)
-            row = progress.synchronised(learning, scheme.metrics, scheme.version)
+            failed = sum(self._counted(collector.failures).as_dict()["failed"].values())
+            row = progress.synchronised(learning, scheme.metrics, scheme.version, failed)
             for reporter in self.reporters:
                 reporter.update(row)
             if time.monotonic() - saved_at > self.checkpoint_every:
@@ -188,6 +195,9 @@ class Training:
             "learner": self.learner.state_dict(),
             "progress": self.progress.state_dict(),
             "rewards": self.rewards.state_dict(),
+            "worker_failures": self.earlier_failures
+            if self.failures is None
+            else self._counted(self.failures).as_dict(),
             "env": self.facts.get("env"),
         }
 
@@ -202,6 +212,7 @@ class Training:
             self.learner.load_state_dict(state["learner"])
             self.progress.load_state_dict(state["progress"])
             self.rewards.load_state_dict(state["rewards"])
+            self.earlier_failures = state.get("worker_failures", {})
             if state["env"] != self.facts.get("env"):
                 self.progress.forget_returns()  # returns in another environment do not count
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -212,8 +223,20 @@ class Training:
             "folder": str(folder), "frames": self.progress.frames, "version": self.progress.version
         }  # fmt: skip
 
+    @property
+    def resumed_in_words(self) -> str:
+        """Return what the run continues; empty for a new run."""
+        if self.resumed_from is None:
+            return ""
+        before = self.progress
+        return f"resumed from {self.resumed_from} at {before.frames:,} frames, version {before.version:,}"
+
+    def _counted(self, failures: Failures) -> Failures:
+        """Return the failures of workers with those before a resume."""
+        return failures.after(self.earlier_failures)
+
     def _summary(self, status: str, collector: Collector) -> dict[str, Any]:
-        counts = (collector.failures, self.chaos, collector.staleness)
+        counts = (self._counted(collector.failures), self.chaos, collector.staleness)
         summary = summarise(
             status, self.progress, self.goal.solved_at, self.scheme.metrics, *counts, started=self.started
         )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from collectors.environments.specs import ACTION_MASK, Spec, SpecTree
-from learning.encoders import Observation, feature_size, linear
+from learning.encoders import Observation, feature_size, leaves, linear
 from learning.networks import Critic, Network, Policy, policy_for
 from learning.normalization import ObservationNormalizer
 from learning.recurrent import FeatureSlice, RecurrentCritic, RecurrentNetwork, RecurrentPolicy, SideBySide
@@ -82,5 +85,26 @@ class _FirstStep(nn.Module):
         self.network = network
 
     def forward(self, observation: Observation) -> Tensor:
-        rows = len(observation)
-        return self.network(observation, torch.zeros(rows, self.network.state_size))[0]
+        state = torch.zeros(*observation.shape[:2], self.network.state_size)  # the leading dimensions are two
+        features, new = self.network(observation, state)
+        if new.shape != state.shape:
+            raise ValueError(
+                f"the network has to give new states of shape {list(state.shape)}, and it gave {list(new.shape)}"
+            )
+        return features
+
+
+_ROOT = Path(__file__).resolve().parents[1]
+_NOT_OF_THE_USER = (str(_ROOT / "learning"), str(_ROOT / "collectors"), sys.prefix, sys.base_prefix, "<")
+
+
+def explained(error: BaseException, observation_spec: SpecTree) -> str:
+    """Return in one line why a network could not be made or called, with the line of the user's module that raised."""
+    text = " ".join(str(error).split())
+    called = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(_NOT_OF_THE_USER)]
+    if called:
+        text += f"; in {called[-1].filename}, line {called[-1].lineno}: {called[-1].line}"
+    of_uint8 = [".".join(path) or "observation" for path, spec in leaves(observation_spec) if spec.dtype == torch.uint8]
+    if of_uint8 and any(word in text for word in ("Byte", "unsigned char")):
+        text += f"; {', '.join(of_uint8)} is uint8, and a network converts it: .float() / 255"
+    return text

@@ -64,6 +64,10 @@ class Policy(SampledPolicy):
     def to_parameters(self, output: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the parameters of the distribution for the network's `output`; `mask` is the action mask, bool."""
 
+    def can_act(self, mask: Tensor) -> Tensor:
+        """Return whether an action mask, bool ``[*B, N]``, leaves an action, ``[*B]``."""
+        return mask.new_ones(mask.shape[:-1])
+
     @abstractmethod
     def from_parameters(self, parameters: Tensor) -> distributions.Distribution:
         """Return the distribution with these parameters ``[*B, P]``, batch shape ``[*B]``."""
@@ -87,6 +91,10 @@ class CategoricalPolicy(Policy):
     def to_parameters(self, output: Tensor, mask: Tensor | None = None) -> Tensor:
         """See Policy."""
         return output if mask is None else output.masked_fill(~mask, torch.finfo(output.dtype).min)
+
+    def can_act(self, mask: Tensor) -> Tensor:
+        """See Policy: whether a choice is left."""
+        return mask.any(-1)
 
     def noise(self, parameters: Tensor, *steps: int) -> Tensor:
         """See SampledPolicy: Gumbel noise, -log(-log u)."""
@@ -121,6 +129,10 @@ class MultiCategoricalPolicy(CategoricalPolicy):
     def __init__(self, network: nn.Module, nvec: Sequence[int]) -> None:
         super().__init__(network)
         self.nvec = list(nvec)
+
+    def can_act(self, mask: Tensor) -> Tensor:
+        """See Policy: whether each choice has an option."""
+        return torch.stack([part.any(-1) for part in mask.split(self.nvec, -1)], -1).all(-1)
 
     def choose(self, parameters: Tensor, noise: Tensor | None) -> Tensor:
         """See SampledPolicy."""

@@ -119,7 +119,7 @@ class PPO(ActorCritic):
             Diverged: the statistics are not finite; the networks are unusable.
 
         """
-        lr, epochs = self._begin_update()
+        lr, epochs = self._begin_update(batch)
         clip = self._scheduled(self.clip, self.clip_final)
         frames, summary = self._prepare(batch)
         passes: list[Tensor] = []

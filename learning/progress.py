@@ -56,7 +56,7 @@ class Row:
     Attributes:
         frames: collected so far, including those before a resume.
         seconds: since the first environment step, interruptions not counted.
-        frames_per_second: of this process, since its first environment step.
+        frames_per_second: `frames` by `seconds`.
         episodes: ended so far.
         episode_return_mean_100: over the last 100 episodes, or all while there are fewer; None before the first.
         episode_returns: of the episodes that ended in this batch, in the order of time.
@@ -68,6 +68,8 @@ class Row:
         dropped_frames: frames of these.
         weight_sync: cost of the update; None if there was none.
         learning: the learner's statistics.
+        worker_failures: so far, including those before a resume.
+        resumes: how often the run was resumed so far.
     """
 
     frames: int
@@ -83,6 +85,8 @@ class Row:
     dropped_frames: int
     weight_sync: SyncRow | None
     learning: Mapping[str, float]
+    worker_failures: int = 0
+    resumes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values that JSON can hold."""
@@ -105,6 +109,8 @@ class Progress:
     version: int = 0
     window: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     first_mean: float | None = None
+    first_solved: tuple[int, float] | None = None  # the frames after which a threshold was first reached, and it
+    resumes: int = 0
     acted_on: tuple[int, int] | None = None  # the oldest and the newest policy version seen in this process's frames
     first_update_at: float | None = None
     _began: float | None = None
@@ -126,9 +132,8 @@ class Progress:
 
     @property
     def frames_per_second(self) -> float:
-        """Frames per second of this process, without those before a resume."""
-        spent = self.seconds - self.seconds_before
-        return (self.frames - self.frames_before) / spent if spent > 0 else 0.0
+        """Frames per second, over all resumed runs."""
+        return self.frames / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def return_mean(self) -> float | None:
@@ -144,6 +149,18 @@ class Progress:
         """Whether the last 100 episodes reach `threshold` in the mean."""
         mean = self.return_mean
         return threshold is not None and mean is not None and len(self.window) == WINDOW and mean >= threshold
+
+    def solved_after(self, threshold: float | None) -> int | None:
+        """Return the frames after which the last 100 episodes first reached `threshold`; None if they never did."""
+        if threshold is None or self.first_solved is None or self.first_solved[1] != threshold:
+            return self.frames if self.solved(threshold) else None
+        return self.first_solved[0]
+
+    def note_solved(self, threshold: float | None) -> None:
+        """Note the current frames if the last 100 episodes reach `threshold` for the first time."""
+        frames = self.solved_after(threshold)
+        if threshold is not None and frames is not None:
+            self.first_solved = frames, threshold
 
     def collected(self, batch: TensorDictBase, version: int, limits: Limits | None = None) -> None:
         """Count a batch ``[*B, T]`` before it is learnt from; `version` is the learner's, which may not have been sent.
@@ -177,7 +194,9 @@ class Progress:
         if self.first_mean is None and len(self.window) == WINDOW:
             self.first_mean = self.return_mean
 
-    def synchronised(self, learning: Mapping[str, float], metrics: SyncMetrics, version: int) -> Row:
+    def synchronised(
+        self, learning: Mapping[str, float], metrics: SyncMetrics, version: int, worker_failures: int = 0
+    ) -> Row:
         """Return the row of the batch counted last, after it was learnt from and the new weights were sent."""
         if self.first_update_at is None:
             self.first_update_at = time.perf_counter()
@@ -200,12 +219,14 @@ class Progress:
             dropped_frames=self.dropped_frames,
             weight_sync=sync,
             learning=learning,
+            worker_failures=worker_failures,
+            resumes=self.resumes,
         )
 
     def forget_returns(self) -> None:
         """Drop the returns of a run in another environment."""
         self.window.clear()
-        self.first_mean = None
+        self.first_mean = self.first_solved = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters as plain values."""
@@ -220,6 +241,8 @@ class Progress:
             "version": self.version,
             "window": list(self.window),
             "first_mean": self.first_mean,
+            "first_solved": self.first_solved,
+            "resumes": self.resumes,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -232,3 +255,4 @@ class Progress:
         self.seconds_before, self.version = state["seconds"], state["version"]
         self.window.extend(state["window"])
         self.first_mean = state["first_mean"]
+        self.first_solved, self.resumes = state.get("first_solved"), state.get("resumes", 0) + 1

@@ -13,7 +13,7 @@ from torch import Tensor, distributions, nn
 
 from collectors.environments.specs import SpecTree
 from collectors.rollouts.sampled import greedy
-from learning.encoders import CNN, MLP, Observation, feature_size, is_image, leaves
+from learning.encoders import CNN, MLP, Observation, feature_size, leaves, suits_convolutions
 from learning.networks import Network, Policy, action_mask
 
 STATE = "recurrent_state"
@@ -49,7 +49,7 @@ class RecurrentNetwork(nn.Module, ABC):
 
 
 class RNN(RecurrentNetwork):
-    """An LSTM or a GRU on the features of an `MLP`; of a `CNN`, if there are images among the observations.
+    """An LSTM or a GRU on the features of a `CNN` if there is an image that is large enough for it, else of an `MLP`.
 
     Args:
         observation_spec: of an observation.
@@ -74,7 +74,7 @@ class RNN(RecurrentNetwork):
         cells: dict[str, type[nn.LSTM | nn.GRU]] = {"lstm": nn.LSTM, "gru": nn.GRU}
         if cell not in cells:
             raise ValueError(f"unknown cell {cell!r}: one of {', '.join(cells)}")
-        images = any(is_image(spec) for _, spec in leaves(observation_spec))
+        images = any(suits_convolutions(spec) for _, spec in leaves(observation_spec))
         self.encoder = CNN(observation_spec) if images else MLP(observation_spec, hidden, activation)
         self.cell = cells[cell](feature_size(self.encoder, observation_spec), size, batch_first=True)
         for name, weight in self.cell.named_parameters():
@@ -191,6 +191,10 @@ class RecurrentPolicy(TensorDictModuleBase):
         tensordict.set("action_log_prob", self.actions.log_prob(parameters, action))
         tensordict.set(("next", STATE), state)
         return tensordict
+
+    def can_act(self, mask: Tensor) -> Tensor:
+        """See Policy."""
+        return self.actions.can_act(mask)
 
     def from_parameters(self, parameters: Tensor) -> distributions.Distribution:
         """See Policy."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -31,6 +32,14 @@ def config_folders(argv: Sequence[str]) -> list[Path]:
     parser.add_argument("--config-dir", "-cd", type=Path)
     folder = parser.parse_known_args(argv)[0].config_dir
     return [] if folder is None else [folder]
+
+
+def resume_command(argv: Sequence[str]) -> str:
+    """Return the command that continues a run of ``sys.argv``, without the folder at its end; empty in a joblib job."""
+    if Path(argv[0]).suffix != ".py":
+        return ""
+    folders = [word for folder in config_folders(argv[1:]) for word in ("--config-dir", str(folder))]
+    return shlex.join(["python", argv[0], *folders]) + " resume="
 
 
 def stored_overrides(argv: Sequence[str]) -> list[str]:

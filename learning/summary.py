@@ -15,7 +15,11 @@ class Failures(Protocol):
     """Counts of worker failures; false if there were none. ``str`` gives them in words."""
 
     def as_dict(self) -> dict[str, dict[str, int]]:
-        """Return ``{what was done: {worker: count}}``."""
+        """Return ``{what was done: {worker: count}}``; what was done is "failed", "dropped" or "restarted"."""
+        ...
+
+    def after(self, earlier: Mapping[str, Mapping[str, int]]) -> Failures:
+        """Return these counts together with those of an earlier run, as its `as_dict` has given them."""
         ...
 
 
@@ -48,6 +52,8 @@ def summarise(
 ) -> dict[str, Any]:
     """Return the content of ``summary.json``.
 
+    Figures are of the whole run, those before a resume included, except the cost of updates, which is of this process.
+
     Args:
         status: "solved", "finished" (`total_frames` were collected), "interrupted" or "failed".
         progress: the counters.
@@ -66,7 +72,8 @@ def summarise(
         sentences.append(f"Made on purpose: {counts}.")
     return {
         "status": status,
-        "solved": progress.solved(solved_at),
+        "solved": progress.solved_after(solved_at) is not None,
+        "solved_after_frames": progress.solved_after(solved_at),
         "verdict": " ".join(sentences),
         "frames": progress.frames,
         "seconds": progress.seconds,
@@ -97,25 +104,38 @@ def verdict(status: str, progress: Progress, solved_at: float | None) -> str:
     """Return how the run ended, in a sentence; with a second one if the workers never received an update."""
     if status in _TO_CONTINUE and progress.frames == progress.frames_before:
         return f"Nothing was left to do: {status} after {progress.frames:,} frames. {_TO_CONTINUE[status]}"
-    mean, count, solved = progress.return_mean, len(progress.window), progress.solved(solved_at)
-    how = {"solved": "Solved", "finished": "Finished"}.get(status, status.capitalize())
-    if solved_at is not None and status != "solved":
-        how += ", solved," if solved else ", not solved,"
-    text = f"{how} after {progress.frames:,} frames in {progress.seconds:.1f} s: "
-    text += "no episode ended" if mean is None else f"mean return {mean:.1f} over the last {count} episodes"
-    text += "" if solved_at is None else f" (solved at {solved_at:g})"
-    return f"{text}." if progress.version or progress.acted_on is None else f"{text}. {_control(progress, solved)}"
+    mean, count, reached = progress.return_mean, len(progress.window), progress.solved_after(solved_at)
+    text = f"{status.capitalize()} after {progress.frames:,} frames in {progress.seconds:.1f} s: "
+    mean_return = f"mean return {return_text(mean, solved_at)} over the last {count} episodes"
+    text += "no episode ended" if mean is None else mean_return
+    if solved_at is not None:
+        text += f"; {solved_at:g} counts as solved"
+        if status != "solved":
+            text += ", and was not reached" if reached is None else f", first reached after {reached:,} frames"
+    if progress.version or progress.acted_on is None:
+        return f"{text}."
+    return f"{text}. {_control(progress, solved_at)}"
 
 
-def _control(progress: Progress, solved: bool) -> str:
+def return_text(value: float | None, solved_at: float | None = None) -> str:
+    """Write a return with three significant digits of `solved_at`, or of itself, and one decimal at least."""
+    if value is None:
+        return "–"
+    scale = abs(solved_at or value)
+    decimals = 2 - math.floor(math.log10(scale)) if 0 < scale < math.inf else 1
+    return f"{value:,.{min(max(decimals, 1), 6)}f}"
+
+
+def _control(progress: Progress, solved_at: float | None) -> str:
     """Return the verdict on a run in which the workers kept their first weights (``weight_sync=none``)."""
     mean, first = progress.return_mean, progress.first_mean
     text = "Nothing reached the workers: version 0 acted in all frames"
-    if solved:
+    if progress.solved_after(solved_at) is not None:
         return f"{text}. It was solved all the same: the task needs no learning, or storage is shared by accident."
     if mean is None or first is None or progress.episodes < 2 * WINDOW:
         return f"{text}, and it did not learn."
-    return f"{text}, and it did not learn: mean return {first:.1f} at the start, {mean:.1f} at the end."
+    at_start, at_end = return_text(first, solved_at), return_text(mean, solved_at)
+    return f"{text}, and it did not learn: mean return {at_start} at the start, {at_end} at the end."
 
 
 def objective_of(summary: Mapping[str, Any], name: str) -> float:

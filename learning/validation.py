@@ -16,7 +16,7 @@ from collectors.environments.specs import SpecTree
 from collectors.errors import ConfigError
 from learning.config_errors import Settings, unknown, unknown_parameter
 from learning.encoders import ACTIVATIONS
-from learning.making import make_actor_critic
+from learning.making import explained, make_actor_critic
 from learning.normalization import ObservationNormalizer
 from learning.options import MLPConfig, PolicyConfig, RNNConfig, TrainConfig, WandbConfig
 from learning.reporting import Reporter
@@ -233,13 +233,14 @@ def network_settings(policy: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def actor_critic(
-    make_network: Callable[[SpecTree], nn.Module], env: EnvConfig, **settings: Any
+    make_network: Callable[[SpecTree], nn.Module], env: EnvConfig, typed: str = "policy", **settings: Any
 ) -> tuple[nn.Module, nn.Module, ObservationNormalizer | None]:
     """Make the policy, the critic and their normaliser, if any, for an environment; makes one for its specs.
 
     Args:
         make_network: makes a network for the spec of an observation.
         env: the environment.
+        typed: what the user has chosen, for errors: "policy=lstm with env=cartpole".
         **settings: see ``learning.make_actor_critic``.
 
     Raises:
@@ -252,7 +253,7 @@ def actor_critic(
     try:
         return *make_actor_critic(make_network, observation, action, normalizer=normalizer, **settings), normalizer
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(f"policy with env.id={env.id}: {made}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{typed}: {made}: {explained(error, observation)}") from error
 
 
 def _described(make_network: Callable[..., Any]) -> str:

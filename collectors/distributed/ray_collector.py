@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import wait
@@ -26,10 +27,10 @@ except ModuleNotFoundError as error:
     raise missing_extra(error, "ray") from error
 
 from collectors.distributed.calls import CalledWorker, CallPool, CommandExecutor, Reply, WakeEvent
-from collectors.distributed.ray_cluster import Cluster, starts_one
+from collectors.distributed.ray_cluster import Cluster, describe_cluster, starts_one
 from collectors.factories import EnvMaker
 from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
-from collectors.workers.pool import SHUTDOWN_GRACE
+from collectors.workers.pool import SHUTDOWN_GRACE, Event
 
 
 class RayCollector(WorkerCollector):
@@ -47,7 +48,7 @@ class RayCollector(WorkerCollector):
         resources: of each actor, as options of ``ray.remote``: ``num_cpus`` (0 by default), ``num_gpus``, ``memory``,
             ``resources``, ``runtime_env`` …
         scheduling_strategy: where actors are placed: ``"DEFAULT"``, ``"SPREAD"``, or an object of Ray's.
-        timeout: seconds in which the cluster has to place all actors.
+        timeout: seconds in which the cluster has to place all actors, and later each one that replaces another.
         options: as ``WorkerCollector``.
 
     Raises:
@@ -124,6 +125,8 @@ class RayWorker(CalledWorker):
         super().__init__(worker_idx)
         self.actor = actor
         self._cluster = cluster
+        self.placed = False  # whether the cluster has started it
+        self.place_until = math.inf  # ``time.monotonic``
         self._ended = WakeEvent()
         lifetime: Any = actor.lifetime
         self._on_reply(lifetime.options(concurrency_group="lifetime").remote(), lambda _: self._ended.set())
@@ -151,6 +154,14 @@ class RayWorker(CalledWorker):
     def _died(self, error: BaseException) -> Reply:
         return Reply("died", f"(a Ray actor) died: {str(error).strip()}")
 
+    def place_within(self, seconds: float) -> None:
+        """Set the deadline for the cluster to start it."""
+        self.place_until = time.monotonic() + seconds
+        self.ready().future().add_done_callback(self._on_ready)
+
+    def _on_ready(self, future: Any) -> None:
+        self.placed = True  # or dead, which `sentinel` and the answer to the first command tell
+
     def ready(self) -> Any:
         """Return a reference that is ready when the actor exists."""
         return self.actor.ready.remote()
@@ -173,7 +184,7 @@ class RayPool(CallPool[RayWorker]):
         address: see ``Cluster``.
         resources: options of each actor, as ``ray.remote`` takes them.
         scheduling_strategy: where they are placed, as Ray takes it.
-        timeout: seconds in which the cluster has to place all actors.
+        timeout: seconds in which the cluster has to place all actors, and later each one that replaces another.
 
     Raises:
         ConnectionError: see ``Cluster``.
@@ -192,36 +203,52 @@ class RayPool(CallPool[RayWorker]):
         super().__init__()
         self._cluster = Cluster(address)
         self._placed = False
+        self._resources, self._timeout = dict(resources), timeout
         remote: Any = ray.remote
         kind = remote(concurrency_groups={"weights": 1, "lifetime": 1})(RayWorkerActor)
         self._kind = kind.options(**{"num_cpus": 0, **resources, "scheduling_strategy": scheduling_strategy})
         try:
             for i in range(count):
                 self.start_worker(i)
-            self._wait_for_actors(resources, timeout)
+            self._wait_for_actors()
         except BaseException:  # also Ctrl-C: the actors that have been started are ended
             self.close()
             raise
 
-    def _wait_for_actors(self, resources: Mapping[str, Any], timeout: float) -> None:
+    def _wait_for_actors(self) -> None:
         references = {worker.ready(): worker.worker_idx for worker in self.workers}
-        ready, missing = ray.wait(list(references), num_returns=len(references), timeout=timeout)
+        ready, missing = ray.wait(list(references), num_returns=len(references), timeout=self._timeout)
         if missing:
             names = {references[one]: "never started" for one in missing}
-            raise SyncTimeout(
-                f"worker(s) {', '.join(map(str, sorted(names)))} had no place in the Ray cluster within {timeout:g} s: "
-                f"each needs {dict(resources) or 'nothing special'}, and there is {ray.available_resources()}",
-                names,
-            )
+            raise SyncTimeout(f"worker(s) {', '.join(map(str, sorted(names)))} {self._no_place()}", names)
         self._placed = True
         ray.get(ready)  # raises the error of an actor's constructor
 
+    def _no_place(self) -> str:
+        return (
+            f"had no place in the Ray cluster within {self._timeout:g} s: needed for each is "
+            f"{self._resources or 'nothing special'}, and {describe_cluster()}"
+        )
+
     def start_worker(self, worker_idx: int) -> RayWorker:
-        """See WorkerPool. The placement has no deadline of its own: that of the first answer includes it."""
+        """See WorkerPool. A worker that the cluster does not start within the timeout is ``unplaced``."""
         self._cluster.require()
         worker = RayWorker(worker_idx, self._kind.remote(sys.path), self._cluster)
         self.workers.append(worker)
+        if self._placed:
+            worker.place_within(self._timeout)
         return worker
+
+    def poll(self, workers: Collection[RayWorker], wakeup_fd: int, timeout: float | None) -> list[Event[RayWorker]]:
+        """See WorkerPool."""
+        waiting = [worker for worker in workers if not worker.placed and worker.place_until < math.inf]
+        if waiting:
+            left = max(0.0, min(worker.place_until for worker in waiting) - time.monotonic())
+            timeout = left if timeout is None else min(left, timeout)
+        events = super().poll(workers, wakeup_fd, timeout)
+        now = time.monotonic()
+        late = [worker for worker in waiting if not worker.placed and now >= worker.place_until]
+        return [*events, *(Event(worker, "unplaced", f"(a Ray actor) {self._no_place()}") for worker in late)]
 
     def discard(self, worker: RayWorker) -> None:
         """See WorkerPool."""

@@ -95,6 +95,8 @@ class Stepper:
         self._actions = action_codec(driver.action_space)
         self.observation_spec: SpecTree = self._observations.spec
         self.action_spec = self._actions.spec
+        options = self.action_spec.options
+        self._first_options = np.cumsum(options, dtype=np.int64) - options  # of each choice, in an action mask
         # The input of a SampledPolicy is a view of this memory.
         self.observation = zeros(self.observation_spec, self.num_envs)
         self._started = zeros(self.observation_spec, self.num_envs)
@@ -145,6 +147,7 @@ class Stepper:
         self._observations.write(self.driver.reset(self._seed), self.observation)
         self.episode_return[:] = 0
         self.episode_length[:] = 0
+        self.done[:] = False
         self.is_init[:] = True
         self._seed, self.is_reset = None, True
 
@@ -157,19 +160,48 @@ class Stepper:
         Raises:
             ValueError: actions of integers without bounds.
         """
-        actions, options, observation = self.driver.actions, self.action_spec.options, self.observation
-        mask = observation.parts.get(ACTION_MASK) if isinstance(observation, ArrayTree) else None
-        if isinstance(mask, Array) and options and mask.shape == (self.num_envs, sum(options)):
-            indices, log_prob = sample_allowed(options, mask != 0, actions.np_random)
+        actions, mask = self.driver.actions, self._mask()
+        if mask is not None:
+            indices, log_prob = sample_allowed(self.action_spec.options, mask, actions.np_random)
             return (indices[:, 0] if self.action_spec.is_discrete else indices), log_prob
         return self._actions.draw(actions)
+
+    def _mask(self) -> Array | None:
+        """Return the action mask of the current observations, bool ``[E, sum(options)]``; None if they have none."""
+        options, observation = self.action_spec.options, self.observation
+        mask = observation.parts.get(ACTION_MASK) if isinstance(observation, ArrayTree) else None
+        if isinstance(mask, Array) and options and mask.shape == (self.num_envs, sum(options)):
+            return mask != 0
+        return None
+
+    def _check_mask(self) -> None:
+        """Check that each environment that acts now has an option of each choice.
+
+        Raises:
+            ValueError: one has none; names it and the step.
+        """
+        mask = self._mask()
+        if mask is None:
+            return
+        possible = np.logical_or.reduceat(mask, self._first_options, axis=1).all(1)
+        if self.reset_step is not None:
+            possible |= self.done  # the driver resets these rows now
+        if not possible.all():
+            row = int(possible.argmin())
+            raise ValueError(
+                f'the "{ACTION_MASK}" of environment {row} of this worker allows no action in step '
+                f"{self.episode_length[row]} of its episode (0 is the first): at least one option of each choice has "
+                "to be possible until the episode ends"
+            )
 
     def step(self, action: Array) -> None:
         """Apply ``action`` (any form that a policy may give); see the class for what can be read then.
 
         Raises:
-            ValueError: for actions of a wrong shape, an index out of range, or NaN.
+            ValueError: for actions of a wrong shape, an index out of range, or NaN; or for an "action_mask" without a
+                possible action.
         """
+        self._check_mask()
         taken = self._actions.to_env(action, self.num_envs)
         self.is_reset = False  # until `reset_ended`
         successor, self.reward[:], self.terminated[:], self.truncated[:] = self.driver.step(taken)

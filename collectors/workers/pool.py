@@ -55,9 +55,10 @@ class Event(NamedTuple, Generic[W]):
         worker: the worker.
         kind: ``ready``, ``answer``, ``connected`` or ``batch``: the answer to a command; ``error``: the worker raised
             and ends; ``unusable``: it raised ``UnusablePolicy``, and ends; ``stalled``: it began a message and did not
-            finish it; ``died``: it ended without a message.
+            finish it; ``died``: it ended without a message; ``unplaced``: a replacement has found no place in time, and
+            another one would not either.
         value: the buffer's index for ``batch``, the answer for ``answer``, a traceback for ``error`` and ``unusable``,
-            the reason for ``stalled`` and ``died``.
+            the reason for ``stalled``, ``died`` and ``unplaced``.
     """
 
     worker: W

@@ -8,7 +8,8 @@ A worker that dies, raises or does not answer leaves these states. Once all work
 
     on_worker_failure=restart   WAITING ──after a pause──▶ BUILDING
     on_worker_failure=drop      DROPPED, final
-    on_worker_failure=raise     the failure is raised; so is any failure before all workers have been active
+    on_worker_failure=raise     the failure is raised; so is any failure before all workers have been active, and a
+                                replacement that finds no place in time
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Generic, Literal, get_args
@@ -65,7 +67,7 @@ class Failures:
     Attributes:
         failed: deaths, errors and missed deadlines.
         dropped: 1 for a dropped worker.
-        restarted: restarts, including those that failed again.
+        restarted: replacements that have joined.
     """
 
     failed: Counter[int] = field(default_factory=Counter)
@@ -75,6 +77,11 @@ class Failures:
     def as_dict(self) -> dict[str, dict[str, int]]:
         """Return the counts for a JSON file: ``{"failed": {"1": 2}, …}``."""
         return {name: {str(w): n for w, n in sorted(counts.items())} for name, counts in vars(self).items()}
+
+    def after(self, earlier: Mapping[str, Mapping[str, int]]) -> Failures:
+        """Return these counts together with those of an earlier run, as its ``as_dict`` has given them."""
+        before = {name: Counter({int(w): n for w, n in earlier.get(name, {}).items()}) for name in vars(self)}
+        return Failures(**{name: before[name] + counts for name, counts in vars(self).items()})
 
     def __bool__(self) -> bool:
         """Whether any worker has failed."""
@@ -107,12 +114,12 @@ class FailureCause:
 
     @classmethod
     def of(cls, worker_idx: int, kind: str, value: Any) -> FailureCause:
-        """Return the cause that an event ``error``, ``unusable``, ``stalled`` or ``died`` reports."""
+        """Return the cause that an event ``error``, ``unusable``, ``stalled``, ``died`` or ``unplaced`` reports."""
         if kind in RAISED:
             return cls(
                 PolicyRefused if kind == "unusable" else WorkerFailed, f"worker {worker_idx} failed:\n{value}", value
             )
-        return cls(SyncTimeout if kind == "stalled" else WorkerDied, f"worker {worker_idx} {value}", value)
+        return cls(WorkerDied if kind == "died" else SyncTimeout, f"worker {worker_idx} {value}", value)
 
     def error(self, worker_idx: int, preface: str = "") -> WorkerDied | WorkerFailed | SyncTimeout:
         """Return the error to raise."""

@@ -16,7 +16,7 @@ from collectors.workers.gather_lock import GatherLock
 from collectors.workers.pool import RAISED, Event, W, WorkerPool
 from collectors.workers.records import FailureCause, FailurePolicy, Failures, WorkerRecord, WorkerState
 
-_ENDED = (*RAISED, "stalled", "died")
+_ENDED = (*RAISED, "stalled", "died", "unplaced")
 _REJOIN_TIMEOUT = 10.0  # seconds in which a restarted worker has to join a scheme, while the trainer waits
 _log = logging.getLogger(__name__)
 
@@ -153,10 +153,12 @@ class WorkerSupervisor(Generic[W]):
         elif kind == "connected":
             record.state, record.gets_updates = WorkerState.ACTIVE, True
             if self._started:
+                self.failures.restarted[record.index] += 1
+                _log.warning("worker %d has been replaced", record.index)
                 self.pool.send([worker], "resume", record.frames)  # its predecessor's random frames are not repeated
                 self._seed_restarted(worker)
         else:
-            self._fail(record, FailureCause.of(record.index, kind, value))
+            self._fail(record, FailureCause.of(record.index, kind, value), final=kind == "unplaced")
 
     def _build(self, record: WorkerRecord[W]) -> None:
         assert record.worker is not None
@@ -169,10 +171,10 @@ class WorkerSupervisor(Generic[W]):
 
     # --- failures and restarts ---
 
-    def _fail(self, record: WorkerRecord[W], cause: FailureCause) -> None:
-        """Apply the failure policy to a worker: raise, drop it, or schedule its restart."""
+    def _fail(self, record: WorkerRecord[W], cause: FailureCause, *, final: bool = False) -> None:
+        """Apply the failure policy to a worker: raise, drop it, or schedule its restart; raise if it is `final`."""
         index = record.index
-        if not self._started or self.failure_policy.on_failure == "raise":
+        if final or not self._started or self.failure_policy.on_failure == "raise":
             self.failures.failed |= Counter([index])  # an update may have counted this failure already
             self.over = True
             raise cause.error(index)
@@ -216,7 +218,6 @@ class WorkerSupervisor(Generic[W]):
             detail = f"could not be restarted: {error}"
             self._fail(record, FailureCause(wsync.WorkerDied, f"worker {record.index} {detail}", detail))
             return
-        self.failures.restarted[record.index] += 1
         record.state = WorkerState.BUILDING
         self._build(record)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from learning.progress import Row
+from learning import checkpoint
+from learning.progress import WINDOW, Row
 from learning.reporting import Reporter
+from learning.summary import return_text
 from wsync.types import PHASES
 
 
@@ -41,12 +44,14 @@ def number(value: float | None, digits: int = 1) -> str:
     return "–" if value is None else f"{value:,.{digits}f}"
 
 
-def figures(row: Row) -> dict[str, str]:
-    """Return the figures of a row that are shown, as text."""
+def figures(row: Row, solved_at: float | None = None) -> dict[str, str]:
+    """Return the figures of a row that are shown, as text; returns as precise as `solved_at`."""
+    mean = return_text(row.episode_return_mean_100, solved_at)
+    few = f" ({row.episodes} episodes)" if 0 < row.episodes < WINDOW else ""
     dropped = {"too old": f"{row.dropped_batches:,} batches"} if row.dropped_batches else {}
     return {
         "frames/s": number(row.frames_per_second, 0),
-        "return": number(row.episode_return_mean_100),
+        "return": mean + few,
         "sync p50": microseconds(row.weight_sync.p50_us if row.weight_sync else None),
         "version": f"{row.version:,}",
         "staleness": f"{number(row.staleness)} (max {row.staleness_max})",
@@ -60,9 +65,32 @@ class ConsoleReporter(Reporter):
     A terminal that cannot move its cursor (TERM=dumb) gets plain lines, too.
     """
 
-    def __init__(self, title: str, total_frames: int, console: Console | None = None, interval: float = 1.0) -> None:
-        """Show the run called `title`, which ends at `total_frames` at the latest."""
+    def __init__(
+        self,
+        title: str,
+        total_frames: int,
+        console: Console | None = None,
+        interval: float = 1.0,
+        *,
+        solved_at: float | None = None,
+        resumed: str = "",
+        resume_command: str = "",
+        prefix: str = "",
+    ) -> None:
+        """Show a run.
+
+        Args:
+            title: of the run.
+            total_frames: where it ends at the latest.
+            console: the terminal by default.
+            interval: seconds between two plain lines, at least.
+            solved_at: mean return that counts as solved.
+            resumed: what the run continues, in words.
+            resume_command: continues a run, followed by its folder; shown after one that was interrupted or has failed.
+            prefix: of every line, where several runs write to one terminal; there is no live display then.
+        """
         self.title, self.total_frames = title, total_frames
+        self.solved_at, self.resumed, self.resume_command, self.prefix = solved_at, resumed, resume_command, prefix
         self.console = console or Console(highlight=False)
         self.interval, self._shown_at = interval, -interval
         self._latest: Row | None = None
@@ -73,8 +101,10 @@ class ConsoleReporter(Reporter):
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
         """Show the title and the folder."""
         self._folder = folder
-        self.console.print(Text.assemble((self.title, "bold"), f" → {_relative(folder)}"), soft_wrap=True)
-        if self.console.is_terminal and not self.console.is_dumb_terminal:
+        self._print(Text.assemble((self.title, "bold"), f" → {_relative(folder)}"))
+        if self.resumed:
+            self._print(Text(self.resumed))
+        if self.console.is_terminal and not self.console.is_dumb_terminal and not self.prefix:
             self._bar = Progress(
                 TextColumn("[bold]frames"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn()
             )
@@ -82,12 +112,16 @@ class ConsoleReporter(Reporter):
             self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=4)
             self._live.start()
 
+    def _print(self, line: Text) -> None:
+        self.console.print(Text.assemble(self.prefix, line), soft_wrap=True)
+
     def _render(self) -> Group:
         line = Text("starting the workers …", style="dim")
         if self._latest:
             self._bar.update(self._task, completed=min(self._latest.frames, self.total_frames))
             line = Text("   ").join(
-                Text.assemble((f"{name} ", "dim"), (text, "bold")) for name, text in figures(self._latest).items()
+                Text.assemble((f"{name} ", "dim"), (text, "bold"))
+                for name, text in figures(self._latest, self.solved_at).items()
             )
         return Group(self._bar, line)
 
@@ -101,41 +135,43 @@ class ConsoleReporter(Reporter):
 
     def _print_line(self, row: Row) -> None:
         self._printed = row
-        self.console.print(
-            f"frames {row.frames:,}/{self.total_frames:,} | "
-            + " | ".join(f"{name} {text}" for name, text in figures(row).items()),
-            soft_wrap=True,
-        )
+        shown = " | ".join(f"{name} {text}" for name, text in figures(row, self.solved_at).items())
+        self._print(Text(f"frames {row.frames:,}/{self.total_frames:,} | {shown}"))
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Show the table, the verdict and the folder; nothing if the run has not begun."""
+        """Show the table, the verdict, the folder and how to continue; nothing if the run has not begun."""
         if self._folder is None:
             return
         if self._live is not None:
             self._live.stop()
         elif self._latest is not None and self._latest is not self._printed:
             self._print_line(self._latest)
-        self.console.print(summary_table(summary))
-        style = "bold green" if summary["solved"] else "bold red" if summary["status"] == "failed" else "bold yellow"
-        self.console.print(Text(summary["verdict"], style=style), soft_wrap=True)
-        self.console.print(f"files: {_relative(self._folder)}", soft_wrap=True, markup=False)
+        table = summary_table(summary)
+        table.title, table.title_justify = self.prefix.strip() or None, "left"
+        self.console.print(table)
+        style = "bold red" if summary["status"] == "failed" else "bold green" if summary["solved"] else "bold yellow"
+        self._print(Text(summary["verdict"], style=style))
+        self._print(Text(f"files: {_relative(self._folder)}"))
+        cut_off = summary["status"] in ("interrupted", "failed") and (self._folder / checkpoint.FILE).is_file()
+        if cut_off and self.resume_command:
+            self._print(Text(f"continue it by: {self.resume_command}{shlex.quote(_relative(self._folder))}"))
 
 
 def summary_table(summary: dict[str, Any]) -> Table:
     """Return a run's summary as a table: training on the left, weight sync on the right."""
     sync, table = summary["weight_sync"], Table(box=SIMPLE_HEAD)
-    for name in ("training", "weight sync"):
+    for name in ("training", "sync since resume" if "resumed_from" in summary else "weight sync"):
         table.add_column(name)
         table.add_column(justify="right")
     latency, phases = sync.get("latency_us") or {}, sync.get("phases_us") or {}
     left = [
         ("status", summary["status"]),
-        ("solved", "yes" if summary["solved"] else "no"),
+        ("solved", f"after {summary['solved_after_frames']:,}" if summary["solved"] else "no"),
         ("frames", f"{summary['frames']:,}"),
         ("wall-clock", f"{summary['seconds']:.1f} s"),
         ("frames/s", number(summary["frames_per_second"], 0)),
         ("episodes", f"{summary['episodes']:,}"),
-        ("return, last 100", number(summary["episode_return_mean_100"])),
+        ("return, last 100", return_text(summary["episode_return_mean_100"], summary["solved_at"])),
         *staleness_rows(summary["staleness"]),
     ]
     right = [

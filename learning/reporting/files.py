@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from learning.reporting import Reporter
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 
 # Keys that readers need.
-_OF_A_ROW = {field.name for field in fields(Row)}
+_OF_A_ROW = {field.name for field in fields(Row) if field.default is MISSING}
 _OF_A_SUMMARY = {"status", "solved", "frames_per_second", "episode_return_mean_100", "weight_sync", "staleness"}
 _OF_A_SYNC = {"scheme", "latency_us"}
 

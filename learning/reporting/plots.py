@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from learning.progress import WINDOW
 from learning.reporting.console import microseconds, number, size
 from wsync.metrics import percentile
 from wsync.types import PHASES
 
-INK, MUTED, BLUE, ORANGE = "#1f2933", "#7b8794", "#2563eb", "#d97706"
+INK, MUTED, BLUE, ORANGE, PALE, RED = "#1f2933", "#7b8794", "#2563eb", "#d97706", "#93c5fd", "#b91c1c"
 Rows = Sequence[dict[str, Any]]
 
 
@@ -37,6 +40,22 @@ def new_figure(
     return figure, list(axes)
 
 
+def threshold(ax: Axes, solved_at: float, colour: str = ORANGE) -> None:
+    """Draw the return that counts as solved, its name beside the axes."""
+    ax.axhline(solved_at, color=colour, linewidth=1.2, linestyle=(0, (5, 3)), zorder=1)
+    ax.annotate(
+        f"solved\nat {solved_at:g}", (1, solved_at), xycoords=("axes fraction", "data"), va="center",
+        xytext=(5, 0), textcoords="offset points", color=colour, fontsize=9, annotation_clip=False,
+    )  # fmt: skip
+
+
+def means(rows: Rows) -> tuple[list[tuple[int, float]], bool]:
+    """Return ``(index of the row, mean return)`` where 100 episodes have ended; without such rows, all, and True."""
+    known = [(i, row) for i, row in enumerate(rows) if row["episode_return_mean_100"] is not None]
+    whole = [(i, row) for i, row in known if row["episodes"] >= WINDOW]
+    return [(i, row["episode_return_mean_100"]) for i, row in whole or known], not whole
+
+
 def say_instead(ax: Axes, text: str) -> None:
     """Say why there is nothing to see."""
     ax.text(0.5, 0.6, text, transform=ax.transAxes, ha="center", fontsize=12, color=INK)
@@ -55,28 +74,42 @@ def learning_curve(rows: Rows, summary: dict[str, Any]) -> Figure:
         at.extend(np.linspace(before, row["frames"], len(ended) + 1)[1:])  # spread over their batch
         returns.extend(ended)
         before = row["frames"]
-    ax.scatter(at, returns, s=8, color=BLUE, alpha=0.3, linewidths=0, label="one episode", rasterized=True)
-    means = [
-        (row["frames"], row["episode_return_mean_100"]) for row in rows if row["episode_return_mean_100"] is not None
-    ]
-    if means:
-        ax.plot(*zip(*means, strict=True), color=BLUE, linewidth=2, label="mean of the last 100")
-    if summary.get("solved_at") is not None:
-        ax.axhline(summary["solved_at"], color=ORANGE, linewidth=1.2, linestyle=(0, (5, 3)))
-        ax.annotate(
-            f"solved at {summary['solved_at']:g}", (0, summary["solved_at"]), xycoords=("axes fraction", "data"),
-            xytext=(4, 4), textcoords="offset points", color=ORANGE, fontsize=9,
+    ax.scatter(at, returns, s=8, color=PALE, alpha=0.6, linewidths=0, label="one episode", rasterized=True)
+    known, few = means(rows)
+    if known:
+        line = [(rows[i]["frames"], mean) for i, mean in known]
+        outline = withStroke(linewidth=4, foreground="white")
+        ax.plot(
+            *zip(*line, strict=True), color=INK, linewidth=2, linestyle="--" if few else "-", path_effects=[outline],
+            label="mean of all so far, fewer than 100" if few else "mean of the last 100",
         )  # fmt: skip
+    if summary.get("solved_at") is not None:
+        threshold(ax, summary["solved_at"])
+    _marks(ax, rows)
     ax.set_xlabel("frames (environment steps)", color=INK)
     ax.set_ylabel("return of an episode", color=INK)
     ax.set_xlim(left=0, right=None if returns else rows[-1]["frames"])
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     if returns:
-        ax.legend(loc="lower right", frameon=False, fontsize=9, markerscale=3)
+        figure.legend(loc="outside lower left", ncols=5, frameon=False, fontsize=9, markerscale=2)
     else:
         say_instead(ax, "No episode has ended.")
         ax.set_yticks([])  # of a scale that nothing has set
     return figure
+
+
+def _marks(ax: Axes, rows: Rows) -> None:
+    """Mark where workers have failed, at the top, and where the run was resumed."""
+
+    def risen(name: str) -> list[int]:
+        counts = [0, *(row.get(name, 0) for row in rows)]
+        return [row["frames"] for row, (one, two) in zip(rows, pairwise(counts), strict=True) if two > one]
+
+    if failed := risen("worker_failures"):
+        ax.plot(failed, [0.985] * len(failed), transform=ax.get_xaxis_transform(), marker="v", color=RED, markersize=6,
+                linestyle="none", clip_on=False, label="a worker failed")  # fmt: skip
+    for i, frames in enumerate(risen("resumes")):
+        ax.axvline(frames, color=MUTED, linewidth=1.2, linestyle=":", label=None if i else "resumed")
 
 
 def sync_latency(rows: Rows, summary: dict[str, Any]) -> Figure:

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from learning.reporting.console import microseconds
-from learning.reporting.plots import INK, MUTED, new_figure, say_instead
+from learning.reporting.plots import INK, MUTED, means, new_figure, say_instead, threshold
 from learning.reporting.sweep_runs import common, curves, numeric_setting
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Groups = Mapping[str, Sequence["Run"]]
 COLOURS = ("#2563eb", "#d97706", "#059669", "#db2777", "#7c3aed", "#64748b", "#0891b2", "#b91c1c")
 _LETTERS = 100  # characters on a line of the plot
+_LABEL_WIDTH = 0.17  # of the x axis, for the label of a tick
 
 
 def returns(groups: Groups) -> Figure:
@@ -29,20 +30,18 @@ def returns(groups: Groups) -> Figure:
     runs = [run for group in groups.values() for run in group]
     env, solved_at = common(runs, "env"), common(runs, "solved_at")
     title = "Return over wall-clock time" + ("" if env is None else f", {env}")
-    figure, (ax,) = new_figure(9, 1, title, "a line for each run", height=4.6 + 0.2 * _legend_lines(groups))
+    subtitle = "a line for each run, from its 100th episode; dashed: fewer than 100 episodes ended in it"
+    figure, (ax,) = new_figure(9, 1, title, subtitle, height=4.6 + 0.2 * _legend_lines(groups))
     colours = _colours(groups)
     for name, group in groups.items():
         for i, run in enumerate(group):
-            known = [
-                (row["seconds"], row["episode_return_mean_100"])
-                for row in run.rows
-                if row["episode_return_mean_100"] is not None
-            ]
+            known, few = means(run.rows)
             if known:
-                label = name if i == 0 else None
-                ax.plot(*zip(*known, strict=True), color=colours[name], linewidth=1.8, alpha=0.85, label=label)
+                line = [(run.rows[i]["seconds"], mean) for i, mean in known]
+                ax.plot(*zip(*line, strict=True), color=colours[name], linewidth=1.8, alpha=0.85,
+                        linestyle="--" if few else "-", label=name if i == 0 else None)  # fmt: skip
     if solved_at is not None:
-        _threshold(ax, solved_at)
+        threshold(ax, solved_at, MUTED)
     ax.set_xlabel("seconds from the first environment step", color=INK)
     ax.set_ylabel("mean return of the last 100 episodes", color=INK)
     if ax.get_legend_handles_labels()[1]:
@@ -63,7 +62,9 @@ def over_setting(groups: Groups) -> Figure:
     setting, env, solved_at = numeric_setting(runs), common(runs, "env"), common(runs, "solved_at")
     assert setting is not None
     ended = [run for run in runs if run.complete and None not in (run.final_return, run.return_over_run)]
-    subtitle = "line: median of the runs; band: lowest to highest; a dot for each run"
+    subtitle = "a dot for each run"
+    if len(groups) < len(runs):
+        subtitle += "; line: median of the runs that differ in the seed; band: lowest to highest"
     if missing := len(runs) - len(ended):
         subtitle += f"; without {missing} that failed, were interrupted, or ended no episode"
     drawn = curves(ended, setting)
@@ -72,16 +73,18 @@ def over_setting(groups: Groups) -> Figure:
     _draw_curves(axes[0], drawn, lambda run: run.final_return)
     _draw_curves(axes[1], drawn, lambda run: run.return_over_run)
     values = sorted({float(run.settings[setting]) for run in runs})
-    for ax, name in zip(axes, ("last 100 episodes", "frames of the run"), strict=True):
+    axes[1].set_title("early learning counts as well", loc="left", fontsize=9.5, color=MUTED)
+    for ax, name in zip(axes, ("of the last 100 episodes", "averaged over the whole run"), strict=True):
         _space_out(ax, values)
-        ax.set_xticks(values, [f"{value:g}" for value in values])
+        shown = _apart(ax, values)
+        ax.set_xticks(shown, [f"{value:.3g}" for value in shown])
         ax.minorticks_off()
         ax.set_xlabel(setting, color=INK)
-        ax.set_ylabel(f"mean return over the {name}", color=INK)
+        ax.set_ylabel(f"mean return {name}", color=INK)
         if not ended:
             say_instead(ax, "No run was solved or finished.")
     if solved_at is not None:
-        _threshold(axes[0], solved_at)
+        threshold(axes[0], solved_at, MUTED)
     if any(drawn):
         _legend(figure, axes[0], drawn)
     return figure
@@ -121,10 +124,14 @@ def _space_out(ax: Axes, values: Sequence[float]) -> None:
             ax.set_xscale("log")
 
 
-def _threshold(ax: Axes, solved_at: float) -> None:
-    ax.axhline(solved_at, color=MUTED, linewidth=1.2, linestyle=(0, (5, 3)), zorder=0)
-    ax.text(0.995, solved_at, f"solved at {solved_at:g}", transform=ax.get_yaxis_transform(),
-            va="top", ha="right", color=MUTED, fontsize=9)  # fmt: skip
+def _apart(ax: Axes, values: Sequence[float]) -> list[float]:
+    """Return those of the sorted `values` whose labels on the x axis are far enough from the one before."""
+    at = ax.transData.transform([(value, 0.0) for value in values])[:, 0] / ax.bbox.width
+    shown = [0]
+    for i in range(1, len(values)):
+        if at[i] - at[shown[-1]] >= _LABEL_WIDTH:
+            shown.append(i)
+    return [values[i] for i in shown]
 
 
 def latencies(groups: Groups) -> Figure:

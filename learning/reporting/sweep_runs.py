@@ -12,6 +12,7 @@ from typing import Any
 from learning.progress import WINDOW
 from learning.reporting.console import microseconds, number
 from learning.reporting.files import METRICS, SUMMARY, FolderError, read_rows, read_summary
+from learning.summary import return_text
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ Column = tuple[Figure, Callable[[Any], str]]
 _DEFAULT = "default"  # of a setting that only other runs' command lines name
 FIGURES: dict[str, Column] = {
     "s to solved": (lambda run: run.seconds_to_solved, number),
-    "return": (lambda run: run.final_return, number),
+    "return": (lambda run: run.final_return, return_text),
     "frames/s": (lambda run: run.summary["frames_per_second"], lambda value: number(value, 0)),
     "sync p50": (lambda run: run.sync["latency_us"].get("p50"), microseconds),
     "sync p95": (lambda run: run.sync["latency_us"].get("p95"), microseconds),
@@ -93,7 +94,7 @@ def columns(runs: Sequence[Run]) -> dict[str, Column]:
     """Return the columns of a table of ``runs``, including the settings that differ between them."""
     return {
         "backend": (lambda run: run.backend, str),
-        **{name: (lambda run, name=name: run.settings.get(name, _DEFAULT), str) for name in differing(runs)},
+        **{name: (lambda run, name=name: run.settings.get(name, _DEFAULT), short) for name in differing(runs)},
         "seed": (lambda run: run.summary.get("seed"), str),
         "status": (lambda run: run.summary["status"], str),
         "solved": (lambda run: run.summary["solved"], lambda value: "yes" if value else "no"),
@@ -123,13 +124,12 @@ def curves(runs: Sequence[Run], over: str) -> dict[str, dict[float, list[Run]]]:
 
     A curve's name lists what differs: the backend, if there are several, and settings; it is empty for a single curve.
     """
-    alike: dict[str, dict[float, list[Run]]] = {}
-    names = [name for name in differing(runs) if name != over]
-    several = len({run.backend for run in runs}) > 1
-    for run in sorted(runs, key=lambda run: float(run.settings[over])):
-        label = [run.backend] * several + [f"{name}={run.settings.get(name, _DEFAULT)}" for name in names]
-        alike.setdefault(" ".join(label), {}).setdefault(float(run.settings[over]), []).append(run)
-    return alike
+    found: dict[str, dict[float, list[Run]]] = {}
+    for label, alike in _alike(runs, [name for name in differing(runs) if name != over]).items():
+        points = found.setdefault(label, {})
+        for run in sorted(alike, key=lambda run: float(run.settings[over])):
+            points.setdefault(float(run.settings[over]), []).append(run)
+    return found
 
 
 def common(runs: Sequence[Run], fact: str) -> Any:
@@ -139,13 +139,31 @@ def common(runs: Sequence[Run], fact: str) -> Any:
 
 
 def groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Return the runs grouped by all settings but the seed; a group's name lists backend and settings that differ."""
-    alike: dict[str, list[Run]] = {}
-    names = differing(runs)
+    """Return the runs grouped by all settings but the seed; a group's name lists what differs, or is the backend."""
+    alike = _alike(runs, differing(runs))
+    return {label or found[0].backend: found for label, found in alike.items()}
+
+
+def _alike(runs: Sequence[Run], names: Sequence[str]) -> dict[str, list[Run]]:
+    """Return the runs by backend and the settings `names`; a label has the backend only if there are several."""
+    several = len({run.backend for run in runs}) > 1
+    found: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
-        label = " ".join([run.backend, *(f"{name}={run.settings.get(name, _DEFAULT)}" for name in names)])
-        alike.setdefault(label, []).append(run)
-    return alike
+        found.setdefault((run.backend, *(run.settings.get(name, _DEFAULT) for name in names)), []).append(run)
+    labels: dict[str, list[Run]] = {}
+    for (backend, *values), alike in found.items():
+        for write in (short, str):  # in full if two values are the same in short
+            label = " ".join([backend] * several + [f"{n}={write(v)}" for n, v in zip(names, values, strict=True)])
+            if label not in labels:
+                break
+        labels[label] = alike
+    return labels
+
+
+def short(value: str) -> str:
+    """Return a setting's value, a long number with three significant digits."""
+    number, _ = _in_order(value)
+    return f"{number:.3g}" if len(value) > 8 and math.isfinite(number) else value
 
 
 def read_runs(folder: Path) -> tuple[list[Run], list[str]]:

@@ -429,7 +429,7 @@ def test_one_that_cannot_be_built_is_tried_again(events):
         next(collector)
         kill(collector, 1)
         assert told(until_there(collector, 2, True), "weight") == {1}
-        assert collector.failures.failed == collector.failures.restarted == {1: 3}
+        assert (collector.failures.failed, collector.failures.restarted) == ({1: 3}, {1: 1})  # one has joined
 
 
 def test_a_worker_that_is_restarted_while_a_state_is_loaded_repeats_no_random_frames(events):
@@ -461,7 +461,7 @@ def test_one_that_fails_too_often_is_an_error_with_the_last_cause(events):
         with pytest.raises(wsync.WorkerFailed, match=r"(?s)more than 2 times within 30 s or .*no such table \(3\)"):
             for _ in range(10**6):
                 next(collector)
-        assert collector.closed and collector.failures.restarted == {1: 2}
+        assert collector.closed and not collector.failures.restarted  # none has joined
 
 
 @every_kind

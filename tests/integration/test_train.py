@@ -189,9 +189,11 @@ def test_ctrl_c_or_a_lost_terminal_stops_it_cleanly(tmp_path: Path, number: sign
 
 @pytest.mark.slow
 def test_ctrl_c_during_the_imports_just_ends(tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
     process = subprocess.Popen(
         command(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        env=environment(),
+        env=environment(TMPDIR=str(temporary)),
     )  # fmt: skip
     maps = Path(f"/proc/{process.pid}/maps")
     while "libtorch" not in maps.read_text():
@@ -199,7 +201,25 @@ def test_ctrl_c_during_the_imports_just_ends(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (-signal.SIGINT, "")
-    assert not left_of(process.pid)
+    assert not left_of(process.pid, 30.0) and not list(temporary.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGINT), (signal.SIGKILL,)], ids=["twice", "kill"])
+def test_a_run_that_ends_at_once_leaves_no_temporary_folder(tmp_path: Path, numbers: tuple[signal.Signals]) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    process = subprocess.Popen(
+        command(tmp_path, "total_frames=100_000_000", "stop_when_solved=false"),
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+        env=environment(TMPDIR=str(temporary)),
+    )  # fmt: skip
+    assert process.stdout is not None and any(line.startswith("frames ") for line in process.stdout)
+    for number in numbers:
+        process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode in (130, -signal.SIGKILL)
+    assert not left_of(process.pid, 30.0) and not list(temporary.iterdir())
 
 
 INTERRUPTING = """
@@ -357,3 +377,16 @@ def test_a_report_of_an_empty_folder_is_an_error(tmp_path: Path) -> None:
     main = runpy.run_path(str(ROOT / "scripts" / "report.py"))["main"]
     with pytest.raises(SystemExit, match=rf"^report\.py: no run has ended in {tmp_path}"):
         main(tmp_path)
+
+
+HALTED = "collector.on_worker_failure=restart (or drop) continues after the death of a worker"
+
+
+@pytest.mark.slow
+def test_a_dead_worker_ends_the_run_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "dying.py").write_text(FAILING.replace('raise ArithmeticError("the pole is gone")', "os._exit(3)"))
+    done = run(
+        tmp_path, "env.id=failing:Failing-v0".replace("failing", "dying"), PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"
+    )
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == HALTED
+    assert f"continue it by: python {ROOT}/train.py resume=" in done.stdout

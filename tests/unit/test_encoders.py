@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import gymnasium as gym
@@ -17,8 +18,9 @@ from collectors.environments.specs import observation_codec
 from collectors.environments.stepper import sample_allowed
 from collectors.environments.trees import as_tensors
 from collectors.rollouts.rollout import Rollout
-from learning import CNN, IMPALA, MLP, PPO, make_actor_critic, make_policy
+from learning import CNN, IMPALA, MLP, PPO, RNN, make_actor_critic, make_policy
 from learning.encoders import feature_size
+from learning.making import explained
 from learning.networks import Network
 
 IMAGE = spaces.Box(0, 255, (4, 40, 44), "uint8")
@@ -80,7 +82,10 @@ def test_a_channel_may_come_first_or_last() -> None:
     ("space", "said"),
     [
         (spaces.Box(-1, 1, (5,)), "observations have none: policy=mlp"),
-        (spaces.Box(0, 255, (20, 20, 3), "uint8"), "20 × 20 is too small"),
+        (
+            spaces.Box(0, 255, (20, 20, 3), "uint8"),
+            "at least 36 × 36, and observations have one of 20 × 20 × 3: policy=mlp",
+        ),
     ],
 )
 def test_convolutions_need_images_that_are_large_enough(space: spaces.Space, said: str) -> None:
@@ -88,8 +93,47 @@ def test_convolutions_need_images_that_are_large_enough(space: spaces.Space, sai
         CNN(observation_codec(space).spec)
 
 
+def test_images_that_are_too_small_for_convolutions_are_vectors() -> None:
+    small = spaces.Box(0, 255, (7, 7, 3), "uint8")
+    spec = observation_codec(spaces.Dict({"large": IMAGE, "small": small})).spec
+    assert feature_size(CNN(spec), spec) == 512 + 7 * 7 * 3
+    for alone, encoder in ((observation_codec(small).spec, MLP), (spec, CNN)):
+        network = RNN(alone, size=8)
+        assert isinstance(network.encoder, encoder)
+
+
+class DropsDimensions(MLP):
+    def forward(self, observation: Any) -> Any:
+        return super().forward(observation.reshape(-1, observation.shape[-1]))
+
+
+def test_a_network_that_drops_the_leading_dimensions_is_refused_at_the_start() -> None:
+    spec = observation_codec(spaces.Box(-1, 1, (5,))).spec
+    with pytest.raises(ValueError, match=r"leading dimensions \[2, 3\], and it gave \[6, 64\]"):
+        make_actor_critic(DropsDimensions, spec, GymEnv(Bandit).action_spec)
+
+
+def test_an_error_about_uint8_says_what_to_do_and_where() -> None:
+    spec = observation_codec(IMAGE).spec
+    network = torch.nn.Sequential(torch.nn.Flatten(-3), torch.nn.Linear(4 * 40 * 44, 8))
+    with pytest.raises(RuntimeError) as raised:
+        make_actor_critic(lambda _: Calls(network), spec, GymEnv(Bandit).action_spec)
+    said = explained(raised.value, spec)
+    assert re.search(r"; in \S*test_encoders\.py, line \d+: return self\.network\(observation\); ", said)
+    assert said.endswith("observation is uint8, and a network converts it: .float() / 255")
+
+
+class Calls(torch.nn.Module):
+    def __init__(self, network: torch.nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, observation: Any) -> Any:
+        return self.network(observation)
+
+
 def test_a_network_that_gives_no_features_is_named() -> None:
-    with pytest.raises(ValueError, match=r"Identity has to give one vector of features .* it gave \[2, 4, 40, 44\]"):
+    with pytest.raises(ValueError, match=r"has to give one vector of features .* it gave \[2, 3, 4, 40, 44\]"):
         make_actor_critic(lambda spec: torch.nn.Identity(), observation_codec(IMAGE).spec, GymEnv(Bandit).action_spec)
 
 
@@ -140,6 +184,41 @@ def test_learners_take_images_and_observations_of_several_parts(learner: Any, ne
     stats = learner(policy, critic, epochs=1, minibatch_size=8).update(env.rollout(16, policy))
     assert all(np.isfinite(value) for value in stats.values())
     assert all(not torch.equal(*pair) for pair in zip(before, policy.parameters(), strict=True))
+
+
+class Stuck(Bandit):
+    """Its second episode begins with a mask in which the second choice has no option."""
+
+    episodes = 0
+
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+        self.episodes += 1
+        observation, info = super().reset(**options)
+        return observation, info if self.episodes == 1 else {"action_mask": np.array([1, 1, 1, 0, 0])}
+
+
+@pytest.mark.parametrize("init_random_frames", [0, 1000])
+def test_a_mask_without_a_possible_action_is_an_error_that_names_environment_and_step(init_random_frames: int) -> None:
+    env = GymEnv(lambda: ActionMask(Stuck()), 2, seed=0)
+    policy, _ = make_actor_critic(MLP, env.observation_spec["observation"], env.action_spec)
+    rollout = Rollout(env, policy, init_random_frames=init_random_frames)
+    rollout.collect(rollout.buffer(1))  # the first episode
+    with pytest.raises(ValueError, match=r'the "action_mask" of environment 0 of this worker .* step 0 of its'):
+        rollout.collect(rollout.buffer(1))
+
+
+@pytest.mark.parametrize(("learner", "network"), [(PPO, MLP), (PPO, RNN), (IMPALA, MLP)])
+def test_learners_refuse_a_mask_without_a_possible_action(learner: Any, network: Any) -> None:
+    env = GymEnv(lambda: ActionMask(Bandit()), 2, seed=0)
+    policy, critic = make_actor_critic(network, env.observation_spec["observation"], env.action_spec)
+    batch = env.rollout(16, policy)
+    batch["observation", "action_mask"][1, 3, 3:] = 0
+    with pytest.raises(ValueError, match=r"the action mask of 1 frame\(s\) of the batch allows no action"):
+        learner(policy, critic, epochs=1, minibatch_size=8).update(batch)
+    batch["mask"] = torch.ones(2, 16, dtype=torch.bool).index_put(
+        (torch.tensor(1), torch.tensor(3)), torch.tensor(False)
+    )
+    learner(policy, critic, epochs=1, minibatch_size=8).update(batch)
 
 
 def test_a_mask_has_an_element_for_each_option() -> None:

@@ -6,7 +6,7 @@ from tensordict import TensorDict
 
 from collectors.staleness import Staleness
 from learning.progress import WINDOW, Progress
-from learning.summary import summarise, verdict
+from learning.summary import return_text, summarise, verdict
 from wsync import SyncMetrics, SyncReport
 from wsync.types import PHASES
 
@@ -40,6 +40,36 @@ def test_solved_takes_a_hundred_episodes() -> None:
     assert progress.solved(475)
     assert not progress.solved(501)
     assert not progress.solved(None)
+
+
+def test_solved_is_to_have_been_reached_once_and_a_resumed_run_keeps_that() -> None:
+    progress = Progress()
+    progress.collected(batch(torch.full((WINDOW,), 0.86)), 1)
+    progress.note_solved(0.85)
+    again = Progress()
+    again.load_state_dict(progress.state_dict())
+    again.collected(batch(torch.full((WINDOW,), 0.8)), 1)
+    again.note_solved(0.85)
+    for status in ("failed", "finished", "interrupted"):
+        told = summarise(status, again, 0.85, SyncMetrics(""))
+        assert (told["solved"], told["solved_after_frames"]) == (True, 100)
+        assert told["verdict"].startswith(f"{status.capitalize()} after 200 frames in ")
+        assert "mean return 0.800 over the last 100 episodes; 0.85 counts as solved, first reached after 100" in str(
+            told
+        )
+    assert again.solved_after(0.9) is None  # another threshold
+
+
+@pytest.mark.parametrize(
+    ("value", "solved_at", "text"),
+    [
+        (0.8586, 0.85, "0.859"), (474.96, 475.0, "475.0"), (-0.391, None, "-0.391"), (12.34, None, "12.3"),
+        (-162.1, -200.0, "-162.1"), (1234.5, None, "1,234.5"), (0.0, None, "0.0"), (1e-9, None, "0.000000"),
+        (None, 1.0, "–"), (float("nan"), None, "nan"),
+    ],
+)  # fmt: skip
+def test_returns_have_three_significant_digits(value: float | None, solved_at: float | None, text: str) -> None:
+    assert return_text(value, solved_at) == text
 
 
 def test_masked_frames_do_not_count() -> None:
@@ -93,7 +123,8 @@ def test_counters_survive_a_checkpoint() -> None:
     assert again.staleness_mean == 3.0
     assert again.first_mean == progress.first_mean
     assert 0 < again.seconds <= progress.seconds
-    assert again.frames_per_second == 0  # this process has collected none yet
+    assert again.frames_per_second == pytest.approx(150 / again.seconds)  # of the whole run
+    assert again.resumes == 1
 
 
 def test_the_verdict_on_a_control_names_the_version_that_acted() -> None:
@@ -101,7 +132,8 @@ def test_the_verdict_on_a_control_names_the_version_that_acted() -> None:
     for _ in range(3):
         progress.collected(batch(torch.full((WINDOW,), 20.0), 0), 0)
     summary = summarise("finished", progress, 475.0, SyncMetrics("none"))
-    assert "Finished, not solved, after 300 frames" in summary["verdict"]
+    assert "Finished after 300 frames" in summary["verdict"]
+    assert "475 counts as solved, and was not reached" in summary["verdict"]
     assert "Nothing reached the workers: version 0 acted in all frames" in summary["verdict"]
     assert "it did not learn: mean return 20.0 at the start, 20.0 at the end" in summary["verdict"]
     assert summary["weight_sync"]["latency_us"] == {"p50": None, "p95": None, "p99": None, "max": None}

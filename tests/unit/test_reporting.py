@@ -4,6 +4,7 @@ import io
 import json
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from learning.reporting.sweep import report, table_rows
 from learning.reporting.sweep_plots import latencies, over_setting, returns
 from learning.reporting.sweep_runs import columns, groups, numeric_setting, read_runs
 from learning.reporting.wandb_logger import WandbLogger, flat, logged_in
+from learning.resuming import resume_command
 from learning.summary import summarise
 from wsync import SyncMetrics, SyncReport
 
@@ -95,7 +97,8 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     reporter = ConsoleReporter("CartPole", 4096, Console(file=out, width=100), interval=0.0)
     told(reporter, folder, [row(1), row(2)], summary())
     lines = out.getvalue().splitlines()
-    figures = "frames/s 10,240 | return 20.0 | sync p50 100 µs | version 1 | staleness 0.5 (max 2) | too old 3 batches"
+    figures = "frames/s 10,240 | return 20.0 (3 episodes) | sync p50 100 µs | version 1 | staleness 0.5 (max 2)"
+    figures += " | too old 3 batches"
     assert f"frames 1,024/4,096 | {figures}" in lines
     assert len([line for line in lines if line.startswith("frames ")]) == 2
     assert "\x1b" not in out.getvalue()
@@ -247,7 +250,7 @@ def test_a_sweep_is_compared_among_runs_that_are_alike_but_for_the_seed(tmp_path
             rows = [row(workers + seed)]  # of which the latency is 100 µs more
             swept(tmp_path, f"num_workers={workers}", f"seed={seed}", "weight_sync=shared_mem", rows=rows)
     runs, _ = read_runs(tmp_path)
-    assert list(groups(runs)) == ["shared_mem num_workers=2", "shared_mem num_workers=8"]
+    assert list(groups(runs)) == ["num_workers=2", "num_workers=8"]
     medians = [cells[:3] for cells, is_median in table_rows(runs) if is_median]
     assert medians == [["shared_mem", "2", "median"], ["shared_mem", "8", "median"]]
     report(tmp_path, Console(file=io.StringIO()))
@@ -349,6 +352,56 @@ def test_a_run_that_cannot_be_read_is_left_out_and_named(tmp_path: Path) -> None
         assert line.startswith(f"left out: {tmp_path}/{number}-run{why}")
     assert out.getvalue().startswith("1 run ")
     assert (tmp_path / "sweep.html").read_text().count("<p>Left out: ") == 7
+
+
+def test_the_mean_begins_at_the_hundredth_episode_and_events_are_marked(tmp_path: Path) -> None:
+    rows = [row(n) for n in range(1, 60)]
+    rows = [replace(one, worker_failures=one.frames > 20_000, resumes=one.frames > 30_000) for one in rows]
+    told(RunFiles(), tmp_path, rows, summary())
+    figure = learning_curve(list(read_rows(tmp_path)), summary())
+    figure.savefig(tmp_path / "curve.png")
+    (ax,), (legend,) = figure.axes, figure.legends
+    drawn = {str(line.get_label()): list(line.get_xdata()) for line in ax.get_lines()}
+    assert drawn["mean of the last 100"][0] == 34 * 1024  # with 3 episodes in each row
+    assert (drawn["a worker failed"], drawn["resumed"]) == ([20 * 1024], [30 * 1024] * 2)
+    assert not legend.get_window_extent().overlaps(ax.get_window_extent())
+    assert "mean of all so far, fewer than 100" in str(
+        [
+            line.get_label()
+            for line in learning_curve([one.as_dict() for one in rows[:5]], summary()).axes[0].get_lines()
+        ]
+    )
+
+
+def test_long_numbers_are_short_in_a_legend_and_ticks_keep_apart(tmp_path: Path) -> None:
+    for lr in ("0.0004831280123456", "0.0002781200098765", "0.00981", "0.0008461234567", "1e-4"):
+        swept(tmp_path, "num_workers=2", "seed=0", f"algorithm.lr={lr}", "env=goal", rows=[row(1)])
+    runs, _ = read_runs(tmp_path)
+    values = ["1e-4", "0.000278", "0.000483", "0.000846", "0.00981"]
+    assert list(groups(runs)) == [f"algorithm.lr={value}" for value in values]
+    for each in runs:
+        each.summary["episode_return_mean_100"] = 20.0
+    figure = over_setting(groups(runs))
+    figure.savefig(tmp_path / "setting.png")
+    extents = [text.get_window_extent() for text in figure.axes[0].get_xticklabels()]
+    assert len(extents) > 1 and all(one.x1 < two.x0 for one, two in pairwise(extents))
+    swept(tmp_path, "num_workers=2", "seed=0", "algorithm.lr=0.0004831280123999", "env=goal", rows=[row(1)])
+    assert "algorithm.lr=0.0004831280123999" in groups(read_runs(tmp_path)[0])  # not the same as another one
+
+
+def test_a_prefix_the_resume_and_the_command_that_continues(tmp_path: Path) -> None:
+    out = io.StringIO()
+    (tmp_path / "checkpoint.pt").touch()
+    reporter = ConsoleReporter(
+        "CartPole", 4096, Console(file=out, width=100), 0.0, solved_at=0.85, resumed="resumed from o/x at 5 frames",
+        resume_command="python train.py resume=", prefix="[3] ",
+    )  # fmt: skip
+    told(reporter, tmp_path, [row(1)], summary(status="interrupted"))
+    lines = out.getvalue().splitlines()
+    assert "[3] resumed from o/x at 5 frames" in lines
+    assert f"[3] continue it by: python train.py resume={tmp_path}" in lines
+    assert any(line.startswith("[3] frames 1,024/4,096 | ") and "return 20.000 (3 episodes)" in line for line in lines)
+    assert resume_command(["train.py", "--config-dir", "my", "env=goal"]) == "python train.py --config-dir my resume="
 
 
 def test_units() -> None:

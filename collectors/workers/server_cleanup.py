@@ -1,0 +1,20 @@
+"""Preloaded by the fork server of ``train.py``: the server removes the folder of its socket when it ends.
+
+It ends after the process that has started it and all workers, however these have ended: by a second Ctrl-C or SIGKILL,
+for example, after which Python removes nothing.
+"""
+
+import atexit
+import os
+import shutil
+
+FOLDER = "WSYNC_FORK_SERVER_FOLDER"  # environment variable of the server
+
+
+def _remove(folder: str, server: int) -> None:
+    if os.getpid() == server:  # not a process that was forked from it
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if _folder := os.environ.pop(FOLDER, None):
+    atexit.register(_remove, _folder, os.getpid())
