@@ -42,7 +42,7 @@ def test_shared_memory_full(cell: Cell, backend: BuiltIn, backend_name: str) -> 
 def test_shared_memory_full_in_a_run(cell: Cell, backend: BuiltIn, backend_name: str) -> None:
     """Memory runs out between two updates, when the workers have different versions and another slot is needed. The
     send says so, they keep what they have, and with memory again the next one works."""
-    if backend_name not in ("shared_mem", "shared_mem-published"):
+    if backend_name not in ARENAS:
         pytest.skip("it needs no more shared memory than it has allocated at connect")
     with backend.connected(make=Large) as session:
         session.send(2, worker_ids=0)

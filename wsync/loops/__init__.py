@@ -8,6 +8,7 @@ made here, once, at import; no caller depends on it. In Python a small update ta
 from __future__ import annotations
 
 import os
+import platform
 import warnings
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -55,6 +56,13 @@ def _load() -> ModuleType | None:
 _compiled = _load()
 COMPILED = _compiled is not None
 """Whether the compiled classes were chosen; for information."""
+
+if not COMPILED and platform.machine() not in ("x86_64", "AMD64"):
+    warnings.warn(
+        f"wsync's compiled code is not used: on {platform.machine()} a forward may then see weights of two versions in "
+        "shared memory, because the processor reorders what Python stores (see wsync/loops/words.py)",
+        stacklevel=2,
+    )
 
 if TYPE_CHECKING or _compiled is None:
     from wsync.loops.arena_writer import ArenaWriter
