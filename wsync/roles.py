@@ -233,7 +233,7 @@ class ReceiverRole(Role):
             raise ValueError("worker_idx is missing: give it to init_on_receiver() or connect()")
         self.receiver.connect(index, timeout)
         if not acknowledges:
-            self.receiver.wake_only_for_receive()  # without a message, the next forward installs the update
+            self.receiver.limit_wakeups_to_receive()  # without a message, the next forward installs the update
 
     @property
     def worker_idx(self) -> int | None:
@@ -256,7 +256,7 @@ class ReceiverRole(Role):
 
     def make_writable(self) -> None:
         """See ``Role``."""
-        self.receiver.copy_to_own_memory(stay_unbound=True)
+        self.receiver.make_writable()
 
     def close(self) -> None:
         """See ``Role``.
