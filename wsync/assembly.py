@@ -17,6 +17,7 @@ from wsync.receiving.cascade import cascade_of
 from wsync.receiving.channel import WorkerSideChannel
 from wsync.receiving.install_policy import InstallOnRequest
 from wsync.receiving.readers import ReaderFactory
+from wsync.receiving.updating import ModelUpdater
 from wsync.roles import SenderRole
 from wsync.sender import Sender
 from wsync.sending.channel import SenderSideChannel
@@ -145,9 +146,9 @@ def make_receiver(
 def connect_in_process(scheme: WeightSyncScheme, model_id: str, model: nn.Module, source: Any) -> SenderRole:
     """Return the role of a scheme with both ends in this process, connected."""
 
-    def connected() -> Receiver:  # called by sender.connect()
+    def connected() -> ModelUpdater:  # called by sender.connect()
         receiver.connect(0, scheme.timeout)
-        return receiver
+        return receiver.updater
 
     channel = InProcessChannel(connected)
     destination = Destination(model, transform=compose(scheme.receive_transform, "receive_transform"))

@@ -241,7 +241,7 @@ class ReceiverRole(Role):
         if not acknowledges:
             # The sender need not wake this worker: its next forward installs the update. Only a thread that waits in
             # receive() has to be woken.
-            self.receiver.wake_only_for_receive()
+            self.receiver.limit_wakeups_to_receive()
 
     @property
     def worker_idx(self) -> int | None:
@@ -264,7 +264,7 @@ class ReceiverRole(Role):
 
     def make_writable(self) -> None:
         """See ``Role``."""
-        self.receiver.copy_to_own_memory(stay_unbound=True)
+        self.receiver.make_writable()
 
     def close(self) -> None:
         """See ``Role``.

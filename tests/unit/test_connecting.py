@@ -130,6 +130,19 @@ def test_receive_after_a_connect_that_failed_raises() -> None:
         assert not worker.finished
 
 
+def test_receive_after_a_connect_that_could_not_begin_raises() -> None:
+    def break_(sender: Connection) -> None:
+        raise wsync.NotConnected("no network")
+
+    with Scripted(break_) as worker:
+        worker.init_on_receiver("policy", model=nn.Linear(2, 2), worker_idx=0)
+        receiver = worker._role.as_receiver("test").receiver
+        with pytest.raises(wsync.NotConnected, match="no network"):
+            receiver.begin_connect(0, 30.0)
+        with pytest.raises(wsync.NotConnected, match="call connect"):
+            worker.receive(None)
+
+
 def test_a_worker_that_lost_its_sender_connects_again() -> None:
     ends: list[Connection] = []
 

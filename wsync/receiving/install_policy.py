@@ -48,19 +48,13 @@ class InstallOnArrival:
         Called inside the gate, by the receiver thread.
         """
 
-    def wake(self) -> None:
-        """Wake the threads that wait for a version: one was installed or refused, or the connection has ended.
-
-        Called by any thread.
-        """
-
 
 class InstallOnRequest:
     """Installs updates in ``install_newest``, and before a forward if the model is over ``max_staleness`` behind.
 
-    It is the ``GateHook`` of the model, and calls the hook that installs updates when one is to be installed. A version
-    in the arena, or in a store that is watched, is at hand. Others are requested from the sender: a thread then waits
-    until the receiver thread has installed the version. A forward that waits has left the gate meanwhile, because the
+    It is the ``GateHook`` of the model, and calls the hook that installs updates when one is to be installed. Versions
+    in the arena or in a watched store can be installed at once. Any other version is requested from the sender, and the
+    thread waits until the receiver thread has installed it. While a forward waits it leaves the gate, because the
     receiver thread needs it; afterwards the gate calls all hooks again. A thread in a block of
     ``without_waiting_for_versions`` requests nothing.
 
@@ -69,7 +63,7 @@ class InstallOnRequest:
 
     Args:
         channel: the connection to the sender.
-        state: has the version of the model, and whether the sender has gone.
+        state: has the version of the model, and whether the connection has ended; it reports each change.
         max_staleness: how many versions the model may be behind when a forward starts; None for no limit.
         timeout: seconds that a forward waits for a version; None for no limit.
     """
@@ -81,6 +75,7 @@ class InstallOnRequest:
     ) -> None:
         self._channel = channel
         self._state = state
+        state.on_change = self._wake
         self._max_staleness = max_staleness
         self._timeout = timeout
         self._updater: GateHook | None = None
@@ -119,7 +114,7 @@ class InstallOnRequest:
         request = self._channel.request_newest()
         if not request:
             return False
-        self._gate_lock.depth = 0  # as outside: for a thread that enters meanwhile, the gate calls the hooks
+        self._gate_lock.depth = 0  # so that a thread that enters while this one waits calls the hooks
         try:
             arrived = self._await(request, self._timeout)
         finally:
@@ -186,9 +181,9 @@ class InstallOnRequest:
     def on_newest(self, version: int, request: int) -> None:
         """See ``InstallOnArrival``."""
         self._answered = max(self._answered, (request, version))
-        self.wake()
+        self._wake()
 
-    def wake(self) -> None:
-        """See ``InstallOnArrival``."""
+    def _wake(self) -> None:
+        """Wake the waiting threads. Called by any thread, inside the gate or outside: waits for a running forward."""
         with self._gate_lock.lock:
             self._changed.notify_all()

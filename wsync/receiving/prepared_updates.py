@@ -3,51 +3,45 @@
 from __future__ import annotations
 
 import os
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from wsync.types import Update
 
+if TYPE_CHECKING:
+    from wsync.receiving.updating import ModelUpdater
 
-class UpdateReceiver(Protocol):
-    """A ``Receiver``, as a commit needs it."""
-
-    def install(self, update: Update) -> None:
-        """Install a committed update in the model. Called inside the gate."""
-        ...
-
-
-updates_by_transaction: dict[int, list[tuple[UpdateReceiver, Update]]] = {}
+updates_by_transaction: dict[int, list[tuple[ModelUpdater, Update]]] = {}
 os.register_at_fork(after_in_child=updates_by_transaction.clear)
 
 
-def keep(transaction: int, receiver: UpdateReceiver, update: Update) -> None:
+def keep(transaction: int, updater: ModelUpdater, update: Update) -> None:
     """Keep an update until its transaction is committed or aborted."""
-    updates_by_transaction.setdefault(transaction, []).append((receiver, update))
+    updates_by_transaction.setdefault(transaction, []).append((updater, update))
 
 
 def decide(transaction: int, commit: bool) -> None:
     """Install all updates of a transaction (``commit``), or drop them."""
-    for receiver, update in updates_by_transaction.pop(transaction, []):
+    for updater, update in updates_by_transaction.pop(transaction, []):
         if commit:
-            receiver.install(update)
+            updater.install(update)
 
 
-def commit_if_prepared(receiver: UpdateReceiver, version: int) -> bool:
-    """Commit the transaction in which ``version`` of ``receiver`` is prepared, if there is one.
+def commit_if_prepared(updater: ModelUpdater, version: int) -> bool:
+    """Commit the transaction in which ``version`` of ``updater`` is prepared, if there is one.
 
     Returns:
-        True if it has been committed: the updates of all its receivers are installed. False if there is none.
+        True if it has been committed: the updates of all its models are installed. False if there is none.
     """
     for transaction, updates in updates_by_transaction.items():
-        if any(one is receiver and update.version == version for one, update in updates):
+        if any(one is updater and update.version == version for one, update in updates):
             decide(transaction, commit=True)
             return True
     return False
 
 
-def forget(receiver: UpdateReceiver) -> None:
-    """Drop all updates of a receiver that is closed."""
+def forget(updater: ModelUpdater) -> None:
+    """Drop all updates of an updater that is released."""
     for transaction, updates in list(updates_by_transaction.items()):
-        updates[:] = [(one, update) for one, update in updates if one is not receiver]
+        updates[:] = [(one, update) for one, update in updates if one is not updater]
         if not updates:
             del updates_by_transaction[transaction]

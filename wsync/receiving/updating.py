@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from wsync.errors import NotConnected, WeightSyncError, error_of
+from wsync.errors import WeightSyncError, error_of
 from wsync.gate import process_gate
 from wsync.receiving import prepared_updates
 from wsync.receiving.cascade import Cascade
@@ -30,8 +30,11 @@ from wsync.weights.targets import Destination, Target
 MakeInstallPolicy = Callable[[VersionState], InstallOnArrival | InstallOnRequest]
 
 
-class ModelUpdater(VersionState):
-    """Installs what a channel delivers in one model, and answers the sender. The base of ``Receiver``.
+class ModelUpdater:
+    """Installs what a channel delivers in one model, and answers the sender.
+
+    A ``GateHook`` and a ``MessageHandler``. With the arena, a ``WorkerSlot`` is called in its place, and calls it for
+    the updates that the fast path does not install: it is the ``SlotReceiver`` of that ``WorkerSlot``.
 
     Args:
         destination: what takes the weights.
@@ -42,8 +45,13 @@ class ModelUpdater(VersionState):
 
     Attributes:
         destination: as given.
+        install_policy: as made.
+        state: what is known about versions and the connection.
         worker_idx: the worker's index; -1 before ``connect``.
-        announced_at: see ``wsync.loops.worker_slot.SlotReceiver``.
+        error: the traceback of the last install; empty if it did not raise.
+        version, waiting: see ``SlotReceiver``. Changed by ``state``, or by the ``WorkerSlot``.
+        unbound_at_version: while the model has this version, it is not bound to registered buffers.
+        announced_at: see ``SlotReceiver``. Set outside the gate by the thread in ``process``, read and cleared inside.
     """
 
     def __init__(
@@ -53,16 +61,21 @@ class ModelUpdater(VersionState):
         make_install_policy: MakeInstallPolicy,
         cascade: Cascade | None,
     ) -> None:
-        super().__init__(channel)
         self.destination = destination
         self.worker_idx = -1
+        self.version = 0
+        self.waiting = 0
+        self.unbound_at_version = -1
         self.announced_at = 0.0
-        self._install_policy = make_install_policy(self)
-        self._target: Target | None = None  # made for the layout of the connection
+        self.error = ""
+        self.state = VersionState(self, channel)
+        self.install_policy = make_install_policy(self.state)
+        self._channel = channel
         self._cascade = cascade
-        self._error = ""  # of the last install
+        self._target: Target | None = None  # made for the layout of the connection
 
-    # --- called inside the gate, by the thread that enters it from outside: acting or receiver thread mostly ---
+    # --- called inside the gate, by the thread that enters it: usually the acting or the receiver thread, but also one
+    # that connects, is in ``receive`` or ``pull``, or (with both ends in one process) sends
 
     def poll_update(self) -> bool:
         """Install the version that the next forward must use. Implements ``wsync.loops.gate_lock.GateHook``.
@@ -78,7 +91,7 @@ class ModelUpdater(VersionState):
         return False
 
     def leaving_gate(self) -> None:
-        """Release what the forward used. Implements ``wsync.loops.gate_lock.GateHook``."""
+        """Tell the arena that the forward no longer reads its slot. Implements ``wsync.loops.gate_lock.GateHook``."""
         arena = self._channel.arena
         if arena is not None:
             arena.leaving_gate()
@@ -87,23 +100,22 @@ class ModelUpdater(VersionState):
         """Install and acknowledge the update. If that fails, the model is unchanged and the sender gets the error."""
         started = time.perf_counter()
         wait = started - self.announced_at if self.announced_at else 0.0
-        self._error = error_of(self._install, update)
-        self._channel.on_installed(update, self._error)
-        arena, target = self._channel.arena, self._target
-        if arena is not None and isinstance(target, Binding) and not (self._error or update.extra or self._cascade):
-            arena.enable_fast_path(target)
+        self.error = error_of(self._install, update)
+        self._channel.on_installed(update, self.error)
+        arena, binding = self._channel.arena, self.binding
+        if arena is not None and binding is not None and not (self.error or update.extra or self._cascade):
+            arena.enable_fast_path(binding)
         self.announced_at = 0.0
-        if self._error:
-            self._refused(update.version)
+        if self.error:
+            self.state.set_failed(update.version)
         else:
-            self.set_version(update.version)
-            self._install_policy.wake()
+            self.state.set_version(update.version)
             if self._cascade is not None:
                 self._cascade.add(update)
                 return
-        if update.acknowledge or self._error:
+        if update.acknowledge or self.error:
             apply = time.perf_counter() - started
-            self._channel.answer(Ack(self.worker_idx, update.version, self._error, wait=wait, apply=apply))
+            self._channel.answer(Ack(self.worker_idx, update.version, self.error, wait=wait, apply=apply))
 
     def _install(self, update: Update) -> None:
         _require_undamaged(update)
@@ -119,69 +131,95 @@ class ModelUpdater(VersionState):
     def _target_or_create(self) -> Target:
         if self._target is None:
             layout = self._channel.layout
-            if layout is None:
-                raise NotConnected("an update arrived before its layout")
+            assert layout is not None, "a channel delivers no update before its layout"
             if self.destination.module is not None:
                 unshare(self.destination.module)
             self._target = self.destination.target(layout, bind=self._channel.binds)
-            # with the previous version's slot, a failed install can roll back
-            if self._channel.arena is not None and (self._target.may_refuse or self._install_policy.keeps_previous):
+            # Keep the previous version's slot, so that a failed install can be rolled back.
+            if self._channel.arena is not None and (self._target.may_refuse or self.install_policy.keeps_previous):
                 self._channel.arena.hold_previous()
         return self._target
 
-    # --- called outside the gate: by the receiver thread, a thread in ``pull``, or (in one process) the sender ---
+    @property
+    def binding(self) -> Binding | None:
+        """How a module takes updates; None before the first, and for other destinations."""
+        return self._target if isinstance(self._target, Binding) else None
+
+    def copy_to_own_memory(self, stay_unbound: bool = False) -> None:
+        """Copy the model into memory of its own until the next update, so that it may be written.
+
+        Called by the thread in ``apply_weights``, by the fork hook in the forking thread, or by ``ArenaReader``.
+
+        Args:
+            stay_unbound: do not bind the model to the registered buffers again before the next version.
+        """
+        if stay_unbound:
+            self.unbound_at_version = self.version
+        if self._target is not None:
+            self._target.detach()
+
+    def release(self) -> None:
+        """Drop what is prepared, and copy the model to memory of its own. Called by the thread that closes."""
+        prepared_updates.forget(self)
+        if not self.state.in_forked_child:
+            # Entering the gate may have installed an update, and so taken a slot of the arena. As the hook is detached
+            # now, leaving the gate does not release it.
+            self.leaving_gate()
+        self.copy_to_own_memory()
+        self._target = None
+
+    # --- called outside the gate, by the receiver thread, a thread that connects or is in ``pull``, or (with both ends
+    # in one process) the thread that sends
+
+    def require_fit(self) -> None:
+        """Check that the model takes the weights of the connection's layout, if that is known yet.
+
+        Raises:
+            LayoutMismatch: it does not.
+        """
+        if self._channel.layout is not None:
+            self._target_or_create()
 
     def on_readable(self) -> bool:
         """Process one message. Implements ``wsync.control.receiver_thread.MessageHandler``."""
         return self.process(self._channel.receive_event())
 
     def process(self, event: Event | None) -> bool:
-        """Process an event, if there is one, outside the gate; False when there will be no more."""
+        """Process an event, if there is one; False when there will be no more."""
         if isinstance(event, Closed):
-            self.end(finished=event.finished)
+            self.state.close(finished=event.finished)
             return False
         if event is not None:
             self.announced_at = time.perf_counter()
             process_gate().call(self._process, event)
-            self._acknowledge_after_cascade()
+            self.acknowledge_after_cascade()
         return True
-
-    def end(self, *, finished: bool) -> None:
-        """See ``VersionState``; also ends the wait of threads in ``pull`` and before a forward."""
-        super().end(finished=finished)
-        self._install_policy.wake()
 
     def _process(self, event: Event) -> None:
         # ``Published`` needs no branch: entering the gate has already called ``poll_update``, which has installed it.
         if isinstance(event, Prepare):
-            self._prepare(event)
+            error = error_of(self._check, event.update)
+            if not error:
+                prepared_updates.keep(event.transaction, self, event.update)
+            self._answer_check(event.update.version, error)
         elif isinstance(event, Decision):
             prepared_updates.decide(event.transaction, event.commit)
         elif isinstance(event, CheckLayout):
             self._answer_check(event.version, error_of(self._check_layout, event.layout))
         elif isinstance(event, Newest):
-            self._install_policy.on_newest(event.version, event.request)
+            self.install_policy.on_newest(event.version, event.request)
         elif isinstance(event, Failed):
-            self._refused(event.version)
+            self.state.set_failed(event.version)
             self._channel.answer(Ack(self.worker_idx, event.version, event.error))
         # Clear it: if the acting thread already installed this update, this timestamp must not count in the next
         # update's wait.
         self.announced_at = 0.0
 
-    def _prepare(self, event: Prepare) -> None:
-        error = error_of(self._check, event.update)
-        if not error:
-            prepared_updates.keep(event.transaction, self, event.update)
-        self._answer_check(event.update.version, error)
-
     def _answer_check(self, version: int, error: str) -> None:
         self._channel.answer(Ack(self.worker_idx, version, error), prepared=True)
 
-    def _refused(self, version: int) -> None:
-        self.refused = max(self.refused, version)
-        self._install_policy.wake()
-
-    def _acknowledge_after_cascade(self) -> None:
+    def acknowledge_after_cascade(self) -> None:
+        """Pass an installed update on to the workers of this worker, if it has any, and acknowledge it."""
         ack = self._cascade.run(self.worker_idx) if self._cascade is not None else None
         if ack is not None:
             self._channel.answer(ack)

@@ -1,44 +1,107 @@
-"""The version that a worker's model has, and the threads that wait in ``receive`` for the next one."""
+"""The version of a worker's model, how far its connection is, and the threads that wait in ``receive``."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import Any
 
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected, in_forked_child
 from wsync.gate import process_gate
+from wsync.loops.worker_slot import SlotReceiver
 from wsync.receiving.protocols import ReceiveChannel
 
 CHECK_INTERVAL = 2.0  # seconds between checks that the sender is alive, in case no message reports its end
 
 
+class Phase(Enum):
+    """How far the connection of a worker is. A connection goes from the first to one of the last two."""
+
+    NEW = auto()  # neither ``connect`` nor ``begin_connect`` was called
+    CONNECTING = auto()  # also when a worker connects again
+    OPEN = auto()
+    FINISHED = auto()  # the sender or this worker has shut down
+    LOST = auto()  # the sender died or has disconnected this worker, ``connect`` failed, or this is a forked child
+
+
 class VersionState:
-    """The version of one model in one worker, and the threads that wait for the next one. The base of ``Receiver``.
+    """The versions of one model in one worker. Threads wait here for the next one.
+
+    Which thread calls a method, and where:
+
+    - ``begin``, ``set_open`` and ``limit_wakeups_to_receive``: the thread that connects, outside the gate.
+    - ``set_version`` and ``set_failed``: the thread that has installed, inside the gate.
+    - ``close``: the receiver thread, or the thread that shuts down, outside the gate.
+    - ``wait_next``: the worker's own threads, outside the gate; while they wait, they call ``check_sender``.
+    - ``close_in_forked_child``: the fork hook in ``receiving/gated_models.py``, before the child's own code runs.
+    - the rest: any thread.
 
     Args:
+        updater: has the version that is installed, and is told how many threads wait. These are attributes of the
+            updater because a ``WorkerSlot`` uses them in each update.
         channel: the connection to the sender.
 
     Attributes:
-        version: the version that is installed in the model.
-        waiting: how many threads wait in ``receive``; installing an update has to wake them.
-        refused: the newest version that could not be installed, or did not arrive.
+        phase: of the connection.
+        failed_version: the newest version that could not be installed, or did not arrive.
+        last_returned: the version that ``wait_next`` or ``pull`` has returned last.
+        on_change: called after each change: a version was installed or has failed, or the connection has ended.
     """
 
-    def __init__(self, channel: ReceiveChannel) -> None:
-        self.version = 0
-        self.waiting = 0
-        self.refused = 0
+    def __init__(self, updater: SlotReceiver, channel: ReceiveChannel) -> None:
+        self._updater = updater
         self._channel = channel
-        self._seen = 0
-        self._wake_only_for_receive = False
-        self._closed = False
-        self._finished = False  # once closed: True after a shutdown of either end, False after a death
-        self._end_returned = False  # whether ``wait_next`` has returned None for the end
+        self.phase = Phase.NEW
+        self.failed_version = 0
+        self.last_returned = 0
+        self.on_change: Callable[[], None] = lambda: None
+        self._wakeups_only_for_receive = False
+        self._end_returned = False  # whether ``wait_next`` has returned None because the phase is FINISHED
         self._creator = os.getpid()
         self._reset_lock()
+
+    def _reset_lock(self) -> None:
+        # `with self._guard`, not `with self._changed`: Condition.__enter__ is a Python function, in which a signal
+        # handler may raise after the lock was acquired.
+        self._guard = threading.RLock()
+        self._changed = threading.Condition(self._guard)
+
+    # --- the model's version ---
+
+    @property
+    def version(self) -> int:
+        """The version that is installed in the model."""
+        return self._updater.version
+
+    @property
+    def tried(self) -> int:
+        """The newest version that was installed, or could not be."""
+        return max(self.version, self.failed_version)
+
+    def set_version(self, version: int) -> None:
+        """Record that the model has ``version``."""
+        self._updater.version = version
+        self._notify()
+
+    def set_failed(self, version: int) -> None:
+        """Record that ``version`` could not be installed, or did not arrive."""
+        self.failed_version = max(self.failed_version, version)
+        self._notify()
+
+    def _notify(self) -> None:
+        with self._guard:
+            self._changed.notify_all()
+        self.on_change()
+
+    # --- the connection ---
+
+    @property
+    def in_forked_child(self) -> bool:
+        """Whether this process is a forked child of the one that has made this object."""
+        return os.getpid() != self._creator
 
     def require_creator(self) -> None:
         """Check that this process has made this object.
@@ -46,50 +109,49 @@ class VersionState:
         Raises:
             NotConnected: it is a forked child of the one that has.
         """
-        if os.getpid() != self._creator:
+        if self.in_forked_child:
             raise in_forked_child()
-
-    def _reset_lock(self) -> None:
-        self._guard = threading.RLock()  # entered directly: a Condition may stay locked if a signal handler raises
-        self._changed = threading.Condition(self._guard)
-
-    def set_version(self, version: int) -> None:
-        """Record that the model has ``version``, and wake the threads that wait for it."""
-        with self._guard:
-            self.version = version
-            self._changed.notify_all()
-
-    def reopen(self) -> None:
-        """Record that there may be more versions: a connection is about to be made."""
-        with self._guard:
-            self._closed = self._finished = self._end_returned = False
-            self.refused = 0
-
-    def end(self, *, finished: bool) -> None:
-        """Record that there will be no more versions, and wake the threads that wait for one.
-
-        Args:
-            finished: whether an end has shut down; the first call decides.
-        """
-        with self._guard:
-            self._finished = finished if not self._closed else self._finished
-            self._closed = True
-            self._changed.notify_all()
-
-    @property
-    def tried(self) -> int:
-        """The newest version that was installed, or could not be."""
-        return max(self.version, self.refused)
 
     @property
     def closed(self) -> bool:
         """Whether there will be no more versions."""
-        return self._closed
+        return self.phase in (Phase.FINISHED, Phase.LOST)
 
-    @property
-    def finished(self) -> bool:
-        """Whether there will be no more versions because an end has shut down; False after a death."""
-        return self._closed and self._finished
+    def begin(self) -> None:
+        """Record that a connection is being made: there may be more versions."""
+        with self._guard:
+            self.phase = Phase.CONNECTING
+            self._end_returned = False
+            self.failed_version = 0
+
+    def set_open(self) -> None:
+        """Record that the worker is connected, unless the connection has ended meanwhile."""
+        with self._guard:
+            if self.phase is Phase.CONNECTING:
+                self.phase = Phase.OPEN
+
+    def close(self, *, finished: bool) -> None:
+        """Record that there will be no more versions.
+
+        Args:
+            finished: whether that is because the sender or this worker has shut down. The first call decides.
+        """
+        with self._guard:
+            if not self.closed:
+                self.phase = Phase.FINISHED if finished else Phase.LOST
+        self._notify()
+
+    def close_in_forked_child(self) -> None:
+        """Close in a forked child. The lock may be held by a thread that does not exist there."""
+        self._reset_lock()
+        self.phase = Phase.LOST
+
+    def check_sender(self) -> None:
+        """Close if the sender has died and no message has reported it."""
+        if not self._channel.sender_is_alive():
+            self.close(finished=False)
+
+    # --- waiting ---
 
     def wait_next(self, timeout: float | None, take: Callable[[], Any]) -> Any | None:
         """Wait until a version is installed that is newer than the last one taken; return what ``take()`` returns.
@@ -99,14 +161,14 @@ class VersionState:
             take: called inside the gate.
 
         Returns:
-            What ``take()`` returns; None at the timeout, and when an end has shut down.
+            What ``take()`` returns; None at the timeout, and when the sender or this worker has shut down.
 
         Raises:
-            NotConnected: the sender died, or has disconnected this worker; or a call before this one has returned None
-                because an end had shut down; or this is a forked child.
+            NotConnected: ``connect`` was not called, or has failed; or the sender died or has disconnected this worker;
+                or an earlier call has returned None because of a shutdown; or this is a forked child.
             RuntimeError: called inside the gate, where nothing is installed.
         """
-        self.require_creator()
+        self.require_begun()
         if process_gate().held_here:
             raise RuntimeError("call receive() outside any forward and any wsync.gate() block")
         deadline, end_returned = deadline_in(timeout), self._end_returned
@@ -116,63 +178,62 @@ class VersionState:
             while True:
                 self._wait_for_change(deadline)
                 taken = process_gate().call_with_deadline(deadline, self._take, take)
-                if taken is not None or self._closed or remaining(deadline) == 0.0:
+                if taken is not None or self.closed or remaining(deadline) == 0.0:
                     break  # else another thread has taken that version
         finally:
             self._add_waiting(-1)
         with self._guard:
-            if taken is None and self._closed and self.version <= self._seen:
-                if end_returned or not self._finished:
-                    raise no_more_weights(self._finished)
+            if taken is None and self.closed and self.version <= self.last_returned:
+                if end_returned or self.phase is Phase.LOST:
+                    raise self.ended()
                 self._end_returned = True
         return taken
 
+    def require_begun(self) -> None:
+        """Check that this process has called ``connect`` or ``begin_connect``: else no version would ever arrive.
+
+        Raises:
+            NotConnected: it has called neither; or it is a forked child of the one that has.
+        """
+        self.require_creator()
+        if self.phase is Phase.NEW:
+            raise NotConnected("not connected yet: call connect(worker_idx=…) before receive() and pull()")
+
+    def ended(self) -> NotConnected:
+        """Return the error of a call that waits for a version after the end of the connection."""
+        if self.phase is Phase.FINISHED:
+            return NotConnected("the sender (or this end) has shut down: there will be no more weights")
+        return NotConnected(
+            "the sender died, ended without shutdown(), or has disconnected this worker: there will be no more weights"
+        )
+
     def _take(self, take: Callable[[], Any]) -> Any | None:
-        if self.version <= self._seen:
+        if self.version <= self.last_returned:
             return None
-        taken, self._seen = take(), self.version
+        taken, self.last_returned = take(), self.version
         return taken
 
     def _wait_for_change(self, deadline: float | None) -> None:
-        """Wait until there is a newer version, the sender is gone, or the deadline has passed."""
+        """Wait until there is a newer version, the connection has ended, or the deadline has passed."""
         while True:
             left = remaining(deadline)
             with self._guard:
                 pause = CHECK_INTERVAL if left is None else min(left, CHECK_INTERVAL)
-                if self._changed.wait_for(lambda: self.version > self._seen or self._closed, pause) or left == 0.0:
+                if self._changed.wait_for(self._has_changed, pause) or left == 0.0:
                     return
             self.check_sender()
 
-    def check_sender(self) -> None:
-        """End if the sender has died and no message has reported it. Called every few seconds by waiting threads."""
-        if not self._channel.sender_is_alive():
-            self.end(finished=False)
+    def _has_changed(self) -> bool:
+        return self.version > self.last_returned or self.closed
 
-    def wake_only_for_receive(self) -> None:
-        """Have the sender wake this worker only while a thread waits in ``receive``.
-
-        Otherwise the next forward installs the update. Called once after ``connect``, by the same thread.
-        """
-        self._wake_only_for_receive = True
+    def limit_wakeups_to_receive(self) -> None:
+        """Have the sender wake this worker only while a thread waits in ``receive``: else a forward installs."""
+        self._wakeups_only_for_receive = True
         self._add_waiting(0)
 
     def _add_waiting(self, threads: int) -> None:
         with self._guard:
-            self.waiting += threads
+            self._updater.waiting += threads
             arena = self._channel.arena
-            if arena is not None and not self._closed:
-                arena.set_wakeups(self.waiting > 0 or not self._wake_only_for_receive)
-
-    def end_in_forked_child(self) -> None:
-        """End in a forked child. Its lock may be held by a thread that does not exist there."""
-        self._reset_lock()
-        self._closed = True
-
-
-def no_more_weights(finished: bool) -> NotConnected:
-    """Return the error of a call that waits for weights after the end; ``finished`` as in ``VersionState``."""
-    if finished:
-        return NotConnected("the sender (or this end) has shut down: there will be no more weights")
-    return NotConnected(
-        "the sender died, ended without shutdown(), or has disconnected this worker: there will be no more weights"
-    )
+            if arena is not None and not self.closed:
+                arena.set_wakeups(self._updater.waiting > 0 or not self._wakeups_only_for_receive)
