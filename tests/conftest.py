@@ -22,7 +22,7 @@ os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="wsync-tests-")  # no key
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
-PRELOADED_MODULES.append("collectors.worker")
+PRELOADED_MODULES.extend(["collectors.worker", "learning.config"])
 forkserver.set_forkserver_preload(PRELOADED_MODULES)  # one server starts all workers
 
 

@@ -1,5 +1,6 @@
 """The files that ``docs/backends.md`` and ``docs/unlike_ends.md`` show run as they stand there."""
 
+import json
 import os
 import re
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
@@ -54,7 +56,9 @@ def run(folder: Path, *command: str) -> str:
     ],
 )
 def test_a_program_runs(folder: Path, name: str) -> None:
-    assert run(folder, name) != ""
+    done = run_program(folder / name, folder=folder, timeout=90, PYTHONPATH=f"{ROOT}:{folder}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout != ""
 
 
 def test_every_program_is_run() -> None:
@@ -74,23 +78,30 @@ def test_files_and_sockets_pass_the_contract(folder: Path) -> None:
     assert all(f"{file}::" in printed for file in files) and "passed" in printed
 
 
+def train(folder: Path, *options: str) -> None:
+    command = [*options, "total_frames=2000", "logger=none", f"hydra.run.dir={folder}/run"]
+    done = run_program(ROOT / "train.py", *command, folder=folder, timeout=90, PYTHONPATH=f"{ROOT}:{folder}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads((folder / "run" / "summary.json").read_text())["weight_sync"]
+    assert told["scheme"] == "files" and told["updates"] > 0
+
+
 @pytest.mark.slow  # as tests/integration/test_train_own_backend.py does with files of its own
 def test_the_yaml_file_trains(folder: Path) -> None:
     (settings,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
     (folder / "my" / "weight_sync").mkdir(parents=True)
     (folder / "my" / "weight_sync" / "files.yaml").write_text(settings.replace("/tmp/weights", f"{folder}/weights"))
-    options = ["total_frames=2000", "logger=none", f"hydra.run.dir={folder}/run"]
-    run(folder, str(ROOT / "train.py"), "--config-dir", "my", "weight_sync=files", *options)
-    assert (folder / "run" / "summary.json").exists()
+    train(folder, "--config-dir", "my", "weight_sync=files")
 
 
-@pytest.mark.slow  # see above
+@pytest.mark.slow  # tests/unit/test_config_own_backend.py composes registered backends
 def test_an_entry_point_trains(folder: Path) -> None:
+    """Without a YAML file, and beside an entry point that cannot be imported."""
     (section,) = re.findall(r'```toml\n\[project\.entry-points\."([\w.]+)"\]\n', PAGE)
     info = folder / "file_backend-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: file-backend\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{section}]\nfiles = file_backend:FileScheme\n")
-    options = [f"weight_sync.folder={folder}/weights", "total_frames=2000", "logger=none"]
-    run(folder, str(ROOT / "train.py"), "weight_sync=files", *options, f"hydra.run.dir={folder}/run")
-    assert (folder / "run" / "summary.json").exists()
+    (info / "entry_points.txt").write_text(
+        f"[{section}]\nfiles = file_backend:FileScheme\nabsent = no_such_module:Scheme\n"
+    )
+    train(folder, "weight_sync=files", f"weight_sync.folder={folder}/weights")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from programs import run_program
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -31,10 +29,8 @@ def test_an_engine_of_another_class(carrier: str, precision: str, tmp_path: Path
     """The example compares the logits of each version, which a generating process has made, with a reference's."""
     if carrier == "ray":
         pytest.importorskip("ray", reason="Ray is not installed")
-    command = [sys.executable, str(ROOT / "examples" / "unlike_ends.py"), f"{carrier}-{precision}"]
-    path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    program = ROOT / "examples" / "unlike_ends.py"
+    done = run_program(program, f"{carrier}-{precision}", folder=tmp_path, timeout=110, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith(f"GPT2LMHeadModel → Engine by {carrier}, {precision}:\n")
     line = r"^version \d+: (\d+) bytes of 2675200; logits 0\.0 off the reference"

@@ -1,12 +1,10 @@
 """The README's examples run, its table of backends is complete, and its links lead somewhere."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 import wsync
 
@@ -22,10 +20,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 def test_an_example_runs(tmp_path: Path, number: int) -> None:
     script = tmp_path / "example.py"
     script.write_text(EXAMPLES[number], encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=170, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    done = run_program(script, folder=tmp_path, timeout=170, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     assert done.stderr == "" or "import ray" in EXAMPLES[number]  # Ray always writes something
     assert done.stdout != ""

@@ -5,12 +5,10 @@ The programs are in ``reference_samples/``; they run as scripts, and check what 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = sorted((Path(__file__).parent / "reference_samples").glob("*.py"))
@@ -18,11 +16,8 @@ PROGRAMS = sorted((Path(__file__).parent / "reference_samples").glob("*.py"))
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
-def test_a_sample_runs(program: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, program], capture_output=True, text=True, timeout=170, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+def test_a_sample_runs(program: Path, tmp_path: Path) -> None:
+    done = run_program(program, folder=tmp_path, timeout=170, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout != ""
     assert done.stderr == "" or "frames_per_batch=100 does not divide" in done.stderr

@@ -6,8 +6,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import run_program
 
 import wsync
 from wsync.testing import ProcessWorker, WorkerPool, commands
@@ -261,8 +260,7 @@ def test_other_weights_than_the_readers_model(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_training_through_a_store(tmp_path: Path) -> None:
     options = ["weight_sync=store", f"weight_sync.url={tmp_path}/store", "total_frames=3000", "logger=none"]
-    command = [sys.executable, str(ROOT / "train.py"), *options, f"hydra.run.dir={tmp_path}/run"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = run_program(ROOT / "train.py", *options, f"hydra.run.dir={tmp_path}/run", folder=tmp_path, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     manifest = json.loads((tmp_path / "store" / "policy" / "manifest.json").read_text())
     assert manifest["version"] > 1 and (tmp_path / "run" / "summary.json").exists()

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 from learning.summary import check_objective, objective_of
 
@@ -18,10 +19,7 @@ SHORT = ("logger=none", "collector=single", "num_envs=4", "frames_per_batch=256"
 
 
 def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *SHORT, *overrides],
-        capture_output=True, text=True, timeout=110, cwd=folder, check=False,
-    )  # fmt: skip
+    return run_program(ROOT / "train.py", *SHORT, *overrides, folder=folder, timeout=110)
 
 
 def test_the_objective_is_an_entry_of_the_summary() -> None:
@@ -60,7 +58,11 @@ def test_a_used_folder_of_a_sweep_is_refused(tmp_path: Path) -> None:
 def test_joblib_runs_jobs_with_workers_and_the_sweep_is_reported(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="needs pip install -e '.[sweep]'")
     launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "collector=multi_sync"]
-    done = run(tmp_path, *launcher, "seed=0,1", f"hydra.sweep.dir={tmp_path}/sweep", "-m")
+    command = [sys.executable, str(ROOT / "train.py"), *SHORT, *launcher, "seed=0,1", "-m"]
+    done = subprocess.run(
+        [*command, f"hydra.sweep.dir={tmp_path}/sweep"],
+        capture_output=True, text=True, timeout=110, cwd=tmp_path, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("sweep/*/summary.json"))]
     assert [(one["seed"], one["status"]) for one in told] == [(0, "finished"), (1, "finished")]

@@ -1,12 +1,10 @@
 """The folder of docs/environments.md, with a policy and an environment of a user's own, in train.py."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 from learning import checkpoint
 
@@ -16,11 +14,7 @@ NORMALIZED = ("+env.normalize_observations=true", "+env.rewards=normalized")
 
 
 def train(folder: Path, *arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *arguments],
-        capture_output=True, text=True, timeout=110, stdin=subprocess.DEVNULL, cwd=folder, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    done = run_program(ROOT / "train.py", *arguments, folder=folder, timeout=110, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
 
 

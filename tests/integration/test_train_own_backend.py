@@ -1,14 +1,13 @@
-"""A backend of a user's own in train.py: from an installed package, and from a YAML file in a config folder."""
+"""A backend of a user's own in train.py, from a YAML file in a config folder. For an entry point: ``test_docs.py``."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ("logger=none", "num_envs=4", "frames_per_batch=256", "total_frames=512")
@@ -22,11 +21,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *arguments, *QUICK],
-        capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL, cwd=folder, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    return run_program(ROOT / "train.py", *arguments, *QUICK, folder=folder, timeout=100, PYTHONPATH=str(ROOT))
 
 
 def trained(folder: Path) -> tuple[str, str]:
@@ -49,17 +44,3 @@ def test_a_yaml_file_in_a_config_folder_trains(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     runs = sorted(path.parent for path in (folder / "runs").glob("*/summary.json"))
     assert [trained(run) for run in runs] == [("files", "MultiAsyncCollector"), ("files", "MultiSyncCollector")]
-
-
-@pytest.mark.slow  # tests/unit/test_config_own_backend.py composes registered backends
-def test_an_installed_backend_trains(folder: Path) -> None:
-    """Found by its entry point: without a YAML file, and beside one that cannot be imported."""
-    package = folder / "file_backend-1.0.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: file-backend\nVersion: 1.0\n")
-    (package / "entry_points.txt").write_text(
-        "[wsync.backends]\ninstalled = file_backend:FileScheme\nabsent = no_such_module:Scheme\n"
-    )
-    done = train(folder, "weight_sync=installed", f"weight_sync.folder={folder}", f"hydra.run.dir={folder}/run")
-    assert done.returncode == 0, done.stderr
-    assert trained(folder / "run") == ("files", "MultiAsyncCollector")
