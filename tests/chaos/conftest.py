@@ -17,6 +17,9 @@ from backends import PROCESS_BACKENDS, BuiltIn
 from cells import DEADLINE, Cell, Matrix
 
 BACKENDS = [*PROCESS_BACKENDS, "rpc", "ray"]
+WITHOUT_COMMON_CODE = ("shared_mem-published", "distributed-gloo", "rpc")
+"""Backends that share neither transport nor rendezvous. A run of all tests takes these, as the contract suite has every
+backend; a run that names this folder takes all."""
 _matrix = pytest.StashKey[Matrix]()
 
 
@@ -71,12 +74,22 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The contract suite holds the main ones of these promises, and is quicker."""
     here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.slow)
+    cells = [item for item in items if here in item.path.parents and isinstance(item, pytest.Function)]
+    for item in cells:
+        item.add_marker(pytest.mark.slow)
+    if not hasattr(config.option, "reliability"):  # the option does not exist in a run of all tests
+        left_out = [item for item in cells if not runs_among_all(item)]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def runs_among_all(cell: pytest.Function) -> bool:
+    """Whether a cell runs among all tests. Ray is there where it notices the death of the trainer by itself."""
+    name = cell.callspec.params.get("backend_name", "") if hasattr(cell, "callspec") else ""
+    return name in ("", *WITHOUT_COMMON_CODE) or (name, cell.originalname) == ("ray", "test_trainer_killed")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
