@@ -62,9 +62,9 @@ def actors(count: int, *, restarts: int = 0, **given: Any) -> list[Any]:
     return [ray.remote(Worker).options(num_cpus=1, max_restarts=restarts).remote(**given) for _ in range(count)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def three(cluster: Cluster) -> Iterator[list[Any]]:
-    """One actor on each node."""
+    """One actor on each node, until ``test_several_nodes`` ends them: the actors of the tests below need the place."""
     made = actors(3)
     yield made
     for actor in made:
@@ -75,6 +75,35 @@ def test_before_ray_is_initialised() -> None:
     assert not ray.is_initialized(), "this test comes first"
     with pytest.raises(wsync.NotConnected, match=r"ray\.init"):
         wsync.RayWeightSyncScheme().init_on_sender("policy", model=nn.Linear(1, 1), num_workers=1)
+
+
+def test_process_groups_carry_the_weights_where_there_is_no_shared_memory(three: list[Any]) -> None:
+    model = nn.Linear(3, 2)
+    with wsync.RayWeightSyncScheme(timeout=60.0, shared_memory=False) as scheme:
+        scheme.init_on_sender("nets['policy']", model=model, actors=three)
+        scheme.connect()
+        assert ray.get([actor.act.remote() for actor in three]) == [pytest.approx(model.bias.tolist())] * 3
+        for value in range(2, 6):
+            nn.init.constant_(model.bias, value)
+            scheme.send()
+            assert ray.get([actor.act.remote() for actor in three]) == [[value, value]] * 3
+
+
+def test_the_address_of_the_node(three: list[Any]) -> None:
+    with wsync.RayWeightSyncScheme(timeout=60.0, host="node") as scheme:
+        scheme.init_on_sender("nets['policy']", model=nn.Linear(3, 2), actors=three)
+        scheme.connect()
+        scheme.send()
+
+
+def test_a_second_connect_leaves_connected_actors_alone(three: list[Any]) -> None:
+    model = nn.Linear(3, 2)
+    with wsync.RayWeightSyncScheme(timeout=None) as scheme:
+        scheme.init_on_sender("nets['policy']", model=model, actors=three)
+        scheme.connect()
+        nn.init.constant_(model.bias, 5)
+        scheme.connect()
+        assert ray.get([actor.act.remote() for actor in three], timeout=30) == [[5, 5]] * 3
 
 
 def test_several_nodes(three: list[Any]) -> None:
@@ -99,25 +128,8 @@ def test_several_nodes(three: list[Any]) -> None:
         scheme.send()
         assert ray.get([three[0].act.remote(), three[2].act.remote()]) == [[-1, -1]] * 2
     assert ray.get(three[0].where.remote())[2], "the actor's model is its own again"
-
-
-def test_process_groups_carry_the_weights_where_there_is_no_shared_memory(three: list[Any]) -> None:
-    model = nn.Linear(3, 2)
-    with wsync.RayWeightSyncScheme(timeout=60.0, shared_memory=False) as scheme:
-        scheme.init_on_sender("nets['policy']", model=model, actors=three)
-        scheme.connect()
-        assert ray.get([actor.act.remote() for actor in three]) == [pytest.approx(model.bias.tolist())] * 3
-        for value in range(2, 6):
-            nn.init.constant_(model.bias, value)
-            scheme.send()
-            assert ray.get([actor.act.remote() for actor in three]) == [[value, value]] * 3
-
-
-def test_the_address_of_the_node(three: list[Any]) -> None:
-    with wsync.RayWeightSyncScheme(timeout=60.0, host="node") as scheme:
-        scheme.init_on_sender("nets['policy']", model=nn.Linear(3, 2), actors=three)
-        scheme.connect()
-        scheme.send()
+    for actor in three:
+        ray.kill(actor)
 
 
 def test_an_actor_that_ray_has_started_anew(cluster: Cluster) -> None:
@@ -163,19 +175,6 @@ def test_a_readmit_that_was_given_up_does_not_undo_the_next(cluster: Cluster, tm
             ray.get(actor.act.remote())  # behind whatever it is yet to do
             scheme.send()
     ray.kill(actor)
-
-
-def test_a_second_connect_leaves_connected_actors_alone(cluster: Cluster) -> None:
-    made = actors(2)
-    model = nn.Linear(3, 2)
-    with wsync.RayWeightSyncScheme(timeout=None) as scheme:
-        scheme.init_on_sender("nets['policy']", model=model, actors=made)
-        scheme.connect()
-        nn.init.constant_(model.bias, 5)
-        scheme.connect()
-        assert ray.get([actor.act.remote() for actor in made], timeout=30) == [[5, 5]] * 2
-    for actor in made:
-        ray.kill(actor)
 
 
 def test_an_actor_that_has_another_model_by_now_joins_with_that_one(cluster: Cluster) -> None:

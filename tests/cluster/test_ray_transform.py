@@ -133,22 +133,6 @@ def test_an_encoder_in_an_actor(cluster: None) -> None:
                 torch.testing.assert_close(encoded[key], ours(raw[key]).detach())
 
 
-def test_worker_processes_that_ray_does_not_know_join_it(rewards: RayModuleTransform) -> None:
-    make = partial(GymEnv, "CartPole-v1", 2, transforms=[rewards])
-    ours = Scaled()
-    with (
-        MultiSyncCollector([make] * 2, frames_per_batch=16) as batches,
-        scheme_for(rewards, ours) as scheme,
-    ):
-        assert (next(batches)["next", "reward"] == 1).all()  # the first weights came with connect
-        for value in (2.0, 3.0):
-            nn.init.constant_(ours.weight, value)
-            scheme.send()
-            batch = next(batches)
-            assert (batch["next", "reward"] == value).all()
-            assert batch["next", "episode_return"].max() <= 24  # of the environment's own reward
-
-
 def scaled(value: float) -> Scaled:
     model = Scaled()
     nn.init.constant_(model.weight, value)
@@ -179,7 +163,6 @@ def rewards_of(collector: Any) -> list[float]:
         (Collector, "env.transform[0].module"),
         (Collector, "transform[0].module"),
         (MultiSyncCollector, "env.transform[0].module"),
-        (MultiSyncCollector, "transform[0].module"),
         (MultiAsyncCollector, "env.transform[0].module"),
         (DistributedCollector, "env.transform[0].module"),
     ],

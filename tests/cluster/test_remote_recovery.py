@@ -102,8 +102,7 @@ class Failing(Pids):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("failure", ["raise", "drop"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "failure"), [("tcp", "raise"), ("rpc", "drop"), ("ray", "drop")])
 def test_an_update_that_comes_upon_a_worker_that_raised_tells_what_it_raised(family, failure, tmp_path, caplog):
     """A call is answered when the worker has closed all that it had; the update has come upon that before."""
     for name in ("bad", "good"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,17 +24,31 @@ def pool() -> Iterator[WorkerPool]:
     pool.close()
 
 
-@pytest.fixture(params=PROCESS_BACKENDS)
+@pytest.fixture(params=["shared_mem-published", "multiprocess", "distributed-gloo"])
 def backend(request: pytest.FixtureRequest, pool: WorkerPool) -> BuiltIn:
-    """Each backend with plain processes as its workers."""
+    """Backends with plain processes as their workers, whose ends have no code of their own in common.
+
+    They bind a model to the arena, copy out of it, and receive by a process group; a send of the first waits for no
+    acknowledgement. `shared_mem` and `distributed` combine the same parts: the contract suite runs on each.
+    """
     chosen = PROCESS_BACKENDS[request.param]()
     type(chosen).pool = pool
     return chosen
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A class with ``QUICK`` is slow but for the tests that it names."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A class with ``QUICK`` is slow but for the tests that it names; of the others, one with ``PARTS`` has those of
+    these parts of the contract."""
+    left_out = set[pytest.Item]()
     for item in items:
-        quick = vars(item.cls).get("QUICK") if isinstance(item, pytest.Function) and item.cls else None
-        if quick is not None and item.function not in quick:  # pyright: ignore[reportAttributeAccessIssue]
-            item.add_marker(pytest.mark.slow)
+        if not isinstance(item, pytest.Function) or item.cls is None or "QUICK" not in vars(item.cls):
+            continue
+        function: Any = item.function
+        if function in item.cls.QUICK:
+            continue
+        item.add_marker(pytest.mark.slow)
+        parts = vars(item.cls).get("PARTS", (item.cls,))
+        if not any(hasattr(part, item.originalname) for part in parts):
+            left_out.add(item)
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=[*left_out])

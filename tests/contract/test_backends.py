@@ -62,7 +62,14 @@ class TestRay(Ray, BackendContract):
 
 @pytest.mark.timeout(300)
 class TestRayObjectStore(RayObjectStore, BackendContract):
-    QUICK: ClassVar = TestRay.QUICK
+    """The parts of the contract that depend on how weights travel. All else is as in ``TestRay``."""
+
+    QUICK: ClassVar = (
+        Delivery.test_every_calling_form_delivers_every_kind_of_tensor,
+        Updates.test_after_a_send_every_forward_uses_the_new_version,
+        Transactions.test_a_model_that_one_worker_refuses_is_installed_nowhere_nor_is_the_other,
+    )
+    PARTS: ClassVar = (Delivery, Updates, Faults, Transactions)
 
     def test_refused_updates_leave_no_memory_behind(self) -> None:
         pytest.skip("pages of Ray's object store count as memory of each process that has touched them")

@@ -69,9 +69,7 @@ def run_loop(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", ["shared_mem", *(pytest.param(one, marks=pytest.mark.slow) for one in ("multiprocess", "distributed"))]
-)
+@pytest.mark.parametrize("name", ["shared_mem", pytest.param("distributed", marks=pytest.mark.slow)])
 def test_a_shutdown_of_the_trainer_ends_the_documented_loop_without_a_traceback(tmp_path: Path, name: str) -> None:
     done = run_loop(tmp_path, name, "shutdown")
     assert (done.returncode, done.stderr) == (0, "")
