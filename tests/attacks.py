@@ -21,7 +21,6 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 import wsync
 from wsync.control import Address, seal
 
-pytestmark = pytest.mark.timeout(180)
 ATTACKER = Path(__file__).parent / "attacker.py"
 VALUE = 1234.5
 SECRET = torch.full((16,), VALUE).numpy().tobytes()

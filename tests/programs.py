@@ -53,7 +53,7 @@ def _be_script(
 
 
 def run_program(
-    program: Path, *options: str, folder: Path, timeout: float, **environment: str
+    program: Path, *options: str, folder: Path, timeout: float = 250.0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a program to its end, as ``subprocess.run`` does with ``python program``.
 
@@ -64,7 +64,7 @@ def run_program(
         program: its file.
         options: arguments of the program.
         folder: its current folder.
-        timeout: seconds until it is killed, which is an error.
+        timeout: seconds until it is killed, which is an error; no program takes as long.
         environment: in addition to this process's.
     """
     command = [str(program), *options]

@@ -200,7 +200,6 @@ def test_torchrl_is_no_part_of_the_product() -> None:
     assert not offences(product(), "torchrl")
 
 
-@pytest.mark.timeout(90)
 def test_importing_wsync_is_cheap() -> None:
     heavy = ("hydra", "omegaconf", "ray", "wandb", "gymnasium", "matplotlib")
     code = f"import sys, wsync; print([name for name in {heavy} if name in sys.modules])"

@@ -85,7 +85,7 @@ from learning import checkpoint
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 checkpoint.save(Path({str(tmp_path)!r}), {{"weights": torch.zeros(2**20)}})
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=250)
     assert done.returncode == 1
     assert "CheckpointError" in done.stderr and "could not be written" in done.stderr, done.stderr
     assert (tmp_path / checkpoint.FILE).read_bytes() == before

@@ -10,10 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
 from cells import Cell
-
-pytestmark = pytest.mark.timeout(90)
 
 NOTICE = 60.0  # seconds, so that a busy machine does not fail the test
 

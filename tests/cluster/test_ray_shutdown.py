@@ -18,7 +18,7 @@ from collectors import GymEnv, RayModuleTransform
 from collectors.distributed import RayCollector
 from collectors.distributed.ray_cluster import Cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)

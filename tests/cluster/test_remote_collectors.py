@@ -443,7 +443,7 @@ def test_other_addresses(family, host):
 def test_workers_that_others_start_join(caplog, monkeypatch):
     monkeypatch.setenv("WSYNC_AUTHKEY", "a secret of ours")
     with caplog.at_level("INFO", "collectors"), Starter() as starter:
-        with collect_with("tcp", launcher="join", timeout=40) as collector:
+        with collect_with("tcp", launcher="join", timeout=120) as collector:
             assert chosen(next(collector)) == 1.0
             collector.update_policy_weights_(policy(-1.0))
             batch = next(collector)

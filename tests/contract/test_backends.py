@@ -43,7 +43,6 @@ class TestRpc(Rpc, BackendContract):
     pass
 
 
-@pytest.mark.timeout(300)  # an actor's process takes seconds to start
 class TestRay(Ray, BackendContract):
     """In ``make test`` only what ``QUICK`` names: the tests that kill actors take seconds each."""
 
@@ -60,7 +59,6 @@ class TestRay(Ray, BackendContract):
     )
 
 
-@pytest.mark.timeout(300)
 class TestRayObjectStore(RayObjectStore, BackendContract):
     """The parts of the contract that depend on how weights travel. All else is as in ``TestRay``."""
 

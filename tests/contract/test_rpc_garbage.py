@@ -16,8 +16,6 @@ import wsync
 from wsync.testing import commands
 from wsync.testing.commands import WorkerState
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture
 def rpc() -> Iterator[Rpc]:

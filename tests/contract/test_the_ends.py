@@ -64,7 +64,7 @@ def run_loop(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str
     script = tmp_path / "loop.py"
     script.write_text(LOOP, encoding="utf-8")
     return subprocess.run(
-        [sys.executable, script, *arguments], capture_output=True, text=True, timeout=60, check=False,
+        [sys.executable, script, *arguments], capture_output=True, text=True, timeout=250, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
 

@@ -23,13 +23,11 @@ def check(tally: Tally, forwards: int) -> None:
     assert tally.versions > 20, f"too few versions were seen: {tally}"
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(("backend", "share"), ACTING.items())
 def test_no_forward_of_a_collector_is_torn(backend: str, share: int) -> None:
     check(in_collector(BACKENDS[backend], forwards=share, workers=2, mib=0.25, seconds=60.0), share)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("backend", ["shared_mem-published", "multiprocess"])  # bound to the arena, and copied from it
 def test_without_the_gate_forwards_are_torn(backend: str) -> None:
     tally = standalone(BACKENDS[backend], forwards=10**6, workers=1, mib=4.0, seconds=30.0, bypass=True)

@@ -64,7 +64,7 @@ def test_a_script_refuses_to_measure_nothing(
 
 @pytest.mark.slow
 def test_a_small_run(tmp_path):
-    done = subprocess.run(command(tmp_path, "backends=[shared_mem]"), capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command(tmp_path, "backends=[shared_mem]"), capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "results.json").read_text())
     assert [(case["kind"], case["backend"]) for case in found["cases"]] == [
@@ -146,7 +146,7 @@ def test_an_interrupt_leaves_no_process(tmp_path):
             pytest.fail(str(process.communicate()))
         found = descendants(process.pid)
     os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=250)
     assert process.returncode == 130, output + errors
     assert not [pid for pid in found if not ends(pid)]
     assert (tmp_path / "results.json").exists()

@@ -187,7 +187,7 @@ def test_one_worker_warns_of_a_policy_of_its_factory(tmp_path: Path) -> None:
     (tmp_path / "in_workers.py").write_text(IN_WORKERS, encoding="utf-8")
     folders = os.pathsep.join(map(str, (ROOT, Path(__file__).parent)))
     done = subprocess.run(
-        [sys.executable, tmp_path / "in_workers.py"], capture_output=True, text=True, timeout=60, check=False,
+        [sys.executable, tmp_path / "in_workers.py"], capture_output=True, text=True, timeout=250, check=False,
         env={**os.environ, "PYTHONPATH": folders},
     )  # fmt: skip
     assert (done.returncode, done.stderr.count("acts greedily")) == (0, 1), done.stderr

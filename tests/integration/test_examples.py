@@ -24,7 +24,7 @@ LAST_LINES = {
     "failures": "version 7 is in both workers",
     "ray_actors": "both actors act with the trainer's weights",
 }
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 def run(*command: str | Path, folder: Path, **environment: str) -> str:
@@ -41,7 +41,7 @@ def test_an_example_runs_as_a_script(name: str, tmp_path: Path) -> None:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"the example needs {NEEDS[name]}, which is not installed")
     program = FOLDER / f"{name}.py"
-    done = run_program(program, *SHORTER.get(name, ()), folder=tmp_path, timeout=280, PYTHONPATH=str(ROOT))
+    done = run_program(program, *SHORTER.get(name, ()), folder=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith(LAST_LINES.get(name, ""))
 

@@ -16,8 +16,6 @@ from torch.distributed import (
 
 import wsync
 
-pytestmark = pytest.mark.timeout(90)
-
 
 def follow(port: int, prefix: str, line: Any) -> None:
     """Follow one sender after the other, as often as it is told to, and say what each has brought."""

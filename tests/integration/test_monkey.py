@@ -20,7 +20,6 @@ from collectors.chaos import Monkey
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ("logger=none", "num_envs=4", "frames_per_batch=256", "stop_when_solved=false")
-pytestmark = pytest.mark.timeout(120)
 
 
 def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -30,7 +29,7 @@ def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
     ) as process:  # fmt: skip
-        told, complaint = process.communicate(timeout=100)
+        told, complaint = process.communicate(timeout=250)
     assert left_of(process.pid) == []
     return subprocess.CompletedProcess(process.args, process.returncode, told, complaint)
 

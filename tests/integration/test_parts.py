@@ -88,7 +88,6 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], wsync.WeightSyncScheme],
 }
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("case", CASES)
 def test_every_step_is_of_the_version_that_it_is_said_to_be_of(case: str) -> None:
     kind, make_scheme, make_policy = CASES[case]

@@ -562,7 +562,6 @@ def test_many_kills_leave_nothing_and_versions_never_go_back(kind, events, caplo
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @every_kind
 def test_a_learner_in_another_thread_updates_while_workers_die(kind, events, caplog):
     versions, over = {}, threading.Event()

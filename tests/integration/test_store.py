@@ -260,7 +260,7 @@ def test_other_weights_than_the_readers_model(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_training_through_a_store(tmp_path: Path) -> None:
     options = ["weight_sync=store", f"weight_sync.url={tmp_path}/store", "total_frames=3000", "logger=none"]
-    done = run_program(ROOT / "train.py", *options, f"hydra.run.dir={tmp_path}/run", folder=tmp_path, timeout=100)
+    done = run_program(ROOT / "train.py", *options, f"hydra.run.dir={tmp_path}/run", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     manifest = json.loads((tmp_path / "store" / "policy" / "manifest.json").read_text())
     assert manifest["version"] > 1 and (tmp_path / "run" / "summary.json").exists()

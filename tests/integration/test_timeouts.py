@@ -16,8 +16,6 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 import wsync
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(params=[1e308, math.inf, 1e8])
 def endless(request: pytest.FixtureRequest) -> float:

@@ -12,8 +12,6 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 import wsync
 from wsync import listen_on
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[TCPStore]:

@@ -31,7 +31,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def run(folder: Path, *overrides: str, **more: str) -> subprocess.CompletedProcess[str]:
     options = [*QUICK, f"hydra.run.dir={folder}", *overrides]
-    return run_program(ROOT / "train.py", *options, folder=folder, timeout=100, **more)
+    return run_program(ROOT / "train.py", *options, folder=folder, **more)
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def test_ctrl_c_stops_it_cleanly(tmp_path: Path) -> None:
         if line.startswith("frames "):
             break
     os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=250)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "Interrupted" in out and f"continue it by: python {ROOT}/train.py resume=" in out
@@ -197,7 +197,7 @@ def test_ctrl_c_during_the_imports_just_ends(tmp_path: Path) -> None:
     while "libtorch" not in maps.read_text():
         assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=250)
     assert (process.returncode, out) == (-signal.SIGINT, "")
     assert not left_of(process.pid, 30.0) and not list(temporary.iterdir())
 
@@ -215,7 +215,7 @@ def test_a_run_that_ends_at_once_leaves_no_temporary_folder(tmp_path: Path, numb
     assert process.stdout is not None and any(line.startswith("frames ") for line in process.stdout)
     for number in numbers:
         process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=250)
     assert process.returncode in (130, -signal.SIGKILL)
     assert not left_of(process.pid, 30.0) and not list(temporary.iterdir())
 
@@ -282,7 +282,7 @@ def limited(folder: Path, size: int, *overrides: str) -> subprocess.CompletedPro
     """A run for which the kernel refuses files beyond `size` as it refuses those for which there is no room."""
     return subprocess.run(
         ["prlimit", f"--fsize={size}", *command(folder, *overrides)],
-        capture_output=True, text=True, timeout=100, cwd=folder, check=False,
+        capture_output=True, text=True, timeout=250, cwd=folder, check=False,
         env=environment(PYTHONDONTWRITEBYTECODE="1"),  # Python would keep compiled modules that were cut off
     )  # fmt: skip
 

@@ -14,11 +14,10 @@ NORMALIZED = ("+env.normalize_observations=true", "+env.rewards=normalized")
 
 
 def train(folder: Path, *arguments: str) -> None:
-    done = run_program(ROOT / "train.py", *arguments, folder=folder, timeout=110, PYTHONPATH=str(ROOT))
+    done = run_program(ROOT / "train.py", *arguments, folder=folder, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.slow  # tests/unit has its parts
 def test_a_policy_and_an_environment_of_ones_own_train_and_resume_with_their_statistics(tmp_path: Path) -> None:
     for path, text in re.findall(

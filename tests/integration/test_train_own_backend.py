@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_program(ROOT / "train.py", *arguments, *QUICK, folder=folder, timeout=100, PYTHONPATH=str(ROOT))
+    return run_program(ROOT / "train.py", *arguments, *QUICK, folder=folder, PYTHONPATH=str(ROOT))
 
 
 def trained(folder: Path) -> tuple[str, str]:

@@ -18,8 +18,6 @@ from torch.distributed import (
 
 import wsync
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def group_of_two(rank: int, port: int) -> Any:
     options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]

@@ -10,7 +10,6 @@ import pytest
 
 from wsync.control import Kind, Listener, Message, SocketConnection, connect
 
-pytestmark = pytest.mark.timeout(60)
 SIZE = 8 << 20  # bytes; more than a socket takes at once
 
 

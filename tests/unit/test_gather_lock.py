@@ -14,7 +14,6 @@ import pytest
 
 from collectors.workers.gather_lock import GatherLock
 
-pytestmark = pytest.mark.timeout(60)
 PATIENCE = 5.0  # seconds
 
 

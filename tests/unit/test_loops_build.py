@@ -21,7 +21,7 @@ def test_it_was_built_where_that_is_possible() -> None:
     include = sysconfig.get_paths()["include"]
     try:
         compiles = subprocess.run(
-            [*compiler, "-fsyntax-only", "-xc", "-I", include, "-"], input=program, text=True, check=False, timeout=60
+            [*compiler, "-fsyntax-only", "-xc", "-I", include, "-"], input=program, text=True, check=False, timeout=250
         )
     except FileNotFoundError:
         pytest.skip("there is no C compiler here")
@@ -32,7 +32,7 @@ def test_it_was_built_where_that_is_possible() -> None:
 
 def test_it_can_be_switched_off() -> None:
     code = "import wsync.loops as l; assert not l.COMPILED and l.WorkerSlot.__module__ == 'wsync.loops.worker_slot'"
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "WSYNC_NATIVE": "0"}, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "WSYNC_NATIVE": "0"}, check=True, timeout=250)
 
 
 def test_a_stale_build_is_told_and_not_used() -> None:
@@ -45,4 +45,4 @@ with warnings.catch_warnings(record=True) as told:
 assert not wsync.loops.COMPILED and any("builds it again" in str(one.message) for one in told), told
 """
     environment = {name: value for name, value in os.environ.items() if name != "WSYNC_NATIVE"}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=250)

@@ -150,7 +150,7 @@ threading.Thread(target=grow).start()
 
 def test_a_thread_that_outlives_the_main_thread_maps_slots_as_before() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", GROW_AFTER_MAIN], capture_output=True, text=True, check=False, timeout=50
+        [sys.executable, "-c", GROW_AFTER_MAIN], capture_output=True, text=True, check=False, timeout=250
     )
     assert (done.stdout, done.returncode) == ("0\n", 0), done.stderr
 

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys
@@ -43,10 +41,9 @@ print("done")
 """
 
 
-@pytest.mark.timeout(100)
 def test_reads_outside_the_gate_and_installs_do_not_deadlock() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=80, check=False,
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=250, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

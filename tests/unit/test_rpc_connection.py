@@ -21,8 +21,6 @@ from wsync.control.liveness import own_identity
 from wsync.control.messages import PROTOCOL, Kind, Message
 from wsync.deadlines import deadline_in, wait_readable
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @contextmanager
 def listening(path: Path) -> Iterator[RpcListener]:

@@ -20,8 +20,6 @@ from wsync.backends.none import NoTransport
 from wsync.receiving import prepared_updates
 from wsync.sending.send_loop import SendLoop
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class FailingOnce:
     """In the place of ``WorkerConnections``: something arrives, and the first attempt to read it fails."""

@@ -362,7 +362,6 @@ def test_rewards_that_are_views_of_weights_are_those_of_the_call() -> None:
     assert batch["next", "reward"][..., 0].tolist() == [[0, 1, 2, 3]] * 2
 
 
-@pytest.mark.timeout(100)
 def test_policy_and_encoder_are_updated_together_in_worker_processes() -> None:
     class Acting(nn.Module):
         def __init__(self) -> None:
