@@ -80,7 +80,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cells = [item for item in items if here in item.path.parents and isinstance(item, pytest.Function)]
     for item in cells:
         item.add_marker(pytest.mark.slow)
-    if not hasattr(config.option, "reliability"):  # the option does not exist in a run of all tests
+    asked_for = [Path(config.invocation_params.dir, argument.partition("::")[0]) for argument in config.args]
+    if not any(path.is_relative_to(here) for path in asked_for):
         left_out = [item for item in cells if not runs_among_all(item)]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)

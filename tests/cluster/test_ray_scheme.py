@@ -11,6 +11,7 @@ import pytest
 import ray
 import torch
 from ray.cluster_utils import Cluster
+from ray_workers import START_TIMEOUT
 from torch import nn
 
 import wsync
@@ -59,7 +60,9 @@ def actors(count: int, *, restarts: int = 0, **given: Any) -> list[Any]:
         def where(self) -> tuple[str, int, bool]:
             return ray.get_runtime_context().get_node_id(), os.getpid(), type(self.nets["policy"]) is nn.Linear
 
-    return [ray.remote(Worker).options(num_cpus=1, max_restarts=restarts).remote(**given) for _ in range(count)]
+    made = [ray.remote(Worker).options(num_cpus=1, max_restarts=restarts).remote(**given) for _ in range(count)]
+    ray.get([actor.ordinary.remote() for actor in made], timeout=START_TIMEOUT)  # no timeout of a test is for imports
+    return made
 
 
 @pytest.fixture(scope="module")

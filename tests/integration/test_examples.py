@@ -40,10 +40,14 @@ def run(*command: str | Path, folder: Path, **environment: str) -> str:
 def test_an_example_runs_as_a_script(name: str, tmp_path: Path) -> None:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"the example needs {NEEDS[name]}, which is not installed")
-    program = FOLDER / f"{name}.py"
-    done = run_program(program, *SHORTER.get(name, ()), folder=tmp_path, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].startswith(LAST_LINES.get(name, ""))
+    program, options = FOLDER / f"{name}.py", SHORTER.get(name, ())
+    if name == "ray_actors":  # Ray's workers import torch themselves
+        printed = run(sys.executable, program, folder=tmp_path)
+    else:
+        done = run_program(program, *options, folder=tmp_path, timeout=280, PYTHONPATH=str(ROOT))
+        assert done.returncode == 0, done.stdout + done.stderr
+        printed = done.stdout
+    assert printed.splitlines()[-1].startswith(LAST_LINES.get(name, ""))
 
 
 def test_several_machines_under_slurm(tmp_path: Path) -> None:
