@@ -213,10 +213,11 @@ def _as_typed(overrides: Sequence[str]) -> list[str]:
 @cache
 def learner_config(target: str) -> type:
     """Return the structured config of a learner: the arguments of its class but for the networks."""
-    options = [one for one in fields(wsync.config.config_of(target)) if one.name not in ("policy", "critic")]
-    made = make_dataclass("LearnerConfig", [(one.name, one.type, field(default=one.default)) for one in options])
-    made.__doc__, made.__module__ = f"See ``{target}``.", __name__
-    return made
+    made = wsync.config.config_of(target)
+    options = [(one.name, one.type, field(default=one.default)) for one in fields(made)]
+    own = make_dataclass(made.__name__, [one for one in options if one[0] not in ("policy", "critic")])
+    own.__doc__, own.__module__ = f"See ``{target}``.", __name__
+    return own
 
 
 def register_configs(folders: Sequence[Path] = ()) -> None:
