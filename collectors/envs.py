@@ -10,7 +10,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from collectors.environments.specs import Spec, to_numpy
-from collectors.environments.stepper import Stepper, Steps
+from collectors.environments.step_wrappers import Steps
+from collectors.environments.stepper import RESULTS, Stepper
 from collectors.environments.transforms import Transform
 from collectors.environments.trees import ArrayTree, as_tensors
 from collectors.environments.vector import EnvSource, ScalarDriver, make_driver
@@ -171,15 +172,9 @@ class GymEnv:
         if action is None:
             raise KeyError(f'step needs an "action"; there are {sorted(td.keys())}')
         stepper.step(to_numpy(action))
-        columns = {
-            "reward": stepper.reward,
-            "done": stepper.done,
-            "terminated": stepper.terminated,
-            "truncated": stepper.truncated,
-            "episode_return": stepper.episode_return.astype("float32"),
-            "episode_length": stepper.episode_length,
+        successor: dict[str, Any] = {
+            name: self._tensor(getattr(stepper, name)[:, None].astype(dtype)) for name, dtype in RESULTS.items()
         }
-        successor: dict[str, Any] = {key: self._tensor(column[:, None]) for key, column in columns.items()}
         successor["observation"] = self._observation()
         if stepper.reset_step is not None:
             td.set("mask", self._tensor(~stepper.reset_step))

@@ -6,36 +6,17 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import nn
 
 import wsync
 from collectors.exploration import level_of_caller
 
+if TYPE_CHECKING:
+    from collectors.updates import WeightUpdates
+
 _TENSORDICT = wsync.WeightStrategy("tensordict")
-
-
-class UpdatedCollector(Protocol):
-    """The collector that an updater is registered with."""
-
-    num_workers: int
-    weight_sync_schemes: dict[str, wsync.WeightSyncScheme]
-
-    @property
-    def default_model_id(self) -> str:
-        """The model that the updater is for."""
-        ...
-
-    def get_model(self, model_id: str) -> nn.Module:
-        """Return the trainer's model."""
-        ...
-
-    def send_weights(
-        self, weights: Any = None, worker_ids: Any = None, *, model_id: str | None = None, wait: bool = True
-    ) -> object:
-        """Deliver weights without the updater."""
-        ...
 
 
 class WeightUpdaterBase:
@@ -66,7 +47,7 @@ class WeightUpdaterBase:
         """Return an updater for ``policy``; None: it is made by the constructor. Called for a class as argument."""
         return None
 
-    def register_collector(self, collector: UpdatedCollector) -> None:
+    def register_collector(self, collector: WeightUpdates) -> None:
         """Become the updater of ``collector``. Called once, by the collector, before its workers start.
 
         Raises:
@@ -172,7 +153,7 @@ class WeightUpdaterBase:
         weights = first if alike else dict(zip(workers, outbox.values(), strict=True))
         collector.send_weights(weights, None if to_all else workers, wait=wait)
 
-    def _registered(self) -> UpdatedCollector:
+    def _registered(self) -> WeightUpdates:
         collector = self.collector
         if collector is None:
             raise RuntimeError(f"this {type(self).__name__} has no collector: give it to one, as weight_updater")
@@ -180,7 +161,7 @@ class WeightUpdaterBase:
 
 
 def make_updater(
-    weight_updater: WeightUpdaterBase | Callable[[], WeightUpdaterBase], collector: UpdatedCollector, policy: Any
+    weight_updater: WeightUpdaterBase | Callable[[], WeightUpdaterBase], collector: WeightUpdates, policy: Any
 ) -> WeightUpdaterBase:
     """Return the updater that a collector was given, or that the given factory makes, registered with the collector.
 
@@ -212,7 +193,7 @@ class SchemeUpdater(WeightUpdaterBase):
     def __init__(self, source: Callable[[], Any] | None = None, num_workers: int | None = None) -> None:
         self._source, self._num_workers = source, num_workers
 
-    def register_collector(self, collector: UpdatedCollector) -> None:
+    def register_collector(self, collector: WeightUpdates) -> None:
         """See WeightUpdaterBase; refuse a collector with another backend or another number of workers."""
         name, model_id = type(self).__name__, collector.default_model_id
         scheme = collector.weight_sync_schemes.get(model_id)

@@ -6,7 +6,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import field, fields, make_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -30,16 +31,7 @@ from learning.actor_critic import Diverged
 from learning.checkpoint import CheckpointError
 from learning.config_errors import CONF, Parameters, one_line
 from learning.help import print_help
-from learning.options import (
-    CNNConfig,
-    IMPALAConfig,
-    MLPConfig,
-    NoLoggerConfig,
-    PPOConfig,
-    RNNConfig,
-    TrainConfig,
-    WandbConfig,
-)
+from learning.options import CNNConfig, MLPConfig, NoLoggerConfig, RNNConfig, TrainConfig, WandbConfig
 from learning.reporting.files import FolderError, writing
 from learning.reporting.sweep import report
 from learning.resuming import config_folders, is_override, override_name, resumed, stored_overrides
@@ -218,6 +210,16 @@ def _as_typed(overrides: Sequence[str]) -> list[str]:
     ]
 
 
+@cache
+def learner_config(target: str) -> type:
+    """Return the structured config of a learner: the arguments of its class but for the networks."""
+    made = wsync.config.config_of(target)
+    options = [(one.name, one.type, field(default=one.default)) for one in fields(made)]
+    own = make_dataclass(made.__name__, [one for one in options if one[0] not in ("policy", "critic")])
+    own.__doc__, own.__module__ = f"See ``{target}``.", __name__
+    return own
+
+
 def register_configs(folders: Sequence[Path] = ()) -> None:
     """Add all configs to Hydra's ConfigStore, the backends' as well; `folders` are config folders of the user."""
     wsync.config.register_configs({"timeout": "${timeout}"}, folders=[CONF, *folders])
@@ -225,7 +227,7 @@ def register_configs(folders: Sequence[Path] = ()) -> None:
     wsync.config.store_once(None, "base_train", TrainConfig)
     for name, config in (("mlp", MLPConfig), ("cnn", CNNConfig), ("rnn", RNNConfig)):
         wsync.config.store_once("policy", f"base_{name}", config)
-    wsync.config.store_once("algorithm", "base_ppo", PPOConfig)
-    wsync.config.store_once("algorithm", "base_impala", IMPALAConfig)
+    for name, target in (("ppo", "learning.PPO"), ("impala", "learning.IMPALA")):
+        wsync.config.store_once("algorithm", f"base_{name}", learner_config(target))
     wsync.config.store_once("logger", "base_wandb", WandbConfig)
     wsync.config.store_once("logger", "base_none", NoLoggerConfig)

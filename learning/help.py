@@ -82,7 +82,7 @@ def _groups(folders: Sequence[Path]) -> Iterator[tuple[str, list[str]]]:
 
 def _print_settings(console: Console, prefix: str, cfg: DictConfig) -> None:
     target = OmegaConf.select(cfg, "_target_")
-    explained = {**_explanations(get_object(target) if target else None), **_explanations(OmegaConf.get_type(cfg))}
+    explained = {**_unmarked(get_object(target) if target else None), **_unmarked(OmegaConf.get_type(cfg))}
     plain = OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
     assert isinstance(plain, dict)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -92,14 +92,14 @@ def _print_settings(console: Console, prefix: str, cfg: DictConfig) -> None:
         if isinstance(node, DictConfig) and not prefix:
             groups[name] = node
         elif not name.startswith("_"):
-            table.add_row(f"{prefix}{name}={_shown(value)}", explained.get(name, ""))
+            table.add_row(f"{prefix}{name}={shown(value)}", explained.get(name, ""))
     if prefix in _COMMON and target and OmegaConf.get_type(cfg) is dict:  # of a YAML file of the user's
         common = _COMMON[prefix]
-        texts = _explanations(common)
+        texts = _unmarked(common)
         for field in fields(common):
             if field.name in texts and field.name not in plain and field.name not in _NOT_BESIDE_A_TARGET:
                 default = field.default_factory() if field.default is MISSING else field.default  # pyright: ignore
-                table.add_row(f"+{prefix}{field.name}={_shown(default)}", texts[field.name])
+                table.add_row(f"+{prefix}{field.name}={shown(default)}", texts[field.name])
     console.print(Padding(table, (0, 0, 1, 2)))
     for group, node in groups.items():
         called = OmegaConf.select(node, "_target_") or ("gymnasium.make" if group == "env" else "")
@@ -107,12 +107,12 @@ def _print_settings(console: Console, prefix: str, cfg: DictConfig) -> None:
         _print_settings(console, f"{group}.", node)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Return a value as the command line takes it: as YAML, on one line."""
     return " ".join(yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").split())
 
 
-def _explanations(documented: Any) -> dict[str, str]:
+def explanations(documented: Any) -> dict[str, str]:
     """Return ``{name: text}`` of the sections Args and Attributes of a docstring, and of those of base classes."""
     found: dict[str, str] = {}
     for one in inspect.getmro(documented) if inspect.isclass(documented) else [documented]:
@@ -121,5 +121,10 @@ def _explanations(documented: Any) -> dict[str, str]:
             for _, body in _SECTION.findall(inspect.cleandoc(getattr(documented_here, "__doc__", None) or "") + "\n"):
                 for names, text in _ENTRY.findall(body):
                     for name in names.split(","):
-                        found.setdefault(name.strip(), " ".join(_MARKUP.sub("", text).split()))
+                        found.setdefault(name.strip(), " ".join(text.split()))
     return found
+
+
+def _unmarked(documented: Any) -> dict[str, str]:
+    """Return `explanations` without the marks of code and references."""
+    return {name: " ".join(_MARKUP.sub("", text).split()) for name, text in explanations(documented).items()}

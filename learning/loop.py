@@ -18,7 +18,7 @@ from learning.normalization import ObservationNormalizer, RewardNormalizer
 from learning.progress import Progress
 from learning.reporting import Reporter
 from learning.run import StopRequest
-from learning.summary import Failures, Limits, summarise
+from learning.summary import summarise
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase
     from torch import nn
 
+    from collectors.staleness import Staleness
+    from collectors.workers.records import Failures
     from wsync import WeightSyncScheme
 
 
@@ -33,7 +35,7 @@ class Collector(Iterable[Any], Protocol):
     """The methods of a collector that the loop uses."""
 
     failures: Failures
-    staleness: Limits
+    staleness: Staleness
 
     def interrupt(self) -> None:
         """End the wait for the current batch soon. Called from a signal handler, on the main thread, at most once."""

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, distributions, nn
+from torch.nn import functional
 
 from collectors.environments.specs import ACTION_MASK, Spec, SpecTree
 from collectors.rollouts.sampled import SampledPolicy
-from learning.distributions import MultiCategorical
 from learning.encoders import MLP, Observation, feature_size, linear
 from learning.normalization import ObservationNormalizer
 
@@ -132,20 +132,26 @@ class MultiCategoricalPolicy(CategoricalPolicy):
 
     def can_act(self, mask: Tensor) -> Tensor:
         """See Policy: whether each choice has an option."""
-        return torch.stack([part.any(-1) for part in mask.split(self.nvec, -1)], -1).all(-1)
+        return self._by_choice(mask, False).any(-1).all(-1)
 
     def choose(self, parameters: Tensor, noise: Tensor | None) -> Tensor:
         """See SampledPolicy."""
         scores = parameters if noise is None else parameters + noise
-        return torch.stack([part.argmax(-1) for part in scores.split(self.nvec, -1)], -1)
+        return self._by_choice(scores, -math.inf).argmax(-1)
 
     def log_prob(self, parameters: Tensor, action: Tensor) -> Tensor:
         """See SampledPolicy."""
-        return MultiCategorical(parameters, self.nvec).log_prob(action)
+        return self.from_parameters(parameters).log_prob(action)
 
-    def from_parameters(self, parameters: Tensor) -> distributions.Distribution:
+    def from_parameters(self, parameters: Tensor) -> distributions.Independent:
         """See Policy."""
-        return MultiCategorical(parameters, self.nvec)
+        choices = distributions.Categorical(logits=self._by_choice(parameters, -math.inf), validate_args=False)
+        return distributions.Independent(choices, 1, validate_args=False)
+
+    def _by_choice(self, options: Tensor, padding: float) -> Tensor:
+        """Return the options of each choice as a row, ``[*B, len(nvec), max(nvec)]``, padded to the longest."""
+        rows, longest = options.split(self.nvec, -1), max(self.nvec)
+        return torch.stack([functional.pad(row, (0, longest - row.shape[-1]), value=padding) for row in rows], -2)
 
 
 class GaussianPolicy(Policy):

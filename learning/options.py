@@ -1,4 +1,4 @@
-"""Structured configs of a training run, its policy, algorithm and logger."""
+"""Structured configs of a training run, its policy and logger; ``learning.config`` makes those of algorithms."""
 
 from __future__ import annotations
 
@@ -94,53 +94,6 @@ class RNNConfig(PolicyConfig):
     hidden: list[int] = field(default_factory=lambda: [64])
     activation: str = "tanh"
     shared: bool = True
-
-
-@dataclass
-class PPOConfig:
-    """See ``learning.PPO``."""
-
-    _target_: str = "learning.PPO"
-    gamma: float = 0.99
-    gae_lambda: float = 0.95
-    reward_scale: float = 1.0
-    epochs: int = 10
-    epochs_final: int | None = None
-    minibatch_size: int = 256
-    lr: float = 3e-4
-    lr_final: float | None = None
-    clip: float = 0.2
-    clip_final: float | None = None
-    anneal_frames: int = 100_000
-    value_coef: float = 0.5
-    value_clip: float | None = None
-    entropy_coef: float = 0.0
-    max_grad_norm: float = 0.5
-    target_kl: float | None = None
-    normalize_advantage: bool = True
-    adam_eps: float = 1e-5
-
-
-@dataclass
-class IMPALAConfig:
-    """See ``learning.IMPALA``."""
-
-    _target_: str = "learning.IMPALA"
-    gamma: float = 0.99
-    vtrace_lambda: float = 1.0
-    clip_rho: float = 1.0
-    clip_c: float = 1.0
-    reward_scale: float = 1.0
-    epochs: int = 1
-    epochs_final: int | None = None
-    minibatch_size: int = 512
-    lr: float = 5e-4
-    lr_final: float | None = None
-    anneal_frames: int = 100_000
-    value_coef: float = 0.5
-    entropy_coef: float = 0.01
-    max_grad_norm: float = 40.0
-    adam_eps: float = 1e-5
 
 
 @dataclass

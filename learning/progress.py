@@ -16,10 +16,15 @@ from wsync.metrics import percentile
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
-    from learning.summary import Limits
+    from collectors.staleness import Staleness
     from wsync import SyncMetrics, SyncReport
 
 WINDOW = 100  # episodes in the mean return that is compared with the threshold of a solved environment
+_SAVED = (
+    *("frames", "episodes", "acted_frames", "versions_behind", "staleness_max", "version"),
+    *("first_mean", "first_solved", "resumes"),
+)
+"""Counters that a checkpoint has as they are."""
 RECENT = 1000  # updates in a row's percentiles; the summary's are over all of them
 
 
@@ -162,7 +167,7 @@ class Progress:
         if threshold is not None and frames is not None:
             self.first_solved = frames, threshold
 
-    def collected(self, batch: TensorDictBase, version: int, limits: Limits | None = None) -> None:
+    def collected(self, batch: TensorDictBase, version: int, limits: Staleness | None = None) -> None:
         """Count a batch ``[*B, T]`` before it is learnt from; `version` is the learner's, which may not have been sent.
 
         `limits` counts what the collector has dropped in this process.
@@ -230,29 +235,15 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters as plain values."""
-        return {
-            "frames": self.frames,
-            "episodes": self.episodes,
-            "seconds": self.seconds,
-            "acted_frames": self.acted_frames,
-            "versions_behind": self.versions_behind,
-            "staleness_max": self.staleness_max,
-            "dropped": [self.dropped_batches, self.dropped_frames],
-            "version": self.version,
-            "window": list(self.window),
-            "first_mean": self.first_mean,
-            "first_solved": self.first_solved,
-            "resumes": self.resumes,
-        }
+        counters = {name: getattr(self, name) for name in _SAVED}
+        dropped = [self.dropped_batches, self.dropped_frames]
+        return {**counters, "seconds": self.seconds, "dropped": dropped, "window": list(self.window)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue counting from where `state_dict` was taken."""
-        self.frames = self.frames_before = state["frames"]
-        self.episodes = state["episodes"]
-        self.acted_frames, self.versions_behind = state["acted_frames"], state["versions_behind"]
-        self.staleness_max = state["staleness_max"]
+        for name in _SAVED:
+            setattr(self, name, state[name])
+        self.frames_before, self.seconds_before = self.frames, state["seconds"]
         self.dropped_batches, self.dropped_frames = self._dropped_before = state["dropped"]
-        self.seconds_before, self.version = state["seconds"], state["version"]
         self.window.extend(state["window"])
-        self.first_mean = state["first_mean"]
-        self.first_solved, self.resumes = state.get("first_solved"), state.get("resumes", 0) + 1
+        self.resumes += 1

@@ -4,32 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from learning.progress import WINDOW, Progress
 from wsync import SyncMetrics
 from wsync.types import PHASES
 
-
-class Failures(Protocol):
-    """Counts of worker failures; false if there were none. ``str`` gives them in words."""
-
-    def as_dict(self) -> dict[str, dict[str, int]]:
-        """Return ``{what was done: {worker: count}}``; what was done is "failed", "dropped" or "restarted"."""
-        ...
-
-    def after(self, earlier: Mapping[str, Mapping[str, int]]) -> Failures:
-        """Return these counts together with those of an earlier run, as its `as_dict` has given them."""
-        ...
-
-
-class Limits(Protocol):
-    """How far workers may run ahead and fall behind, and what was dropped; ``collectors.staleness.Staleness``."""
-
-    max_staleness: int | None
-    run_ahead: int
-    dropped_batches: int
-    dropped_frames: int
+if TYPE_CHECKING:
+    from collectors.staleness import Staleness
+    from collectors.workers.records import Failures
 
 
 _NO_UPDATE: dict[str, Any] = {
@@ -47,7 +30,7 @@ def summarise(
     metrics: SyncMetrics,
     failures: Failures | None = None,
     chaos: Mapping[str, int] | None = None,
-    limits: Limits | None = None,
+    limits: Staleness | None = None,
     started: float = 0.0,
 ) -> dict[str, Any]:
     """Return the content of ``summary.json``.

@@ -13,59 +13,22 @@ from the first step of an environment. The folder ``--out`` gets ``results.json`
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
 from bench.curves import last_mean, learning_curves
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from harness.training import PEER, Outcome, check_peer, settings_of, train, train_peer
 from rich.console import Console
 from rich.table import Table
 
-from learning.config import register_configs
-
-ROOT = Path(__file__).resolve().parent.parent
-OURS, PEER = "train.py", "stable-baselines3"
-Outcome = dict[str, Any]
+OURS = "train.py"
 Results = Mapping[str, Sequence[Outcome]]
-
-
-def settings_of(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the settings that train.py has with `overrides`, as plain values."""
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        settings = OmegaConf.to_container(compose("train", overrides=[*overrides]), resolve=True)
-    assert isinstance(settings, dict)
-    return {str(name): value for name, value in settings.items()}
-
-
-def train(overrides: Sequence[str]) -> Outcome:
-    """Run train.py once; return its returns, each with the frames at the end of its batch, its seconds and frames."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "train.py", *overrides, f"hydra.run.dir={folder}"]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-        summary = json.loads(Path(folder, "summary.json").read_text())
-    returns = [(row["frames"], value) for row in rows for value in row["episode_returns"]]
-    return {"returns": returns, "seconds": summary["seconds"], "frames": summary["frames"]}
-
-
-def train_peer(settings: Mapping[str, Any]) -> Outcome:
-    """Run the peer once with the settings of a run of train.py; return the same."""
-    command = [sys.executable, "scripts/bench/sb3_returns.py", json.dumps(settings)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def table(results: Results, title: str, last: int) -> Table:
@@ -99,9 +62,8 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Folder for the returns and the picture")] = None,
 ) -> None:
     """Measure, and print a table."""
-    if peer and find_spec("stable_baselines3") is None:
-        raise typer.BadParameter("stable-baselines3 is missing: pip install -e '.[bench]', or say --no-peer")
-    register_configs()
+    if peer:
+        check_peer()
     fixed = [f"env={env}", f"total_frames={frames}", "logger=none", "stop_when_solved=false"]
     contenders = {OURS: []} | {f"{OURS} {one}": one.split() for one in also or []} | ({PEER: []} if peer else {})
     results: dict[str, list[Outcome]] = {name: [] for name in contenders}

@@ -24,14 +24,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import gymnasium
 import numpy as np
 import typer
 from harness.backends import BACKENDS as ALL_BACKENDS
 from harness.backends import check as check_names
 from harness.backends import collector_class
 from harness.console import progress_bar
-from harness.models import RevealingPolicy, fill
+from harness.models import ConstantEnv, RevealingPolicy, fill
 from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDictBase
@@ -41,25 +40,6 @@ from wsync import WeightSyncScheme
 
 BACKENDS = tuple(name for name in ALL_BACKENDS if name != "rpc")  # RPC's workers cannot be restarted
 _TIMEOUT = 60.0  # seconds in which all workers have to be active again at the end
-
-
-class IndexEnv(gymnasium.Env):
-    """Its observation is its worker's index."""
-
-    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def __init__(self, worker: int) -> None:
-        self._observation = np.array([worker], np.float32)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
-        """See ``gymnasium.Env``."""
-        super().reset(seed=seed)
-        return self._observation, {}
-
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """See ``gymnasium.Env``."""
-        return self._observation, 0.0, False, False, {}
 
 
 @dataclass
@@ -165,7 +145,7 @@ def check(
     policy, tally, seen = RevealingPolicy(0.125), Tally(), {}
     scheme = WeightSyncScheme.from_backend(backend)
     with collector_class(backend, sync)(
-        [partial(IndexEnv, worker) for worker in range(workers)],
+        [partial(ConstantEnv, np.array([worker])) for worker in range(workers)],
         policy,
         frames_per_batch=64 * workers if sync else 64,
         weight_sync_schemes={"policy": scheme},
@@ -227,10 +207,7 @@ def main(
     """Kill workers at random; fail if a count is wrong."""
     logging.getLogger("collectors").setLevel(logging.ERROR)  # a line for each kill is too many
     chosen = backend or ["shared_mem"]
-    try:
-        check_names(chosen, BACKENDS)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    check_names(chosen, BACKENDS)
     table = Table(title=f"{workers} workers, a kill every {pause:g} s on average")
     columns = ("backend", "collector", "kills", "batches", "frames", "updates", "torn", "went back", "stale")
     for column in (*columns, "longest batch", "s"):

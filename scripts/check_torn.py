@@ -42,10 +42,7 @@ def main(
         raise typer.BadParameter("a collector's workers always act through the gate")
     known = list(BACKENDS) if collector else STANDALONE
     chosen = backend or known
-    try:
-        check(chosen, known)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    check(chosen, known)
     share = -(-forwards // len(chosen))
     table = Table(title=f"{'collector' if collector else 'standalone'}, {workers} workers, {mib:g} MiB")
     for column in ("backend", "forwards", "sends", "versions seen", "mixed", "went back", "stale", "s"):

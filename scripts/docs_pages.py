@@ -10,8 +10,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import griffe  # pyright: ignore[reportMissingImports]  (of the extra docs)
-import yaml
 from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
@@ -23,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 import wsync  # noqa: E402
 from learning.config import register_configs  # noqa: E402
+from learning.help import explanations, shown  # noqa: E402
 from learning.options import TrainConfig  # noqa: E402
 
 
@@ -145,7 +144,7 @@ def _plain(config: DictConfig, name: str) -> str:
     """Return a default as YAML has it, on one line."""
     value = OmegaConf.to_container(config, resolve=False)
     assert isinstance(value, dict)
-    return _cell(yaml.safe_dump(value[name], default_flow_style=True).removesuffix("...\n"))
+    return _cell(shown(value[name]))
 
 
 def _type(annotation: Any) -> str:
@@ -160,21 +159,15 @@ def _seen(config: Any) -> Any:
 
 
 def _arguments(documented: Any) -> dict[str, str]:
-    """Return ``{name: description}`` of the sections Args and Attributes of a class and of its bases.
+    """Return `explanations` for cells of a table.
 
     Where a description is only "see ``Name``", with a public name of ``wsync``, the one there is returned.
     """
     found: dict[str, str] = {}
-    classes = inspect.getmro(documented) if inspect.isclass(documented) else ()
-    for one in [part for each in classes for part in (each, each.__init__)] or [documented]:
-        text = inspect.cleandoc(getattr(one, "__doc__", None) or "")
-        for section in griffe.Docstring(text).parse("google", warnings=False):
-            if section.kind in (griffe.DocstringSectionKind.parameters, griffe.DocstringSectionKind.attributes):
-                for item in section.value:
-                    other = re.fullmatch(r"see ``(\w+)``\.", item.description)
-                    elsewhere = _arguments(getattr(wsync, other[1], None)) if other else {}
-                    for name in map(str.strip, item.name.split(",")):
-                        found.setdefault(name, elsewhere.get(name) or _cell(item.description))
+    for name, text in explanations(documented).items():
+        other = re.fullmatch(r"see ``(\w+)``\.", text)
+        elsewhere = _arguments(getattr(wsync, other[1], None)) if other else {}
+        found[name] = elsewhere.get(name) or _cell(text)
     return found
 
 

@@ -90,10 +90,7 @@ def main(
 ) -> None:
     """Measure, and show."""
     backend = _OLDER_NAMES.get(backend, backend)
-    try:
-        check([backend], VARIANTS)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    check([backend], VARIANTS)
     ways = (True, False) if loops.COMPILED else (False,)
     taken: dict[bool, list[Costs]] = {way: [] for way in ways}
     for turn in range(turns):

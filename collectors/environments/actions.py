@@ -170,7 +170,7 @@ class MultiDiscreteActions:
             shape = [num_envs, len(self.nvec)]
             raise ValueError(f"an action for these environments is indices {shape}, not {list(action.shape)}")
         indices = action.reshape(num_envs, len(self.nvec))
-        wrong = ~((indices >= 0) & (indices < self.nvec))  # true for NaN as well
+        wrong = ~((indices >= 0) & (indices < self.nvec) & (indices == np.floor(indices)))  # true for NaN as well
         if wrong.any():
             row, choice = np.argwhere(wrong)[0]
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,18 +65,6 @@ SpecTree = Spec | Mapping[str, "SpecTree"]
 """The spec of an observation: of one tensor, or of several by name, for a Dict or Tuple space."""
 
 
-class ObservationCodec(Protocol):
-    """Writes Gymnasium's batched observations into float32 (or uint8) arrays."""
-
-    @property
-    def spec(self) -> SpecTree:
-        """The spec of one environment's observation."""
-        ...
-
-    def write(self, raw: Any, out: Any) -> None:
-        """Write ``raw`` ``[E, *space.shape]`` into ``out`` ``[E, *spec.shape]``; for a tree, each part."""
-
-
 class BoxCodec:
     """Box and MultiBinary: the same numbers as float32; uint8 (images) stays uint8."""
 
@@ -91,7 +79,7 @@ class BoxCodec:
         self.spec = Spec(shape, dtype, low.to(dtype), high.to(dtype))
 
     def write(self, raw: Array, out: Array) -> None:
-        """Cast and copy."""
+        """Write `raw` ``[E, *space.shape]`` into `out` ``[E, *spec.shape]``, cast to its dtype."""
         out[...] = raw if raw.shape == out.shape else raw.reshape(out.shape)
 
 
@@ -127,7 +115,10 @@ class TreeCodec:
     def write(self, raw: Any, out: ArrayTree) -> None:
         """Write each entry."""
         for key, codec in self._codecs.items():
-            codec.write(raw[key], out.parts[str(key)])
+            codec.write(raw[key], out.parts[str(key)])  # pyright: ignore[reportArgumentType]  (of the codec's kind)
+
+
+ObservationCodec = BoxCodec | OneHotCodec | TreeCodec
 
 
 def zeros(spec: SpecTree, *batch: int) -> Observation:

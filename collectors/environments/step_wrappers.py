@@ -10,7 +10,7 @@ import torch
 
 from collectors.environments.actions import action_codec
 from collectors.environments.specs import Spec, SpecTree
-from collectors.environments.stepper import Steps
+from collectors.environments.stepper import Stepper
 from collectors.environments.vector import Array
 
 Function = Callable[..., Array]
@@ -18,7 +18,7 @@ Function = Callable[..., Array]
 
 
 class StepsWrapper:
-    """A stepper (see ``Stepper``) that shares the arrays of an inner one, except for those that it replaces."""
+    """A ``Stepper`` that shares the arrays of an inner one, except for those that it replaces."""
 
     def __init__(self, inner: Steps) -> None:
         self.inner, self.driver, self.num_envs = inner, inner.driver, inner.num_envs
@@ -31,7 +31,7 @@ class StepsWrapper:
 
     @property
     def is_reset(self) -> bool:
-        """See Steps."""
+        """See Stepper."""
         return self.inner.is_reset
 
     @property
@@ -41,7 +41,7 @@ class StepsWrapper:
 
     @property
     def max_frames_per_traj(self) -> int | None:
-        """See Steps."""
+        """See Stepper."""
         return self.inner.max_frames_per_traj
 
     @max_frames_per_traj.setter
@@ -49,24 +49,28 @@ class StepsWrapper:
         self.inner.max_frames_per_traj = limit
 
     def seed(self, seed: int) -> None:
-        """See Steps."""
+        """See Stepper."""
         self.inner.seed(seed)
 
     def reset(self, seed: int | None = None) -> None:
-        """See Steps."""
+        """See Stepper."""
         self.inner.reset(seed)
 
     def sample(self) -> tuple[Array, Array]:
-        """See Steps."""
+        """See Stepper."""
         return self.inner.sample()
 
     def step(self, action: Array) -> None:
-        """See Steps."""
+        """See Stepper."""
         self.inner.step(action)
 
     def reset_ended(self) -> None:
-        """See Steps."""
+        """See Stepper."""
         self.inner.reset_ended()
+
+
+Steps = Stepper | StepsWrapper
+"""A stepper, with or without transforms around it."""
 
 
 class EncodedSteps(StepsWrapper):
@@ -93,23 +97,23 @@ class EncodedSteps(StepsWrapper):
 
     @property
     def is_reset(self) -> bool:
-        """See Steps."""
+        """See Stepper."""
         return self._is_encoded and self.inner.is_reset
 
     def reset(self, seed: int | None = None) -> None:
-        """See Steps."""
+        """See Stepper."""
         self._is_encoded = False
         self.inner.reset(seed)
         self._encode_all()
         self._is_encoded = True
 
     def step(self, action: Array) -> None:
-        """See Steps."""
+        """See Stepper."""
         self.inner.step(action)
         self._encode_all()
 
     def reset_ended(self) -> None:
-        """See Steps."""
+        """See Stepper."""
         self._is_encoded = False
         self.inner.reset_ended()
         ended = int(np.count_nonzero(self.done))
@@ -154,7 +158,7 @@ class RewardedSteps(StepsWrapper):
         self._checked(probe(*(read() for read in self._readers)))
 
     def step(self, action: Array) -> None:
-        """See Steps."""
+        """See Stepper."""
         if self._keeps_observation:
             self._acted_on[...] = self.inner.observation
         if self._keeps_action:

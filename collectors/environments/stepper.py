@@ -4,69 +4,23 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from collectors.environments.actions import action_codec
-from collectors.environments.specs import ACTION_MASK, Spec, SpecTree, observation_codec, zeros
-from collectors.environments.trees import ArrayTree, Observation
+from collectors.environments.specs import ACTION_MASK, SpecTree, observation_codec, zeros
+from collectors.environments.trees import ArrayTree
 from collectors.environments.vector import Array, Driver
 
-
-class Steps(Protocol):
-    """A ``Stepper``, or one with transforms around it; see there for the arrays."""
-
-    driver: Driver
-    num_envs: int
-    observation_spec: SpecTree
-    action_spec: Spec
-    observation: Observation
-    is_init: Array
-    reward: Array
-    terminated: Array
-    truncated: Array
-    done: Array
-    episode_return: Array
-    episode_length: Array
-
-    @property
-    def reset_step(self) -> Array | None:
-        """Rows ``[E]`` that the last step has reset instead of acting in them; None if steps never do that."""
-        ...
-
-    @property
-    def is_reset(self) -> bool:
-        """Whether ``step`` may be called without a ``reset``: false before the first reset and after an error."""
-        ...
-
-    @property
-    def max_frames_per_traj(self) -> int | None:
-        """Steps after which an episode is truncated."""
-        ...
-
-    @max_frames_per_traj.setter
-    def max_frames_per_traj(self, limit: int | None) -> None: ...
-
-    def seed(self, seed: int) -> None:
-        """Seed the next reset and the random actions."""
-        ...
-
-    def reset(self, seed: int | None = None) -> None:
-        """Start new episodes in all environments."""
-        ...
-
-    def sample(self) -> tuple[Array, Array]:
-        """Return random actions for the current observations, and their log-probabilities; see Stepper."""
-        ...
-
-    def step(self, action: Array) -> None:
-        """Apply ``action``; the results are in the arrays afterwards."""
-        ...
-
-    def reset_ended(self) -> None:
-        """Start new episodes where ``done``."""
-        ...
+RESULTS = {
+    "reward": np.float32,
+    "done": np.bool_,
+    "terminated": np.bool_,
+    "truncated": np.bool_,
+    "episode_return": np.float32,
+    "episode_length": np.int64,
+}
+"""The results of a step, attributes of a ``Stepper`` and keys of a batch, with their dtypes in a batch."""
 
 
 class Stepper:
@@ -106,7 +60,7 @@ class Stepper:
         self.episode_return = np.zeros(self.num_envs, np.float64)
         self.episode_length = np.zeros(self.num_envs, np.int64)
         self.reset_step = driver.reset_step
-        self.is_reset = False
+        self.is_reset = False  # whether `step` may be called without a `reset`
         self._limit: int | None = None
         self._seed: int | None = None
         if seed is not None:

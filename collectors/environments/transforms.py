@@ -11,8 +11,7 @@ from torch import nn
 import wsync
 from collectors.environments.probing import without_side_effects
 from collectors.environments.specs import to_numpy
-from collectors.environments.step_wrappers import EncodedSteps, RewardedSteps
-from collectors.environments.stepper import Steps
+from collectors.environments.step_wrappers import EncodedSteps, RewardedSteps, Steps
 from collectors.environments.vector import Array
 
 Key = str | Sequence[str]

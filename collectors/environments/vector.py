@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -24,8 +24,12 @@ Raw = Any
 Step = tuple[Raw, Any, Any, Any]
 
 
-class Driver(Protocol):
-    """E environments as arrays with a leading dimension E.
+def _row(value: Any) -> Array:
+    return np.asarray(value)[None]
+
+
+class ScalarDriver:
+    """One environment that is not vectorised, as arrays with a leading dimension E of 1; other drivers have more rows.
 
     Attributes:
         num_envs: E.
@@ -36,40 +40,6 @@ class Driver(Protocol):
         reset_step: bool ``[E]``, the rows that the last step has reset instead of acting in them; None if steps never
             do that.
     """
-
-    num_envs: int
-    observation_space: spaces.Space
-    action_space: spaces.Space
-    actions: spaces.Space
-    can_truncate: bool
-    reset_step: Array | None
-
-    def reset(self, seed: int | None) -> Raw:
-        """Reset all rows; return observations. Called before the first step and after an error."""
-        ...
-
-    def step(self, action: Array) -> Step:
-        """Return the true successors, rewards, terminated, truncated. May raise whatever the environment raises."""
-        ...
-
-    def reset_rows(self, mask: Array) -> Raw:
-        """Reset the rows of ``mask``, which include all ended ones; other rows of the result are undefined.
-
-        Called after each step in which an episode has ended.
-        """
-        ...
-
-    def close(self) -> None:
-        """Close the environments. May be called twice."""
-        ...
-
-
-def _row(value: Any) -> Array:
-    return np.asarray(value)[None]
-
-
-class ScalarDriver:
-    """One environment that is not vectorised."""
 
     num_envs = 1
     can_truncate = True
@@ -83,21 +53,24 @@ class ScalarDriver:
         self._scalar_action = isinstance(env.action_space, spaces.Discrete)
 
     def reset(self, seed: int | None) -> Raw:
-        """See Driver."""
+        """Reset all rows; return observations. Called before the first step and after an error."""
         return map_tree(_row, self.env.reset(seed=seed)[0])
 
     def step(self, action: Array) -> Step:
-        """See Driver."""
+        """Return the true successors, rewards, terminated, truncated. May raise whatever the environment raises."""
         one = action.item() if self._scalar_action else action[0]
         observation, reward, terminated, truncated, _ = self.env.step(one)
         return map_tree(_row, observation), reward, terminated, truncated
 
     def reset_rows(self, mask: Array) -> Raw:
-        """See Driver."""
+        """Reset the rows of ``mask``, which include all ended ones; other rows of the result are undefined.
+
+        Called after each step in which an episode has ended.
+        """
         return self.reset(None)
 
     def close(self) -> None:
-        """See Driver."""
+        """Close the environments. May be called twice."""
         self.env.close()
 
 
@@ -114,19 +87,19 @@ class VectorDriver:
         self.actions = env.action_space
 
     def reset(self, seed: int | None) -> Raw:
-        """See Driver."""
+        """See ScalarDriver."""
         return self.env.reset(seed=seed)[0]
 
     def step(self, action: Array) -> Step:
-        """See Driver."""
+        """See ScalarDriver."""
         return self.env.step(action)[:4]
 
     def reset_rows(self, mask: Array) -> Raw:
-        """See Driver."""
+        """See ScalarDriver."""
         return self.env.reset(options={"reset_mask": mask})[0]
 
     def close(self) -> None:
-        """See Driver."""
+        """See ScalarDriver."""
         self.env.close()
 
 
@@ -141,7 +114,7 @@ class SameStepDriver(VectorDriver):
         self._ended = np.zeros(env.num_envs, dtype=np.bool_)
 
     def step(self, action: Array) -> Step:
-        """See Driver."""
+        """See ScalarDriver."""
         self._started, reward, terminated, truncated, info = self.env.step(action)
         self._ended = np.logical_or(terminated, truncated)
         successor = map_tree(np.copy, self._started)
@@ -152,7 +125,7 @@ class SameStepDriver(VectorDriver):
         return successor, reward, terminated, truncated
 
     def reset_rows(self, mask: Array) -> Raw:
-        """See Driver."""
+        """See ScalarDriver."""
         others = mask & ~self._ended
         if others.any():
             started = super().reset_rows(others)
@@ -173,12 +146,12 @@ class NextStepDriver(VectorDriver):
         self._observation: Raw = np.empty(0)
 
     def reset(self, seed: int | None) -> Raw:
-        """See Driver."""
+        """See ScalarDriver."""
         self._ended = np.zeros_like(self._ended)
         return super().reset(seed)
 
     def step(self, action: Array) -> Step:
-        """See Driver."""
+        """See ScalarDriver."""
         self._observation, reward, terminated, truncated, _ = self.env.step(action)
         self.reset_step, self._ended = self._ended, np.logical_or(terminated, truncated)
         return self._observation, reward, terminated, truncated
@@ -188,6 +161,7 @@ class NextStepDriver(VectorDriver):
         return self._observation
 
 
+Driver = ScalarDriver | VectorDriver
 EnvSource = str | EnvSpec | gym.Env | VectorEnv | Callable[[], gym.Env | VectorEnv]
 
 

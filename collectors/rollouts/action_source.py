@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 import wsync
 from collectors.environments.probing import without_side_effects
 from collectors.environments.specs import to_numpy
-from collectors.environments.stepper import Steps
+from collectors.environments.step_wrappers import Steps
 from collectors.environments.trees import as_tensors
 from collectors.rollouts.columns import Columns, Key
 from collectors.rollouts.recurrence import IS_INIT, RecurrentState, reads_is_init, states_of
@@ -27,43 +27,14 @@ NO_VERSION = -1
 """``policy_version`` of frames in which no policy acted (random ones)."""
 
 
-def no_version() -> int:
-    """Return 0, the version of weights that are never updated."""
-    return 0
-
-
-def no_gate(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` itself: its weights change only between two calls."""
-    return function
-
-
-class ActionSource(Protocol):
-    """Gives the actions of a rollout. All methods are called by the acting thread, under ``torch.no_grad()``."""
-
-    @property
-    def outputs(self) -> Mapping[Key, torch.Tensor]:
-        """One example of each output that is stored, by key, for the environment's batch size."""
-        ...
-
-    def begin(self, steps: int) -> None:
-        """Prepare ``steps`` calls of ``act``. Called once per batch."""
-        ...
-
-    def act(self, columns: Columns, t: int) -> tuple[Array, int]:
-        """Write the actions for the current observation, and other outputs, to row ``t``; return actions and version.
-
-        Called once per step. Raises whatever the policy raises. An output may be a view of the weights or of the
-        observation: it is copied before the gate is left.
-        """
-        ...
-
-    def finish(self, columns: Columns, first: int) -> None:
-        """Write what can be computed for the rows from ``first`` on at once. Called once per batch, after all steps."""
-        ...
-
-
 class RandomActions:
-    """Random actions, with their log-probabilities; other outputs of a policy are 0."""
+    """Random actions, with their log-probabilities; other outputs of a policy are 0.
+
+    Methods of this and the other sources are called by the acting thread, under ``torch.no_grad()``.
+
+    Attributes:
+        outputs: one example of each output that is stored, by key, for the environment's batch size.
+    """
 
     def __init__(self, stepper: Steps, batched: bool) -> None:
         self._stepper = stepper
@@ -74,10 +45,14 @@ class RandomActions:
         }
 
     def begin(self, steps: int) -> None:
-        """See ActionSource."""
+        """Prepare ``steps`` calls of ``act``. Called once per batch."""
 
     def act(self, columns: Columns, t: int) -> tuple[Array, int]:
-        """See ActionSource."""
+        """Write the actions for the current observation, and other outputs, to row ``t``; return actions and version.
+
+        Called once per step. Raises whatever the policy raises. An output may be a view of the weights or of the
+        observation: it is copied before the gate is left.
+        """
         action, log_prob = self._stepper.sample()
         row, n = columns.action[t], self._stepper.action_spec.n or 0
         one_hot = n > 0 and row.ndim > 1 and row.shape[-1] == n
@@ -88,7 +63,7 @@ class RandomActions:
         return action, NO_VERSION
 
     def finish(self, columns: Columns, first: int) -> None:
-        """See ActionSource."""
+        """Write what can be computed for the rows from ``first`` on at once. Called once per batch, after all steps."""
 
 
 class CalledPolicy:
@@ -138,10 +113,10 @@ class CalledPolicy:
         self._act = gate(act)
 
     def begin(self, steps: int) -> None:
-        """See ActionSource."""
+        """See RandomActions."""
 
     def act(self, columns: Columns, t: int) -> tuple[Array, int]:
-        """See ActionSource."""
+        """See RandomActions."""
         # A copy: the policy may keep observations (a stack of frames), and the environment overwrites this memory.
         self._input.set("observation", self._observation.clone().to(self._device))
         inputs = self._input.clone(recurse=False)
@@ -151,7 +126,7 @@ class CalledPolicy:
         return columns.action[t], version
 
     def finish(self, columns: Columns, first: int) -> None:
-        """See ActionSource."""
+        """See RandomActions."""
 
 
 class PolicyInParts:
@@ -190,7 +165,7 @@ class PolicyInParts:
         )
 
     def begin(self, steps: int) -> None:
-        """See ActionSource."""
+        """See RandomActions."""
         like = self._like
         noise = [None] * steps if greedy() else self._noise(steps).unbind()
         self._parameters = like.new_empty((steps, *like.shape))
@@ -206,15 +181,18 @@ class PolicyInParts:
         return noise
 
     def act(self, columns: Columns, t: int) -> tuple[Array, int]:
-        """See ActionSource."""
+        """See RandomActions."""
         observation = self._observation if self._stays else self._observation.to(self._device)
         version = self._act(observation, *next(self._rows), columns, t)
         return columns.action[t], version
 
     def finish(self, columns: Columns, first: int) -> None:
-        """See ActionSource."""
+        """See RandomActions."""
         actions = torch.from_numpy(columns.action[first:]).to(self._device)
         columns.others["action_log_prob"][first:] = to_numpy(self._policy.log_prob(self._parameters, actions))
+
+
+ActionSource = RandomActions | CalledPolicy | PolicyInParts
 
 
 def _with_flag(inputs: TensorDict, policy: Policy) -> TensorDict:

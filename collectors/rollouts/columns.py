@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from collectors.environments.stepper import Steps
+from collectors.environments.step_wrappers import Steps
+from collectors.environments.stepper import RESULTS
 from collectors.environments.trees import ArrayTree
 
 Key = str | tuple[str, ...]
@@ -30,20 +31,13 @@ class Columns:
         self.action = rows("action")
         self.others = {key: rows(*((key,) if isinstance(key, str) else key)) for key in policy_keys if key != "action"}
         self.successor = _tree(batch.get(("next", "observation")), batched)
-        self.reward, self.done, self.terminated, self.truncated, self.episode_return, self.episode_length = (
-            rows("next", key)[..., 0]
-            for key in ("reward", "done", "terminated", "truncated", "episode_return", "episode_length")
-        )
+        self.results = {name: rows("next", name)[..., 0] for name in RESULTS}
 
     def write_result(self, t: int, stepper: Steps) -> None:
         """Write the results of a step into row ``t``."""
         self.successor[t] = stepper.observation
-        self.reward[t] = stepper.reward
-        self.terminated[t] = stepper.terminated
-        self.truncated[t] = stepper.truncated
-        self.done[t] = stepper.done
-        self.episode_return[t] = stepper.episode_return
-        self.episode_length[t] = stepper.episode_length
+        for name, column in self.results.items():
+            column[t] = getattr(stepper, name)
         if self.mask is not None and stepper.reset_step is not None:
             self.mask[t] = ~stepper.reset_step
 

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 
 from collectors.environments.specs import to_numpy
-from collectors.environments.stepper import Steps
+from collectors.environments.step_wrappers import Steps
 from collectors.rollouts.columns import Columns, Key
 
 IS_INIT = "is_init"

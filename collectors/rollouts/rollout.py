@@ -12,7 +12,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from collectors.environments import specs
-from collectors.environments.stepper import Steps
+from collectors.environments.step_wrappers import Steps
+from collectors.environments.stepper import RESULTS
 from collectors.environments.trees import as_tensors
 from collectors.rollouts.action_source import (
     NO_VERSION,
@@ -22,8 +23,6 @@ from collectors.rollouts.action_source import (
     Policy,
     PolicyInParts,
     RandomActions,
-    no_gate,
-    no_version,
 )
 from collectors.rollouts.columns import Columns, Key
 from collectors.rollouts.sampled import SampledPolicy, acts_in_parts
@@ -51,8 +50,8 @@ class Rollout:
         policy: Policy | None = None,
         *,
         device: torch.device | str | None = None,
-        version: Callable[[], int] = no_version,
-        gate: Gate = no_gate,
+        version: Callable[[], int] = lambda: 0,
+        gate: Gate = lambda function: function,
         init_random_frames: int = 0,
         max_frames_per_traj: int | None = None,
     ) -> None:
@@ -123,10 +122,8 @@ class Rollout:
         batch.set("policy_version", zeros(torch.int64))
         if self.stepper.reset_step is not None:
             batch.set("mask", zeros(torch.bool))
-        flags = {key: zeros(torch.bool, 1) for key in ("done", "terminated", "truncated")}
-        sums = {"reward": zeros(torch.float32, 1), "episode_return": zeros(torch.float32, 1)}
-        successor = {"observation": observations(), "episode_length": zeros(torch.int64, 1)}
-        batch.set("next", TensorDict(successor | sums | flags, size))
+        results = {name: torch.from_numpy(np.zeros((*size, 1), dtype)) for name, dtype in RESULTS.items()}
+        batch.set("next", TensorDict({"observation": observations(), **results}, size))
         for key in written.keys() - batch.keys():  # the state of a recurrent policy, ("next", …)
             batch.set(key, written[key])
         return batch

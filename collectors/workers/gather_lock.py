@@ -6,7 +6,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 
 class GatherLock:
@@ -54,35 +54,31 @@ class GatherLock:
         """Close the descriptor of a collector that was not shut down."""
         self.close()
 
-    @contextmanager
-    def gathering(self) -> Iterator[None]:
+    def gathering(self) -> AbstractContextManager[None]:
         """Hold the lock to gather; the block may wait for workers and for ``wakeup_fd``."""
-        taken = self._acquire(updates=False)
-        try:
-            yield
-        finally:
-            self._release(taken)
+        return self._held(updates=False)
 
-    @contextmanager
-    def updating(self) -> Iterator[None]:
+    def updating(self) -> AbstractContextManager[None]:
         """Hold the lock to deliver an update; a thread that gathers is woken, and releases the lock."""
-        taken = self._acquire(updates=True)
-        try:
-            yield
-        finally:
-            self._release(taken)
+        return self._held(updates=True)
 
-    @contextmanager
-    def ending(self, timeout: float) -> Iterator[None]:
+    def ending(self, timeout: float) -> AbstractContextManager[None]:
         """Hold the lock to end the workers, or go on without it after ``timeout`` seconds: its owner may be stuck."""
         self.wake()
-        taken = self._acquire(updates=True, timeout=timeout)
+        return self._held(updates=True, timeout=timeout)
+
+    @contextmanager
+    def _held(self, *, updates: bool, timeout: float | None = None) -> Iterator[None]:
+        taken = self._acquire(updates=updates, timeout=timeout)
         try:
             yield
         finally:
-            self._release(taken)
+            if taken:
+                with self._changed:
+                    self._owner = None
+                    self._changed.notify_all()
 
-    def _acquire(self, *, updates: bool, timeout: float | None = None) -> bool:
+    def _acquire(self, *, updates: bool, timeout: float | None) -> bool:
         """Take the lock after those that asked earlier; return False if this thread held it already or time ran out."""
         thread = threading.get_ident()
         if self._owner == thread:
@@ -102,13 +98,6 @@ class GatherLock:
             if not updates and any(waiting.updates for waiting in self._waiting):
                 self.wake()  # those saw another owner when they asked
             return True
-
-    def _release(self, taken: bool) -> None:
-        """Release the lock, if ``_acquire`` took it."""
-        if taken:
-            with self._changed:
-                self._owner = None
-                self._changed.notify_all()
 
 
 class _Waiting:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from tensordict import TensorDictBase
 
@@ -17,40 +17,13 @@ Admits = Callable[[TensorDictBase, int], bool]
 """``admits(batch, worker_idx)``: whether a worker's batch is new enough to be delivered; counts those that are not."""
 
 
-class Gathering(Protocol):
-    """A way of gathering batches."""
-
-    @property
-    def buffers(self) -> int:
-        """Batches of one worker that are in flight."""
-        ...
-
-    def share(self, frames: int, workers: int) -> int:
-        """Return the frames of each worker's batch. Called once, before workers are started."""
-        ...
-
-    def check_shapes(self, workers: Collection[WorkerHandle]) -> None:
-        """Check that the batches of ``workers`` can be joined. Called once, when all workers are ready.
-
-        Raises:
-            ValueError: they cannot.
-        """
-        ...
-
-    def gather(self, group: WorkerGroup[Any], admits: Admits) -> TensorDictBase:
-        """Return one batch, in memory that no worker writes to; what ``admits`` rejects is collected anew.
-
-        Raises:
-            WorkerDied, WorkerFailed, SyncTimeout: a failure that the group's policy raises.
-            RuntimeError: as ``admits``.
-        """
-        ...
-
-
 class SyncGathering:
     """Every worker collects its share of a batch, then waits for the next one.
 
     If a worker fails, the batch consists of the other workers' shares.
+
+    Attributes:
+        buffers: batches of one worker that are in flight.
 
     Args:
         cat_results: how the shares are joined: along a dimension, or ``"stack"`` with a new leading one.
@@ -68,7 +41,10 @@ class SyncGathering:
         self._joiner: Joiner | None = None
 
     def share(self, frames: int, workers: int) -> int:
-        """Return the share, rounded up; warn if that makes more than ``frames`` in all."""
+        """Return the frames of each worker's batch, rounded up; warn if that makes more than ``frames`` in all.
+
+        Called once, before workers are started.
+        """
         share = -(-frames // workers)
         if share * workers != frames:
             warnings.warn(
@@ -79,7 +55,11 @@ class SyncGathering:
         return share
 
     def check_shapes(self, workers: Collection[WorkerHandle]) -> None:
-        """See Gathering."""
+        """Check that the batches of ``workers`` can be joined. Called once, when all workers are ready.
+
+        Raises:
+            ValueError: they cannot.
+        """
         batches = [worker.batches[0] for worker in workers]
         columns = {frozenset(batch.keys(include_nested=True, leaves_only=True)) for batch in batches}
         if odd := sorted(map(str, frozenset.union(*columns) - frozenset.intersection(*columns))):
@@ -93,7 +73,12 @@ class SyncGathering:
             ) from error
 
     def gather(self, group: WorkerGroup[Any], admits: Admits) -> TensorDictBase:
-        """See Gathering."""
+        """Return one batch, in memory that no worker writes to; what ``admits`` rejects is collected anew.
+
+        Raises:
+            WorkerDied, WorkerFailed, SyncTimeout: a failure that the group's policy raises.
+            RuntimeError: as ``admits``.
+        """
         while True:  # again, if all workers that were asked have failed
             asked = missing = group.wait_for_workers()
             arrived: set[WorkerHandle] = set()
@@ -146,7 +131,7 @@ class AsyncGathering:
         """Accept any shapes: batches are not joined."""
 
     def gather(self, group: WorkerGroup[Any], admits: Admits) -> TensorDictBase:
-        """See Gathering."""
+        """See SyncGathering."""
         while True:
             active = group.wait_for_workers()
             for worker in [worker for worker in active if worker not in self._collecting]:
@@ -161,6 +146,9 @@ class AsyncGathering:
                 group.collect(worker, buffer)
                 if batch is not None:
                     return batch
+
+
+Gathering = SyncGathering | AsyncGathering
 
 
 def gathering(sync: bool, cat_results: int | Literal["stack"], run_ahead: int | None) -> Gathering:

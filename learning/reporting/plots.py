@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
@@ -54,6 +55,13 @@ def means(rows: Rows) -> tuple[list[tuple[int, float]], bool]:
     known = [(i, row) for i, row in enumerate(rows) if row["episode_return_mean_100"] is not None]
     whole = [(i, row) for i, row in known if row["episodes"] >= WINDOW]
     return [(i, row["episode_return_mean_100"]) for i, row in whole or known], not whole
+
+
+def label_durations(axis: Axis) -> None:
+    """Label a logarithmic axis of microseconds."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: microseconds(value)))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def say_instead(ax: Axes, text: str) -> None:
@@ -149,9 +157,7 @@ def _latencies(ax: Axes, latencies: Sequence[float]) -> None:
             fontsize=9,
         )
         label_y += 0.05
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: microseconds(y)))
-    ax.yaxis.set_minor_formatter(NullFormatter())
+    label_durations(ax.yaxis)
     ax.set_xlabel("update", color=INK)
     ax.set_ylabel("latency of one update (log scale)", color=INK)
 

@@ -7,10 +7,9 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from learning.reporting.console import microseconds
-from learning.reporting.plots import INK, MUTED, means, new_figure, say_instead, threshold
+from learning.reporting.plots import INK, MUTED, label_durations, means, new_figure, say_instead, threshold
 from learning.reporting.sweep_runs import common, curves, numeric_setting
 
 if TYPE_CHECKING:
@@ -155,9 +154,7 @@ def latencies(groups: Groups) -> Figure:
     ax.set_yticks(range(len(shown)), [name.replace(" ", "\n") for name, _ in shown])
     ax.set_ylim(len(shown) - 0.4, -0.6)
     ax.set_xscale("log")
-    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: microseconds(x)))
-    ax.xaxis.set_minor_formatter(NullFormatter())
+    label_durations(ax.xaxis)
     ax.set_xlabel("latency of one update (log scale)", color=INK)
     return figure
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
+from harness.training import Outcome
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
@@ -13,7 +13,6 @@ from learning.reporting.plots import BLUE, INK, MUTED, ORANGE, new_figure
 
 COLOURS = (BLUE, ORANGE, MUTED, "#0f766e")
 POINTS = 200
-Outcome = Mapping[str, Any]
 
 
 def last_mean(returns: Sequence[tuple[float, float]], frames: float, last: int) -> float:

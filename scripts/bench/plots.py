@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from learning.reporting.plots import INK, MUTED, new_figure
+
 Row = dict[str, Any]
-_INK, _MUTED = "#1f2933", "#7b8794"
 _COLORS = {
     "shared_mem, published": "#1d4ed8",
     "shared_mem, installed": "#60a5fa",
@@ -24,12 +23,11 @@ _COLORS = {
     "ray": "#dc2626",
     "ray, gloo": "#fca5a5",
 }
-_OTHERS = "#7b8794"
 _TITLES = {"send": "send, standalone", "update": "a collector's update, between batches"}
 
 
 def _color(label: str) -> str:
-    return _COLORS.get(label, _OTHERS)
+    return _COLORS.get(label, MUTED)
 
 
 def picture(rows: Sequence[Row], path: Path) -> None:
@@ -42,9 +40,7 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     panels = len(kinds) + bool(compared)
     abreast = 2 * panels  # entries of the legend, which stands below the axes
     lines = -(-(len({row["label"] for row in measured}) + 2) // abreast)  # with the plain copy and the peer
-    figure = Figure(figsize=(5.4 * panels, 4.8 + 0.19 * lines), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, panels, squeeze=False)[0]
+    figure, axes = new_figure(5.4 * panels, panels, "Weight sync", "", (1,) * panels, height=5.2 + 0.19 * lines)
     for ax, kind in zip(axes, kinds, strict=False):
         _latency(ax, kind, [row for row in measured if row["kind"] == kind])
     if compared:
@@ -72,36 +68,27 @@ def _latency(ax: Axes, kind: str, rows: Sequence[Row]) -> None:
             ax.plot(*zip(*beside, strict=True), marker="x", color=color, linestyle=":", linewidth=1)
             peer = mine[0]["peer"]["name"]
     plain = sorted((size, sorted(times)[len(times) // 2]) for size, times in copies.items())
-    ax.plot(*zip(*plain, strict=True), color=_INK, linestyle="--", marker=".", label="a plain copy")
+    ax.plot(*zip(*plain, strict=True), color=INK, linestyle="--", marker=".", label="a plain copy")
     if peer is not None:
-        ax.plot([], marker="x", color=_MUTED, linestyle=":", linewidth=1, label=f"{peer}, same colour")
+        ax.plot([], marker="x", color=MUTED, linestyle=":", linewidth=1, label=f"{peer}, same colour")
     ax.set(xscale="log", yscale="log", xlabel="weights, MiB", ylabel="median, µs (shaded up to p95)")
     ax.set_xticks(sorted(copies), [f"{size:g}" for size in sorted(copies)])
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_minor_formatter(NullFormatter())
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
-    _dress(ax, f"{_TITLES[kind]}, workers: {workers}")
+    ax.set_title(f"{_TITLES[kind]}, workers: {workers}", loc="left", fontsize=10, color=INK)
 
 
 def _ratios(ax: Axes, rows: Sequence[Row]) -> None:
     names = [f"{row['kind']} {row['label']}, {row['mib']:g} MiB → {row['workers']}" for row in rows]
     ratios = [row["peer"]["ratio_p50"] for row in rows]
     bars = ax.barh(names, ratios, color=[_color(row["label"]) for row in rows])
-    ax.bar_label(bars, [f"{ratio:.1f}" for ratio in ratios], padding=3, fontsize=7, color=_INK)
-    ax.axvline(1.0, color=_INK, linewidth=1, linestyle="--")
+    ax.bar_label(bars, [f"{ratio:.1f}" for ratio in ratios], padding=3, fontsize=7, color=INK)
+    ax.axvline(1.0, color=INK, linewidth=1, linestyle="--")
     ax.set(xscale="log", xlabel=f"{rows[0]['peer']['name']}'s p50 over ours")
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     ax.invert_yaxis()
     ax.xaxis.set_minor_formatter(NullFormatter())
-    _dress(ax, "beside the peer, in alternation")
+    ax.set_title("beside the peer, in alternation", loc="left", fontsize=10, color=INK)
     ax.tick_params(axis="y", labelsize=7)
     ax.margins(x=0.12)
-
-
-def _dress(ax: Axes, title: str) -> None:
-    ax.set_title(title, loc="left", fontsize=10, color=_INK)
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.spines[["left", "bottom"]].set_color(_MUTED)
-    ax.tick_params(colors=_INK, labelsize=8)
-    ax.grid(True, color="#e4e7eb", linewidth=0.8)
-    ax.set_axisbelow(True)

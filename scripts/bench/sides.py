@@ -7,7 +7,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from harness.backends import collector_class
 from harness.models import RevealingModel, cartpole_policy, fill
@@ -26,51 +26,16 @@ MakeScheme = Callable[[Case], wsync.WeightSyncScheme]
 _SEND_INTERVAL = 0.002  # seconds between updates to workers that forward in a tight loop
 
 
-class Side(Protocol):
-    """One implementation in a case."""
-
-    @property
-    def model(self) -> nn.Module:
-        """The trainer's model, which the benchmark changes."""
-        ...
-
-    @property
-    def pids(self) -> Mapping[str, int]:
-        """The workers' processes, by name."""
-        ...
-
-    @property
-    def memory(self) -> MemoryMeter:
-        """Of all processes, since the side was made."""
-        ...
-
-    def send(self) -> None:
-        """Update the workers with ``model``; the timed call."""
-        ...
-
-    def phases(self) -> Mapping[str, float]:
-        """Return the seconds of each phase of the last update, if the implementation measures them."""
-        ...
-
-    def wrong(self, value: float) -> str:
-        """Let every worker forward; describe what was seen if it was not ``value``, else return an empty string."""
-        ...
-
-    def act(self, first: int, sends: int) -> Acting | None:
-        """Send values from ``first`` on while workers forward in a tight loop; None where workers cannot."""
-        ...
-
-
 class Standalone:
     """Plain workers, which take commands.
 
     Args:
-        model: the trainer's.
+        model: the trainer's, which the benchmark changes.
         pipes: to the workers.
-        pids: of the workers, by name.
-        memory: meter.
-        send: sends ``model``.
-        phases: of the last update.
+        pids: the workers' processes, by name.
+        memory: of all processes, since the side was made.
+        send: updates the workers with ``model``; the timed call.
+        phases: returns the seconds of each phase of the last update, if the implementation measures them.
     """
 
     def __init__(
@@ -87,12 +52,12 @@ class Standalone:
         self.send, self.phases = send, phases
 
     def wrong(self, value: float) -> str:
-        """See Side."""
+        """Let every worker forward; describe what was seen if it was not ``value``, else return an empty string."""
         self._pipes.send("look")
         return difference(value, dict(enumerate(self._pipes.receive())))
 
     def act(self, first: int, sends: int) -> Acting:
-        """See Side."""
+        """Send values from ``first`` on while workers forward in a tight loop."""
         self._pipes.send("act")
         self._pipes.receive()
         seconds = []
@@ -139,7 +104,7 @@ class Collecting:
         self.memory = MemoryMeter({"trainer": trainer, **self.pids})
 
     def wrong(self, value: float) -> str:
-        """See Side; checks every frame of the next batch."""
+        """See Standalone; checks every frame of the next batch."""
         batch = self._next()
         reveal, process = batch["reveal"].reshape(-1, 2), batch["process"].flatten()
         seen = {}
@@ -151,7 +116,11 @@ class Collecting:
         return difference(value, seen)
 
     def act(self, first: int, sends: int) -> None:
-        """See Side: between batches workers do not act."""
+        """Return None: between batches workers do not act."""
+
+
+Side = Standalone | Collecting
+"""One implementation in a case."""
 
 
 def difference(value: float, seen: Mapping[int, tuple[float, float]]) -> str:

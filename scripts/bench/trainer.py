@@ -66,7 +66,7 @@ class Rounds:
         return Round(seconds, copied, trainer, used, dict(side.phases()), side.wrong(self._value))
 
     def act(self, sends: int) -> object:
-        """See ``Side.act``."""
+        """See ``Standalone.act``."""
         first, self._value = self._value + 1, self._value + sends
         return self._side.act(first, sends)
 

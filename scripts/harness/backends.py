@@ -8,6 +8,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+import typer
+
 import wsync
 from collectors.config import BUNDLED
 from wsync import registered_backends
@@ -57,7 +59,7 @@ def check(chosen: Collection[str], known: Collection[str]) -> None:
     """Check names that a user has given.
 
     Raises:
-        ValueError: a name is not ``known``.
+        typer.BadParameter: a name is not ``known``.
     """
     if unknown := [name for name in chosen if name not in known]:
-        raise ValueError(f"unknown backend {', '.join(unknown)}: choose from {', '.join(known)}")
+        raise typer.BadParameter(f"unknown backend {', '.join(unknown)}: choose from {', '.join(known)}")

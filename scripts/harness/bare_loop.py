@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from contextlib import closing
 from multiprocessing.connection import Connection
 
 import gymnasium as gym
 import torch
 from gymnasium.vector import SyncVectorEnv, VectorEnv
-from torch import nn
 
 from collectors import GymEnv
-from learning.networks import CategoricalPolicy, Policy, make_policy
+from learning import CNN, MLP, Policy, make_actor_critic
 
 
 def make_one(env_id: str) -> gym.Env:
@@ -47,31 +47,14 @@ def bare_env(env_id: str, width: int) -> gym.Env | VectorEnv:
     return SyncVectorEnv([functools.partial(make_one, env_id)] * width, copy=False)
 
 
-class Nature(nn.Sequential):
-    """The network of https://doi.org/10.1038/nature14236: images ``[*B, 4, 84, 84]`` to scores ``[*B, n]``."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__(
-            nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU(),
-            nn.Flatten(), nn.Linear(64 * 7 * 7, 512), nn.ReLU(), nn.Linear(512, n),
-        )  # fmt: skip
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the scores of the images `input`, uint8."""
-        *batch, channels, height, width = input.shape
-        scores = super().forward((input / 255).reshape(-1, channels, height, width))
-        return scores.reshape(*batch, scores.shape[-1])
-
-
 def policy(env_id: str) -> Policy:
     """Make the policy that acts in every contender: 2 × 64 tanh, or the Nature network for images."""
-    env = GymEnv(functools.partial(make_one, env_id))
-    seen = env.observation_spec["observation"].shape
-    env.close()
+    with closing(GymEnv(functools.partial(make_one, env_id))) as env:
+        seen, actions = env.observation_spec["observation"], env.action_spec
     torch.manual_seed(0)
-    if len(seen) == 1:
-        return make_policy(seen[0], env.action_spec)
-    return CategoricalPolicy(Nature(env.action_spec.shape[0]))
+    made, _ = make_actor_critic(MLP if len(seen.shape) == 1 else CNN, seen, actions)
+    assert isinstance(made, Policy)
+    return made
 
 
 class BareLoop:

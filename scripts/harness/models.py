@@ -1,11 +1,14 @@
-"""Models with outputs that reveal which weights they were computed with."""
+"""Models with outputs that reveal which weights they were computed with, and an environment for them."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Iterable
+from typing import Any
 
+import gymnasium
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
@@ -58,6 +61,25 @@ class RevealingPolicy(RevealingModel):
         observation.set("reveal", super().forward())
         observation.set("process", torch.tensor(os.getpid()))
         return observation.set("action", torch.tensor(0))
+
+
+class ConstantEnv(gymnasium.Env):
+    """Its observation is what `value` ``[1]`` is at the time; an episode has no end."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, value: np.ndarray) -> None:
+        self._value = value
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        """See ``gymnasium.Env``."""
+        super().reset(seed=seed)
+        return np.array(self._value, np.float32), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        """See ``gymnasium.Env``."""
+        return np.array(self._value, np.float32), 0.0, False, False, {}
 
 
 class RevealingNetwork(nn.Module):

@@ -13,14 +13,13 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 
 import wsync
 from harness.backends import collector_class
-from harness.models import RevealingModel, RevealingPolicy, fill
+from harness.models import ConstantEnv, RevealingModel, RevealingPolicy, fill
 from harness.processes import worker_processes
 
 MakeScheme = Callable[[], wsync.WeightSyncScheme]
@@ -148,23 +147,11 @@ def standalone(
 # --- workers of a collector ---
 
 
-class FloorEnv(gymnasium.Env):
-    """Its observation is the floor: the newest version for which ``send`` has returned."""
-
-    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
+class FloorEnv(ConstantEnv):
+    """Its observation is the floor: the newest version for which ``send`` has returned before the next forward."""
 
     def __init__(self, floor: Path) -> None:
-        self._floor = np.memmap(floor, np.int64, "r")
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
-        """See ``gymnasium.Env``."""
-        super().reset(seed=seed)
-        return np.array(self._floor, np.float32), {}
-
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """See ``gymnasium.Env``; reads the floor before the next forward begins."""
-        return np.array(self._floor, np.float32), 0.0, False, False, {}
+        super().__init__(np.memmap(floor, np.int64, "r"))
 
 
 def in_collector(

@@ -24,7 +24,7 @@ from collectors.environments.specs import Spec
 from collectors.errors import ConfigError
 from learning import CNN, MLP, PPO, RNN, make_critic, make_policy, resuming
 from learning.config_errors import one_line
-from learning.options import CNNConfig, MLPConfig, PolicyConfig, PPOConfig, RNNConfig, TrainConfig, WandbConfig
+from learning.options import CNNConfig, MLPConfig, PolicyConfig, RNNConfig, TrainConfig, WandbConfig
 from learning.reporting import Reporter
 from learning.reporting.wandb_logger import WandbLogger
 from learning.resuming import stored_overrides
@@ -156,7 +156,9 @@ def test_settings_at_top_level_reach_the_groups() -> None:
     assert config("env.id=MountainCar-v0").env.id == "MountainCar-v0"
 
 
-@pytest.mark.parametrize(("dataclass", "target"), [(PPOConfig, PPO), (WandbConfig, WandbLogger)])
+@pytest.mark.parametrize(
+    ("dataclass", "target"), [(learning.config.learner_config("learning.PPO"), PPO), (WandbConfig, WandbLogger)]
+)
 def test_a_config_has_the_arguments_of_its_class(dataclass: type, target: Callable[..., object]) -> None:
     arguments = {name for name, p in inspect.signature(target).parameters.items() if p.default is not p.empty}
     assert {field.name for field in fields(dataclass)} - {"_target_"} == arguments

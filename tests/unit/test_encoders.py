@@ -161,6 +161,10 @@ def test_several_choices_are_distributed_as_torch_says_and_a_mask_is_kept() -> N
     share = (free.sample((20_000,)) == 0).float().mean(0)
     torch.testing.assert_close(share, torch.tensor([1 / 3, 1 / 2]), atol=0.02, rtol=0.0)
     assert free.mode.shape == (2,)
+    scores = torch.zeros(5, requires_grad=True)
+    uneven = policy.from_parameters(scores)  # of three options and of two
+    (uneven.entropy() + uneven.log_prob(torch.tensor([2, 1]))).backward()
+    torch.testing.assert_close(scores.grad, torch.tensor([-1 / 3, -1 / 3, 2 / 3, -1 / 2, 1 / 2]))
 
 
 def test_random_actions_are_of_the_choices_that_the_mask_allows() -> None:

@@ -383,6 +383,8 @@ def test_several_choices_at_once(space: spaces.Space, nvec: tuple[int, ...], num
     env.reset()
     with pytest.raises(ValueError, match=r"choice 0 of the action for environment 0 is 2, and an index is 0 to 1"):
         env.step(TensorDict({"action": torch.full((*env.batch_size, len(nvec)), 2)}, env.batch_size))
+    with pytest.raises(ValueError, match=r"choice 0 of the action for environment 0 is 0.5, and an index is 0 to 1"):
+        env.step(TensorDict({"action": torch.full((*env.batch_size, len(nvec)), 0.5)}, env.batch_size))
 
 
 def test_the_first_observation_of_an_episode_is_marked() -> None:

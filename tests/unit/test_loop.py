@@ -21,14 +21,13 @@ from learning.normalization import ObservationNormalizer
 from learning.reporting import Reporter
 from learning.reporting.files import RunFiles
 from learning.run import StopRequest
-from learning.summary import Failures
 from wsync import NoWeightSyncScheme
 
 
 class FakeCollector:
     """Yields two valid batches, and a third with rewards of NaN."""
 
-    failures: Failures = collectors.workers.records.Failures()
+    failures = collectors.workers.records.Failures()
     staleness = Staleness()
 
     def __init__(self, policy: nn.Module) -> None:

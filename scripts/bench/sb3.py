@@ -1,12 +1,12 @@
 """PPO of Stable-Baselines3, or RecurrentPPO of sb3-contrib, with the settings of a run of train.py: one JSON line.
 
-    python scripts/bench/sb3_returns.py '{"env": {...}, "algorithm": {...}, ...}'
+    python scripts/bench/sb3.py '{"env": {...}, "algorithm": {...}, ...}'
 
-A process of its own, which ``scripts/bench_returns.py`` starts with the composed settings of the run beside it. The
+A process of its own, which ``bench_returns.py`` and ``bench_train.py`` start with settings as train.py has them. The
 environments, with their wrappers, and the settings of PPO are the same; the networks are those of ``MlpPolicy`` and
 ``CnnPolicy`` (the same as ``policy=mlp_tanh`` and ``policy=cnn``), and of ``MlpLstmPolicy`` for a recurrent policy.
-The factor ``reward_scale`` is not passed on: Stable-Baselines3 has no such setting. Seconds count
-from the first step of an environment.
+The factor ``reward_scale`` is not passed on: Stable-Baselines3 has no such setting. With ``stop_when_solved`` it ends
+when the mean of the last 100 returns reaches ``env.solved_at``. Seconds count from the first step of an environment.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from stable_baselines3.common.env_util import make_vec_env  # pyright: ignore[re
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize  # pyright: ignore[reportMissingImports]
 
 POLICIES = {"learning.MLP": "MlpPolicy", "learning.CNN": "CnnPolicy", "learning.RNN": "MlpLstmPolicy"}
+WINDOW = 100  # episodes in the mean return that is compared with the threshold of a solved environment
 Settings = dict[str, Any]
 
 
 class Returns(BaseCallback):
-    """Collects the returns of episodes, each with the number of frames at its end."""
+    """Collects the returns of episodes, each with the number of frames at its end; ends training at `solved_at`."""
 
-    def __init__(self) -> None:
+    def __init__(self, solved_at: float | None) -> None:
         super().__init__()
-        self.started = 0.0
+        self.started, self.solved_at, self.solved = 0.0, solved_at, False
         self.returns: list[tuple[int, float]] = []
 
     def _on_rollout_start(self) -> None:
@@ -45,7 +46,10 @@ class Returns(BaseCallback):
     def _on_step(self) -> bool:
         ended = [info["episode"]["r"] for info in self.locals["infos"] if "episode" in info]
         self.returns += [(self.num_timesteps, float(value)) for value in ended]
-        return True
+        if self.solved_at is None or not ended or len(self.returns) < WINDOW:
+            return True
+        self.solved = sum(value for _, value in self.returns[-WINDOW:]) / WINDOW >= self.solved_at
+        return not self.solved
 
 
 def make_one(env: Settings) -> gymnasium.Env:
@@ -95,10 +99,12 @@ def make_model(settings: Settings, made: VecEnv) -> PPO:
 def main(settings: Settings) -> None:
     """Train, and print the returns and the seconds."""
     torch.set_num_threads(1)
-    model, watch = make_model(settings, environments(settings)), Returns()
+    solved_at = settings["env"]["solved_at"] if settings["stop_when_solved"] else None
+    model, watch = make_model(settings, environments(settings)), Returns(solved_at)
     model.learn(settings["total_frames"], callback=watch)
     seconds = time.perf_counter() - watch.started
-    print(json.dumps({"returns": watch.returns, "seconds": seconds, "frames": model.num_timesteps}))
+    found = {"returns": watch.returns, "solved": watch.solved, "seconds": seconds, "frames": model.num_timesteps}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
