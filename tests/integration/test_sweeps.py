@@ -107,14 +107,18 @@ def test_ctrl_c_leaves_no_process_of_submitit_and_no_temporary_folder(tmp_path: 
         [*command, f"hydra.sweep.dir={tmp_path}/sweep"], cwd=tmp_path, text=True, start_new_session=True,
         env={**os.environ, "TMPDIR": str(temporary)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    while sum(path.stat().st_size > 0 for path in tmp_path.glob("sweep/*/metrics.jsonl")) < 2:
-        with pytest.raises(subprocess.TimeoutExpired):  # it goes on
-            sweep.wait(0.1)
-    assert [*temporary.glob("pymp-*")]
-    os.killpg(sweep.pid, signal.SIGINT)  # as the terminal does
-    sweep.communicate(timeout=60)  # until every process has closed its output
-    assert sweep.returncode == 128 + signal.SIGINT
-    assert not left_of(sweep.pid, 30.0) and not [*temporary.glob("pymp-*")]
+    try:
+        while sum(path.stat().st_size > 0 for path in tmp_path.glob("sweep/*/metrics.jsonl")) < 2:
+            with pytest.raises(subprocess.TimeoutExpired):  # it goes on
+                sweep.wait(0.1)
+        assert [*temporary.glob("pymp-*")]
+        os.killpg(sweep.pid, signal.SIGINT)  # as the terminal does
+        sweep.communicate(timeout=60)  # until every process has closed its output
+        assert sweep.returncode == 128 + signal.SIGINT
+        assert not left_of(sweep.pid, 30.0) and not [*temporary.glob("pymp-*")]
+    finally:
+        if left_of(sweep.pid, 0.0):
+            os.killpg(sweep.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
