@@ -100,7 +100,7 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> tuple[int, float]:
             cfg.total_frames,
             solved_at=goal.solved_at,
             resumed=training.resumed_in_words,
-            resume_command=resume_command(sys.argv),
+            resume_command=resume_command(__file__, HydraConfig.get()),
             prefix=line_prefix(HydraConfig.get()),
         ),
         Pictures(),

@@ -9,11 +9,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
 
 from collectors.errors import ConfigError
 from learning.config_errors import CONF
 from learning.options import TrainConfig
+from learning.reporting.files import shown
 
 
 def is_override(argument: str) -> bool:
@@ -34,12 +36,18 @@ def config_folders(argv: Sequence[str]) -> list[Path]:
     return [] if folder is None else [folder]
 
 
-def resume_command(argv: Sequence[str]) -> str:
-    """Return the command that continues a run of ``sys.argv``, without the folder at its end; empty in a joblib job."""
-    if Path(argv[0]).suffix != ".py":
-        return ""
-    folders = [word for folder in config_folders(argv[1:]) for word in ("--config-dir", str(folder))]
-    return shlex.join(["python", argv[0], *folders]) + " resume="
+def resume_command(script: str, run: HydraConf) -> str:
+    """Return the command that continues a run of `script`, without the folder of the run at its end.
+
+    The command line of this process is not read: a launcher's job has one of its own.
+    """
+    folders = [word for folder in _folders_named(run) for word in ("--config-dir", shown(folder))]
+    return shlex.join(["python", shown(script), *folders]) + " resume="
+
+
+def _folders_named(run: HydraConf | DictConfig) -> list[str]:
+    """Return the config folders that the command line of a run has named; there is at most one."""
+    return [source.path for source in run.runtime.config_sources if source.provider == "command-line"]
 
 
 def stored_overrides(argv: Sequence[str]) -> list[str]:
@@ -75,8 +83,7 @@ def stored_overrides(argv: Sequence[str]) -> list[str]:
 
 def _check_config_folder(folder: str, argv: Sequence[str]) -> None:
     """Raise ConfigError if the run in `folder` had a config folder of the user, and `argv` has none."""
-    sources = OmegaConf.load(_stored(folder, "hydra")).hydra.runtime.config_sources
-    had = [source.path for source in sources if source.provider == "command-line"]
+    had = _folders_named(OmegaConf.load(_stored(folder, "hydra")).hydra)
     if had and not config_folders(argv):
         raise ConfigError(f"resume={folder}: that run was made with a config folder; add it: --config-dir {had[0]}")
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -13,6 +14,16 @@ def stop(pid: int, patience: float = 30.0) -> None:
     while any(_state(thread) not in "Tt" for thread in Path(f"/proc/{pid}/task").iterdir()):
         assert time.monotonic() < deadline, f"process {pid} did not stop"
         os.sched_yield()
+
+
+def left_of(group: int, within: float = 10.0) -> list[str]:
+    """Processes of the process group `group` that are still there after so many seconds."""
+    deadline = time.monotonic() + within
+    while True:
+        listed = subprocess.run(["ps", "-eo", "pgid=,stat=,args="], capture_output=True, text=True, check=True).stdout
+        left = [line for line in listed.splitlines() if line.split()[0] == str(group) and "Z" not in line.split()[1]]
+        if not left or time.monotonic() > deadline:
+            return left
 
 
 def _state(thread: Path) -> str:

@@ -19,8 +19,9 @@ import torch
 
 from collectors.worker import exit_with_process, ignore_interrupts
 from collectors.workers.pool import SHUTDOWN_GRACE
+from collectors.workers.server_cleanup import folder_named
 
-PRELOAD = ["collectors.worker"]
+PRELOAD = ["collectors.workers.server_cleanup", "collectors.worker"]
 """Modules that the fork server imports once, so that a worker starts in a fraction of a second."""
 
 _main_lock = threading.Lock()  # several threads may make collectors at once; there is one __main__
@@ -83,7 +84,7 @@ def start(target: Callable[..., None], worker_idx: int, *arguments: Any) -> Base
     process = _context().Process(  # pyright: ignore[reportAttributeAccessIssue]
         target=_run, args=(target, os.getpid(), dict(os.environ), arguments), name=f"collector-worker-{worker_idx}"
     )
-    with hidden_main(), known_start_method():  # the second one inside the lock of the first
+    with hidden_main(), known_start_method(), folder_named():  # the others inside the lock of the first
         process.start()
     return process
 

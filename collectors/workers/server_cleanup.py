@@ -1,4 +1,4 @@
-"""Preloaded by the fork server of ``train.py``: the server removes the folder of its socket when it ends.
+"""Preloaded by the fork server that workers are forked from: the server removes the folder of its socket when it ends.
 
 It ends after the process that has started it and all workers, however these have ended: by a second Ctrl-C or SIGKILL,
 for example, after which Python removes nothing.
@@ -7,8 +7,21 @@ for example, after which Python removes nothing.
 import atexit
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import util
 
 FOLDER = "WSYNC_FORK_SERVER_FOLDER"  # environment variable of the server
+
+
+@contextmanager
+def folder_named() -> Iterator[None]:
+    """Name the folder to a server that is started inside; one that runs already has its environment."""
+    os.environ[FOLDER] = util.get_temp_dir()
+    try:
+        yield
+    finally:
+        os.environ.pop(FOLDER, None)
 
 
 def _remove(folder: str, server: int) -> None:

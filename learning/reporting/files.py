@@ -27,6 +27,12 @@ class FolderError(OSError):
     """A file in a run's folder cannot be written (a full disk, for example) or read."""
 
 
+def shown(path: str | Path) -> str:
+    """Return a path as it is printed: relative to the current folder if it lies inside."""
+    path, here = Path(path), Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Write `path` inside.

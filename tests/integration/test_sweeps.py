@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from programs import run_program
+from stopping import left_of
 
 from learning.summary import check_objective, objective_of
 
@@ -20,6 +22,13 @@ SHORT = ("logger=none", "collector=single", "num_envs=4", "frames_per_batch=256"
 
 def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     return run_program(ROOT / "train.py", *SHORT, *overrides, folder=folder)
+
+
+def run_in_an_interpreter(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *SHORT, *overrides],
+        capture_output=True, text=True, timeout=380, cwd=folder, check=False,
+    )  # fmt: skip
 
 
 def test_the_objective_is_an_entry_of_the_summary() -> None:
@@ -55,14 +64,22 @@ def test_a_used_folder_of_a_sweep_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_joblib_runs_jobs_with_workers_and_the_sweep_is_reported(tmp_path: Path) -> None:
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="needs pip install -e '.[sweep]'")
-    launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "collector=multi_sync"]
-    command = [sys.executable, str(ROOT / "train.py"), *SHORT, *launcher, "seed=0,1", "-m"]
-    done = subprocess.run(
-        [*command, f"hydra.sweep.dir={tmp_path}/sweep"],
-        capture_output=True, text=True, timeout=250, cwd=tmp_path, check=False,
-    )  # fmt: skip
+@pytest.mark.timeout(400)  # each job imports everything anew
+@pytest.mark.parametrize(
+    ("plugin", "extra", "settings"),
+    [
+        ("joblib", "sweep", ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]),
+        ("submitit", "slurm", ["hydra/launcher=submitit_local"]),
+    ],
+    ids=["joblib", "submitit"],
+)
+def test_a_launcher_runs_jobs_with_workers_and_the_sweep_is_reported(
+    tmp_path: Path, plugin: str, extra: str, settings: list[str]
+) -> None:
+    pytest.importorskip(f"hydra_plugins.hydra_{plugin}_launcher", reason=f"needs pip install -e '.[{extra}]'")
+    done = run_in_an_interpreter(
+        tmp_path, *settings, "collector=multi_sync", "seed=0,1", f"hydra.sweep.dir={tmp_path}/sweep", "-m"
+    )
     assert done.returncode == 0, done.stderr
     told = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("sweep/*/summary.json"))]
     assert [(one["seed"], one["status"]) for one in told] == [(0, "finished"), (1, "finished")]
@@ -84,6 +101,31 @@ def test_sigterm_ends_the_jobs_of_joblib_as_well(tmp_path: Path) -> None:
         sweep.terminate()
         sweep.communicate(timeout=250)  # until every process has closed its output
     assert sweep.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_ctrl_c_leaves_no_process_of_submitit_and_no_temporary_folder(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs pip install -e '.[slurm]'")
+    (temporary := tmp_path / "tmp").mkdir()
+    endless = ["total_frames=1000000000", "stop_when_solved=false", "collector=multi_sync", "seed=0,1"]
+    command = [sys.executable, str(ROOT / "train.py"), *SHORT[:-1], *endless, "hydra/launcher=submitit_local", "-m"]
+    sweep = subprocess.Popen(
+        [*command, f"hydra.sweep.dir={tmp_path}/sweep"], cwd=tmp_path, text=True, start_new_session=True,
+        env={**os.environ, "TMPDIR": str(temporary)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        while sum(path.stat().st_size > 0 for path in tmp_path.glob("sweep/*/metrics.jsonl")) < 2:
+            with pytest.raises(subprocess.TimeoutExpired):  # it goes on
+                sweep.wait(0.1)
+        assert [*temporary.glob("pymp-*")]
+        os.killpg(sweep.pid, signal.SIGINT)  # as the terminal does
+        sweep.communicate(timeout=60)  # until every process has closed its output
+        assert sweep.returncode == 128 + signal.SIGINT
+        assert not left_of(sweep.pid, 30.0) and not [*temporary.glob("pymp-*")]
+    finally:
+        if left_of(sweep.pid, 0.0):
+            os.killpg(sweep.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow

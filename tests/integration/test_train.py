@@ -8,12 +8,12 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from programs import run_program
+from stopping import left_of
 
 ROOT = Path(__file__).resolve().parents[2]
 # Without the reset steps of a native vector environment, batches have exactly `frames_per_batch` frames.
@@ -40,16 +40,6 @@ def summary(folder: Path) -> dict[str, Any]:
 
 def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def left_of(group: int, within: float = 10.0) -> list[str]:
-    """Processes of the process group `group` that are still there after so many seconds."""
-    deadline = time.monotonic() + within
-    while True:
-        listed = subprocess.run(["ps", "-eo", "pgid=,stat=,args="], capture_output=True, text=True, check=True).stdout
-        left = [line for line in listed.splitlines() if line.split()[0] == str(group) and "Z" not in line.split()[1]]
-        if not left or time.monotonic() > deadline:
-            return left
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import wandb
+from hydra.conf import ConfigSourceInfo, HydraConf, RuntimeConf
 from PIL import Image
 from rich.console import Console
 
@@ -401,7 +402,15 @@ def test_a_prefix_the_resume_and_the_command_that_continues(tmp_path: Path) -> N
     assert "[3] resumed from o/x at 5 frames" in lines
     assert f"[3] continue it by: python train.py resume={tmp_path}" in lines
     assert any(line.startswith("[3] frames 1,024/4,096 | ") and "return 20.000 (3 episodes)" in line for line in lines)
-    assert resume_command(["train.py", "--config-dir", "my", "env=goal"]) == "python train.py --config-dir my resume="
+
+
+def test_the_command_that_continues_names_script_and_config_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ConfigSourceInfo(path="/home/me/my", schema="file", provider="command-line")
+    run = HydraConf(runtime=RuntimeConf(config_sources=[ConfigSourceInfo("/clone/conf", "file", "main"), own]))
+    monkeypatch.chdir("/")
+    assert resume_command("/clone/train.py", run) == "python clone/train.py --config-dir home/me/my resume="
+    run.runtime.config_sources.remove(own)
+    assert resume_command("/clone/train.py", run) == "python clone/train.py resume="
 
 
 def test_units() -> None:
