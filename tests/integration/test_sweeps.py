@@ -77,9 +77,8 @@ def test_a_launcher_runs_jobs_with_workers_and_the_sweep_is_reported(
     tmp_path: Path, plugin: str, extra: str, settings: list[str]
 ) -> None:
     pytest.importorskip(f"hydra_plugins.hydra_{plugin}_launcher", reason=f"needs pip install -e '.[{extra}]'")
-    done = run_in_an_interpreter(
-        tmp_path, *settings, "collector=multi_sync", "seed=0,1", f"hydra.sweep.dir={tmp_path}/sweep", "-m"
-    )
+    where = f"hydra.sweep.dir={tmp_path}/sweep"
+    done = run_in_an_interpreter(tmp_path, *settings, "collector=multi_sync", "seed=0,1", where, "-m")
     assert done.returncode == 0, done.stderr
     told = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("sweep/*/summary.json"))]
     assert [(one["seed"], one["status"]) for one in told] == [(0, "finished"), (1, "finished")]
