@@ -143,7 +143,7 @@ class Slots:
         descriptors = self._connections.descriptors
         if not descriptors:
             return None
-        update = self.arena.fast_update(descriptors, acknowledge)
+        update = self.arena.writer.fast_update(self.arena.plans, self.arena.layout.nbytes, descriptors, acknowledge)
         return None if update is None else FastCalls(update, partial(self._complete_fast, acknowledge))
 
     def _complete_fast(self, acknowledge: bool, unfinished: UnfinishedUpdate, version: int) -> None:
