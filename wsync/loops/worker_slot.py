@@ -22,7 +22,7 @@ from wsync.loops.words import (
 
 
 class SlotReceiver(GateHook, Protocol):
-    """A ``wsync.receiver.Receiver``, which installs the updates that the fast path of its ``WorkerSlot`` does not.
+    """A ``ModelUpdater``, which installs the updates that the fast path of its ``WorkerSlot`` does not.
 
     Attributes:
         version: the version that is installed in the model.
@@ -40,7 +40,7 @@ class SlotReceiver(GateHook, Protocol):
         ...
 
     def copy_to_own_memory(self, stay_unbound: bool = False) -> None:
-        """See ``Receiver``."""
+        """See ``ModelUpdater``."""
         ...
 
 

@@ -62,8 +62,8 @@ class Slots:
         while True:
             published, used, held = arena.writer.occupied()
             kept = published | held | busy
-            slot = next((slot for slot in range(arena.slots) if slot not in kept | used), None)
-            if slot is None and arena.slots < len(kept) + self._spare:
+            slot = next((slot for slot in range(len(arena.plans)) if slot not in kept | used), None)
+            if slot is None and len(arena.plans) < len(kept) + self._spare:
                 slot = arena.grow()
             if slot is not None:
                 arena.writer.set_slot_version(slot, 0)
@@ -103,10 +103,6 @@ class Slots:
         if not version:
             return None
         return QueuedUpdate(Kind.UPDATE, version, self.arena.buffer(slot), self.arena.read_extra(slot))
-
-    def accept(self, worker: int, connection: int) -> None:
-        """Give a worker's words to a new connection, of this number."""
-        self.arena.writer.accept(worker, connection)
 
     def clear(self, worker: int) -> None:
         """Reset a worker's words: it is pointed to no slot and uses none."""

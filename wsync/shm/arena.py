@@ -129,11 +129,6 @@ class Arena:
         self._layout = layout
         self._slot_size = whole_pages(layout.nbytes)
 
-    @property
-    def slots(self) -> int:
-        """The number of slots that are mapped here."""
-        return len(self._buffers)
-
     def buffer(self, slot: int) -> Buffer:
         """Return the tensors of a slot, the same for all callers; the first call maps the slot.
 
