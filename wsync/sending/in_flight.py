@@ -53,6 +53,6 @@ class InFlight:
         transfer = min(self.transfer, left - apply - wait)
         acknowledge = left - apply - wait - transfer
         seconds = (self.extract, self.pack, transfer, self.wait + wait, apply, acknowledge)
-        phases = dict(zip(PHASES, seconds, strict=True))
+        phases: dict[str, float] = dict(zip(PHASES, seconds, strict=True))
         workers = dict.fromkeys(self.workers, self.version)
         return SyncReport(self.version, nbytes, finished - self.started, phases, workers)
