@@ -20,7 +20,6 @@ _MODULES = {
     "GateLock": "gate_lock",
     "Installer": "installer",
     "PackPlan": "pack_plan",
-    "PeerWatch": "peer_watch",
     "TensorTree": "tensor_tree",
     "WorkerSlot": "worker_slot",
 }

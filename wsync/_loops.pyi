@@ -2,7 +2,6 @@ from wsync.loops.arena_writer import ArenaWriter as ArenaWriter
 from wsync.loops.gate_lock import GateLock as GateLock
 from wsync.loops.installer import Installer as Installer
 from wsync.loops.pack_plan import PackPlan as PackPlan
-from wsync.loops.peer_watch import PeerWatch as PeerWatch
 from wsync.loops.tensor_tree import TensorTree as TensorTree
 from wsync.loops.worker_slot import WorkerSlot as WorkerSlot
 

@@ -30,9 +30,13 @@ class UnfinishedUpdate(NamedTuple):
 
 
 FastUpdate = Callable[[Any, int, float | None, float], SyncReport | tuple[SyncReport, int, list[int], bytes] | None]
-"""``(tensors, version, timeout, began)`` → report, or fields of an ``UnfinishedUpdate``: see ``ArenaWriter.update``.
+"""``(tensors, version, timeout, began)`` → report, or fields of an ``UnfinishedUpdate``.
 
-None, and nothing was done, if the update cannot take the fast path."""
+``tensors`` are a list in the order of the layout, or a ``TensorTree``. ``timeout`` is in seconds, None for no limit;
+``began`` is when the call of ``send`` began, on ``time.perf_counter``.
+
+None, and nothing was done, if a worker is missing, no slot is free, or the tensors are not plain bytes that fit. Raises
+``NotConnected`` in a forked child."""
 
 
 class FastCalls(NamedTuple):

@@ -239,8 +239,7 @@ class ReceiverRole(Role):
             raise ValueError("worker_idx is missing: give it to init_on_receiver() or connect()")
         self.receiver.connect(index, timeout)
         if not acknowledges:
-            # The sender need not wake this worker: its next forward installs the update. Only a thread that waits in
-            # receive() has to be woken.
+            # The next forward installs an update: the sender need only wake a worker with a thread in receive().
             self.receiver.limit_wakeups_to_receive()
 
     @property

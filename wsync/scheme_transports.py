@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -17,14 +17,6 @@ from wsync.receiver import Receiver
 from wsync.sender import Sender
 from wsync.transport import SenderEnd
 from wsync.weights.strategy import WeightStrategy
-
-
-class ConnectWorker(Protocol):
-    """A worker's ``scheme.connect``."""
-
-    def __call__(self, *, worker_idx: int | None = None) -> None:
-        """Connect."""
-        ...
 
 
 class SenderTransport(SenderEnd):
@@ -82,7 +74,7 @@ class ReceiverTransport:
         connect: the scheme's.
     """
 
-    def __init__(self, receiver: Receiver, connect: ConnectWorker) -> None:
+    def __init__(self, receiver: Receiver, connect: Callable[..., None]) -> None:
         self._receiver = receiver
         self._connect = connect
 

@@ -1,9 +1,9 @@
 """The send path: what a trainer does with an update, the same for every backend.
 
-    source ─→ packer ─→ channel.publish ─→ acknowledgements ─→ report, or one error that names the workers that lack it
+    source ─→ packed ─→ channel.publish ─→ acknowledgements ─→ report, or one error that names the workers that lack it
 
-The packer packs the weights into a free buffer. These steps are in ``sending/updates.py``. Most updates take the fast
-path instead: one call does these steps for all workers (``fast_path.py``).
+The weights are packed into a free buffer. These steps are in ``sending/updates.py``. Most updates take the fast path
+instead: one call does these steps for all workers (``fast_path.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from wsync.deadlines import deadline_in
 from wsync.errors import in_forked_child
 from wsync.fast_path import FastCalls, UnfinishedUpdate
-from wsync.sending.acknowledgements import Acknowledgements
 from wsync.sending.forking import fork_aware
 from wsync.sending.membership import Membership, worker_list
 from wsync.sending.protocols import FastChannel, SendChannel
@@ -32,8 +31,8 @@ class Sender:
     """Sends one model's weights to all its workers. Any thread may call; one call runs at a time.
 
     There are two locks: the *sender's lock*, held here for the whole of a call, and the *channel's lock* inside
-    ``SenderSideChannel``. A call of the sender takes the channel's lock for each step. So does the *send-loop thread*,
-    a background thread of the trainer that sends what had to wait for a worker's answer (``sending/send_loop.py``).
+    ``SenderSideChannel``. A call takes the channel's lock for each step. So does the *send-loop thread*, which sends
+    what had to wait for a worker's answer (``sending/send_loop.py``).
 
     Args:
         channel: the connections to the workers, and the memory or transports that carry the weights.
@@ -69,12 +68,10 @@ class Sender:
         self._finishes_on_publish = finishes_on_publish
         self._record = record
         self._members = Membership(num_workers)
-        self._acks = Acknowledgements(channel, self._members, timeout)
-        self._updates = Updates(channel, source, self._members, self._acks, on_request=on_request, record=record)
+        self._updates = Updates(channel, source, self._members, timeout, on_request=on_request, record=record)
         self._lock = threading.RLock()
         self._in_forked_child = False
         fork_aware.add(self)
-        # For each form of weights sent before (module, TensorDict, state dict): how to find its tensors.
         self._finders = TensorFinders(source.weights)
         self._fast_channel = channel if isinstance(channel, FastChannel) else None  # once: ``isinstance`` takes 9 µs
         self._fast: FastCalls | None = None  # the fast path, while it is enabled
@@ -95,16 +92,16 @@ class Sender:
     @property
     def layout(self) -> Layout | None:
         """The layout of the weights; None before the first."""
-        return self._updates.packer.layout
+        return self._updates.layout
 
     @property
     def timeout(self) -> float | None:
         """Seconds for ``connect`` and ``send``; None for no limit."""
-        return self._acks.timeout
+        return self._updates.timeout
 
     @timeout.setter
     def timeout(self, seconds: float | None) -> None:
-        self._acks.timeout = seconds
+        self._updates.timeout = seconds
 
     # --- connecting ---
 
@@ -122,8 +119,8 @@ class Sender:
                 update = self._updates.publish(weights, everyone, (), acknowledge=True)
             elif self.source.weights is not None:
                 # Workers are sent the layout, and check it as they connect; the first send brings weights.
-                self._updates.packer.define_layout(None)
-            deadline = update.deadline if update else deadline_in(self._acks.timeout)
+                self._updates.define_layout(None)
+            deadline = update.deadline if update else deadline_in(self.timeout)
             self._channel.wait_for_workers(everyone, sentinels, deadline)
             self._members.add(everyone)  # connect may be called again to accept replacements
             self._members.connected = True
@@ -156,13 +153,13 @@ class Sender:
             ValueError: there is no such worker.
         """
         with self.exclusive():
-            deadline = deadline_in(self._acks.timeout if timeout is None else timeout)
+            deadline = deadline_in(self.timeout if timeout is None else timeout)
             self.disconnect(worker)
             self._channel.wait_for_workers([worker], {} if sentinel is None else {worker: sentinel}, deadline)
             self._members.add([worker])
             version = self._members.expected_version.get(worker)
             if version:
-                self._acks.require([worker], version, deadline)
+                self._updates.acks.require([worker], version, deadline)
 
     def continue_from(self, version: int) -> None:
         """Skip the version numbers up to ``version``.
@@ -193,7 +190,7 @@ class Sender:
                     updates = self._updates
                     # Counted before sending: if a signal interrupts the update, its number is not used again.
                     version = updates.version = updates.version + 1
-                    report = fast.update(tensors, version, self._acks.timeout, began)
+                    report = fast.update(tensors, version, updates.timeout, began)
                     if report is not None:
                         if not isinstance(report, SyncReport):  # a tuple: sent, but not yet finished
                             report = self._complete(fast, UnfinishedUpdate(*report), began)
@@ -249,14 +246,14 @@ class Sender:
     def _complete(self, fast: FastCalls, unfinished: UnfinishedUpdate, began: float) -> SyncReport:
         """Finish a fast update in which a worker died, failed, was late, or held its mutex in the arena."""
         self._disable_fast()
-        workers, timeout, version = self._members.present, self._acks.timeout, self.version
+        workers, timeout, version = self._members.present, self.timeout, self.version
         left = None if timeout is None else max(0.0, timeout - (time.perf_counter() - began))
         self._members.note_sent(version, ((workers, b""),))  # b"": the fast path is for models without extra state
         fast.complete(unfinished, version)
         if self._finishes_on_publish:
-            self._acks.raise_failures(workers, version)
+            self._updates.acks.raise_failures(workers, version)
         else:
-            self._acks.require(workers, version, deadline_in(left))
+            self._updates.acks.require(workers, version, deadline_in(left))
         report, seconds = unfinished.report, time.perf_counter() - began
         acknowledge = report.phases["acknowledge"] + seconds - report.seconds
         return report._replace(seconds=seconds, phases={**report.phases, "acknowledge": acknowledge})

@@ -79,29 +79,6 @@ class SyncReport(NamedTuple):
         return f"version {self.version} → workers {to}: {self.bytes:,} bytes in {self.seconds * 1e6:.0f} µs ({phases})"
 
 
-def split_phases(
-    *, extract: float, wait: float, pack: float, transfer: float, left: float, worker_wait: float, worker_apply: float
-) -> dict[str, float]:
-    """Return the seconds of each phase of an update; they add up to the whole.
-
-    Args:
-        extract: as the sender measured it.
-        wait: the same; of the sender, for a free buffer.
-        pack: the same.
-        transfer: the same.
-        left: from the end of packing to the end of the update.
-        worker_wait: of the slowest worker. It may begin while the update is still being published to others: that time
-            is not counted twice.
-        worker_apply: of the slowest worker.
-    """
-    apply = min(worker_apply, left)
-    worker_wait = min(worker_wait, left - apply)
-    transfer = min(transfer, left - apply - worker_wait)
-    acknowledge = left - apply - worker_wait - transfer
-    seconds = (extract, pack, transfer, wait + worker_wait, apply, acknowledge)
-    return dict(zip(PHASES, seconds, strict=True))
-
-
 @runtime_checkable
 class RemoteWorker(Protocol):
     """A worker of a collector, as a scheme needs it."""

@@ -20,12 +20,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from implementations import KINDS, choose, implementation, new_arena, worker_arena
+from implementations import KINDS, PYTHON, choose, implementation, new_arena, worker_arena
 from striking import struck_at
 from torch import Tensor, nn
 
 from wsync import NotConnected, SyncReport, SyncTimeout, loops
-from wsync.loops.messages import ACK, HEADER, SLOT_FREED, UPDATE, Message, send_message, take_message
+from wsync.control.messages import HEADER, Kind, Message, unpack
+from wsync.fast_path import FastUpdate
 from wsync.loops.words import CONNECTION, HELD_SLOT, NONE, PUBLISHED, USED_SLOT, WANTS_FREED, WANTS_WAKEUPS, Block
 from wsync.shm.arena import SenderArena
 from wsync.weights.binding import Binding
@@ -40,6 +41,16 @@ def classes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     chosen = implementation(request.param)
     choose(chosen, monkeypatch.setattr)
     return chosen
+
+
+@pytest.fixture
+def fast_path(classes: Any) -> None:
+    """For tests of the fast path: only the compiled classes have one."""
+    if classes is PYTHON:
+        pytest.skip("in Python all updates take the general path")
+
+
+has_fast_path = pytest.mark.usefixtures("fast_path")
 
 
 # --- PackPlan: what fits is copied, and nothing else ---
@@ -103,16 +114,18 @@ def test_large_copies_are_whole_in_whichever_way() -> None:
         assert plan.fill(tensors) and all(map(torch.equal, views, tensors))
 
 
+@has_fast_path
 @pytest.mark.parametrize("mib", [1, 3, 9])  # as many as one does at once; others may run; past the caches
 def test_a_model_that_copies_has_all_of_it(mib: int) -> None:
     model = nn.ParameterList(nn.Parameter(torch.zeros(size)) for size in (7, mib * 2**18, 1))
-    layout = Layout.of(snapshot(model))
-    binding = Binding(model, layout, bind=False)
-    views = layout.views(torch.empty(layout.nbytes, dtype=torch.uint8).random_(0, 64))
-    written = [parameter._version for parameter in model]
-    assert binding.installer.install(views)
-    assert all(map(torch.equal, model, views))
-    assert all(parameter._version > before for parameter, before in zip(model, written, strict=True))
+    with fast_worker(False, model=model) as (arena, writer, slot, receiver, _):
+        arena.buffer(1).flat.random_(0, 64)
+        written = [parameter._version for parameter in model]
+        writer.publish(0, 1, 1, False, 1.0)
+        slot.poll_update()
+        assert slot.version == 1 and not receiver.calls
+        assert all(map(torch.equal, model, arena.views(1)))
+        assert all(parameter._version > before for parameter, before in zip(model, written, strict=True))
 
 
 class Masked(Tensor):
@@ -237,47 +250,77 @@ CHANGED: dict[str, Callable[[Net], object]] = {
 }
 
 
+@has_fast_path
 @pytest.mark.parametrize("change", list(CHANGED))
 def test_a_model_that_has_changed_is_not_installed_into(change: str) -> None:
     net = Net()
-    binding, views = installer_of(net)
-    assert binding.installer.install(views) and net.body[0].weight.data_ptr() in {view.data_ptr() for view in views}
-    CHANGED[change](net)
-    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    assert binding.installer.install(views) is False
-    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    with fast_worker(True, model=net) as (arena, writer, slot, receiver, _):
+        writer.publish(0, 1, 1, False, 1.0)
+        slot.poll_update()
+        assert slot.version == 1 and not receiver.calls
+        assert net.body[0].weight.data_ptr() in {view.data_ptr() for view in arena.views(1)}
+        CHANGED[change](net)
+        before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+        writer.publish(0, 2, 2, False, 1.0)
+        slot.poll_update()
+        assert slot.version == 1 and receiver.calls == 1
+        assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
 
 
 def test_too_few_views_are_refused() -> None:
     binding, views = installer_of(Net())
-    assert binding.installer.install(views[:-1]) is False
-    assert binding.installer.install(list(views)) is False
     with pytest.raises(ValueError, match="fewer views"):
         binding.installer.apply(views[:-1])
 
 
-@pytest.mark.parametrize("method", ["install", "apply"])
 @pytest.mark.parametrize("bind", [True, False])
-def test_an_install_clears_the_casts_of_autocast(method: str, bind: bool) -> None:
+def test_an_install_clears_the_casts_of_autocast(bind: bool) -> None:
     """Inside one autocast context PyTorch keeps casts of the old parameters."""
     model, x = nn.Linear(4, 4, bias=False), torch.ones(1, 4)
     binding, views = installer_of(model, bind=bind)
     views[0].fill_(1.0)
     with torch.autocast("cpu", torch.bfloat16):
         model(x)
-        getattr(binding.installer, method)(views)
+        binding.installer.apply(views)
         assert model(x).tolist() == [[4.0] * 4]
 
 
-def test_tensors_that_are_not_plain_bytes_are_copied_by_torch() -> None:
+@has_fast_path
+@pytest.mark.parametrize("bind", [True, False])
+def test_an_install_on_the_fast_path_clears_the_casts_of_autocast(bind: bool) -> None:
+    model, x = nn.Linear(4, 4, bias=False), torch.ones(1, 4)
+    with (
+        fast_worker(bind, model=model) as (_, writer, slot, receiver, _),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        model(x)
+        writer.publish(0, 1, 1, False, 1.0)
+        slot.poll_update()
+        assert model(x).tolist() == [[4.0] * 4] and not receiver.calls
+
+
+def spread_model() -> nn.Module:
+    """Its tensors are not plain bytes, or have gaps between them."""
     model = nn.Module()
     model.register_buffer("spread", torch.zeros(2, 8)[:, ::2])
     model.register_buffer("wave", torch.zeros(3, dtype=torch.complex64))
+    return model
+
+
+@has_fast_path
+def test_tensors_that_are_not_plain_bytes_are_left_to_the_receiver() -> None:
+    with fast_worker(False, model=spread_model()) as (_, writer, slot, receiver, _):
+        writer.publish(0, 1, 1, False, 1.0)
+        slot.poll_update()
+        assert not slot.version and receiver.calls == 1
+
+
+def test_tensors_that_are_not_plain_bytes_are_copied_by_torch() -> None:
+    model = spread_model()
     binding, _ = installer_of(model)
     values = (torch.ones(2, 4), torch.full((3,), 2j, dtype=torch.complex64))
     by_name = dict(zip(("spread", "wave"), values, strict=True))
     views = tuple(by_name[name] for name in binding._layout.names)
-    assert binding.installer.install(views) is False
     binding.installer.apply(views)
     assert all(torch.equal(getattr(model, name), value) for name, value in by_name.items())
 
@@ -312,6 +355,13 @@ def connected(workers: int) -> Iterator[tuple[bytes, list[socket.socket]]]:
         os.close(write)
 
 
+def fast_update(arena: SenderArena, descriptors: bytes, *, acknowledge: bool = False) -> FastUpdate:
+    update = arena.writer.fast_update(arena.plans, arena.layout.nbytes, descriptors, acknowledge)
+    assert update is not None
+    return update
+
+
+@has_fast_path
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), word, word), min_size=2, max_size=2),
@@ -328,14 +378,13 @@ def test_an_update_takes_the_first_slot_that_is_not_occupied(workers: list[tuple
     busy = named | in_use | kept
     expected = next((slot for slot in range(3) if slot not in busy), None)
     with connected(2) as (descriptors, _):
-        watch = loops.PeerWatch(descriptors)
-        done = writer.update(arena.plans, descriptors, watch, [tensor], 7, 1.0, 0.0)
+        done = fast_update(arena, descriptors)([tensor], 7, 1.0, 0.0)
     if expected is None:
         assert done is None
         assert [writer.published(worker)[0] for worker in (0, 1)] == [version for version, *_ in workers]
     else:
         assert isinstance(done, SyncReport) and dict(done.workers) == {0: 7, 1: 7}
-        assert sum(done.phases.values()) == pytest.approx(done.seconds)
+        assert sum(done.phases.values()) == pytest.approx(done.seconds) and done.bytes == arena.layout.nbytes
         assert [writer.published(worker) for worker in (0, 1)] == [(7, expected)] * 2
         assert torch.equal(arena.views(expected)[0], tensor)
     arena.close()
@@ -343,37 +392,46 @@ def test_an_update_takes_the_first_slot_that_is_not_occupied(workers: list[tuple
 
 def test_an_update_without_all_workers_is_not_delivered() -> None:
     arena, writer = arena_of(2, 1)
-    assert writer.update(arena.plans, b"", None, [torch.rand(3)], 1, None, 0.0) is None
-    assert [writer.published(worker) for worker in (0, 1)] == [(0, 0)] * 2
+    with connected(1) as (descriptors, _):
+        for acknowledge in (True, False):
+            assert writer.fast_update(arena.plans, 12, descriptors, acknowledge) is None
     arena.close()
 
 
+def message_from(end: int | socket.socket) -> Message:
+    """The message without payload that has arrived."""
+    data = os.read(end, HEADER.size) if isinstance(end, int) else end.recv(HEADER.size, socket.MSG_WAITALL)
+    return unpack(data, b"")
+
+
+@has_fast_path
 def test_an_update_waits_for_the_acknowledgements_of_its_version() -> None:
-    arena, writer = arena_of(2, 2)
+    arena, _ = arena_of(2, 2)
     with connected(2) as (descriptors, ends):
         for worker, end in enumerate(ends):
-            send_message(end.fileno(), Message(ACK, worker, 5, 0.25, 0.5 + worker))
-        done = writer.update(arena.plans, descriptors, None, [torch.rand(3)], 5, 5.0, 0.0)
+            end.send(Message(Kind.ACK, worker, 5, wait=0.25, apply=0.5 + worker).pack())
+        done = fast_update(arena, descriptors, acknowledge=True)([torch.rand(3)], 5, 5.0, 0.0)
         assert isinstance(done, SyncReport) and done.version == 5
         for worker, end in enumerate(ends):
-            message = take_message(end.fileno(), UPDATE, 5)
-            assert message is not None and message.worker == worker
+            assert message_from(end) == Message(Kind.UPDATE, worker, 5)
     arena.close()
 
 
-@pytest.mark.parametrize("other", [Message(ACK, 1, 4), Message(SLOT_FREED, 1, 5)])
+@has_fast_path
+@pytest.mark.parametrize("other", [Message(Kind.ACK, 1, 4), Message(Kind.SLOT_FREED, 1, 5)])
 def test_another_message_ends_the_wait_and_stays_to_be_read(other: Message) -> None:
-    arena, writer = arena_of(2, 2)
+    arena, _ = arena_of(2, 2)
     with connected(2) as (descriptors, ends):
-        send_message(ends[0].fileno(), Message(ACK, 0, 5))
-        send_message(ends[1].fileno(), other)
-        done = writer.update(arena.plans, descriptors, None, [torch.rand(3)], 5, 5.0, 0.0)
+        ends[0].send(Message(Kind.ACK, 0, 5).pack())
+        ends[1].send(other.pack())
+        done = fast_update(arena, descriptors, acknowledge=True)([torch.rand(3)], 5, 5.0, 0.0)
         assert isinstance(done, tuple) and done[1:] in ((0, [], b"\1\0"), (0, [], b"\0\0"))
         (first,) = array("i", descriptors)[1:2]
-        assert take_message(first, other.kind) == other
+        assert message_from(first) == other
     arena.close()
 
 
+@has_fast_path
 def test_a_worker_stopped_in_its_mutex_is_left_to_the_caller() -> None:
     arena, writer = arena_of(2, 2)
     block_of(arena, 1).mutex.lock()
@@ -381,8 +439,7 @@ def test_a_worker_stopped_in_its_mutex_is_left_to_the_caller() -> None:
 
     def update() -> None:
         with connected(2) as (descriptors, _):
-            watch = loops.PeerWatch(descriptors)
-            others.append(writer.update(arena.plans, descriptors, watch, [torch.rand(3)], 5, 5.0, 0.0))
+            others.append(fast_update(arena, descriptors)([torch.rand(3)], 5, 5.0, 0.0))
         with pytest.raises(SyncTimeout, match="is it stopped"):
             writer.publish(1, 5, 0, False, 0.01)
 
@@ -400,8 +457,10 @@ def test_a_forked_child_is_refused() -> None:
         partial(writer.publish, 0, 1, 0, False, 1.0),
         partial(writer.await_free, 0, 1.0),
         partial(writer.vacate, 0, 1.0),
-        partial(writer.update, arena.plans, b"", None, [torch.rand(3)], 1, 1.0, 0.0),
     ]
+    update = writer.fast_update(arena.plans, 12, bytes(8), True)
+    if update is not None:
+        entries.append(partial(update, [torch.rand(3)], 1, 1.0, 0.0))
     child = os.fork()
     if child == 0:
         refused = 0
@@ -422,27 +481,25 @@ def test_a_worker_that_does_not_exist_is_refused() -> None:
         with pytest.raises(IndexError):
             call()
     with pytest.raises(ValueError, match="fewer words"):
-        loops.ArenaWriter(arena.words, 10**6, 64)
+        loops.ArenaWriter(arena.words, 10**6)
     arena.close()
 
 
+@has_fast_path
 def test_a_slot_has_no_version_while_it_is_written() -> None:
     arena, writer = arena_of(1, 2)
     other = worker_arena(arena)
     with connected(1) as (descriptors, _):
-        watch = loops.PeerWatch(descriptors)
-        assert isinstance(writer.update(arena.plans, descriptors, watch, [torch.rand(3)], 1, 1.0, 0.0), SyncReport)
-        assert isinstance(writer.update(arena.plans, descriptors, watch, [torch.rand(3)], 2, 1.0, 0.0), SyncReport)
+        update = fast_update(arena, descriptors)
+        assert isinstance(update([torch.rand(3)], 1, 1.0, 0.0), SyncReport)
+        assert isinstance(update([torch.rand(3)], 2, 1.0, 0.0), SyncReport)
         assert [other.slot_version(slot) for slot in (0, 1)] == [1, 2]
-        assert writer.update(arena.plans, descriptors, watch, [torch.rand(4)], 3, 1.0, 0.0) is None  # does not fit
+        assert update([torch.rand(4)], 3, 1.0, 0.0) is None  # does not fit
         assert [other.slot_version(slot) for slot in (0, 1)] == [0, 2]
     writer.set_slot_version(0, 4)
     assert other.slot_version(0) == 4
     other.close()
     arena.close()
-
-
-# --- PeerWatch ---
 
 
 def epolls() -> int:
@@ -451,58 +508,75 @@ def epolls() -> int:
     return sum(link.endswith("[eventpoll]") for link in links)
 
 
-def test_a_watch_sees_messages_and_ends_and_leaves_nothing_behind() -> None:
+@has_fast_path
+def test_without_acknowledgements_messages_and_ends_are_noticed_and_nothing_is_left_behind() -> None:
+    """Two workers may be one process."""
     (one, other), child = socket.socketpair(), subprocess.Popen(["cat"], stdin=subprocess.PIPE)
     process = os.pidfd_open(child.pid)
+    arena, writer = arena_of(2, 3)
     gc.collect()
-    before = epolls()
-    watch = loops.PeerWatch(array("i", [one.fileno(), process, process]).tobytes())  # two workers may be one process
-    assert not watch.has_events()
+    before, versions = epolls(), count(1)
+    descriptors = array("i", [one.fileno(), one.fileno(), process, process]).tobytes()
+    update = fast_update(arena, descriptors)
+
+    def settled(update: FastUpdate) -> bool:
+        return isinstance(update([torch.rand(3)], next(versions), 1.0, 0.0), SyncReport)
+
+    assert settled(update)
     other.send(b"!")
-    assert watch.has_events() and watch.has_events(), "until it is read"
+    assert not settled(update) and not settled(update), "until it is read"
     one.recv(1)
-    assert not watch.has_events()
+    assert settled(update)
     child.communicate()
-    assert watch.has_events()
-    with pytest.raises(OSError, match="descriptor"):
-        loops.PeerWatch(array("i", [one.fileno(), 1 << 20]).tobytes())
+    assert not settled(update)
+    closed = array("i", [one.fileno(), one.fileno(), process, 1 << 20]).tobytes()
+    assert writer.fast_update(arena.plans, 12, closed, False) is None
     assert epolls() == before + 1
-    del watch
+    del update
     assert epolls() == before
     other.close()
     one.close()
     os.close(process)
+    arena.close()
 
 
-def test_without_a_descriptor_for_it_there_is_no_watch() -> None:
-    one, other = os.pipe()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-    try:
-        with pytest.raises(OSError, match="open files"):
-            loops.PeerWatch(array("i", [one]).tobytes())
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    os.close(one)
-    os.close(other)
+def test_without_a_descriptor_for_it_there_is_no_fast_path() -> None:
+    arena, writer = arena_of(1, 1)
+    with connected(1) as (descriptors, _):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            assert writer.fast_update(arena.plans, 12, descriptors, False) is None
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    arena.close()
 
 
 # --- WorkerSlot: the worker's words ---
 
 
 class Receiver:
-    """Counts the calls that the fast path leaves to it."""
+    """Counts the calls that the fast path leaves to it. It uses ``slot``, if there is one, and installs nothing."""
 
     version = waiting = 0
     announced_at = 0.0
     calls = 0
 
+    def __init__(self, slot: loops.WorkerSlot | None = None) -> None:
+        self.slot = slot
+
     def poll_update(self) -> bool:
         self.calls += 1
+        if self.slot is not None:
+            self.slot.take()
         return False
 
     def leaving_gate(self) -> None:
         self.calls += 1
+        if self.slot is not None:
+            self.slot.release()
+
+    def copy_to_own_memory(self, stay_unbound: bool = False) -> None: ...
 
     def on_readable(self) -> bool:
         self.calls += 1
@@ -517,7 +591,7 @@ def test_a_slot_is_in_use_while_a_forward_runs() -> None:
     assert receiver.calls == 1, "without words there is no fast path"
     slot.map_words(arena.words, 1, 1)
     slot.version, slot.slot = 3, 2
-    assert slot.poll_update() is False and slot.busy and block[USED_SLOT] == 2 and receiver.calls == 1
+    assert slot.take() is None and slot.busy and block[USED_SLOT] == 2
     assert writer.await_free(1, 1.0)
     assert slot.release() and not slot.busy and block[USED_SLOT] == NONE and not slot.release()
     writer.publish(1, 4, 0, False, 1.0)
@@ -529,6 +603,17 @@ def test_a_slot_is_in_use_while_a_forward_runs() -> None:
     assert slot.poll_update() is False and slot.on_readable() is False and receiver.calls == 4
     with pytest.raises(RuntimeError, match="map_words"):
         slot.take()
+    arena.close()
+
+
+@has_fast_path
+def test_the_receiver_is_not_called_for_a_forward_without_an_update() -> None:
+    arena, _ = arena_of(1, 3)
+    slot, receiver, block = loops.WorkerSlot(), Receiver(), block_of(arena, 0)
+    slot.set_receiver(receiver, loops.GateLock(threading.RLock()))
+    slot.map_words(arena.words, 0, 1)
+    slot.version, slot.slot = 3, 2
+    assert slot.poll_update() is False and slot.busy and block[USED_SLOT] == 2 and not receiver.calls
     arena.close()
 
 
@@ -576,9 +661,9 @@ def test_a_worker_that_was_disconnected_leaves_the_words_of_its_replacement(
     use: str, newer: bool, hold: bool, bound: bool
 ) -> None:
     """It may be alive: what it stores would unprotect the slot that the replacement's forward uses."""
-    with fast_worker(bound) as (arena, writer, old, _, receiver, _):
+    with fast_worker(bound) as (arena, writer, old, receiver, _):
         writer.publish(0, 1, 1, False, 1.0)
-        old.poll_update()
+        install(old, bound)
         old.hold = hold
         assert old.version == 1
         writer.vacate(0, 1.0)
@@ -612,19 +697,32 @@ def test_a_worker_that_was_disconnected_while_it_copied_is_told_from_one_that_ha
         assert slot.used == 1 and slot.disconnected
 
 
+def install(slot: loops.WorkerSlot, bound: bool) -> None:
+    """Take the published version, as the receiver does."""
+    taken = slot.take()
+    assert taken is not None
+    slot.version = taken[0]
+    if bound:
+        slot.slot = taken[1]
+    else:
+        slot.release()
+
+
 @contextmanager
 def fast_worker(
-    bound: bool, family: socket.AddressFamily = socket.AF_UNIX
-) -> Iterator[tuple[SenderArena, loops.ArenaWriter, loops.WorkerSlot, nn.Linear, Receiver, socket.socket]]:
-    """A worker with a fast path, and the sender's end of its connection."""
-    model = nn.Linear(3, 1, bias=False)
+    bound: bool, family: socket.AddressFamily = socket.AF_UNIX, *, model: nn.Module | None = None
+) -> Iterator[tuple[SenderArena, loops.ArenaWriter, loops.WorkerSlot, Receiver, socket.socket]]:
+    """A worker with a fast path, and the sender's end of its connection; each slot has its number in every element."""
+    model = nn.Linear(3, 1, bias=False) if model is None else model
     layout = Layout.of(snapshot(model))
     arena = new_arena(layout, 1)
     writer = arena.writer
     for number in range(3):
         arena.grow()
-        arena.views(number)[0].fill_(number)
-    slot, receiver = loops.WorkerSlot(), Receiver()
+        for view in arena.views(number):
+            view.fill_(number)
+    slot = loops.WorkerSlot()
+    receiver = Receiver(slot)
     slot.map_words(arena.words, 0, 1)
     gate_lock = loops.GateLock(threading.RLock())
     gate_lock.hooks = (slot,)
@@ -633,7 +731,7 @@ def fast_worker(
     installer = Binding(model, layout, bind=bound).installer
     slot.install_fast_path(installer, arena.plans, {}, other.fileno(), bound)
     with one, other:
-        yield arena, writer, slot, model, receiver, one
+        yield arena, writer, slot, receiver, one
     arena.close()
 
 
@@ -644,15 +742,17 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
     return one, other
 
 
+@has_fast_path
 @pytest.mark.parametrize("family", [socket.AF_UNIX, socket.AF_INET])
 @pytest.mark.parametrize("bound", [True, False])
 def test_a_usual_update_is_installed_and_acknowledged(bound: bool, family: socket.AddressFamily) -> None:
-    with fast_worker(bound, family) as (arena, writer, slot, model, receiver, sender):
+    model = nn.Linear(3, 1, bias=False)
+    with fast_worker(bound, family, model=model) as (arena, writer, slot, receiver, sender):
         writer.publish(0, 1, 1, True, 1.0)
-        send_message(sender.fileno(), Message(UPDATE, 0, 1))
+        sender.sendall(Message(Kind.UPDATE, 0, 1).pack())
         assert slot.on_readable() and receiver.calls == 0 and receiver.version == 1 and not receiver.announced_at
-        answer = HEADER.unpack(sender.recv(HEADER.size, socket.MSG_WAITALL))
-        assert answer[:4] == (ACK, 0, 1, 0) and answer[4] >= 0.0 and answer[5] > 0.0
+        answer = message_from(sender)
+        assert (answer.kind, answer.version) == (Kind.ACK, 1) and answer.wait >= 0.0 and answer.apply > 0.0
         assert model.weight.tolist() == [[1.0] * 3]
         assert (model.weight.data_ptr() == arena.views(1)[0].data_ptr()) == bound
         assert writer.occupied() == ({1}, set(), set()) and not slot.busy
@@ -662,14 +762,16 @@ def test_a_usual_update_is_installed_and_acknowledged(bound: bool, family: socke
         assert writer.await_free(0, 1.0) is bound
         slot.leaving_gate()
         if bound:
-            assert HEADER.unpack(sender.recv(HEADER.size, socket.MSG_WAITALL))[0] == SLOT_FREED
+            assert message_from(sender) == Message(Kind.SLOT_FREED, 0)
         sender.setblocking(False)
         with pytest.raises(BlockingIOError):
             sender.recv(1)
 
 
+@has_fast_path
 def test_workers_with_waiting_threads_or_prepared_updates_take_the_general_path() -> None:
-    with fast_worker(True) as (_, writer, slot, model, receiver, _):
+    model = nn.Linear(3, 1, bias=False)
+    with fast_worker(True, model=model) as (_, writer, slot, receiver, _):
         receiver.waiting = 1
         writer.publish(0, 1, 1, True, 1.0)
         slot.poll_update()
@@ -683,34 +785,36 @@ def test_workers_with_waiting_threads_or_prepared_updates_take_the_general_path(
 
 
 @pytest.mark.parametrize("family", [socket.AF_UNIX, socket.AF_INET])
-@pytest.mark.parametrize("data", [HEADER.pack(9, 0, 1, 0, 0.0, 0.0), HEADER.pack(UPDATE, 0, 1, 5, 0.0, 0.0) + b"12345"])
+@pytest.mark.parametrize("data", [Message(Kind.CHECK_LAYOUT, 0, 1).pack(), Message(Kind.UPDATE, 0, 1, b"12345").pack()])
 def test_another_message_is_left_to_the_receiver(family: socket.AddressFamily, data: bytes) -> None:
-    with fast_worker(True, family) as (_, _, slot, _, receiver, sender):
+    with fast_worker(True, family) as (_, _, slot, receiver, sender):
         sender.sendall(data)
         assert slot.on_readable() is False and receiver.calls == 1
 
 
+@has_fast_path
 def test_half_a_message_of_a_stream_is_left_where_it_is() -> None:
-    with fast_worker(True, socket.AF_INET) as (_, writer, slot, _, receiver, sender):
-        data = HEADER.pack(UPDATE, 0, 1, 0, 0.0, 0.0)
+    with fast_worker(True, socket.AF_INET) as (_, writer, slot, receiver, sender):
+        data = Message(Kind.UPDATE, 0, 1).pack()
         writer.publish(0, 1, 1, True, 1.0)
         sender.sendall(data[:7])
         assert slot.on_readable() is False and receiver.calls == 1 and not slot.version
         sender.sendall(data[7:])
         while slot.version < 1:
             slot.on_readable()
-        assert HEADER.unpack(sender.recv(HEADER.size, socket.MSG_WAITALL))[:3] == (ACK, 0, 1)
+        assert message_from(sender)[:3] == (Kind.ACK, 0, 1)
 
 
+@has_fast_path
 def test_a_stream_with_space_for_a_part_of_a_message_is_shut_down() -> None:
-    with fast_worker(True, socket.AF_INET) as (arena, writer, slot, _, _, sender):
-        update = arena.plans, array("i", [sender.fileno(), sender.fileno()]).tobytes(), None
+    with fast_worker(True, socket.AF_INET) as (arena, _, slot, _, sender):
+        update = fast_update(arena, array("i", [sender.fileno(), sender.fileno()]).tobytes(), acknowledge=True)
         sender.setblocking(False)
         sent = 0
         with suppress(BlockingIOError):
             while True:
                 sent += sender.send(b"x" * 1000)
-        writer.update(*update, [torch.rand(1, 3)], 1, 0.0, 0.0)  # all of its message was dropped, or a part
+        update([torch.rand(1, 3)], 1, 0.0, 0.0)  # all of its message was dropped, or a part
         assert slot.on_readable() is False
         slot.close()
 

@@ -1,32 +1,39 @@
-/* ArenaWriter.update: a usual update of all workers in one call (loops/arena_writer.py). */
+/* ArenaUpdate: a usual update of all workers in one call. ArenaWriter.fast_update makes it (loops/arena_writer.py).
+ *
+ * It copies tensors into a free slot, points all workers to it, and waits for their answers. */
 
 #include <poll.h>
+#include <sys/epoll.h>
 
 #include "arena_writer.h"
 
-static const double MUTEX_TIMEOUT = 0.01; /* seconds: see the Python class */
+static const double MUTEX_TIMEOUT = 0.01; /* seconds; if a worker was stopped while it has its mutex, the caller handles it */
 
-/* Return the first slot that no worker is pointed to, uses or holds; -1 if there is none. */
-static Py_ssize_t free_slot(ArenaWriter *self, Py_ssize_t slots)
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc call;
+    ArenaWriter *writer;
+    PyObject *plans;       /* a list: of the slots that are mapped here */
+    PyObject *descriptors; /* bytes: the numbers of each worker's connection, then of each worker's process */
+    Py_ssize_t nbytes;     /* of one copy of the weights */
+    int watch;             /* an epoll of these, to notice deaths and errors; -1 where acknowledgements are awaited */
+} ArenaUpdate;
+
+static const int *descriptors_of(ArenaUpdate *self)
 {
-    for (Py_ssize_t slot = 0; slot < slots && slot < MAX_SLOTS; slot++) {
-        int busy = 0;
-        for (Py_ssize_t w = 0; w < self->workers && !busy; w++) {
-            Needed needed = slots_needed(block_of(self, w));
-            busy = needed.published == slot || needed.used == slot || needed.held == slot;
-        }
-        if (!busy)
-            return slot;
-    }
-    return -1;
+    return (const int *)PyBytes_AS_STRING(self->descriptors);
 }
 
-/* The acknowledgements of one update. */
+/* One update in progress. */
 typedef struct {
-    Py_ssize_t count;
-    char *from;         /* a byte for each worker */
-    double wait, apply; /* of the slowest worker, in seconds */
-} Answers;
+    int64_t version;
+    double timeout; /* seconds; below 0 for none */
+    Py_ssize_t slot;
+    double began, started, waited, extracted, packed, published; /* when each phase ended */
+    Py_ssize_t answers;                                          /* the number of acknowledgements */
+    char *answered;                                              /* a byte for each worker */
+    double wait, apply;                                          /* of the slowest worker, in seconds */
+} Update;
 
 /* Wait until a connection has something to read: 1. Return 0 when its process has ended, or at the deadline; -1 for a
  * signal. */
@@ -44,34 +51,21 @@ static int await_message(int connection, int process, int64_t deadline)
  * answers tell. Return -1 for a signal.
  *
  * The worker that was woken last mostly answers last: waiting for it first, this thread is woken once for all of them. */
-static int await_answers(const int *descriptors, Py_ssize_t workers, int64_t version, int64_t deadline,
-                         Answers *answers)
+static int await_answers(const int *descriptors, Py_ssize_t workers, int64_t deadline, Update *update)
 {
-    while (answers->count < workers) {
-        Py_ssize_t worker = workers - answers->count - 1;
+    while (update->answers < workers) {
+        Py_ssize_t worker = workers - update->answers - 1;
         int ready = await_message(descriptors[worker], descriptors[workers + worker], deadline);
         Message message;
-        if (ready <= 0 || !take_message(descriptors[worker], ACK, (uint64_t)version, &message))
+        if (ready <= 0 || !take_message(descriptors[worker], ACK, (uint64_t)update->version, &message))
             return ready < 0 ? -1 : 0;
-        if (message.wait + message.apply > answers->wait + answers->apply)
-            answers->wait = message.wait, answers->apply = message.apply;
-        answers->from[worker] = 1;
-        answers->count++;
+        if (message.wait + message.apply > update->wait + update->apply)
+            update->wait = message.wait, update->apply = message.apply;
+        update->answered[worker] = 1;
+        update->answers++;
     }
     return 0;
 }
-
-/* One update in progress. */
-typedef struct {
-    int64_t version;
-    PyObject *watch; /* of all workers; only where there is to be no acknowledgement */
-    int acknowledge;
-    double timeout; /* seconds; below 0 for none */
-    Py_ssize_t slot;
-    const int *descriptors; /* of connections, then of processes */
-    double started, waited, extracted, packed, published; /* when each phase ended */
-    Answers answers;
-} Update;
 
 static double least(double a, double b)
 {
@@ -79,14 +73,14 @@ static double least(double a, double b)
 }
 
 /* Make a types.SyncReport; its phases add up to its seconds. */
-static PyObject *report_of(ArenaWriter *self, const Update *update, double began, double finished)
+static PyObject *report_of(ArenaUpdate *self, const Update *update)
 {
-    double left = finished - update->packed;
-    double apply = least(update->answers.apply, left);
-    double wait = least(update->answers.wait, left - apply);
+    double finished = now(), left = finished - update->packed;
+    double apply = least(update->apply, left);
+    double wait = least(update->wait, left - apply);
     double transfer = least(update->published - update->packed, left - apply - wait);
     const double costs[PHASES] = {
-        [EXTRACT] = update->started - began + update->extracted - update->waited,
+        [EXTRACT] = update->started - update->began + update->extracted - update->waited,
         [PACK] = update->packed - update->extracted,
         [TRANSFER] = transfer,
         [WAIT] = update->waited - update->started + wait,
@@ -102,12 +96,12 @@ static PyObject *report_of(ArenaWriter *self, const Update *update, double began
         failed = !cost || PyDict_SetItem(phases, names.phases[i], cost);
         Py_XDECREF(cost);
     }
-    for (Py_ssize_t w = 0; w < self->workers && !failed; w++) {
+    for (Py_ssize_t w = 0; w < self->writer->workers && !failed; w++) {
         PyObject *worker = PyLong_FromSsize_t(w);
         failed = !worker || PyDict_SetItem(workers, worker, version);
         Py_XDECREF(worker);
     }
-    PyObject *nbytes = PyLong_FromSsize_t(self->nbytes), *seconds = PyFloat_FromDouble(finished - began);
+    PyObject *nbytes = PyLong_FromSsize_t(self->nbytes), *seconds = PyFloat_FromDouble(finished - update->began);
     PyObject *fields[FIELDS] = {version, nbytes, seconds, phases, workers}; /* owned by the report, if there is one */
     for (Py_ssize_t i = 0; i < FIELDS; i++) {
         failed |= !fields[i];
@@ -123,14 +117,14 @@ static PyObject *report_of(ArenaWriter *self, const Update *update, double began
 
 /* Copy tensors into a free slot. Return 1; 0 with nothing done, if no slot is free or a tensor does not fit; -1 with an
  * error. */
-static int pack(ArenaWriter *self, Update *update, PyObject *plans, PyObject *source)
+static int pack(ArenaUpdate *self, Update *update, PyObject *source)
 {
     update->started = now();
-    update->slot = free_slot(self, PyList_GET_SIZE(plans));
-    PackPlan *plan = update->slot < 0 ? NULL : (PackPlan *)PyList_GET_ITEM(plans, update->slot);
+    update->slot = free_slot(self->writer, PyList_GET_SIZE(self->plans));
+    PackPlan *plan = update->slot < 0 ? NULL : (PackPlan *)PyList_GET_ITEM(self->plans, update->slot);
     if (!plan || Py_TYPE(plan) != PackPlan_type)
         return 0;
-    store(&record_of(&self->words, self->workers, update->slot)->version, 0); /* before the slot is written */
+    store(&record_of(&self->writer->words, self->writer->workers, update->slot)->version, 0); /* before the slot is written */
     update->waited = now();
     int of_module = Py_TYPE(source) == TensorTree_type;
     PyObject *tensors = of_module ? TensorTree_tensors((TensorTree *)source, NULL) : Py_NewRef(source);
@@ -151,22 +145,24 @@ static int pack(ArenaWriter *self, Update *update, PyObject *plans, PyObject *so
 
 /* Point every worker to the slot, and wake those that are to acknowledge it or want to be woken. Return a list of the
  * workers with a mutex that was not free in time. */
-static PyObject *publish(ArenaWriter *self, Update *update)
+static PyObject *publish(ArenaUpdate *self, Update *update)
 {
-    Record *record = record_of(&self->words, self->workers, update->slot);
+    ArenaWriter *writer = self->writer;
+    Record *record = record_of(&writer->words, writer->workers, update->slot);
     record->extra_size = 0;
     store(&record->version, update->version);
     PyObject *others = PyList_New(0);
-    int64_t word = published_word(update->version, update->slot, update->acknowledge);
-    for (Py_ssize_t w = 0; others && w < self->workers; w++) {
-        Block *block = block_of(self, w);
+    int acknowledge = self->watch < 0;
+    int64_t word = published_word(update->version, update->slot, acknowledge);
+    for (Py_ssize_t w = 0; others && w < writer->workers; w++) {
+        Block *block = block_of(writer, w);
         if (!lock_within(block, MUTEX_TIMEOUT)) {
             block->published = word;
-            int wake = update->acknowledge || block->wants_wakeups;
+            int wake = acknowledge || block->wants_wakeups;
             unlock(block);
             Message message = {.kind = UPDATE, .worker = (int32_t)w, .version = (uint64_t)update->version};
             if (wake) /* a failure is noticed by the reader of the connection */
-                send_message(update->descriptors[w], &message, MSG_DONTWAIT);
+                send_message(descriptors_of(self)[w], &message, MSG_DONTWAIT);
             continue;
         }
         PyObject *worker = PyLong_FromSsize_t(w);
@@ -180,66 +176,125 @@ static PyObject *publish(ArenaWriter *self, Update *update)
 
 /* Wait for acknowledgements; or, without them, look whether any worker has died or reported an error. Return 1 if
  * nothing is left to be done, 0 if something is, -1 with an error (from a signal handler). */
-static int await_peers(ArenaWriter *self, Update *update)
+static int await_peers(ArenaUpdate *self, Update *update)
 {
-    if (!update->acknowledge)
-        return !PeerWatch_has_events(update->watch);
+    struct epoll_event event;
+    if (self->watch >= 0)
+        return epoll_wait(self->watch, &event, 1, 0) == 0;
     int limited = update->timeout >= 0 && update->timeout < 1e9; /* thirty years are no limit */
     int64_t until = limited ? nanoseconds() + (int64_t)(update->timeout * 1e9) : -1;
+    Py_ssize_t workers = self->writer->workers;
     int interrupted;
     do {
         Py_BEGIN_ALLOW_THREADS
-        interrupted = await_answers(update->descriptors, self->workers, update->version, until, &update->answers);
+        interrupted = await_answers(descriptors_of(self), workers, until, update);
         Py_END_ALLOW_THREADS
         if (interrupted && PyErr_CheckSignals())
             return -1;
     } while (interrupted);
-    return update->answers.count == self->workers;
+    return update->answers == workers;
 }
 
-/* Pack, publish and wait: the result of ArenaWriter_update. */
-static PyObject *deliver(ArenaWriter *self, Update *update, PyObject *plans, PyObject *source, double began)
+/* Pack, publish and wait: the result of the call. */
+static PyObject *deliver(ArenaUpdate *self, Update *update, PyObject *source)
 {
-    int packed = pack(self, update, plans, source);
+    int packed = pack(self, update, source);
     if (packed <= 0)
         return packed ? NULL : Py_NewRef(Py_None);
     PyObject *others = publish(self, update);
     if (!others)
         return NULL;
     int settled = PyList_GET_SIZE(others) ? 0 : await_peers(self, update);
-    PyObject *report = settled < 0 ? NULL : report_of(self, update, began, now());
+    PyObject *report = settled < 0 ? NULL : report_of(self, update);
     if (!report || settled) {
         Py_DECREF(others);
         return report;
     }
-    return Py_BuildValue("NnNy#", report, update->slot, others, update->answers.from, self->workers);
+    return Py_BuildValue("NnNy#", report, update->slot, others, update->answered, self->writer->workers);
 }
 
-PyObject *ArenaWriter_update(ArenaWriter *self, PyObject *const *args, Py_ssize_t count)
+static PyObject *call(ArenaUpdate *self, PyObject *const *args, size_t flags, PyObject *keywords)
 {
-    if (count != 7 || !PyList_CheckExact(args[0]) || !PyBytes_CheckExact(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "update() takes a list, bytes and five more arguments");
+    if (PyVectorcall_NARGS(flags) != 4 || keywords) {
+        PyErr_SetString(PyExc_TypeError, "an update takes four arguments");
         return NULL;
     }
-    Update update = {.watch = args[2], .acknowledge = args[2] == Py_None};
-    if (!update.acknowledge && Py_TYPE(update.watch) != PeerWatch_type) {
-        PyErr_SetString(PyExc_TypeError, "update() takes a PeerWatch, or None");
+    Update update = {.version = PyLong_AsLongLong(args[1]), .began = PyFloat_AsDouble(args[3])};
+    update.timeout = args[2] == Py_None ? -1 : PyFloat_AsDouble(args[2]);
+    if (PyErr_Occurred() || require_creator(self->writer))
         return NULL;
-    }
-    update.version = PyLong_AsLongLong(args[4]);
-    update.timeout = args[5] == Py_None ? -1 : PyFloat_AsDouble(args[5]);
-    double began = PyFloat_AsDouble(args[6]);
-    if (PyErr_Occurred() || require_creator(self))
-        return NULL;
-    Py_ssize_t workers = self->workers;
-    if (PyBytes_GET_SIZE(args[1]) != 2 * workers * (Py_ssize_t)sizeof(int)) /* a worker is missing */
-        Py_RETURN_NONE;
-    int *descriptors = PyMem_Calloc((size_t)workers + 1, 2 * sizeof(int) + 1);
-    if (!descriptors)
+    update.answered = PyMem_Calloc((size_t)self->writer->workers + 1, 1);
+    if (!update.answered)
         return PyErr_NoMemory();
-    update.descriptors = memcpy(descriptors, PyBytes_AS_STRING(args[1]), (size_t)PyBytes_GET_SIZE(args[1]));
-    update.answers.from = (char *)(descriptors + 2 * workers);
-    PyObject *result = deliver(self, &update, args[0], args[3], began);
-    PyMem_Free(descriptors);
+    Py_INCREF(self); /* a signal handler may drop it */
+    PyObject *result = deliver(self, &update, args[0]);
+    Py_DECREF(self);
+    PyMem_Free(update.answered);
     return result;
 }
+
+/* Watch all descriptors; one may occur twice. Return 0; -1 if one of them is closed, or no descriptor is left. */
+static int watch_peers(ArenaUpdate *self)
+{
+    int failed = (self->watch = epoll_create1(EPOLL_CLOEXEC)) < 0;
+    for (Py_ssize_t i = 0; !failed && i < 2 * self->writer->workers; i++) {
+        struct epoll_event event = {.events = EPOLLIN};
+        failed = epoll_ctl(self->watch, EPOLL_CTL_ADD, descriptors_of(self)[i], &event) && errno != EEXIST;
+    }
+    return failed ? -1 : 0;
+}
+
+PyObject *ArenaWriter_fast_update(ArenaWriter *writer, PyObject *args)
+{
+    PyObject *plans, *descriptors;
+    Py_ssize_t nbytes;
+    int acknowledge;
+    if (!PyArg_ParseTuple(args, "O!nSp:fast_update", &PyList_Type, &plans, &nbytes, &descriptors, &acknowledge))
+        return NULL;
+    if (PyBytes_GET_SIZE(descriptors) != 2 * writer->workers * (Py_ssize_t)sizeof(int)) /* a worker is missing */
+        Py_RETURN_NONE;
+    ArenaUpdate *self = (ArenaUpdate *)ArenaUpdate_type->tp_alloc(ArenaUpdate_type, 0);
+    if (!self)
+        return NULL;
+    self->call = (vectorcallfunc)call;
+    self->writer = (ArenaWriter *)Py_NewRef(writer);
+    self->plans = Py_NewRef(plans);
+    self->descriptors = Py_NewRef(descriptors);
+    self->nbytes = nbytes, self->watch = -1;
+    if (acknowledge || !watch_peers(self))
+        return (PyObject *)self;
+    Py_DECREF(self);
+    Py_RETURN_NONE;
+}
+
+static int ArenaUpdate_traverse(ArenaUpdate *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->plans);
+    Py_VISIT(Py_TYPE(self));
+    return 0;
+}
+
+static void ArenaUpdate_free(ArenaUpdate *self)
+{
+    PyObject_GC_UnTrack(self);
+    Py_XDECREF(self->writer);
+    Py_XDECREF(self->plans);
+    Py_XDECREF(self->descriptors);
+    if (self->watch >= 0)
+        close(self->watch);
+    free_object(self);
+}
+
+static PyMemberDef ArenaUpdate_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(ArenaUpdate, call), READONLY, NULL},
+    {NULL},
+};
+PyDoc_STRVAR(ArenaUpdate_doc, "ArenaUpdate(tensors, version, timeout, began): see wsync.fast_path.FastUpdate.");
+static PyType_Slot ArenaUpdate_slots[] = {
+    SLOT(tp_doc, ArenaUpdate_doc),   SLOT(tp_call, PyVectorcall_Call),      SLOT(tp_dealloc, ArenaUpdate_free),
+    SLOT(tp_traverse, ArenaUpdate_traverse), SLOT(tp_members, ArenaUpdate_members), {0, NULL},
+};
+PyType_Spec ArenaUpdate_spec = {"wsync._loops.ArenaUpdate", sizeof(ArenaUpdate), 0,
+                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL
+                                    | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                                ArenaUpdate_slots};

@@ -12,8 +12,8 @@ static void ArenaWriter_free(ArenaWriter *self)
 static PyObject *ArenaWriter_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *words;
-    Py_ssize_t workers, nbytes;
-    if (!PyArg_ParseTuple(args, "Onn:ArenaWriter", &words, &workers, &nbytes))
+    Py_ssize_t workers;
+    if (!PyArg_ParseTuple(args, "On:ArenaWriter", &words, &workers))
         return NULL;
     ArenaWriter *self = (ArenaWriter *)type->tp_alloc(type, 0);
     if (!self)
@@ -22,7 +22,7 @@ static PyObject *ArenaWriter_new(PyTypeObject *type, PyObject *args, PyObject *k
         Py_DECREF(self);
         return NULL;
     }
-    self->workers = workers, self->nbytes = nbytes, self->creator = getpid();
+    self->workers = workers, self->creator = getpid();
     Py_ssize_t room = self->words.len - MAX_SLOTS * (Py_ssize_t)sizeof(Record);
     if (workers < 0 || room < 0 || workers > room / (Py_ssize_t)sizeof(Block)) {
         PyErr_SetString(PyExc_ValueError, "there are fewer words than workers need");
@@ -166,6 +166,20 @@ static PyObject *ArenaWriter_occupied(ArenaWriter *self, PyObject *Py_UNUSED(ign
     return sets;
 }
 
+Py_ssize_t free_slot(ArenaWriter *self, Py_ssize_t slots)
+{
+    for (Py_ssize_t slot = 0; slot < slots && slot < MAX_SLOTS; slot++) {
+        int busy = 0;
+        for (Py_ssize_t w = 0; w < self->workers && !busy; w++) {
+            Needed needed = slots_needed(block_of(self, w));
+            busy = needed.published == slot || needed.used == slot || needed.held == slot;
+        }
+        if (!busy)
+            return slot;
+    }
+    return -1;
+}
+
 static PyObject *ArenaWriter_await_free(ArenaWriter *self, PyObject *args)
 {
     Py_ssize_t worker;
@@ -213,11 +227,11 @@ static PyMethodDef ArenaWriter_methods[] = {
     {"occupied", (PyCFunction)ArenaWriter_occupied, METH_NOARGS, SEE("occupied()")},
     {"await_free", (PyCFunction)ArenaWriter_await_free, METH_VARARGS, SEE("await_free(worker, timeout)")},
     {"vacate", (PyCFunction)ArenaWriter_vacate, METH_VARARGS, SEE("vacate(worker, timeout)")},
-    {"update", (PyCFunction)(void (*)(void))ArenaWriter_update, METH_FASTCALL,
-     SEE("update(plans, descriptors, watch, tensors, version, timeout, began)")},
+    {"fast_update", (PyCFunction)ArenaWriter_fast_update, METH_VARARGS,
+     SEE("fast_update(plans, nbytes, descriptors, acknowledge)")},
     {NULL},
 };
-PyDoc_STRVAR(ArenaWriter_doc, "ArenaWriter(words, workers, nbytes): see wsync.loops.arena_writer.");
+PyDoc_STRVAR(ArenaWriter_doc, "ArenaWriter(words, workers): see wsync.loops.arena_writer.");
 static PyType_Slot ArenaWriter_slots[] = {
     SLOT(tp_doc, ArenaWriter_doc), SLOT(tp_new, ArenaWriter_new), SLOT(tp_dealloc, ArenaWriter_free),
     SLOT(tp_methods, ArenaWriter_methods), {0, NULL},

@@ -10,7 +10,7 @@
 typedef struct {
     PyObject_HEAD
     Py_buffer words;
-    Py_ssize_t workers, nbytes; /* nbytes: of one copy of the weights */
+    Py_ssize_t workers;
     pid_t creator;
 } ArenaWriter;
 
@@ -40,6 +40,9 @@ static inline int require_creator(ArenaWriter *self)
     return -1;
 }
 
-PyObject *ArenaWriter_update(ArenaWriter *self, PyObject *const *args, Py_ssize_t count);
+/* Return the first of so many slots that no worker is pointed to, uses or holds; -1 if there is none. */
+Py_ssize_t free_slot(ArenaWriter *self, Py_ssize_t slots);
+
+PyObject *ArenaWriter_fast_update(ArenaWriter *self, PyObject *args);
 
 #endif

@@ -229,17 +229,6 @@ int Installer_switch(Installer *self, PyObject *views)
     return failed;
 }
 
-static PyObject *Installer_install(Installer *self, PyObject *views)
-{
-    int done = Installer_check(self, views);
-    if (done > 0 && Installer_switch(self, views))
-        done = -1;
-    if (done < 0 && !PyErr_ExceptionMatches(PyExc_Exception)) /* from a signal handler */
-        return NULL;
-    PyErr_Clear(); /* apply() meets the same error, where it is reported */
-    return PyBool_FromLong(done > 0);
-}
-
 static PyObject *Installer_apply(Installer *self, PyObject *given)
 {
     PyObject *views = PySequence_Tuple(given);
@@ -255,7 +244,6 @@ static PyObject *Installer_apply(Installer *self, PyObject *given)
 }
 
 static PyMethodDef Installer_methods[] = {
-    {"install", (PyCFunction)Installer_install, METH_O, "install(views): see wsync.loops.installer."},
     {"apply", (PyCFunction)Installer_apply, METH_O, "apply(views): see wsync.loops.installer."},
     {NULL},
 };

@@ -110,12 +110,9 @@ int Installer_switch(Installer *installer, PyObject *views);
 /* Enter and leave a GateLock, which installs updates on the way. Return -1 with an error. */
 int pass_through_gate(PyObject *gate_lock);
 
-/* Whether a PeerWatch has an event, or cannot tell. */
-int PeerWatch_has_events(PyObject *watch);
-
-extern PyTypeObject *PackPlan_type, *TensorTree_type, *GateLock_type, *Installer_type, *PeerWatch_type;
-extern PyType_Spec PackPlan_spec, TensorTree_spec, ArenaWriter_spec, GateLock_spec, Installer_spec, WorkerSlot_spec,
-    PeerWatch_spec;
+extern PyTypeObject *PackPlan_type, *TensorTree_type, *GateLock_type, *Installer_type, *ArenaUpdate_type;
+extern PyType_Spec PackPlan_spec, TensorTree_spec, ArenaWriter_spec, ArenaUpdate_spec, GateLock_spec, Installer_spec,
+    WorkerSlot_spec;
 
 /* --- Python objects that every file may use --- */
 

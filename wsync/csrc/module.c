@@ -10,7 +10,7 @@
  *     arena_writer.c   the sender's words                arena_update.c   a usual update of all workers
  *     worker_slot.c    a worker's words                  worker_update.c  a usual update in a worker
  *     gate_lock.c      the gate around forwards          installer.c      switches a model to an update
- *     peer_watch.c     events of many workers            copy.c           copies bytes
+ *     copy.c           copies bytes
  *
  * Tensors are read through DLPack's exchange table (dlpack.h, DLPackExchangeAPI, version 1), which PyTorch offers at
  * torch.Tensor.__dlpack_c_exchange_api__: no header of PyTorch is needed, and the build is tied to no version of it.
@@ -18,10 +18,10 @@
 
 #include "loops.h"
 
-#define REVISION 14 /* of the interface; wsync/loops/__init__.py names the one that it expects */
+#define REVISION 15 /* of the interface; wsync/loops/__init__.py names the one that it expects */
 
 const DLPackExchange *dlpack;
-PyTypeObject *PackPlan_type, *TensorTree_type, *GateLock_type, *Installer_type, *PeerWatch_type;
+PyTypeObject *PackPlan_type, *TensorTree_type, *GateLock_type, *Installer_type, *ArenaUpdate_type;
 struct Names names;
 
 static int set_phases(PyObject *phases)
@@ -120,7 +120,7 @@ PyMODINIT_FUNC PyInit__loops(void)
     if (add_type(module, &PackPlan_spec, &PackPlan_type) || add_type(module, &TensorTree_spec, &TensorTree_type)
         || add_type(module, &GateLock_spec, &GateLock_type) || add_type(module, &Installer_spec, &Installer_type)
         || add_type(module, &ArenaWriter_spec, NULL) || add_type(module, &WorkerSlot_spec, NULL)
-        || add_type(module, &PeerWatch_spec, &PeerWatch_type) || make_names()
+        || add_type(module, &ArenaUpdate_spec, &ArenaUpdate_type) || make_names()
         || PyModule_AddIntConstant(module, "REVISION", REVISION)) {
         Py_DECREF(module);
         return NULL;

@@ -225,15 +225,9 @@ static PyObject *PackPlan_fill(PackPlan *self, PyObject *tensors)
     return fits < 0 ? NULL : PyBool_FromLong(fits);
 }
 
-static PyObject *PackPlan_call_is_in_place(PackPlan *self, PyObject *Py_UNUSED(ignored))
-{
-    return PyBool_FromLong(PackPlan_is_in_place(self));
-}
-
 PyDoc_STRVAR(PackPlan_fill_doc, "fill(tensors): see wsync.loops.pack_plan.");
 static PyMethodDef PackPlan_methods[] = {
     {"fill", (PyCFunction)PackPlan_fill, METH_O, PackPlan_fill_doc},
-    {"is_in_place", (PyCFunction)PackPlan_call_is_in_place, METH_NOARGS, "is_in_place(): see wsync.loops.pack_plan."},
     {NULL},
 };
 static PyMemberDef PackPlan_members[] = {

@@ -1,4 +1,4 @@
-/* A worker's words in an arena, and the messages about them: loops/words.py and loops/messages.py. */
+/* A worker's words in an arena, and the messages about them: loops/words.py and control/messages.py. */
 
 #ifndef WSYNC_WORDS_H
 #define WSYNC_WORDS_H
@@ -116,7 +116,7 @@ typedef struct {
     double wait, apply;
 } Message;
 
-enum { UPDATE = 4, ACK = 17, SLOT_FREED = 20 };
+enum { UPDATE = 4, ACK = 17, SLOT_FREED = 20 }; /* of control.messages.Kind */
 
 /* Send a message without payload. Return 1, or 0 with errno set. A stream that took a part of it is shut down, because
  * what follows would not be understood; its reader notices that. */

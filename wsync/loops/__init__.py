@@ -1,7 +1,9 @@
 """The inner loops of an update: compiled (``csrc/``, the module ``wsync._loops``) if that was built, else in Python.
 
 Both have the same classes, with the same constructors and methods, and the same unit tests run on both. The choice is
-made here, once, at import; no caller depends on it. In Python a small update takes several times as long.
+made here, once, at import; no caller depends on it. Only the compiled classes have a fast path (``fast_path.py``) for
+updates in the arena: ``ArenaWriter.fast_update`` and ``WorkerSlot.install_fast_path``. In Python all of these updates
+take the general path, and a small one takes several times as long.
 ``WSYNC_NATIVE=0`` in the environment chooses Python.
 """
 
@@ -21,7 +23,7 @@ from wsync.errors import NotConnected, SyncTimeout
 from wsync.loops.tensors import PLAIN_TYPES, copy_all
 from wsync.types import PHASES, SyncReport
 
-_REVISION = 14  # of csrc/module.c
+_REVISION = 15  # of csrc/module.c
 
 
 def _load() -> ModuleType | None:
@@ -69,7 +71,6 @@ if TYPE_CHECKING or _compiled is None:
     from wsync.loops.gate_lock import GateLock
     from wsync.loops.installer import Installer
     from wsync.loops.pack_plan import PackPlan
-    from wsync.loops.peer_watch import PeerWatch
     from wsync.loops.tensor_tree import TensorTree
     from wsync.loops.worker_slot import WorkerSlot
 else:
@@ -77,9 +78,8 @@ else:
     GateLock = _compiled.GateLock
     Installer = _compiled.Installer
     PackPlan = _compiled.PackPlan
-    PeerWatch = _compiled.PeerWatch
     TensorTree = _compiled.TensorTree
     WorkerSlot = _compiled.WorkerSlot
 
-CLASSES = ("ArenaWriter", "GateLock", "Installer", "PackPlan", "PeerWatch", "TensorTree", "WorkerSlot")
+CLASSES = ("ArenaWriter", "GateLock", "Installer", "PackPlan", "TensorTree", "WorkerSlot")
 __all__ = ["CLASSES", "COMPILED", *CLASSES]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
 
 import torch
 from torch import Tensor
 
 from wsync.loops.tensor_tree import TensorTree
-from wsync.loops.tensors import copy_all, is_like
+from wsync.loops.tensors import copy_all
 
 
 class Installer:
@@ -19,7 +18,8 @@ class Installer:
 
     Args:
         tree: finds the model's tensors.
-        tensors: those that it found when the installer was made.
+        tensors: those that it found when the installer was made. The fast path of the compiled ``WorkerSlot`` uses the
+            installer only while it finds the same, and if all copies are of plain bytes.
         bound: ``(parameter, index of its view)`` of the parameters that are bound.
         copied: the same, of the tensors that are copied.
     """
@@ -32,41 +32,8 @@ class Installer:
         copied: tuple[tuple[Tensor, int], ...],
         /,
     ) -> None:
-        self._tree = tree
-        self._tensors = tensors
         self._bound = bound
         self._copied = copied
-
-    def install(self, views: Sequence[Tensor], /) -> bool:
-        """Install the views of an arena's slot, if ``fits``.
-
-        Args:
-            views: a tuple; each fills its memory without a gap.
-
-        Returns:
-            False if they do not fit, or PyTorch raised. The model may have been changed in part then: the caller
-            goes on with ``apply``, or with another installer.
-        """
-        if not self.fits(views):
-            return False
-        try:
-            self.apply(views)
-        except Exception:  # noqa: BLE001  apply() meets the same error, where it is reported
-            return False
-        return True
-
-    def fits(self, views: Sequence[Tensor]) -> bool:
-        """Whether the model has the same tensors as before, and ``views`` have their dtypes and are plain bytes."""
-        now = self._tree.tensors()
-        return (
-            type(views) is tuple
-            and all(index < len(views) for _, index in (*self._bound, *self._copied))
-            and now is not None
-            and len(now) == len(self._tensors)
-            and all(map(is_, now, self._tensors))
-            and all(tensor.is_cpu and tensor.dtype is views[index].dtype for tensor, index in self._bound)
-            and all(is_like(tensor, views[index]) for tensor, index in self._copied)
-        )
 
     def apply(self, views: Sequence[Tensor], /) -> None:
         """Install any tensors in the model as it was when the installer was made. PyTorch does the copies.

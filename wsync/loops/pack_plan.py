@@ -23,11 +23,10 @@ class PackPlan:
     def __init__(self, views: Sequence[Tensor], shared: bool, /) -> None:
         self.views = tuple(views)
         self._plain = all(map(is_plain, self.views))
-        self._addresses = [view.data_ptr() for view in self.views] if self._plain else []
         leaders: dict[int, int] = {}
         self._leaders = [
-            leaders.setdefault(address, index) if view.numel() else index  # empty tensors share no memory
-            for index, (view, address) in enumerate(zip(self.views, self._addresses, strict=False))
+            leaders.setdefault(view.data_ptr(), index) if view.numel() else index  # empty tensors share no memory
+            for index, view in enumerate(self.views if self._plain else ())
         ]
 
     def fill(self, tensors: object, /) -> bool:
@@ -48,9 +47,3 @@ class PackPlan:
         leaders = [index for index, leader in enumerate(self._leaders) if leader == index]
         copy_all([self.views[index] for index in leaders], [tensors[index] for index in leaders])
         return True
-
-    def is_in_place(self) -> bool:
-        """Whether the views have their first addresses: PyTorch moves a storage that it shares with a process."""
-        return not self._plain or all(
-            view.data_ptr() == address for view, address in zip(self.views, self._addresses, strict=True)
-        )

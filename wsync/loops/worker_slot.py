@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 from wsync.loops.gate_lock import GateHook, GateLock
 from wsync.loops.installer import Installer
-from wsync.loops.messages import ACK, SLOT_FREED, UPDATE, Message, send_answer, take_message
 from wsync.loops.pack_plan import PackPlan
 from wsync.loops.words import (
     CONNECTION,
@@ -25,7 +22,7 @@ from wsync.loops.words import (
 
 
 class SlotReceiver(GateHook, Protocol):
-    """A ``wsync.receiver.Receiver``, which installs the updates that the fast path of its ``WorkerSlot`` does not.
+    """A ``ModelUpdater``, which installs the updates that the fast path of its ``WorkerSlot`` does not.
 
     Attributes:
         version: the version that is installed in the model.
@@ -43,7 +40,7 @@ class SlotReceiver(GateHook, Protocol):
         ...
 
     def copy_to_own_memory(self, stay_unbound: bool = False) -> None:
-        """See ``Receiver``."""
+        """See ``ModelUpdater``."""
         ...
 
 
@@ -82,22 +79,15 @@ class WorkerSlot:
         self.busy = False
         self.disconnected = False
         self._block: Block | None = None
-        self._connection = self._worker = 0
+        self._connection = 0
         self._receiver: SlotReceiver | None = None
-        self._gate_lock: GateLock | None = None
-        self._installer: Installer | None = None
-        self._plans: list[PackPlan] = []
-        self._prepared: Mapping[int, Any] = {}
-        self._fd = -1
-        self._bound = False
 
     def set_receiver(self, receiver: SlotReceiver, gate_lock: GateLock, /) -> None:
         """Set the receiver, for updates outside the fast path, and the gate. Called once, before ``poll_update``."""
         self._receiver = receiver
-        self._gate_lock = gate_lock
 
     def map_words(self, words: memoryview, worker: int, connection: int, /) -> None:
-        """Set the words of the arena. Until then the receiver does everything.
+        """Set the words of the arena.
 
         Args:
             words: of the arena.
@@ -107,18 +97,19 @@ class WorkerSlot:
         Raises:
             ValueError: ``words`` are too few.
         """
-        self._worker, self._connection = worker, connection
+        self._connection = connection
         self._block = Block(words, worker)
 
     def close(self) -> None:
         """Drop all references. ``poll_update``, ``leaving_gate`` and ``on_readable`` do nothing from then on."""
-        self._receiver = self._gate_lock = self._block = None
-        self.disable_fast_path()
+        self._receiver = self._block = None
 
     def install_fast_path(
         self, installer: Installer, plans: list[PackPlan], prepared: dict[int, Any], fd: int, bound: bool, /
     ) -> None:
-        """Install updates without the receiver from now on, except while ``hold`` is set.
+        """Allow this object to install updates without the receiver from now on, except while ``hold`` is set.
+
+        The compiled class does that, and releases the slot after a forward by itself. This one does not.
 
         Args:
             installer: installs in the model.
@@ -127,13 +118,9 @@ class WorkerSlot:
             fd: of the connection's socket, for answers.
             bound: whether the model stays bound to slots; otherwise it copies.
         """
-        self._plans, self._prepared = plans, prepared
-        self._fd, self._bound = fd, bound
-        self._installer = installer
 
     def disable_fast_path(self) -> None:
         """The receiver installs all updates from now on."""
-        self._installer = None
 
     # --- the words ---
 
@@ -141,11 +128,6 @@ class WorkerSlot:
         if self._block is None:
             raise RuntimeError("map_words() comes first")
         return self._block
-
-    @property
-    def _tried(self) -> int:
-        """The newest version that was installed, or could not be."""
-        return max(self.version, self.refused)
 
     def take(self) -> tuple[int, int, bool] | None:
         """Start to use the published slot if its version is new here, else the slot that the model is bound to.
@@ -160,7 +142,7 @@ class WorkerSlot:
             block.mutex.lock()
             if block[CONNECTION] == self._connection:
                 word = block[PUBLISHED]
-                newer = version_in(word) > self._tried
+                newer = version_in(word) > max(self.version, self.refused)
                 # The sender reads PUBLISHED, then USED_SLOT, then HELD_SLOT, without the mutex. A slot that is needed
                 # must be in one of them at any moment. So the word that will protect it is stored before the word that
                 # protects it now is changed.
@@ -212,84 +194,13 @@ class WorkerSlot:
 
     def poll_update(self) -> bool:
         """See ``gate_lock.GateHook``. Most calls find nothing new."""
-        receiver = self._receiver
-        if receiver is None:
-            return False
-        if self._block is None:
-            return receiver.poll_update()
-        if self._use_current_slot(self._block) or self._install(receiver):
-            return False
-        return receiver.poll_update()
-
-    def _use_current_slot(self, block: Block) -> bool:
-        """Record the model's slot as used, and return True; False if there is a new version, or no connection."""
-        current = False
-        self.busy = True
-        try:
-            block.mutex.lock()
-            if block[CONNECTION] != self._connection:
-                self.disconnected = True
-            elif version_in(block[PUBLISHED]) <= self._tried:
-                block[USED_SLOT] = self.used = self.slot
-                current = True
-        finally:
-            block.mutex.unlock()
-        self.busy = not current or self.slot >= 0
-        return current
-
-    def _install(self, receiver: SlotReceiver) -> bool:
-        """Install the published version on the fast path. If False, the caller has the receiver start over."""
-        started, installer = time.perf_counter(), self._installer
-        if installer is None or self.hold or self._prepared or receiver.waiting:
-            return False
-        views = self._views(0)  # the views of all slots are alike
-        if views is None or not installer.fits(views):
-            return False
-        taken = self.take()
-        views = None if taken is None else self._views(taken[1])
-        if taken is None or views is None or not installer.install(views):
-            return False  # the receiver meets the same error, and reports it to the sender
-        self._installed(receiver, *taken, started)
-        return not self.disconnected
-
-    def _views(self, slot: int) -> Any:
-        """The views of a slot; None if it has to be mapped, for the first time or again."""
-        return self._plans[slot].views if slot < len(self._plans) and self._plans[slot].is_in_place() else None
-
-    def _installed(self, receiver: SlotReceiver, version: int, slot: int, acknowledge: bool, started: float) -> None:
-        self.version = version
-        if self._bound:
-            self.slot = slot
-        freed = not self._bound and self.release()
-        announced_at, receiver.announced_at = receiver.announced_at, 0.0
-        receiver.version = version
-        if freed:
-            send_answer(self._fd, Message(SLOT_FREED, self._worker))
-        if acknowledge:
-            wait = started - announced_at if announced_at else 0.0
-            send_answer(self._fd, Message(ACK, self._worker, version, wait, time.perf_counter() - started))
+        return self._receiver is not None and self._receiver.poll_update()
 
     def leaving_gate(self) -> None:
         """See ``gate_lock.GateHook``."""
-        receiver = self._receiver
-        if receiver is None:
-            return
-        if self._block is None or self._installer is None:
-            receiver.leaving_gate()
-            return
-        if self.release():
-            send_answer(self._fd, Message(SLOT_FREED, self._worker))
-        if self.disconnected:
-            receiver.leaving_gate()
+        if self._receiver is not None:
+            self._receiver.leaving_gate()
 
     def on_readable(self) -> bool:
         """Read and process one message of the connection; False if there will be no more."""
-        receiver, gate_lock = self._receiver, self._gate_lock
-        if receiver is None or gate_lock is None:
-            return False
-        if self._installer is None or take_message(self._fd, UPDATE) is None:
-            return receiver.on_readable()
-        receiver.announced_at = time.perf_counter()
-        gate_lock.pass_through()
-        receiver.announced_at = 0.0  # the acting thread may have installed it
-        return True
+        return self._receiver is not None and self._receiver.on_readable()

@@ -20,13 +20,11 @@ class Acknowledgements:
     Args:
         channel: reads them.
         members: workers that have died are removed from it.
-        timeout: seconds that ``send`` waits for them; None for no limit.
     """
 
-    def __init__(self, channel: SendChannel, members: Membership, timeout: float | None) -> None:
+    def __init__(self, channel: SendChannel, members: Membership) -> None:
         self._channel = channel
         self._members = members
-        self.timeout = timeout
 
     def require(
         self, workers: Collection[int], version: int, deadline: float | None, *, committed: bool = True

@@ -7,7 +7,7 @@ worker that has mapped the arena is pointed to the slot; every other worker is s
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 from wsync.control.messages import Kind
 from wsync.deadlines import NOW
 from wsync.fast_path import FastCalls, UnfinishedUpdate
-from wsync.sending.buffers import Buffers
 from wsync.sending.forking import fork_aware
 from wsync.sending.queued_update import QueuedUpdate
 from wsync.sending.routes import Routes
@@ -25,7 +24,7 @@ from wsync.sending.transport_fast_path import TransportFastPath
 from wsync.shm.registered import RegisteredBuffers
 from wsync.types import Ack
 from wsync.weights.layout import Layout
-from wsync.weights.packing import Buffer
+from wsync.weights.packing import Buffer, BufferPool
 
 _LOCK_TIMEOUT = 2.0  # seconds; while this process exits, a daemon thread may hold the lock until its deadline
 _JOIN_TIMEOUT = 2.0  # seconds; a thread whose transport is closed ends at once, unless the transport does not return
@@ -45,7 +44,11 @@ class SenderSideChannel:
         self._routes = routes
         self._connections = routes.connections
         self._lock = threading.RLock()
-        self._buffers = Buffers(routes.slots, device)
+        self._pool = BufferPool(device)  # of buffers, if there is no arena
+        self._reserved: set[int] = set()  # slots of the buffers of an update that is being packed, or prepared
+        # The buffer of the last update to all workers outside the fast path; None if a later one went to some of them,
+        # or was written into it.
+        self._newest: Buffer | None = None
         self._prepared: dict[int, dict[int, QueuedUpdate]] = {}  # by transaction, then worker
         self._loop = SendLoop(routes.connections, self._lock, routes.needs_send_loop)
         self._closed = False
@@ -85,21 +88,31 @@ class SenderSideChannel:
     def reserve(self, workers: Collection[int], deadline: float | None) -> Buffer:
         """See ``SendChannel``."""
         with self._lock:
-            layout, busy = self._routes.layout, self._routes.transfers.busy_slots
+            slots, layout = self._routes.slots, self._routes.layout
             assert layout is not None, "set_layout() comes first"
-            return self._buffers.reserve(layout, busy, deadline)
+            busy = self._routes.transfers.busy_slots | self._reserved
+            buffer = self._pool.buffer(layout, busy) if slots is None else slots.reserve(busy, deadline)
+            self._reserved.add(buffer.slot)
+            return buffer
 
     def release(self, buffers: Sequence[Buffer]) -> None:
         """See ``SendChannel``."""
         with self._lock:
-            self._buffers.release(buffers)
+            self._end_reservation(buffers)
             if buffers:
-                self._buffers.set_newest(None)  # they may have been written in part
+                self._newest = None  # they may have been written in part
+
+    def _end_reservation(self, buffers: Iterable[Buffer]) -> None:
+        self._reserved.difference_update(buffer.slot for buffer in buffers)
 
     def newest_views(self) -> Sequence[Tensor] | None:
         """See ``SendChannel``."""
         with self._lock:
-            return self._buffers.newest_views()
+            slots, newest = self._routes.slots, self._newest
+            if newest is None or slots is None:
+                return None if newest is None else newest.views
+            published = slots.arena.published_slots()  # the fast path may have published a later one
+            return slots.arena.views(published[0]) if len(published) == 1 else None
 
     def carried_bytes(self, version: int) -> int:
         """See ``SendChannel``."""
@@ -126,13 +139,13 @@ class SenderSideChannel:
             update = QueuedUpdate(Kind.UPDATE, version, buffer, extra)
             self._routes.store_extra_and_checksum(update)
             self._routes.publish(update, workers, acknowledge)
-            self._buffers.release([buffer])
-            self._buffers.set_newest(buffer if len(set(workers)) == self._routes.num_workers else None)
+            self._end_reservation([buffer])
+            self._newest = buffer if len(set(workers)) == self._routes.num_workers else None
 
     def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
         """See ``FastChannel``."""
         slots, num_workers = self._routes.slots, self._routes.num_workers
-        if self._buffers.in_use or self._routes.layout is None:
+        if self._reserved or self._routes.layout is None:
             return None
         if slots is not None and len(slots.workers) == num_workers:
             calls = slots.fast_calls(acknowledge=acknowledge)
@@ -163,7 +176,7 @@ class SenderSideChannel:
         with self._lock:
             update = QueuedUpdate(Kind.PREPARE, version, buffer, extra, transaction)
             self._routes.store_extra_and_checksum(update)
-            self._buffers.set_newest(None)
+            self._newest = None
             self._prepared.setdefault(transaction, {}).update(dict.fromkeys(workers, update))
             self._routes.prepare(update, workers)
 
@@ -174,15 +187,15 @@ class SenderSideChannel:
             self._routes.commit(prepared)
             buffers = [update.buffer for update in prepared.values()]
             if len(buffers) == self._routes.num_workers and len({buffer.slot for buffer in buffers}) == 1:
-                self._buffers.set_newest(buffers[0])
-            self._buffers.release(buffers)
+                self._newest = buffers[0]
+            self._end_reservation(buffers)
 
     def abort(self, transaction: int) -> None:
         """See ``TransactionChannel``."""
         with self._lock:
             prepared = self._prepared.pop(transaction, {})
             self._routes.abort(prepared, transaction)
-            self._buffers.release([update.buffer for update in prepared.values()])
+            self._end_reservation(update.buffer for update in prepared.values())
 
     # --- acknowledgements ---
 
@@ -225,7 +238,8 @@ class SenderSideChannel:
             self._closed = True
             self._loop.stop()
             self._routes.close(finished=finished)
-            self._buffers.clear()
+            self._newest = None  # it keeps the arena's mapping, and with it a descriptor
+            self._pool.clear()
         finally:
             if locked:
                 self._lock.release()

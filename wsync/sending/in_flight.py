@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wsync.types import Ack, SyncReport, split_phases
+from wsync.types import PHASES, Ack, SyncReport
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,14 +21,14 @@ class InFlight:
 
     version: int
     workers: Sequence[int]
-    extra: Sequence[tuple[Sequence[int], bytes]]
-    acknowledge: bool
     deadline: float | None
     started: float
     extract: float
     wait: float
     pack: float
     transfer: float = 0.0
+    extra: Sequence[tuple[Sequence[int], bytes]] = ()
+    acknowledge: bool = True
     must_copy: bool = False
 
     @property
@@ -45,14 +45,14 @@ class InFlight:
             finished: when the last one arrived, on ``time.perf_counter``.
         """
         slowest = max(acks, key=lambda ack: ack.wait + ack.apply, default=Ack(-1, self.version))
-        phases = split_phases(
-            extract=self.extract,
-            wait=self.wait,
-            pack=self.pack,
-            transfer=self.transfer,
-            left=finished - self.packed,
-            worker_wait=slowest.wait,
-            worker_apply=slowest.apply,
-        )
+        left = finished - self.packed
+        apply = min(slowest.apply, left)
+        # The slowest worker may begin to wait while the update is still being published to others: that time is not
+        # counted twice.
+        wait = min(slowest.wait, left - apply)
+        transfer = min(self.transfer, left - apply - wait)
+        acknowledge = left - apply - wait - transfer
+        seconds = (self.extract, self.pack, transfer, self.wait + wait, apply, acknowledge)
+        phases: dict[str, float] = dict(zip(PHASES, seconds, strict=True))
         workers = dict.fromkeys(self.workers, self.version)
         return SyncReport(self.version, nbytes, finished - self.started, phases, workers)

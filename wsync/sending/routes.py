@@ -140,7 +140,7 @@ class Routes:
                 queue.restart(queue.latest)
             first = queue.waiting[0] if queue.waiting else None
         else:
-            self.slots.accept(worker, queue.generation)
+            self.slots.arena.writer.accept(worker, queue.generation)
             first = self.slots.published(worker)
             if first is not None and rejoined:
                 self.slots.point(worker, first.version, first.buffer.slot, acknowledge=True)

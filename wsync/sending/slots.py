@@ -62,8 +62,8 @@ class Slots:
         while True:
             published, used, held = arena.writer.occupied()
             kept = published | held | busy
-            slot = next((slot for slot in range(arena.slots) if slot not in kept | used), None)
-            if slot is None and arena.slots < len(kept) + self._spare:
+            slot = next((slot for slot in range(len(arena.plans)) if slot not in kept | used), None)
+            if slot is None and len(arena.plans) < len(kept) + self._spare:
                 slot = arena.grow()
             if slot is not None:
                 arena.writer.set_slot_version(slot, 0)
@@ -104,10 +104,6 @@ class Slots:
             return None
         return QueuedUpdate(Kind.UPDATE, version, self.arena.buffer(slot), self.arena.read_extra(slot))
 
-    def accept(self, worker: int, connection: int) -> None:
-        """Give a worker's words to a new connection, of this number."""
-        self.arena.writer.accept(worker, connection)
-
     def clear(self, worker: int) -> None:
         """Reset a worker's words: it is pointed to no slot and uses none."""
         self.vacate(worker)
@@ -143,7 +139,7 @@ class Slots:
         descriptors = self._connections.descriptors
         if not descriptors:
             return None
-        update = self.arena.fast_update(descriptors, acknowledge)
+        update = self.arena.writer.fast_update(self.arena.plans, self.arena.layout.nbytes, descriptors, acknowledge)
         return None if update is None else FastCalls(update, partial(self._complete_fast, acknowledge))
 
     def _complete_fast(self, acknowledge: bool, unfinished: UnfinishedUpdate, version: int) -> None:

@@ -52,7 +52,7 @@ class Transaction:
     def commit(self) -> None:
         """Have the workers install what they have prepared."""
         channel, update = self._prepared()
-        update.deadline = deadline_in(self._updates.acks.timeout)
+        update.deadline = deadline_in(self._updates.timeout)
         self._updates.announce_registered(update)
         channel.commit(self._number)
         self._updates.note_published(update)

@@ -65,8 +65,6 @@ class TransportFastPath:
         update = InFlight(
             version=version,
             workers=everyone,
-            extra=(),
-            acknowledge=True,
             deadline=deadline,
             started=began,
             extract=extracted - began,

@@ -13,9 +13,17 @@ from wsync.sending.acknowledgements import Acknowledgements
 from wsync.sending.in_flight import InFlight
 from wsync.sending.membership import Membership
 from wsync.sending.protocols import SendChannel, TransactionChannel
-from wsync.sending.source import Source
-from wsync.sending.update_packer import Packed, UpdatePacker
+from wsync.sending.source import Part, Source
 from wsync.types import Ack, SyncReport
+from wsync.weights.binding import dump_extra
+from wsync.weights.layout import Layout
+from wsync.weights.packing import Buffer, Packer
+
+Packed = tuple[Part, Buffer, bytes]
+"""Weights for some workers, the buffer that they were copied into, and their extra state.
+
+Without the tensors, if those were made for the worker (``Source.maps``).
+"""
 
 
 class Updates:
@@ -25,13 +33,14 @@ class Updates:
         channel: to the workers.
         source: where weights come from when an update is given none.
         members: the workers.
-        acks: of the workers.
+        timeout: see below.
         on_request: with ``initiator="receiver"``: no acknowledgement is awaited.
         record: called with the report of each finished update.
 
     Attributes:
+        timeout: seconds for each update; None for no limit.
         version: the newest version sent; 0 before the first.
-        packer: packs the weights into buffers; has their layout.
+        acks: of the workers.
         transaction_channel: the channel; None if the workers cannot keep an update that may be aborted.
         in_flight: the updates that were sent without waiting, oldest first.
     """
@@ -41,16 +50,16 @@ class Updates:
         channel: SendChannel,
         source: Source,
         members: Membership,
-        acks: Acknowledgements,
+        timeout: float | None,
         *,
         on_request: bool,
         record: Callable[[SyncReport], None],
     ) -> None:
+        self.timeout = timeout
         self.version = 0
         self.channel = channel
         self.members = members
-        self.acks = acks
-        self.packer = UpdatePacker(channel, source, members)
+        self.acks = Acknowledgements(channel, members)
         self.in_flight: list[InFlight] = []
         # None with initiator="receiver": the workers then choose when they install, which rules out a transaction.
         # Tested once, because this isinstance() takes 20 µs.
@@ -60,6 +69,7 @@ class Updates:
         self._on_request = on_request
         self._source = source
         self._record = record
+        self._packer: Packer | None = None  # of the layout that the first weights have defined
         # Workers that connected before the layout was known. They may not have mapped the arena yet, so their first
         # update must be acknowledged.
         self._not_yet_mapped: set[int] = set()
@@ -73,7 +83,7 @@ class Updates:
         acknowledge: bool,
         rest: Sequence[Tensor] | None = None,
     ) -> InFlight:
-        """Send the next version, without waiting for the workers: see ``UpdatePacker.packing``.
+        """Send the next version, without waiting for the workers: see ``packing``.
 
         Even if ``acknowledge`` is false, acknowledgements are awaited if the update has extra state, if a worker may
         not have mapped the arena yet, and before registered buffers are overwritten.
@@ -90,6 +100,36 @@ class Updates:
         self.stop_waiting_for(workers)
         return update
 
+    # --- packing ---
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout that the first weights have defined; None before."""
+        return None if self._packer is None else self._packer.layout
+
+    def define_layout(self, weights: object) -> Packer:
+        """Return what packs weights of the layout. The first call makes it, and sends the layout to the workers.
+
+        Args:
+            weights: the first weights; None reads the source.
+        """
+        if self._packer is None:
+            layout = Layout.of(self._source.first(weights))
+            self.channel.set_layout(layout)
+            self._packer = Packer(layout)
+        return self._packer
+
+    def _agree_on_layout(self, weights: object, deadline: float | None) -> None:
+        """Ask the workers to check the first weights' layout: the sender may have no model to check it against."""
+        workers, version, layout = self.members.present, self.version + 1, Layout.of(self._source.first(weights))
+        try:
+            self.channel.check_layout(layout, version)
+            self.acks.require(workers, version, deadline, committed=False)
+        except BaseException:
+            self.version = version  # not reused: an answer to it may arrive late
+            raise
+        self._not_yet_mapped.update(workers)
+
     @contextmanager
     def packing(
         self,
@@ -99,28 +139,61 @@ class Updates:
         *,
         rest: Sequence[Tensor] | None = None,
     ) -> Iterator[tuple[InFlight, Sequence[Packed]]]:
-        """Pack the next version into buffers, which are released if the block raises: see ``UpdatePacker``."""
-        deadline = deadline_in(self.acks.timeout)
-        if self.packer.layout is None and self.members.connected:
-            self._agree_on_layout(weights, deadline)
-        with self.packer.packing(weights, workers, absent, self.version + 1, deadline, rest) as result:
-            self.version += 1
-            registered, layout, (update, packed) = self._source.registered, self.packer.layout, result
-            if registered is not None and layout is not None:
-                differ = self._source.maps or len(packed) > 1  # from the registered buffers
-                update.must_copy = differ or not registered.holds(layout, packed[0][0].tensors)
-            yield result
+        """Check the next version, and copy it into buffers that no worker reads; they are released if the block raises.
 
-    def _agree_on_layout(self, weights: object, deadline: float | None) -> None:
-        """Ask the workers to check the first weights' layout: the sender may have no model to check it against."""
-        workers, version, layout = self.members.present, self.version + 1, self.packer.layout_of(weights)
+        Args:
+            weights: for ``workers``, and for replacements of ``absent`` ones; None reads the source.
+            workers: the workers that have to acknowledge.
+            absent: workers that have died or left.
+            rest: completes ``weights``, where those are a part of the model.
+        """
+        deadline = deadline_in(self.timeout)
+        if self._packer is None and self.members.connected:
+            self._agree_on_layout(weights, deadline)
+        packed: list[Packed] = []
         try:
-            self.channel.check_layout(layout, version)
-            self.acks.require(workers, version, deadline, committed=False)
+            started = time.perf_counter()
+            packer = self.define_layout(weights)
+            waited, packing, recipients = 0.0, 0.0, [*workers, *absent]
+            for part in self._source.parts(weights, workers, absent, packer.layout, rest):
+                extra = self._extra_of(part)
+                before = time.perf_counter()
+                buffer = self.channel.reserve(recipients, deadline)
+                reserved = time.perf_counter()
+                # What was made for a worker is freed before the next worker's is made.
+                packed.append((part._replace(tensors=[]) if self._source.maps else part, buffer, extra))
+                packer.pack(part.tensors, buffer)
+                waited, packing = waited + reserved - before, packing + time.perf_counter() - reserved
+                del part
+            update = InFlight(
+                version=self.version + 1,
+                workers=workers,
+                extra=[(part.workers, extra) for part, _, extra in packed],
+                deadline=deadline,
+                started=started,
+                extract=time.perf_counter() - started - waited - packing,
+                wait=waited,
+                pack=packing,
+                must_copy=self._differs_from_registered(packed, packer.layout),
+            )
+            self.version += 1
+            yield update, packed
         except BaseException:
-            self.version = version  # not reused: an answer to it may arrive late
+            self.channel.release([buffer for _, buffer, _ in packed])
             raise
-        self._not_yet_mapped.update(workers)
+
+    def _extra_of(self, part: Part) -> bytes:
+        """Return a part's extra state; if its format has none (a plain TensorDict), that which the worker has."""
+        if part.extra is not None:
+            return dump_extra(part.extra)
+        return self.members.extra_states.get(part.workers[0], b"")
+
+    def _differs_from_registered(self, packed: Sequence[Packed], layout: Layout) -> bool:
+        """Whether there are registered buffers, and the update was not packed from them."""
+        registered = self._source.registered
+        if registered is None:
+            return False
+        return self._source.maps or len(packed) > 1 or not registered.holds(layout, packed[0][0].tensors)
 
     def rest_of_model(self, worker_ids: int | Sequence[int] | None) -> Sequence[Tensor]:
         """Return the tensors that all workers were sent last: they stand in for what a partial update leaves out.

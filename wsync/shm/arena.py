@@ -62,15 +62,13 @@ import secrets
 import struct
 import threading
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from wsync.checksum import checksum_of, find_damage
 from wsync.errors import WeightSyncError
-from wsync.fast_path import FastUpdate
-from wsync.loops import ArenaWriter, PackPlan, PeerWatch
+from wsync.loops import ArenaWriter, PackPlan
 from wsync.loops.words import (
     MAX_SLOTS,
     NONE,
@@ -131,11 +129,6 @@ class Arena:
         self._layout = layout
         self._slot_size = whole_pages(layout.nbytes)
 
-    @property
-    def slots(self) -> int:
-        """The number of slots that are mapped here."""
-        return len(self._buffers)
-
     def buffer(self, slot: int) -> Buffer:
         """Return the tensors of a slot, the same for all callers; the first call maps the slot.
 
@@ -144,17 +137,13 @@ class Arena:
         """
         if slot >= len(self._buffers) or self._buffers[slot].moved:
             with self._mapping_lock:
-                while slot >= len(self._buffers):
-                    self._map_and_record(len(self._buffers))
-                if self._buffers[slot].moved:
-                    self._map_and_record(slot)
+                while slot >= len(self._buffers) or self._buffers[slot].moved:
+                    at = min(slot, len(self._buffers))
+                    buffer = self.map_slot(at)
+                    # slice assignment, so that repeating it after an interrupt does not duplicate the entry
+                    self.plans[at : at + 1] = [buffer.plan]
+                    self._buffers[at : at + 1] = [buffer]
         return self._buffers[slot]
-
-    def _map_and_record(self, slot: int) -> None:
-        buffer = self.map_slot(slot)
-        # slice assignment, so that repeating it after an interrupt does not duplicate the entry
-        self.plans[slot : slot + 1] = [buffer.plan]
-        self._buffers[slot : slot + 1] = [buffer]
 
     def map_slot(self, slot: int) -> Buffer:
         """Return a new mapping of a slot, for this caller only, unlike ``buffer``.
@@ -195,9 +184,9 @@ class Arena:
 class SenderArena(Arena):
     """The sender's arena, which it creates. Its workers open it.
 
-    It is used under the channel's lock, with two exceptions. On the fast path ``ArenaWriter.update`` is called under
-    the sender's lock alone, while no send-loop thread runs. And a thread that has the sender's lock alone may call
-    ``published_slots`` and read those slots, because no other thread writes slots meanwhile.
+    It is used under the channel's lock, with two exceptions. The call that ``ArenaWriter.fast_update`` returns is made
+    under the sender's lock alone, while no send-loop thread runs. And a thread that has the sender's lock alone may
+    call ``published_slots`` and read those slots, because no other thread writes slots meanwhile.
 
     Args:
         workers: the number of workers.
@@ -215,18 +204,13 @@ class SenderArena(Arena):
             os.close(words)
             raise
         super().__init__(workers, (words, extra))
-        self.writer = ArenaWriter(self.words, workers, 0)
+        self.writer = ArenaWriter(self.words, workers)
         self.writer.initialise()
 
     @property
     def handle(self) -> tuple[int, int, int, str]:
         """Process id, descriptors and name, by which another process can open the files: see ``open_handle``."""
         return os.getpid(), *self.fds, self._name
-
-    def set_layout(self, layout: Layout) -> None:
-        """See ``Arena``."""
-        super().set_layout(layout)
-        self.writer = ArenaWriter(self.words, self.workers, layout.nbytes)
 
     def grow(self) -> int:
         """Add a slot; return its index.
@@ -245,20 +229,6 @@ class SenderArena(Arena):
         """Return the slots that published words name, without duplicates."""
         words = [self.writer.published(worker) for worker in range(self.workers)]
         return sorted({slot for version, slot in words if version})
-
-    def fast_update(self, descriptors: bytes, acknowledge: bool) -> FastUpdate | None:
-        """Return the call that does a whole update of all workers (``fast_path.py``); None if a worker is gone.
-
-        Args:
-            descriptors: the workers' sockets, then their pidfds: the bytes of an ``array("i")``.
-            acknowledge: whether to wait for acknowledgements.
-        """
-        try:
-            # Notices deaths; with acknowledgements, waiting for these notices deaths as well.
-            watch = None if acknowledge else PeerWatch(descriptors)
-        except OSError:  # a worker is gone, or this process can open no more files; a full send reports it
-            return None
-        return partial(self.writer.update, self.plans, descriptors, watch)
 
     def write_extra(self, slot: int, blob: bytes) -> None:
         """Store a slot's extra state.

@@ -153,9 +153,7 @@ class Layout:
             LayoutMismatch: naming each that has not.
         """
         shapes, dtypes = self.shapes, self.dtypes
-        fit = [tensor.shape for tensor in tensors] == self._shapes and [
-            tensor.dtype for tensor in tensors
-        ] == self._dtypes
+        fit = shapes == tuple([one.shape for one in tensors]) and dtypes == tuple([one.dtype for one in tensors])
         odd = [i for i, tensor in enumerate(tensors) if defect_of(tensor)]
         if fit and not odd and not (ties and self.ties):
             return
@@ -175,14 +173,6 @@ class Layout:
         ]
         if problems:
             raise _mismatch(problems)
-
-    @cached_property
-    def _shapes(self) -> list[torch.Size]:
-        return list(self.shapes)
-
-    @cached_property
-    def _dtypes(self) -> list[torch.dtype]:
-        return list(self.dtypes)
 
     def _check_names(self, given: Collection[str]) -> None:
         names = set(self.names)

@@ -80,9 +80,13 @@ class Packer:
 
     Args:
         layout: of the weights.
+
+    Attributes:
+        layout: as given.
     """
 
     def __init__(self, layout: Layout) -> None:
+        self.layout = layout
         self._leaders = layout.leaders
         self._tied = bool(layout.ties)
 
