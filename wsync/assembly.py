@@ -15,8 +15,8 @@ from wsync.paths import find_model, find_or_none
 from wsync.receiver import Receiver
 from wsync.receiving.cascade import cascade_of
 from wsync.receiving.channel import WorkerSideChannel
+from wsync.receiving.handshake import ReaderFactory
 from wsync.receiving.install_policy import InstallOnRequest
-from wsync.receiving.readers import ReaderFactory
 from wsync.receiving.updating import ModelUpdater
 from wsync.roles import SenderRole
 from wsync.sender import Sender
