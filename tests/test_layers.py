@@ -30,6 +30,7 @@ LAYERS = (  # of ``wsync``, from the lowest: a module or folder imports its own 
         "receiver",
         "roles",
         "scheme",
+        "scheme_base",
         "scheme_transports",
         "sender",
         "store",

@@ -15,8 +15,8 @@ from wsync.paths import find_model, find_or_none
 from wsync.receiver import Receiver
 from wsync.receiving.cascade import cascade_of
 from wsync.receiving.channel import WorkerSideChannel
+from wsync.receiving.handshake import ReaderFactory
 from wsync.receiving.install_policy import InstallOnRequest
-from wsync.receiving.readers import ReaderFactory
 from wsync.receiving.updating import ModelUpdater
 from wsync.roles import SenderRole
 from wsync.sender import Sender
@@ -28,7 +28,7 @@ from wsync.transport import FlatTransport, TransportBackend, TransportFactory
 from wsync.weights.targets import Destination, Load
 
 if TYPE_CHECKING:
-    from wsync.scheme import WeightSyncScheme
+    from wsync.scheme_base import SchemeBase
     from wsync.sending.source import Source
 
 
@@ -50,7 +50,7 @@ def model_and_weights(
 
 
 def make_sender(
-    scheme: WeightSyncScheme, source: Source, num_workers: int, connections: ConnectionSource
+    scheme: SchemeBase, source: Source, num_workers: int, connections: ConnectionSource
 ) -> tuple[Sender, SenderSideChannel]:
     """Return the sender to ``num_workers`` workers, which connect through ``connections``, and its channel.
 
@@ -82,7 +82,7 @@ def make_sender(
     return sender, channel
 
 
-def _transport_factory(scheme: WeightSyncScheme) -> TransportFactory | None:
+def _transport_factory(scheme: SchemeBase) -> TransportFactory | None:
     """Return the scheme's factory without a reference to the scheme, which is closed when it is garbage-collected."""
     method = scheme._transport_factory()
     if method is None:
@@ -97,7 +97,7 @@ def _transport_factory(scheme: WeightSyncScheme) -> TransportFactory | None:
     return create
 
 
-def make_receive_channel(scheme: WeightSyncScheme, model_id: str) -> WorkerSideChannel:
+def make_receive_channel(scheme: SchemeBase, model_id: str) -> WorkerSideChannel:
     """Return the worker's end of the connection, which ``connect`` will make.
 
     Raises:
@@ -121,7 +121,7 @@ def make_receive_channel(scheme: WeightSyncScheme, model_id: str) -> WorkerSideC
 
 
 def make_receiver(
-    scheme: WeightSyncScheme, model_id: str, context: Any, model: Any, load: Load | None, chunk_bytes: int | None
+    scheme: SchemeBase, model_id: str, context: Any, model: Any, load: Load | None, chunk_bytes: int | None
 ) -> tuple[Any, Receiver]:
     """Return a worker's model, if it has one, and its receiver: see ``WeightSyncScheme.init_on_receiver``."""
     if model is None and load is None:
@@ -143,7 +143,7 @@ def make_receiver(
     return model, Receiver(destination, scheme.strategy, channel, make_install_policy=on_request, cascade=cascade)
 
 
-def connect_in_process(scheme: WeightSyncScheme, model_id: str, model: nn.Module, source: Any) -> SenderRole:
+def connect_in_process(scheme: SchemeBase, model_id: str, model: nn.Module, source: Any) -> SenderRole:
     """Return the role of a scheme with both ends in this process, connected."""
 
     def connected() -> ModelUpdater:  # called by sender.connect()

@@ -16,8 +16,7 @@ from wsync.receiving import gated_models
 from wsync.receiving.cascade import Cascade
 from wsync.receiving.install_policy import InstallOnArrival
 from wsync.receiving.protocols import ReadsStore, ReceiveChannel
-from wsync.receiving.registered import RegisteredBufferBinder
-from wsync.receiving.updating import MakeInstallPolicy, ModelUpdater
+from wsync.receiving.updating import MakeInstallPolicy, ModelUpdater, RegisteredBufferBinder
 from wsync.receiving.versions import Phase
 from wsync.types import ANY_VERSION, Ack
 from wsync.weights.strategy import WeightStrategy

@@ -29,7 +29,10 @@ from wsync.errors import NotConnected, SyncTimeout
 
 
 class Rendezvous(Protocol):
-    """How the two ends of a scheme find each other. Picklable; holds no open resource."""
+    """How the two ends of a scheme find each other. Picklable; holds no open resource.
+
+    By default, which is for classes that derive from this one, the address travels in the pickled scheme alone.
+    """
 
     def open(self) -> tuple[ConnectionSource, Any]:
         """On the sender: return where workers connect, and its picklable address. Called once, by ``init_on_sender``.
@@ -41,14 +44,15 @@ class Rendezvous(Protocol):
 
     def announce(self, address: Any, model_id: str, deadline: float | None) -> None:
         """On the sender: publish the address. Called by ``connect``, once."""
-        ...
 
     def can_look_up(self) -> bool:
         """In a worker: return whether ``dial`` can find the sender without an address."""
-        ...
+        return False
 
-    def dial(self, address: Any | None, model_id: str, worker: int, deadline: float | None) -> Connection:
+    def dial(self, address: Any, model_id: str, worker: int, deadline: float | None) -> Connection:
         """In a worker: connect to the sender. Called once per ``connect`` or ``init_on_worker``.
+
+        ``address`` is None only if ``can_look_up()`` is true.
 
         Raises:
             NotConnected: no sender is there; says why.
@@ -58,11 +62,10 @@ class Rendezvous(Protocol):
 
     def connected(self, worker: int) -> None:
         """In a worker: the connection of the last ``dial`` has been accepted by the sender."""
-        ...
 
 
-class SocketRendezvous:
-    """Workers find the sender by the address in the pickled scheme (a ``Rendezvous``).
+class SocketRendezvous(Rendezvous):
+    """Workers find the sender by the address in the pickled scheme.
 
     Args:
         host: the sender's address for TCP; None for a Unix socket, for workers on the same machine.
@@ -76,28 +79,16 @@ class SocketRendezvous:
         listener = Listener(self.host)
         return listener, listener.address
 
-    def announce(self, address: Any, model_id: str, deadline: float | None) -> None:
-        """See ``Rendezvous``: the address travels in the pickled scheme."""
-
-    def can_look_up(self) -> bool:
+    def dial(self, address: Any, model_id: str, worker: int, deadline: float | None) -> Connection:
         """See ``Rendezvous``."""
-        return False
-
-    def dial(self, address: Any | None, model_id: str, worker: int, deadline: float | None) -> Connection:
-        """See ``Rendezvous``."""
-        if address is None:
-            raise NotConnected(f"worker {worker}: this scheme has no sender's address")
         return connect(address, worker, deadline)
-
-    def connected(self, worker: int) -> None:
-        """See ``Rendezvous``."""
 
 
 _used: set[tuple[bytes, int]] = set()  # senders that were found in a store, by token; and as which worker
 
 
 class StoreRendezvous(SocketRendezvous):
-    """TCP; a worker without an address looks the sender up in a store that all processes share (a ``Rendezvous``).
+    """TCP; a worker without an address looks the sender up in a store that all processes share.
 
     The store holds addresses, sealed with a secret that the processes share (``wsync.control.seal``), and nothing else
     is taken from it: any process may write there. What is not sealed with that secret is passed over. A worker connects
@@ -127,7 +118,7 @@ class StoreRendezvous(SocketRendezvous):
         """See ``Rendezvous``."""
         return self._store is not None or dist.is_initialized() or "TORCHELASTIC_RUN_ID" in os.environ
 
-    def dial(self, address: Any | None, model_id: str, worker: int, deadline: float | None) -> Connection:
+    def dial(self, address: Any, model_id: str, worker: int, deadline: float | None) -> Connection:
         """See ``Rendezvous``."""
         if address is not None:
             return connect(address, worker, deadline)

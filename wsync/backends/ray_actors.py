@@ -16,9 +16,9 @@ from wsync.errors import NotConnected, WeightSyncError, WorkerFailed
 class Actors:
     """Actors by worker index. A handle is valid only in the ``ray.init()`` session in which it was created."""
 
-    def __init__(self, handles: Sequence[ActorHandle] = ()) -> None:
+    def __init__(self, handles: Sequence[ActorHandle]) -> None:
         self._handles = list(handles)
-        self._connection = _connection() if handles else None
+        self._connection = _connection()
         self._pending: dict[int, ray.ObjectRef] = {}  # by worker, the last call of ``call_once``
 
     def __len__(self) -> int:
@@ -27,8 +27,8 @@ class Actors:
 
     @property
     def reachable(self) -> bool:
-        """Whether there are any, and this process has the connection to Ray in which they were given."""
-        return self._connection is not None and self._connection == _connection()
+        """Whether this process has the connection to Ray in which they were given."""
+        return self._connection == _connection()
 
     def call(self, worker: int, function: Callable[..., None], *args: Any, retries: int = 0) -> ray.ObjectRef:
         """Have an actor run ``function(itself, *args)``.

@@ -18,10 +18,10 @@ from wsync.backends.rpc_worker import RpcSenderConnection
 from wsync.control import Connection, listen_on
 from wsync.control.interfaces import ConnectionSource
 from wsync.control.processes import Processes
-from wsync.errors import NotConnected
 from wsync.legacy.names import OlderGroupTransport
 from wsync.options import SchemeOptions
 from wsync.process_group import check_backend, device_of
+from wsync.rendezvous import Rendezvous
 from wsync.scheme import WeightSyncScheme
 from wsync.weights.strategy import Format
 
@@ -39,8 +39,8 @@ class RpcAddress:
     host: str
 
 
-class RpcRendezvous:
-    """A worker connects by a call to the trainer (a ``Rendezvous``).
+class RpcRendezvous(Rendezvous):
+    """A worker connects by a call to the trainer.
 
     Args:
         host: the sender's address for process groups.
@@ -57,21 +57,9 @@ class RpcRendezvous:
         address = RpcAddress(secrets.token_hex(16), self.host)
         return RpcListener(address.key, address.host), address
 
-    def announce(self, address: Any, model_id: str, deadline: float | None) -> None:
-        """See ``Rendezvous``: the address travels in the pickled scheme."""
-
-    def can_look_up(self) -> bool:
+    def dial(self, address: RpcAddress, model_id: str, worker: int, deadline: float | None) -> Connection:
         """See ``Rendezvous``."""
-        return False
-
-    def dial(self, address: Any | None, model_id: str, worker: int, deadline: float | None) -> Connection:
-        """See ``Rendezvous``."""
-        if address is None:
-            raise NotConnected(f"worker {worker}: this scheme has no sender's address")
         return RpcSenderConnection(address.key, self.trainer, address.host, worker, deadline)
-
-    def connected(self, worker: int) -> None:
-        """See ``Rendezvous``."""
 
 
 class RPCTransport(OlderGroupTransport):

@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch.distributed import rpc
 
-from wsync.control.liveness import own_identity
+from wsync.control.liveness import PeerProcess, own_identity
 from wsync.control.messages import HEADER_SIZE, Kind, Message, payload_length, unpack
 from wsync.errors import NotConnected
 
@@ -34,16 +35,11 @@ class SenderEndpoint(Protocol):
         ...
 
 
-class WorkerEndpoint(Protocol):
-    """Serves the sender's calls in a worker's process, for one connection. Called by RPC's threads."""
-
-    def serve(self, number: int, message: Message) -> list[bytes]:
-        """Process a message of the sender; return the answers."""
-        ...
-
+ServeMessage = Callable[[int, Message], list[bytes]]
+"""In a worker: processes a message of the sender, given its number; returns the answers. Called by RPC's threads."""
 
 sender_endpoints: dict[str, SenderEndpoint] = {}  # by key
-worker_endpoints: dict[ConnectionId, WorkerEndpoint] = {}
+worker_endpoints: dict[ConnectionId, ServeMessage] = {}
 
 
 def decode(data: bytes) -> Message:
@@ -87,8 +83,8 @@ def serve_message(connection_id: ConnectionId, number: int, data: bytes) -> list
 
     A worker that has left answers that it has left, if the sender has not received its message about that.
     """
-    worker = worker_endpoints.get(connection_id)
-    return [Message(Kind.LEAVE).pack()] if worker is None else worker.serve(number, decode(data))
+    serve = worker_endpoints.get(connection_id)
+    return [Message(Kind.LEAVE).pack()] if serve is None else serve(number, decode(data))
 
 
 def own_name() -> str:
@@ -157,3 +153,52 @@ class Inbox:
             if self._count >= 0:
                 os.close(self._count)
                 self._count = -1
+
+
+class RpcConnection:
+    """What both ends of a connection have (a ``Connection``): calls bring messages, which wait in an inbox.
+
+    Args:
+        connection_id: of the connection.
+        name: of the other process, in RPC.
+        identity: its ``own_identity()``; empty if it is not known yet.
+    """
+
+    socket_fd = -1
+    busy = False
+
+    def __init__(self, connection_id: ConnectionId, name: str, identity: bytes = b"") -> None:
+        self._id = connection_id
+        self._name = name
+        self._peer = PeerProcess(identity)
+        self._inbox = Inbox()
+        self._opener = os.getpid()
+        self._sent = 0  # calls of the other process with messages
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """See ``Connection``."""
+        return (self._inbox.fileno(), *self._peer.descriptors)
+
+    def fileno(self) -> int:
+        """See ``Connection``."""
+        return self._inbox.fileno()
+
+    def receive(self) -> Message | None:
+        """See ``Connection``."""
+        return self._inbox.get()
+
+    def send(self, message: Message) -> None:
+        """See ``Connection``."""
+        raise NotImplementedError
+
+    def notify(self, message: Message) -> None:
+        """See ``Connection``."""
+        self.send(message)
+
+    def flush(self, deadline: float | None = None) -> None:
+        """See ``Connection``: no call is lost by ``close``."""
+
+    def _require_opener(self) -> None:
+        if os.getpid() != self._opener:
+            raise ConnectionError("this connection belongs to the parent of this forked process")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed import rpc
 
-from wsync.backends.rpc_calls import ConnectionId, Inbox, decode, sender_endpoints, serve_message
+from wsync.backends.rpc_calls import ConnectionId, Inbox, RpcConnection, decode, sender_endpoints, serve_message
 from wsync.control.interfaces import Connection
-from wsync.control.liveness import PeerProcess
 from wsync.control.messages import Kind, Message
 from wsync.control.receiver_thread import MessageHandler
 from wsync.deadlines import NOW, wait_readable
@@ -23,8 +20,8 @@ _log = logging.getLogger(__name__)
 _NO_TIMEOUT = 0.0  # in RPC's terms: the sender has a deadline of its own
 
 
-class RpcWorkerConnection:
-    """The sender's end of the connection to one worker (a ``Connection``).
+class RpcWorkerConnection(RpcConnection):
+    """The sender's end of the connection to one worker.
 
     Args:
         connection_id: of the connection.
@@ -33,17 +30,9 @@ class RpcWorkerConnection:
         host: the sender's address for process groups.
     """
 
-    socket_fd = -1
-    busy = False
-
     def __init__(self, connection_id: ConnectionId, name: str, identity: bytes, host: str) -> None:
+        super().__init__(connection_id, name, identity)
         self.local_host = host
-        self._id = connection_id
-        self._name = name
-        self._peer = PeerProcess(identity)
-        self._inbox = Inbox()
-        self._opener = os.getpid()
-        self._sent = 0
 
     @property
     def peer(self) -> str:
@@ -53,19 +42,9 @@ class RpcWorkerConnection:
             return name
         return f"{name} (see its output; garbage that a program sends to its RPC port may have made torch abort it)"
 
-    @property
-    def descriptors(self) -> Sequence[int]:
-        """See ``Connection``."""
-        return (self._inbox.fileno(), *self._peer.descriptors)
-
-    def fileno(self) -> int:
-        """See ``Connection``."""
-        return self._inbox.fileno()
-
     def send(self, message: Message) -> None:
         """See ``Connection``: call the worker; its answers go into the inbox."""
-        if os.getpid() != self._opener:
-            raise ConnectionError("this connection belongs to the parent of this forked process")
+        self._require_opener()
         self._sent += 1
         try:
             arguments = (self._id, self._sent, message.pack())
@@ -74,10 +53,6 @@ class RpcWorkerConnection:
             self._inbox.put(None)  # the worker would wait for the message with this number
             raise ConnectionError(f"{self.peer} cannot be called: {error}") from error
         future.add_done_callback(self._answered)
-
-    def notify(self, message: Message) -> None:
-        """See ``Connection``."""
-        self.send(message)
 
     def _answered(self, future: Any) -> None:
         """Take the answers to a call. Called by a thread of RPC."""
@@ -100,13 +75,6 @@ class RpcWorkerConnection:
         """End the connection: the worker is gone, or has raised, or has sent garbage."""
         _log.debug("%s: the connection ends: %s", self.peer, error)
         self._inbox.put(None)
-
-    def flush(self, deadline: float | None = None) -> None:
-        """See ``Connection``: no call is lost by ``close``."""
-
-    def receive(self) -> Message | None:
-        """See ``Connection``."""
-        return self._inbox.get()
 
     def attach(self, handler: MessageHandler) -> None:
         """See ``Connection``: of workers only."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
 from torch.distributed import rpc
 
 from wsync.backends.rpc_calls import (
-    Inbox,
+    RpcConnection,
     deliver_to_sender,
     own_name,
     register_worker,
@@ -32,8 +30,8 @@ _NO_TIMEOUT = 0.0  # in RPC's terms
 _TIMED_OUT = "RPCErr:1:"  # how torch begins the message of a call that has timed out
 
 
-class RpcSenderConnection:
-    """A worker's end of the connection to its sender (a ``Connection``).
+class RpcSenderConnection(RpcConnection):
+    """A worker's end of the connection to its sender.
 
     Args:
         key: of the sender.
@@ -47,24 +45,16 @@ class RpcSenderConnection:
         NotConnected: there is no such sender (any more).
     """
 
-    socket_fd = -1
-    busy = False
-
     def __init__(self, key: str, trainer: str, host: str, worker: int, deadline: float | None) -> None:
         name = own_name()
+        super().__init__((key, worker, secrets.token_hex(8)), trainer)
         self.peer = f"RPC worker '{trainer}'"
-        self._id = (key, worker, secrets.token_hex(8))
-        self._trainer = trainer
         self._host = host
-        self._inbox = Inbox()
-        self._opener = os.getpid()
         self._serving = threading.RLock()  # one call is processed at a time
         self._handler: MessageHandler | None = None
         self._sending = threading.Lock()
         self._answers: list[bytes] | None = None  # to the call that is being processed
-        self._sent = 0  # messages to the sender that are no answers
-        self._peer = PeerProcess()
-        worker_endpoints[self._id] = self
+        worker_endpoints[self._id] = self._serve
         left = remaining(deadline)
         timeout = _NO_TIMEOUT if left is None else max(left, 0.001)
         try:
@@ -80,7 +70,7 @@ class RpcSenderConnection:
             with suppress(ConnectionError):
                 self._call(Message(Kind.LEAVE).pack())  # the sender may process the call yet
         self.close()
-        sender = f"worker {worker}: the sender '{self._trainer}'"
+        sender = f"worker {worker}: the sender '{self._name}'"
         if late:
             raise SyncTimeout(f"{sender} did not answer in time: is it stopped, or busy?") from error
         raise NotConnected(f"{sender} is gone, has been shut down, or has another name: {error}") from error
@@ -93,17 +83,8 @@ class RpcSenderConnection:
             sock.connect(where)  # sends nothing
             return sock.getsockname()[0]
 
-    @property
-    def descriptors(self) -> Sequence[int]:
-        """See ``Connection``."""
-        return (self._inbox.fileno(), *self._peer.descriptors)
-
-    def fileno(self) -> int:
-        """See ``Connection``."""
-        return self._inbox.fileno()
-
-    def serve(self, number: int, message: Message) -> list[bytes]:
-        """See ``WorkerEndpoint``: messages are processed in the order in which they were sent."""
+    def _serve(self, number: int, message: Message) -> list[bytes]:
+        """See ``ServeMessage``: messages are processed in the order in which they were sent."""
         with self._serving:
             self._inbox.put_in_order(number, message)
             return self._process()
@@ -147,37 +128,25 @@ class RpcSenderConnection:
 
     def _call(self, data: bytes, last: bool = False) -> None:
         """Call the sender, without waiting for it, unless this is the ``last`` call: that has arrived on return."""
-        if os.getpid() != self._opener:
-            raise ConnectionError("this connection belongs to the parent of this forked process")
+        self._require_opener()
         with self._sending:
             self._sent += 1
             arguments = (self._id, self._sent, data)
         try:
             future = rpc.rpc_async(
-                self._trainer, deliver_to_sender, args=arguments, timeout=_LEAVE_TIMEOUT if last else _NO_TIMEOUT
+                self._name, deliver_to_sender, args=arguments, timeout=_LEAVE_TIMEOUT if last else _NO_TIMEOUT
             )
             if last:
                 future.wait()
         except RuntimeError as error:
             raise ConnectionError(f"{self.peer} cannot be called: {error}") from error
 
-    def notify(self, message: Message) -> None:
-        """See ``Connection``."""
-        self.send(message)
-
-    def flush(self, deadline: float | None = None) -> None:
-        """See ``Connection``: no call is lost by ``close``."""
-
-    def receive(self) -> Message | None:
-        """See ``Connection``."""
-        return self._inbox.get()
-
     def peer_is_alive(self) -> bool:
         """See ``Connection``: its process tells, if that runs on this machine, or else its answer to a call."""
         if self._peer.pid >= 0:
             return bool(self._peer.descriptors) and not wait_readable(self._peer.descriptors, NOW)
         try:
-            return rpc.rpc_sync(self._trainer, sender_is_open, args=(self._id[0],), timeout=_CALL_TIMEOUT)
+            return rpc.rpc_sync(self._name, sender_is_open, args=(self._id[0],), timeout=_CALL_TIMEOUT)
         except RuntimeError as error:
             return _has_timed_out(error)  # slow or stopped, but reachable
 

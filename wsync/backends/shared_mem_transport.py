@@ -22,8 +22,6 @@ class SharedMemTransport:
     for the next version and copies it. A scheme's ``shared_transport`` is a ``SharedMemSenderTransport``.
     """
 
-    shared = True
-
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._changed = context.Condition()

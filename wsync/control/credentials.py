@@ -14,7 +14,6 @@ TOKEN_SIZE = 16  # bytes
 _NONCE_SIZE = 16  # bytes
 _MAC_SIZE = 32  # bytes, SHA-256
 CLAIM_SIZE = _NONCE_SIZE + _MAC_SIZE
-PROOF_SIZE = _MAC_SIZE
 
 
 def new_token() -> bytes:

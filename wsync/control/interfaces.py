@@ -104,7 +104,7 @@ class ConnectionSource(Protocol):
     """Where workers connect: a ``Listener``, or the RPC backend's equivalent.
 
     The thread that calls ``connect`` or readmits a worker calls the methods, under the lock of the sender's channel
-    (``WorkerChannel``). Only ``close`` may be called by any thread, because a finalizer may close the channel.
+    (``SenderSideChannel``). Any thread may call ``close``, because a finalizer may close the channel.
     """
 
     @property

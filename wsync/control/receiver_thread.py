@@ -36,7 +36,7 @@ def must_not_wait_for_versions() -> bool:
 
 
 class MessageHandler(Protocol):
-    """Handles the messages of one connection, e.g. a worker's ``Receiver``."""
+    """Handles the messages of one connection, e.g. a worker's ``ModelUpdater``."""
 
     def on_readable(self) -> bool:
         """Read and process one message. Called by the receiver thread each time the connection is readable.

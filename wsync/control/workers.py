@@ -37,7 +37,7 @@ class WorkerConnections:
         self._num_workers = num_workers
         self._callbacks = callbacks
         self._connections: dict[int, Connection] = {}
-        self._to_replace: set[int] = set()  # workers that have disconnected, and have not been replaced yet
+        self._joined: set[int] = set()  # workers that are or were connected
         self._worker_of: dict[int, int] = {}  # descriptor -> worker
         self._watched: dict[int, Callable[[], None]] = {}  # descriptor -> callback, see watch()
         # Not epoll: a connection that a forked child keeps open would stay in its set after close().
@@ -57,8 +57,7 @@ class WorkerConnections:
 
         Empty if a worker is missing, has no stream socket or pidfd, or has a busy connection.
         """
-        ordered = [self._connections[worker] for worker in range(self._num_workers) if worker in self._connections]
-        each = [one.descriptors for one in ordered if one.socket_fd >= 0 and not one.busy]
+        each = [one.descriptors for _, one in sorted(self._connections.items()) if one.socket_fd >= 0 and not one.busy]
         if len(each) < self._num_workers or any(len(both) != 2 for both in each):
             return b""
         return array("i", [fd for column in zip(*each, strict=True) for fd in column]).tobytes()
@@ -69,21 +68,14 @@ class WorkerConnections:
         return [*self._worker_of, *self._watched]
 
     def watch(self, descriptor: int, callback: Callable[[], None]) -> None:
-        """From now on ``read`` calls ``callback`` when ``descriptor`` is readable.
-
-        For example an eventfd that a transfer thread writes when ``send_weights`` has returned. The callback runs in
-        the thread that calls ``read`` or ``wait_for_workers``.
-        """
+        """From now on ``read`` calls ``callback`` when ``descriptor`` is readable, e.g. a transfer thread's eventfd."""
         self._watched[descriptor] = callback
         self._poll.register(descriptor, select.POLLIN)
 
     def wait_for_workers(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
         """Accept connections until all of ``workers`` are connected.
 
-        Args:
-            workers: their indices.
-            sentinels: ``{worker: descriptor}``; the descriptor is readable once the worker's process has exited.
-            deadline: when to give up.
+        ``sentinels`` are ``{worker: descriptor}``; the descriptor is readable once the worker's process has exited.
 
         Raises:
             SyncTimeout: names the workers that did not connect.
@@ -91,8 +83,8 @@ class WorkerConnections:
         """
         self.process_arrived_messages()  # notices deaths, so that replacements are accepted
         missing = set(workers) - self._connections.keys()
-        watched = {sentinels[worker]: worker for worker in missing if worker in sentinels}
         while missing:
+            watched = {sentinels[worker]: worker for worker in missing if worker in sentinels}
             ready = wait_readable([self._source.fileno(), *watched, *self.readable_descriptors], deadline)
             if not ready:
                 _log.debug("workers that did not connect in time: %s", join_indices(missing))
@@ -105,7 +97,6 @@ class WorkerConnections:
                 self.read(NOW)
             if self._source.fileno() in ready:
                 missing.discard(self._accept(deadline))
-                watched = {fd: worker for fd, worker in watched.items() if worker in missing}
             # A worker that answered before it died is left out: its answer gives the reason, and wait_acks returns it.
             gone = {
                 worker: death.error
@@ -115,10 +106,8 @@ class WorkerConnections:
             if gone:
                 causes = "".join(f"\nworker {worker}: {cause}" for worker, cause in sorted(gone.items()))
                 raise WorkerDied(f"worker(s) {join_indices(gone)} were lost after they had connected{causes}", gone)
-            if self._source.fileno() in ready:
-                continue  # accept first: a process that has ended may have connected before it ended
             dead = {watched[fd]: "died before it had connected" for fd in ready if fd in watched}
-            if dead:
+            if dead and self._source.fileno() not in ready:  # accept first: it may have connected before it ended
                 raise WorkerDied(f"worker(s) {join_indices(dead)} died before they had connected", dead)
 
     def _accept(self, deadline: float | None) -> int:
@@ -139,8 +128,7 @@ class WorkerConnections:
                 connection.send(Message(Kind.REFUSED, worker, payload=reason.encode()))
             connection.close()
             return -1
-        rejoined = worker in self._to_replace
-        self._to_replace.discard(worker)
+        rejoined = worker in self._joined
         self._answers.pop(worker, None)
         self._deaths.pop(worker, None)
         accepted = self._callbacks.accept_message(worker, rejoined)
@@ -152,9 +140,8 @@ class WorkerConnections:
             connection.send(accepted)
         except ConnectionError:  # it has disconnected: treated as never connected
             self.disconnect(worker)
-            if not rejoined:
-                self._to_replace.discard(worker)
             return -1
+        self._joined.add(worker)
         _log.debug("worker %d %s as %s", worker, "rejoined" if rejoined else "joined", connection.peer)
         self._callbacks.on_accepted(worker, deadline)
         return worker
@@ -178,7 +165,6 @@ class WorkerConnections:
             self._ready.discard(fd)
             del self._worker_of[fd]
         connection.close()
-        self._to_replace.add(worker)
         self._callbacks.on_disconnected(worker)
 
     def mark_dead(self, worker: int, cause: str) -> None:
@@ -211,10 +197,9 @@ class WorkerConnections:
             pass
 
     def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
-        """Wait for an acknowledgement of ``version`` or newer, an error or the death of each of ``workers``.
+        """Return an acknowledgement of ``version`` or newer, an error or the death of each of ``workers``.
 
-        Returns:
-            One for each worker that has answered or died before ``deadline``.
+        Waits for them until ``deadline``; workers that have neither answered nor died by then are left out.
         """
         while True:
             acks = [ack for worker in workers if (ack := self._answer_of(worker, version))]
@@ -283,9 +268,8 @@ class WorkerConnections:
     def close(self, *, finished: bool = False) -> None:
         """Close all connections, and accept no more. Idempotent.
 
-        Args:
-            finished: whether to tell the workers that the sender shuts down; otherwise they report its death. A worker
-                that does not read its earlier messages within some seconds reports it as well.
+        If ``finished``, the workers are told that the sender shuts down; otherwise they report its death. A worker that
+        does not read its earlier messages within some seconds reports it as well.
         """
         if finished:
             for worker in list(self._connections):

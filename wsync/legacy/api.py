@@ -1,4 +1,4 @@
-"""The older API's senders, receivers and ``init_on_worker``."""
+"""The older API's senders and receivers, and its methods of a scheme."""
 
 from __future__ import annotations
 
@@ -192,14 +192,44 @@ def connect_sender(scheme: WeightSyncScheme) -> None:
         scheme.connect()
 
 
+# --- methods of ``WeightSyncScheme`` ---
+
+
+def synchronize_weights(scheme: WeightSyncScheme, *, worker_idx: int | None = None, weights: Any = None) -> None:
+    """Connect: the older name of ``connect``, which delivers the first weights."""
+    scheme.connect(worker_idx=worker_idx, weights=weights)
+
+
+def create_sender(scheme: WeightSyncScheme) -> WeightSender:
+    """Return the scheme's sender; may come before ``init_on_sender``."""
+    return WeightSender(scheme)
+
+
+def create_receiver(scheme: WeightSyncScheme) -> WeightReceiver:
+    """Return the scheme's receiver; may come before ``init_on_worker``."""
+    return WeightReceiver(scheme)
+
+
+def get_sender(scheme: WeightSyncScheme) -> WeightSender:
+    """Return the scheme's sender; ``NotConnected`` before ``init_on_sender``."""
+    scheme._role.as_sender("get_sender")
+    return scheme.create_sender()
+
+
+def get_receiver(scheme: WeightSyncScheme) -> WeightReceiver:
+    """Return the scheme's receiver; ``NotConnected`` before ``init_on_worker``."""
+    scheme._role.as_receiver("get_receiver")
+    return scheme.create_receiver()
+
+
 def init_on_worker(
     scheme: WeightSyncScheme,
-    model_id: str,
-    context: Any,
+    model_id: str = "policy",
+    context: Any = None,
     *,
-    pipe: Any,
-    model: nn.Module | None,
-    worker_idx: int | None,
+    pipe: Any = None,
+    model: nn.Module | None = None,
+    worker_idx: int | None = None,
 ) -> None:
     """Set up and begin to connect a worker, without waiting for the sender; the receiver thread does the rest.
 

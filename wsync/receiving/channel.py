@@ -15,8 +15,7 @@ from wsync.receiving.arena_reader import ArenaReader
 from wsync.receiving.backend_reader import BackendReader
 from wsync.receiving.events import CheckLayout, Closed, Decision, Event, Newest, Published
 from wsync.receiving.flat_reader import FlatReader
-from wsync.receiving.handshake import settings_in, wait_accepted, wait_first_update
-from wsync.receiving.readers import ReaderFactory
+from wsync.receiving.handshake import ReaderFactory, settings_in, wait_accepted, wait_first_update
 from wsync.receiving.transport_reader import TransportReader
 from wsync.types import ANY_VERSION, Ack, Update
 from wsync.weights.layout import Layout

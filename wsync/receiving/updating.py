@@ -14,6 +14,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import torch
+
 from wsync.errors import WeightSyncError, error_of
 from wsync.gate import process_gate
 from wsync.receiving import prepared_updates
@@ -22,6 +24,7 @@ from wsync.receiving.events import CheckLayout, Closed, Decision, Event, Failed,
 from wsync.receiving.install_policy import InstallOnArrival, InstallOnRequest
 from wsync.receiving.protocols import ReceiveChannel
 from wsync.receiving.versions import VersionState
+from wsync.shm.registered import RegisteredView
 from wsync.types import Ack, Update
 from wsync.weights.binding import Binding, load_extra, unshare
 from wsync.weights.layout import Layout
@@ -228,3 +231,31 @@ class ModelUpdater:
 def _require_undamaged(update: Update) -> None:
     if update.damage:
         raise WeightSyncError(update.damage)
+
+
+class RegisteredBufferBinder:
+    """Binds a model to the buffers that the user has registered, while these have the model's version.
+
+    Implements ``wsync.loops.gate_lock.GateHook``: all methods are called inside the gate, after those of the hook that
+    installs updates.
+
+    Args:
+        memory: the buffers: see ``wsync/shm/registered.py``.
+        updater: of the model.
+    """
+
+    def __init__(self, memory: RegisteredView, updater: ModelUpdater) -> None:
+        self._memory = memory
+        self._updater = updater
+
+    def poll_update(self) -> bool:
+        """See ``GateHook``. The buffers may have been changed in place, so autocast's casts of them are dropped."""
+        updater = self._updater
+        version, binding = updater.version, updater.binding
+        if version and version == self._memory.version != updater.unbound_at_version and binding is not None:
+            binding.rebind(self._memory.tensors)
+            torch.clear_autocast_cache()
+        return False
+
+    def leaving_gate(self) -> None:
+        """See ``GateHook``."""

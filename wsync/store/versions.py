@@ -218,9 +218,9 @@ class VersionStore:
 
     def _write_version(self, file: str, tensors: Mapping[str, Tensor]) -> None:
         if self.folder is None:
-            self._fs.pipe_file(f"{self._root}/{file}", save(dict(tensors)))
-            return
-        self._finish(file, lambda path: save_file(dict(tensors), path))
+            self._write(file, save(dict(tensors)))
+        else:
+            self._finish(file, lambda path: save_file(dict(tensors), path))
 
     def _write(self, file: str, content: bytes) -> None:
         if self.folder is None:

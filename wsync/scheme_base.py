@@ -1,0 +1,297 @@
+"""The part of a scheme that does not communicate: options, what a backend defines, state. The rest is ``scheme.py``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, NoReturn
+
+import torch
+
+from wsync import assembly
+from wsync.control.processes import Processes
+from wsync.deadlines import as_timeout
+from wsync.metrics import SyncMetrics
+from wsync.options import full_signature
+from wsync.receiving.protocols import RequestChannel
+from wsync.rendezvous import Rendezvous, SocketRendezvous
+from wsync.roles import ReceiverRole, Role, SenderRole, prepared_weights
+from wsync.scheme_transports import ReceiverTransport, SenderTransport
+from wsync.sender import Sender
+from wsync.sending.protocols import SendChannel
+from wsync.sending.source import DeviceMap, Source
+from wsync.transforms.chain import Transform, compose
+from wsync.transport import FlatTransport, TransportBackend
+from wsync.weights.strategy import Format, WeightStrategy
+
+
+class SchemeBase(ABC):
+    """What a scheme is; ``WeightSyncScheme`` adds what it does.
+
+    Args:
+        strategy: the format of weights that ``receive`` and ``weights`` return and that a transport is given,
+            ``"tensordict"`` or ``"state_dict"``. ``send`` takes both.
+        sync: whether ``send`` waits until every worker uses the update; otherwise ``wait_async`` waits for that.
+        timeout: seconds for ``connect`` and for ``send``; None for no limit.
+        bind: whether a worker's parameters may point directly into received, possibly shared memory. False for a worker
+            that writes to its parameters, e.g. trains: it would corrupt the shared copy.
+        send_transform: what is done to weights before they are sent: a function, or a list (``wsync.transforms``).
+            Called by the thread that calls ``send``.
+        receive_transform: what is done to them in the worker, before they are installed; picklable. Called inside the
+            gate, by the thread that installs.
+        initiator: ``"sender"``: ``send`` has workers install each version. ``"receiver"``: it only makes the version
+            available, and a worker installs the newest one when it calls ``pull``. With either value ``connect``
+            installs the first weights, if the sender has any by then.
+        max_staleness: with ``initiator="receiver"``: a worker whose model is more than this many versions behind
+            fetches the newest before its next forward; None for no limit.
+
+    Attributes:
+        metrics: what each update has cost.
+        send_transform, receive_transform: as given; may be assigned before init.
+    """
+
+    name: ClassVar[str]
+    """The backend's name: in configs, in reports."""
+    collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single")
+    """Values of ``collector=`` in ``train.py`` that work with this scheme, the default first; empty if none does."""
+    sends_weights: ClassVar[bool] = True
+    """Whether anything is sent at all."""
+    sender_driven: ClassVar[bool] = False
+    """Whether only the sender's end is set up by the user: its ``connect`` also sets up and connects the receivers.
+
+    The receivers are then the Ray actors of its ``context`` (a ``RayModuleTransform``), not a collector's workers.
+    """
+    delivers_at_connect: ClassVar[bool] = True
+    """Whether the first weights are delivered by ``connect``; otherwise by the first ``send``."""
+    arena: ClassVar[bool] = False
+    """Whether workers on the sender's machine take weights from the arena (``shm/arena.py``), not from a transport."""
+    binds_arena: ClassVar[bool] = False
+    """Whether models of workers that use the arena are bound to its slots; otherwise the weights are copied out."""
+
+    def __init__(
+        self,
+        strategy: Format = "tensordict",
+        sync: bool = True,
+        *,
+        timeout: float | None = 60.0,
+        bind: bool = True,
+        send_transform: Transform | Sequence[Transform] | None = None,
+        receive_transform: Transform | Sequence[Transform] | None = None,
+        initiator: Literal["sender", "receiver"] = "sender",
+        max_staleness: int | None = None,
+    ) -> None:
+        if initiator not in ("sender", "receiver"):
+            raise ValueError(f"initiator is 'sender' or 'receiver', not {initiator!r}")
+        if max_staleness is not None and (initiator == "sender" or max_staleness < 0):
+            raise ValueError("max_staleness is a number of versions, 0 or more, and needs initiator='receiver'")
+        self.initiator: Literal["sender", "receiver"] = initiator
+        self.max_staleness = max_staleness
+        self._role = Role()
+        self._address: Any = None  # of the sender; travels in the pickle
+        self._sent_model_id: str | None = None  # the model that the sender at this address sends
+        self._strategy = WeightStrategy(strategy)
+        self.sync = sync
+        self.timeout = timeout
+        self.bind = bind
+        self.send_transform = send_transform
+        self.receive_transform = receive_transform
+        self.checksum: bool | None = None  # whether updates have one; None: only those that travel by a transport
+        self.metrics = SyncMetrics(self.name)
+
+    def __init_subclass__(cls) -> None:
+        """Have ``inspect.signature`` name every option of a scheme."""
+        cls.__signature__ = full_signature(cls)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the options and the sender's address: no weights, no model, no role."""
+        return {**self.__dict__, "_role": Role(), "metrics": SyncMetrics(self.name)}
+
+    # --- what a backend overrides ---
+
+    @abstractmethod
+    def create_transport(self, worker_idx: int | None = None) -> TransportBackend | FlatTransport:
+        """Return a new transport to (or in) worker ``worker_idx``. Called once per connection, at either end.
+
+        By the thread in ``connect`` or ``readmit``; in a worker with ``init_on_worker``, by the receiver thread.
+        """
+
+    def create_rendezvous(self) -> Rendezvous:
+        """Return how workers find the sender; by default by the address in the pickled scheme, on one machine."""
+        return SocketRendezvous()
+
+    @property
+    def acknowledges(self) -> bool:
+        """Whether a finished ``send`` means that every worker has acknowledged the update."""
+        return self.initiator == "sender"
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights are packed."""
+        return torch.device("cpu")
+
+    def _uses_arena(self) -> bool:
+        """Return whether this instance uses the arena; overridden where an option turns it off."""
+        return self.arena
+
+    def _workers_by_option(self) -> Mapping[str, int]:
+        """Return ``{option: number of workers}`` for options of this scheme that imply the number, e.g. ``urls``."""
+        return {}
+
+    def _transport_factory(self) -> Any:
+        """Return the factory of transports; a subclass returns None if all its workers use the arena."""
+        return self.create_transport
+
+    def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None) -> Source:
+        return Source(
+            weights,
+            self.strategy,
+            device_map_fn=device_map_fn,
+            transform=compose(self.send_transform, "send_transform"),
+        )
+
+    def _open_sender(self, model_id: str, source: Source, num_workers: int) -> tuple[Sender, SendChannel]:
+        """Open the listening socket, and set ``_address`` and ``_sent_model_id``."""
+        connections, self._address = self.create_rendezvous().open()
+        self._sent_model_id = model_id
+        return assembly.make_sender(self, source, num_workers, connections)
+
+    def _open_receiver(self, model_id: str) -> RequestChannel:
+        """Return the worker's end of the connection, which ``connect`` will make."""
+        return assembly.make_receive_channel(self, model_id)
+
+    @abstractmethod
+    def connect(
+        self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
+    ) -> None:
+        """See ``WeightSyncScheme``."""
+
+    # --- state; each property reads the role once: another thread may shut the scheme down ---
+
+    @property
+    def strategy(self) -> WeightStrategy:
+        """The format in which weights are returned; it cannot be assigned."""
+        return self._strategy
+
+    @strategy.setter
+    def strategy(self, _: object) -> NoReturn:
+        raise AttributeError("strategy cannot be changed after construction; device_map_fn changes what is sent")
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds for ``connect`` and ``send``, from the next one on: a number above 0, or None for no limit."""
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float | None) -> None:
+        if seconds is not None and not seconds > 0:
+            raise ValueError(f"timeout is a number of seconds above 0, or None, not {seconds}")
+        self._timeout = seconds = as_timeout(seconds)
+        role = self._role
+        if isinstance(role, SenderRole):
+            role.sender.timeout = seconds
+
+    @property
+    def is_sender(self) -> bool:
+        """Whether this end is the sender's. False before init, and in a child forked from the sender's process."""
+        role = self._role
+        return role.side == "sender" and not role.inherited
+
+    @property
+    def context(self) -> Any:
+        """The collector (or other context) of this end, if any."""
+        return self._role.context
+
+    @property
+    def model(self) -> Any:
+        """The model of this end, if it has one."""
+        return self._role.model
+
+    @property
+    def model_id(self) -> str | None:
+        """The model's name; None before init."""
+        return self._role.model_id
+
+    @property
+    def worker_idx(self) -> int | None:
+        """This worker's index; None on the sender."""
+        return self._role.worker_idx
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers; 0 before init."""
+        return self._role.num_workers
+
+    @property
+    def version(self) -> int:
+        """The newest version sent; on a receiver, the one that the model has. 0 before the first."""
+        return self._role.version
+
+    @property
+    def installed_version(self) -> int:
+        """On a receiver the same as ``version``. On a sender 0, unless ``init_in_process`` put the model here."""
+        return self._role.installed_version
+
+    @property
+    def finished(self) -> bool:
+        """On a receiver: whether either side has shut down, so that no more weights will come; False after a death."""
+        return self._role.finished
+
+    @property
+    def weights(self) -> Any:
+        """This end's weights, live, in the strategy's format; None if there are none yet."""
+        return self._role.weights(self.strategy)
+
+    @property
+    def sender_transports(self) -> dict[int, TransportBackend]:
+        """On the sender, ``{worker_idx: transport}``: ``send_weights`` calls ``send`` for that worker. Else empty."""
+        role = self._role
+        if not isinstance(role, SenderRole):
+            return {}
+        return {i: SenderTransport(role.sender, self.connect, [i], role.model_id) for i in range(role.num_workers)}
+
+    @property
+    def shared_transport(self) -> TransportBackend | None:
+        """On the sender, one transport to all workers: see ``sender_transports``; None on a receiver."""
+        role = self._role
+        return SenderTransport(role.sender, self.connect, None, role.model_id) if isinstance(role, SenderRole) else None
+
+    @property
+    def receiver_transport(self) -> TransportBackend | None:
+        """On a receiver, the transport from the sender; None on a sender."""
+        role = self._role
+        return ReceiverTransport(role.receiver, self.connect) if isinstance(role, ReceiverRole) else None
+
+    @property
+    def sender(self) -> Sender:
+        """The send path; used by ``wsync.synchronize`` (``transaction.py``)."""
+        return self._role.as_sender("sender").sender
+
+    # --- local calls ---
+
+    def _release_inherited_end(self) -> None:
+        """Release the trainer's end that a forked child has inherited; require that the scheme is not initialised."""
+        if isinstance(self._role, SenderRole) and self._role.inherited:
+            self._role.channel.close()
+            self._role = Role()
+        self._role.require_uninitialised()
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Apply ``weights`` to this end's model, inside the gate, without sending anything.
+
+        Raises:
+            LayoutMismatch: they do not fit; nothing was applied.
+            NotConnected: this end has no model; or this is a forked child of the process that initialised it.
+        """
+        self._role.apply_weights(self.strategy, weights, inplace)
+
+    def prepare_weights(
+        self, weights: Any, model_id: str, strategy: WeightStrategy | None = None, context: Any = None
+    ) -> Any:
+        """Return ``weights`` in the strategy's format, before ``device_map_fn`` and ``send_transform`` are applied.
+
+        ``{worker: weights}`` where workers have different ones. Nothing is sent, and nothing is changed.
+
+        Raises:
+            NotConnected: no weights were given, and there is no model to take them from.
+        """
+        return prepared_weights(self._role, weights, model_id, strategy or self.strategy, context)
