@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from wsync.deadlines import deadline_in
+from wsync.errors import in_forked_child
 from wsync.sending.acknowledgements import Acknowledgements
 from wsync.sending.in_flight import InFlight
 from wsync.sending.membership import Membership
@@ -58,6 +60,7 @@ class Updates:
         if not on_request and isinstance(channel, TransactionChannel):
             self.transaction_channel = channel
         self._on_request = on_request
+        self._process = os.getpid()
         self._source = source
         self._record = record
         # Workers that connected before the layout was known. They may not have mapped the arena yet, so their first
@@ -99,11 +102,17 @@ class Updates:
         *,
         rest: Sequence[Tensor] | None = None,
     ) -> Iterator[tuple[InFlight, Sequence[Packed]]]:
-        """Pack the next version into buffers, which are released if the block raises: see ``UpdatePacker``."""
+        """Pack the next version into buffers, which are released if the block raises: see ``UpdatePacker``.
+
+        Raises:
+            NotConnected: a transform or another function of the user's has forked, and this is the child.
+        """
         deadline = deadline_in(self.acks.timeout)
         if self.packer.layout is None and self.members.connected:
             self._agree_on_layout(weights, deadline)
         with self.packer.packing(weights, workers, absent, self.version + 1, deadline, rest) as result:
+            if os.getpid() != self._process:
+                raise in_forked_child()
             self.version += 1
             registered, layout, (update, packed) = self._source.registered, self.packer.layout, result
             if registered is not None and layout is not None:
