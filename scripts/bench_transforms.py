@@ -10,6 +10,7 @@ it. At the end the weights of each worker are compared, bit for bit, with what t
 from __future__ import annotations
 
 import hashlib
+import logging
 import multiprocessing
 import statistics
 import time
@@ -134,7 +135,8 @@ def start_actor(scheme: Any, source: nn.Module, weights: Weights) -> Digest:
     """Start a Ray actor that has joined the scheme."""
     import ray
 
-    actor = ray.remote(Worker).options(num_cpus=0).remote(weights)
+    make: Any = ray.remote(Worker)
+    actor = make.options(num_cpus=0).remote(weights)
     scheme.init_on_sender("policy", model=source, num_workers=1)
     joining = actor.join.remote(scheme)
     scheme.connect()
@@ -151,17 +153,17 @@ def start_case(
     weights, name = received(chosen, source), backend.partition(",")[0]
     if name == "http":
         ask, answers = start(work_as_engine, weights, receive)
-        options["urls"] = answers.get()
-    else:
-        options["receive_transform"] = receive
+        scheme = wsync.WeightSyncScheme.from_backend(name, **options, urls=answers.get())
+        scheme.init_on_sender("policy", model=source, num_workers=1)
+        scheme.connect()
+        return scheme, ask
     if name == "store":
         options["url"] = folder
-    scheme = wsync.WeightSyncScheme.from_backend(name, **options)
+    scheme = wsync.WeightSyncScheme.from_backend(name, **options, receive_transform=receive)
     if name == "ray":
         return scheme, start_actor(scheme, source, weights)
     scheme.init_on_sender("policy", model=source, num_workers=1)
-    if name != "http":
-        ask, _ = start(work, scheme, weights)
+    ask, _ = start(work, scheme, weights)
     scheme.connect()
     return scheme, ask
 
@@ -171,7 +173,7 @@ def cluster() -> Iterator[None]:
     """A Ray cluster on this machine."""
     import ray
 
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
         yield
     finally:
