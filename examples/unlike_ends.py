@@ -115,7 +115,7 @@ def main(name, precision):
     if name == "ray":
         import ray
 
-        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     if name in ("shared_mem", "store", "ray"):
         url = {"url": tempfile.mkdtemp()} if name == "store" else {}
         scheme = wsync.WeightSyncScheme.from_backend(

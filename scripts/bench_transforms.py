@@ -2,22 +2,28 @@
 
     python scripts/bench_transforms.py [--mib 8] [--tensors 20] [--rounds 60] [--backend shared_mem …]
 
-Every transform and the plain send take turns, round by round, each with a worker of its own. Prints medians. A store's
-send ends when the version is published, the others' when the worker has installed it.
+Every transform and the plain send take turns, round by round, each with a worker of its own. The weights change before
+each send. Prints medians. A store's send ends when the version is published, the others' when the worker has installed
+it. At the end the weights of each worker are compared, bit for bit, with what the transforms make of the trainer's.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import multiprocessing
 import statistics
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
 import wsync
 from wsync.testing.asgi import serve
@@ -27,9 +33,14 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "shared_mem": {},
     "multiprocess": {},
     "distributed": {"shared_memory": False},
+    "ray": {"shared_memory": False},
+    "ray, object store": {"transport": "object_store"},
     "store": {},  # a folder for each case
     "http": {},  # an engine for each case
 }
+Weights = dict[str, Tensor]
+Digest = Callable[[int], str]
+"""``version`` → the digest of a worker's weights, once it has that version; then it ends. Called once."""
 
 
 def model(mib: float, tensors: int) -> nn.Module:
@@ -51,86 +62,172 @@ def cases(tensors: int) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def work(scheme: wsync.WeightSyncScheme, weights: dict[str, Any], done: Any) -> None:
-    """A worker: receives into plain tensors of the kinds that arrive."""
-    scheme.init_on_receiver("policy", model=weights, worker_idx=0)
-    scheme.connect()
-    done.wait()
-    scheme.shutdown()
-
-
-def work_as_engine(weights: dict[str, Any], transform: Any, url: Any, done: Any) -> None:
-    """A worker of the ``http`` backend: an engine of plain tensors; puts its address into ``url``."""
-    with serve(wsync.engine_app(weights, token=None, receive_transform=transform)) as address:
-        url.put(address)
-        done.wait()
-
-
-def received(chosen: tuple[Any, Any], weights: dict[str, Any]) -> dict[str, Any]:
-    """Return tensors of the kinds that a worker ends up with."""
+def received(chosen: tuple[Any, Any], source: nn.Module) -> Weights:
+    """Return copies of the weights that a worker ends up with."""
+    weights: Any = {name: tensor.detach() for name, tensor in source.state_dict().items()}
     for transform in chosen:
-        weights = weights if transform is None else dict(transform(weights))
+        weights = weights if transform is None else transform(weights)
     return {name: tensor.clone() for name, tensor in weights.items()}
 
 
-def measure(backend: str, mib: float, tensors: int, rounds: int, folder: str) -> dict[str, tuple[int, float]]:
-    """Return ``{case: (bytes, median seconds)}``; ``folder`` is for a store's versions."""
-    context, source = multiprocessing.get_context("spawn"), model(mib, tensors)
-    weights = {name: tensor.detach() for name, tensor in source.state_dict().items()}
-    done, schemes, workers = context.Event(), dict[str, wsync.WeightSyncScheme](), list[Any]()
-    for number, (name, chosen) in enumerate(cases(tensors).items()):
-        send, receive = chosen
-        options, tensors_there = dict(BACKENDS[backend]), received(chosen, weights)
-        if backend == "http":
-            url = context.SimpleQueue()
-            workers.append(context.Process(target=work_as_engine, args=(tensors_there, receive, url, done)))
-            workers[-1].start()
-            options["urls"] = url.get()
-        elif backend == "store":
-            options["url"] = f"{folder}/{number}"
-        if backend != "http":
-            options["receive_transform"] = receive
-        scheme = wsync.WeightSyncScheme.from_backend(backend, **options, send_transform=send)
-        scheme.init_on_sender("policy", model=source, num_workers=1)
-        if backend != "http":
-            workers.append(context.Process(target=work, args=(scheme, tensors_there, done)))
-            workers[-1].start()
-        schemes[name] = scheme
-    times: dict[str, list[float]] = {name: [] for name in schemes}
-    sizes: dict[str, int] = {}
-    for scheme in schemes.values():
+def digest(weights: Weights) -> str:
+    """Return a hash of names and bytes."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        found.update(name.encode() + tensor.flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+class Worker:
+    """A worker: receives into plain tensors of the kinds that arrive."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+
+    def join(self, scheme: wsync.WeightSyncScheme) -> None:
+        """Connect as worker 0."""
+        self._scheme = scheme
+        scheme.init_on_receiver("policy", model=self.weights, worker_idx=0)
         scheme.connect()
-    for _ in range(rounds):
-        for name, scheme in schemes.items():
-            began = time.perf_counter()
-            report = scheme.send()
-            times[name].append(time.perf_counter() - began)
-            assert report is not None
-            sizes[name] = report.bytes
-    done.set()
-    for scheme, worker in zip(schemes.values(), workers, strict=True):
-        scheme.shutdown()
-        worker.join()
-    return {name: (sizes[name], statistics.median(times[name])) for name in schemes}
+
+    def digest(self, version: int) -> str:
+        """Wait for the version; return a hash of the weights, and leave."""
+        while self._scheme.version < version:
+            self._scheme.receive(1.0)
+        with wsync.gate():
+            found = digest(self.weights)
+        self._scheme.shutdown()
+        return found
+
+
+def work(scheme: wsync.WeightSyncScheme, weights: Weights, versions: Any, digests: Any) -> None:
+    """A worker in a process of its own."""
+    worker = Worker(weights)
+    worker.join(scheme)
+    digests.put(worker.digest(versions.get()))
+
+
+def work_as_engine(weights: Weights, transform: Any, versions: Any, digests: Any) -> None:
+    """A worker of the ``http`` backend: an engine of plain tensors; its address is its first answer."""
+    with serve(wsync.engine_app(weights, token=None, receive_transform=transform)) as address:
+        digests.put(address)
+        versions.get()
+        digests.put(digest(weights))
+
+
+def start(target: Any, *arguments: Any) -> tuple[Digest, Any]:
+    """Start a worker's process; return its ``Digest`` and the queue of its answers."""
+    context = multiprocessing.get_context("forkserver")
+    versions, digests = context.SimpleQueue(), context.SimpleQueue()
+    process = context.Process(target=target, args=(*arguments, versions, digests))
+    process.start()
+
+    def ask(version: int) -> str:
+        versions.put(version)
+        found = digests.get()
+        process.join()
+        return found
+
+    return ask, digests
+
+
+def start_actor(scheme: Any, source: nn.Module, weights: Weights) -> Digest:
+    """Start a Ray actor that has joined the scheme."""
+    import ray
+
+    make: Any = ray.remote(Worker)
+    actor = make.options(num_cpus=0).remote(weights)
+    scheme.init_on_sender("policy", model=source, num_workers=1)
+    joining = actor.join.remote(scheme)
+    scheme.connect()
+    ray.get(joining)
+    return lambda version: ray.get(actor.digest.remote(version))
+
+
+def start_case(
+    backend: str, chosen: tuple[Any, Any], source: nn.Module, folder: str
+) -> tuple[wsync.WeightSyncScheme, Digest]:
+    """Start a worker, and connect a scheme with it."""
+    send, receive = chosen
+    options: dict[str, Any] = {**BACKENDS[backend], "send_transform": send}
+    weights, name = received(chosen, source), backend.partition(",")[0]
+    if name == "http":
+        ask, answers = start(work_as_engine, weights, receive)
+        scheme = wsync.WeightSyncScheme.from_backend(name, **options, urls=answers.get())
+        scheme.init_on_sender("policy", model=source, num_workers=1)
+        scheme.connect()
+        return scheme, ask
+    if name == "store":
+        options["url"] = folder
+    scheme = wsync.WeightSyncScheme.from_backend(name, **options, receive_transform=receive)
+    if name == "ray":
+        return scheme, start_actor(scheme, source, weights)
+    scheme.init_on_sender("policy", model=source, num_workers=1)
+    ask, _ = start(work, scheme, weights)
+    scheme.connect()
+    return scheme, ask
+
+
+@contextmanager
+def cluster() -> Iterator[None]:
+    """A Ray cluster on this machine."""
+    import ray
+
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def measure(backend: str, mib: float, tensors: int, rounds: int, folder: str) -> dict[str, tuple[int, float, bool]]:
+    """Return ``{case: (bytes, median seconds, whether the worker's weights are right)}``."""
+    source, chosen = model(mib, tensors), cases(tensors)
+    with cluster() if backend.startswith("ray") else nullcontext():
+        begun = {
+            name: start_case(backend, both, source, f"{folder}/{i}") for i, (name, both) in enumerate(chosen.items())
+        }
+        times: dict[str, list[float]] = {name: [] for name in begun}
+        sizes: dict[str, int] = {}
+        for _ in range(rounds):
+            for parameter in source.parameters():
+                nn.init.normal_(parameter)
+            for name, (scheme, _) in begun.items():
+                began = time.perf_counter()
+                report = scheme.send()
+                times[name].append(time.perf_counter() - began)
+                assert report is not None
+                sizes[name] = report.bytes
+        found = {}
+        for name, (scheme, ask) in begun.items():
+            right = ask(scheme.version) == digest(received(chosen[name], source))
+            found[name] = (sizes[name], statistics.median(times[name]), right)
+            scheme.shutdown()
+    return found
 
 
 def main(
     mib: float = 8.0,
     tensors: int = 20,
-    rounds: int = 60,
+    rounds: Annotated[int, typer.Option(min=1)] = 60,
     backend: Annotated[list[str] | None, typer.Option()] = None,
 ) -> None:
-    """Print one table per backend."""
+    """Print one table per backend; exit with 1 if a worker has wrong weights."""
+    multiprocessing.set_forkserver_preload(["wsync", "wsync.testing.asgi"])
+    wrong = False
     for name in backend or list(BACKENDS):
         table = Table(title=f"{name}: {mib} MiB in {tensors} tensors, 1 worker, {rounds} rounds in turn")
-        for column in ("transform", "bytes", "p50", "beside plain"):
+        for column in ("transform", "bytes", "p50", "beside plain", "weights"):
             table.add_column(column, justify="left" if column == "transform" else "right")
         with TemporaryDirectory() as folder:
             found = measure(name, mib, tensors, rounds, folder)
         plain = found["plain"][1]
-        for case, (size, seconds) in found.items():
-            table.add_row(case, f"{size:,}", f"{seconds * 1e3:.2f} ms", f"{seconds / plain:.2f} ×")
+        for case, (size, seconds, right) in found.items():
+            verdict = "exact" if right else "WRONG"
+            table.add_row(case, f"{size:,}", f"{seconds * 1e3:.2f} ms", f"{seconds / plain:.2f} ×", verdict)
+            wrong |= not right
         Console().print(table)
+    raise typer.Exit(int(wrong))
 
 
 if __name__ == "__main__":

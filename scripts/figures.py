@@ -92,7 +92,8 @@ BENCHMARKS = (
     Benchmark(
         "transforms",
         "Transforms",
-        "Bytes that travel, and an acknowledged send, beside the whole float32 weights.",
+        "Bytes that travel, and an acknowledged send, beside the whole float32 weights in the same run. *weights*: "
+        "whether each worker had, bit for bit, what the transforms make of the trainer's.",
         "scripts/bench_transforms.py",
     ),
     Benchmark(

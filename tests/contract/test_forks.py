@@ -15,6 +15,7 @@ import pytest
 import torch
 from backends import BuiltIn, SharedMemoryPublished
 from file_backend import FileScheme, FileTransport
+from forking import ForkingTransform
 from implementations import PYTHON, choose, implementation
 from rpc_workers import Rpc, RpcWorkerPool
 from torch import nn
@@ -139,6 +140,15 @@ def test_a_child_that_is_forked_during_a_send_can_send_nothing(backend: BuiltIn)
             done.set()
             trainer.join()
         assert sent and session.outputs() == [5.0]
+
+
+def test_a_child_that_a_transform_forks_can_not_continue_the_send(backend: BuiltIn) -> None:
+    with backend.connected(1, send_transform=ForkingTransform()) as session:
+        for value in (2, 3, 4):
+            assert REASON in ForkingTransform.outcome_in_child(lambda value=value: session.send(value))
+            assert session.outputs() == [value]
+            session.send(value + 10)
+            assert session.outputs() == [value + 10]
 
 
 def test_a_child_is_no_sender(backend: BuiltIn) -> None:

@@ -49,7 +49,7 @@ def command(folder: Path, *overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     "nothing",
     ["check_torn.py --forwards=0", "check_kills.py --kills=0", "check_kills.py --pause=0", "bench_start.py --rounds=0",
-     "bench_collect.py --seconds=0"],
+     "bench_collect.py --seconds=0", "bench_transforms.py --rounds=0"],
 )  # fmt: skip
 def test_a_script_refuses_to_measure_nothing(
     nothing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -60,6 +60,18 @@ def test_a_script_refuses_to_measure_nothing(
         runpy.run_path(str(SCRIPT.with_name(name)), run_name="__main__")
     printed = capsys.readouterr().err
     assert refused.value.code == 2 and f"'{option.partition('=')[0]}'" in printed, printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["multiprocess", "store", "http"])
+def test_what_transforms_send_arrives_exactly(backend: str) -> None:
+    script = [sys.executable, str(SCRIPT.with_name("bench_transforms.py")), "--mib=0.1", "--tensors=10", "--rounds=2"]
+    done = subprocess.run([*script, f"--backend={backend}"], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "×" in line]
+    sizes = {name: int(size.replace(",", "")) for name, size, *_ in rows}
+    assert len(rows) == 6 and all(row[-1] == "exact" for row in rows)
+    assert sizes["Cast(bfloat16)"] < 0.6 * sizes["plain"] and sizes["Select one tenth"] < 0.2 * sizes["plain"]
 
 
 @pytest.mark.slow

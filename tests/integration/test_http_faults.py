@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
+from forking import ForkingTransform
 from http_engines import TOKEN, engines, refuse_next, start_engine, stop_engine, trainer, value
 
 import wsync
@@ -113,6 +114,12 @@ def test_a_forked_child_leaves_the_engines_alone() -> None:
         assert child.exitcode == 0
         scheme.send(fill(Small(), 2))
         assert target()[0] == 2
+
+
+def test_a_child_that_a_transform_forks_sends_nothing(pool: WorkerPool) -> None:
+    with engines(pool, 1) as (workers, urls), trainer(urls, send_transform=ForkingTransform()) as scheme:
+        assert "forked child" in ForkingTransform.outcome_in_child(lambda: scheme.send(fill(Small(), 2)))
+        assert workers[0].call(value)[1][0] == 2
 
 
 def test_nothing_is_left_after_shutdown() -> None:

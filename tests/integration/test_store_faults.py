@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from forking import ForkingTransform
 
 import wsync
 from wsync.testing.models import Small, fill
@@ -115,6 +116,14 @@ def test_a_forked_child_that_shuts_down_leaves_its_parents_reader_alone(tmp_path
         child.join(30)
         assert child.exitcode == 0
         scheme.send(fill(Small(), 2))
+        assert receiver.receive(30.0) is not None
+        assert model()[0] == 2
+
+
+def test_a_child_that_a_transform_forks_stores_nothing(tmp_path: Path) -> None:
+    model = Small()
+    with trainer(tmp_path, send_transform=ForkingTransform()) as scheme, reader(tmp_path, model) as receiver:
+        assert "forked child" in ForkingTransform.outcome_in_child(lambda: scheme.send(fill(Small(), 2)))
         assert receiver.receive(30.0) is not None
         assert model()[0] == 2
 

@@ -37,7 +37,9 @@ class MPTransport:
     """Weights through a queue, acknowledgements through another (a ``TransportBackend``).
 
     Each end makes one over the same two queues. It needs no scheme; a user's scheme may return one from
-    ``create_transport``, without an ``ack_queue``: schemes acknowledge by their own connection.
+    ``create_transport``, without an ``ack_queue``: schemes acknowledge by their own connection. Timeouts are measured
+    by the monotonic clock, with one exception: where several processes or threads read one ``multiprocessing.Queue``
+    at once, they wait for its lock, and ``multiprocessing`` does so by the wall clock.
 
     Args:
         weight_queue: carries ``(number, weights)`` to one worker.

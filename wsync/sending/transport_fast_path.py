@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from wsync.deadlines import deadline_in
+from wsync.errors import in_forked_child
 from wsync.fast_path import FastCalls, UnfinishedUpdate
 from wsync.loops import TensorTree
 from wsync.sending.in_flight import InFlight
@@ -33,6 +35,7 @@ class TransportFastPath:
         self._channel = channel
         self._everyone = range(num_workers)
         self._record = record
+        self._process = os.getpid()
 
     def calls(self) -> FastCalls:
         """Return the calls of the fast path."""
@@ -41,11 +44,17 @@ class TransportFastPath:
     def _update(
         self, tensors: TensorTree | list[Tensor], version: int, timeout: float | None, began: float
     ) -> SyncReport | tuple[Any, ...] | None:
-        """Do one update; see ``FastUpdate``."""
+        """Do one update; see ``FastUpdate``.
+
+        Raises:
+            NotConnected: a transform has forked, and this is the child.
+        """
         channel, everyone = self._channel, self._everyone
         if len(channel.workers) < len(everyone):
             return None
         found = tensors if isinstance(tensors, list) else tensors.tensors()
+        if os.getpid() != self._process:
+            raise in_forked_child()
         extracted = time.perf_counter()
         deadline = deadline_in(timeout)
         buffer = channel.reserve(everyone, deadline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from wsync.deadlines import deadline_in
+from wsync.errors import in_forked_child
 from wsync.sending.acknowledgements import Acknowledgements
 from wsync.sending.in_flight import InFlight
 from wsync.sending.membership import Membership
@@ -67,6 +69,7 @@ class Updates:
         if not on_request and isinstance(channel, TransactionChannel):
             self.transaction_channel = channel
         self._on_request = on_request
+        self._process = os.getpid()
         self._source = source
         self._record = record
         self._packer: Packer | None = None  # of the layout that the first weights have defined
@@ -146,6 +149,9 @@ class Updates:
             workers: the workers that have to acknowledge.
             absent: workers that have died or left.
             rest: completes ``weights``, where those are a part of the model.
+
+        Raises:
+            NotConnected: a transform or another function of the user's has forked, and this is the child.
         """
         deadline = deadline_in(self.timeout)
         if self._packer is None and self.members.connected:
@@ -165,6 +171,8 @@ class Updates:
                 packer.pack(part.tensors, buffer)
                 waited, packing = waited + reserved - before, packing + time.perf_counter() - reserved
                 del part
+            if os.getpid() != self._process:
+                raise in_forked_child()
             update = InFlight(
                 version=self.version + 1,
                 workers=workers,
