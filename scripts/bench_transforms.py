@@ -33,10 +33,10 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "shared_mem": {},
     "multiprocess": {},
     "distributed": {"shared_memory": False},
-    "ray": {"shared_memory": False},
-    "ray, object store": {"transport": "object_store"},
     "store": {},  # a folder for each case
     "http": {},  # an engine for each case
+    "ray": {"shared_memory": False},
+    "ray, object store": {"transport": "object_store"},
 }
 Weights = dict[str, Tensor]
 Digest = Callable[[int], str]
