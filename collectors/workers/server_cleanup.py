@@ -5,6 +5,7 @@ for example, after which Python removes nothing.
 """
 
 import atexit
+import multiprocessing
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,7 +17,13 @@ FOLDER = "WSYNC_FORK_SERVER_FOLDER"  # environment variable of the server
 
 @contextmanager
 def folder_named() -> Iterator[None]:
-    """Name the folder to a server that is started inside; one that runs already has its environment."""
+    """Name the folder to a server that is started inside; one that runs already has its environment.
+
+    A process that ``multiprocessing`` has started shares the folder of its parent, whose server removes it.
+    """
+    if multiprocessing.parent_process() is not None:
+        yield
+        return
     os.environ[FOLDER] = util.get_temp_dir()
     try:
         yield

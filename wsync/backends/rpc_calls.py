@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -155,7 +156,7 @@ class Inbox:
                 self._count = -1
 
 
-class RpcConnection:
+class RpcConnection(ABC):
     """What both ends of a connection have (a ``Connection``): calls bring messages, which wait in an inbox.
 
     Args:
@@ -188,9 +189,9 @@ class RpcConnection:
         """See ``Connection``."""
         return self._inbox.get()
 
+    @abstractmethod
     def send(self, message: Message) -> None:
         """See ``Connection``."""
-        raise NotImplementedError
 
     def notify(self, message: Message) -> None:
         """See ``Connection``."""
