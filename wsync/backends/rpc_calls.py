@@ -197,7 +197,7 @@ class RpcConnection(ABC):
         """See ``Connection``."""
         self.send(message)
 
-    def flush(self, deadline: float | None = None) -> None:
+    def flush(self, deadline: float | None = None) -> None:  # noqa: B027
         """See ``Connection``: no call is lost by ``close``."""
 
     def _require_opener(self) -> None:
