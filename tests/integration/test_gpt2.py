@@ -23,8 +23,10 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "int8"])
-@pytest.mark.parametrize("carrier", ["shared_mem", "store", "http", "ray"])
+@pytest.mark.parametrize(
+    ("carrier", "precision"),
+    [("shared_mem", "bfloat16"), ("shared_mem", "int8"), ("store", "int8"), ("http", "bfloat16"), ("ray", "bfloat16")],
+)
 def test_an_engine_of_another_class(carrier: str, precision: str, tmp_path: Path) -> None:
     """The example compares the logits of each version, which a generating process has made, with a reference's."""
     if carrier == "ray":
