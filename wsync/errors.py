@@ -93,3 +93,8 @@ def error_of(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -
     except Exception:  # noqa: BLE001  the code of a model or a user may raise anything
         return traceback.format_exc()
     return ""
+
+
+def join_indices(workers: Collection[int]) -> str:
+    """Return worker indices as text."""
+    return ", ".join(str(worker) for worker in sorted(workers))

@@ -31,9 +31,9 @@ class Receiver:
     Its parts: ``updater`` takes an update from the message to the model; its ``state`` has the version, and the threads
     that wait in ``receive``. ``channel`` is the connection to the sender.
 
-    All methods are called outside the gate by the worker's own threads, except that after ``begin_connect`` the
-    receiver thread calls ``connect`` (``BackgroundConnect``), and that ``weights`` and ``make_writable`` are called
-    inside the gate.
+    Threads: the worker's own ones call all methods; only after ``begin_connect`` does the receiver thread call
+    ``connect`` (``BackgroundConnect``). Gate: ``weights`` and ``make_writable`` are called inside it, the other methods
+    outside; properties are read anywhere.
 
     Args:
         destination: what takes the weights. A module is gated from ``begin_connect`` or ``connect`` on.
@@ -78,7 +78,8 @@ class Receiver:
 
         Raises:
             NotConnected: there is no sender.
-            SyncTimeout: the sender's queue of connection attempts stayed full for ``timeout`` seconds.
+            SyncTimeout: no connection within ``timeout`` seconds: the sender's queue of connection attempts is full, or
+                its machine does not answer.
         """
         self._reset()
         descriptors = self._channel.begin_connect(worker_idx, deadline_in(timeout))
@@ -134,7 +135,8 @@ class Receiver:
         # sender gets it as the answer to that update, so it is not raised here.
         error = self.updater.error if self._channel.first_version else ""
         self.updater.acknowledge_after_cascade()
-        self._state.last_returned = min(self.version, self._channel.first_version)  # `receive` returns a newer one
+        # If a later version has been installed meanwhile, `receive` returns it.
+        self._state.last_returned = min(self.version, self._channel.first_version)
         if error:
             raise WeightSyncError(f"worker {self.worker_idx} could not install its first weights:\n{error}")
 
@@ -201,7 +203,9 @@ class Receiver:
         return self._state.wait_next(timeout, take or self.weights)
 
     def pull(self, timeout: float | None) -> int:
-        """Install the newest version that can be had now; waits ``timeout`` seconds for it, or for the first one.
+        """Install the newest version.
+
+        Waits up to ``timeout`` seconds: until it has arrived; if the sender has sent none yet, for the first one.
 
         Raises:
             NotConnected: the sender is gone, and there has been no version.
@@ -222,8 +226,8 @@ class Receiver:
                     raise self._state.ended()
                 self._fetch(remaining(deadline))
             pause = min(2 * pause, _LONGEST_PAUSE)
-        self._state.last_returned = self.version
-        return self.version
+        self._state.last_returned = version = self.version  # read once: a newer one may be installed meanwhile
+        return version
 
     def _fetch(self, timeout: float | None) -> None:
         """Install the newest version that there is now.
@@ -236,9 +240,12 @@ class Receiver:
         if not self.updater.install_policy.install_newest(timeout):
             raise SyncTimeout(f"worker {self.worker_idx}: the newest version did not come within {timeout} s")
 
-    def limit_wakeups_to_receive(self) -> None:
-        """See ``VersionState``. Called once after ``connect``, by the same thread."""
-        self._state.limit_wakeups_to_receive()
+    def wake_only_for_receive(self) -> None:
+        """Have the sender wake this worker for an update only while a thread waits in ``receive``.
+
+        Called once after ``connect``, by the same thread.
+        """
+        self._state.wake_only_for_receive()
 
     def make_writable(self) -> None:
         """Copy the model into memory of its own, and do not bind it again before the next version."""

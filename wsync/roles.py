@@ -240,7 +240,7 @@ class ReceiverRole(Role):
         self.receiver.connect(index, timeout)
         if not acknowledges:
             # The next forward installs an update: the sender need only wake a worker with a thread in receive().
-            self.receiver.limit_wakeups_to_receive()
+            self.receiver.wake_only_for_receive()
 
     @property
     def worker_idx(self) -> int | None:
@@ -291,7 +291,7 @@ def prepared_weights(role: Role, weights: Any, model_id: str, strategy: WeightSt
     return extracted(weights, strategy)
 
 
-def close_without_shutdown(role: SenderRole) -> None:
+def close_when_abandoned(role: SenderRole) -> None:
     """Close the channel of ``role`` when its scheme is garbage-collected, or this process ends, without ``shutdown``.
 
     A trainer that ends by an error has not shut down. ``multiprocessing`` then joins its child processes, which may be

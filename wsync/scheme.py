@@ -24,7 +24,7 @@ from wsync.errors import NotConnected
 from wsync.legacy import api as older
 from wsync.legacy.pipes import invite_all, pipes_of
 from wsync.registry import load_backend
-from wsync.roles import ReceiverRole, Role, SenderRole, close_without_shutdown
+from wsync.roles import ReceiverRole, Role, SenderRole, close_when_abandoned
 from wsync.scheme_base import SchemeBase
 from wsync.sending.counting import agreed_count
 from wsync.sending.source import DeviceMap
@@ -81,7 +81,7 @@ class WeightSyncScheme(SchemeBase):
             address=self._address,
             sentinels={worker.worker_idx: worker.sentinel for worker in workers},
         )
-        close_without_shutdown(self._role)  # closes the channel if shutdown() is never called
+        close_when_abandoned(self._role)  # closes the channel if shutdown() is never called
         invite_all(self, pipes)  # tell each worker through its pipe where to connect
 
     def init_on_receiver(
@@ -125,7 +125,8 @@ class WeightSyncScheme(SchemeBase):
     def init_in_process(self, model_id: str, model: nn.Module, source: Any = None) -> None:
         """Set up and connect both ends in this process. The thread that calls ``send`` installs, inside the gate.
 
-        The first weights are installed in ``model`` at once: those of ``source``, which ``send()`` reads again.
+        If ``source`` is given, its weights are installed in ``model`` at once, and ``send()`` reads it again; otherwise
+        the first ``send(weights)`` brings weights.
 
         Raises:
             RuntimeError: the scheme is initialised already.
@@ -235,8 +236,8 @@ class WeightSyncScheme(SchemeBase):
 
         Returns:
             The model's weights, of one version. They are not copied, and a later update may be written into the same
-            memory. None after ``timeout`` seconds (without one there is no limit), and when the sender (or this end)
-            has shut down: ``finished`` is then true.
+            memory. None after ``timeout`` seconds (without one there is no limit), and when the sender has shut down
+            (``finished`` is then true) or this end has.
 
         Raises:
             NotConnected: the sender died, ended without ``shutdown``, or has disconnected this worker; or an earlier
@@ -248,7 +249,7 @@ class WeightSyncScheme(SchemeBase):
     def pull(self, timeout: float | None = None) -> int:
         """On a receiver: install the newest version that can be had now; return the model's version.
 
-        ``timeout`` is in seconds, for that version or, if there has been none, the first one; None for no limit.
+        Waits up to ``timeout`` seconds (None: no limit): until it has arrived; if none was sent yet, for the first one.
 
         Raises:
             NotConnected: before ``connect``; or the sender is gone and there has been no version.
@@ -261,7 +262,7 @@ class WeightSyncScheme(SchemeBase):
         """Release connections, memory and threads. Idempotent. A worker's model keeps its weights, in its own memory.
 
         Updates that were sent without waiting may not arrive any more: call ``wait_async`` first. On the sender this
-        waits, up to five seconds in all, until the workers have read earlier messages.
+        waits, up to five seconds in all, until the workers' sockets have taken the messages that are queued.
 
         Raises:
             RuntimeError: in a worker, inside the gate: the receiver thread may wait for it, so this would deadlock.
@@ -277,8 +278,7 @@ class WeightSyncScheme(SchemeBase):
 
     # --- the older API: functions of ``wsync.legacy.api`` as methods ---
 
-    synchronize_weights = older.synchronize_weights
-    init_on_worker = older.init_on_worker
+    init_on_worker, synchronize_weights = older.init_on_worker, older.synchronize_weights
     get_sender, create_sender = older.get_sender, older.create_sender
     get_receiver, create_receiver = older.get_receiver, older.create_receiver
 

@@ -103,8 +103,9 @@ class SchemeBase(ABC):
         cls.__signature__ = full_signature(cls)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the options and the sender's address: no weights, no model, no role."""
-        return {**self.__dict__, "_role": Role(), "metrics": SyncMetrics(self.name)}
+        """Return options and address, without weights, model, role; for workers also without ``send_transform``."""
+        state = {**self.__dict__, "_role": Role(), "metrics": SyncMetrics(self.name)}
+        return state if self._address is None else {**state, "send_transform": None}
 
     # --- what a backend overrides ---
 
@@ -112,7 +113,7 @@ class SchemeBase(ABC):
     def create_transport(self, worker_idx: int | None = None) -> TransportBackend | FlatTransport:
         """Return a new transport to (or in) worker ``worker_idx``. Called once per connection, at either end.
 
-        By the thread in ``connect`` or ``readmit``; in a worker with ``init_on_worker``, by the receiver thread.
+        By the thread in ``connect`` or ``readmit``; with the older API's ``init_on_worker``, by the receiver thread.
         """
 
     def create_rendezvous(self) -> Rendezvous:
@@ -233,7 +234,7 @@ class SchemeBase(ABC):
 
     @property
     def finished(self) -> bool:
-        """On a receiver: whether either side has shut down, so that no more weights will come; False after a death."""
+        """On a receiver: whether the sender has shut down. False after its death, and after this end's ``shutdown``."""
         return self._role.finished
 
     @property
@@ -243,7 +244,7 @@ class SchemeBase(ABC):
 
     @property
     def sender_transports(self) -> dict[int, TransportBackend]:
-        """On the sender, ``{worker_idx: transport}``: ``send_weights`` calls ``send`` for that worker. Else empty."""
+        """On the sender, ``{worker_idx: transport}``; a transport's ``send_weights`` calls ``send`` for its worker."""
         role = self._role
         if not isinstance(role, SenderRole):
             return {}

@@ -116,7 +116,8 @@ class Sender:
             everyone = range(self.num_workers)
             update = None
             if weights is not None or (self._delivers_at_connect and self.source.weights is not None):
-                update = self._updates.publish(weights, everyone, (), acknowledge=True)
+                # Kept for each worker until it has connected. The deadline of both waits begins here.
+                update = self._updates.publish(weights, everyone, absent=(), acknowledge=True)
             elif self.source.weights is not None:
                 # Workers are sent the layout, and check it as they connect; the first send brings weights.
                 self._updates.define_layout(None)
@@ -184,8 +185,8 @@ class Sender:
             fast = self._fast
             if fast is not None and wait and worker_ids is None and not partial:
                 finders = self._finders
-                tree = finders.source_tree if weights is None or weights is finders.source_weights else None
-                tensors = tree if tree is not None else finders.find(weights)
+                known = finders.source_tensors if weights is None or weights is finders.source_weights else None
+                tensors = known if known is not None else finders.find(weights)
                 if tensors is not None:
                     updates = self._updates
                     # Counted before sending: if a signal interrupts the update, its number is not used again.

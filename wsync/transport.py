@@ -116,11 +116,11 @@ class TransportBackend(Protocol):
 
         For each update:
 
-        1. It is called when the sender has announced the update; ``send_weights`` then runs, or has returned. If this
-           call returns the update's weights (recognised by the checksum), there is no other call.
-        2. If it has returned None or another version, or raised, it is called again after ``send_weights`` has
-           returned: up to eight times, as long as each call returns another version.
-        3. If one of these calls returns None or raises, or the eighth returns another version, the trainer raises
+        1. It is called when the sender has announced the update, while ``send_weights`` runs or after it has returned.
+           If this first call returns the update's weights (recognised by their checksum), it is the only one.
+        2. Otherwise (it returned None or other weights, or raised) it is called again once ``send_weights`` has
+           returned: up to eight times, while each call returns other weights than the update's.
+        3. If a call of step 2 returns None or raises, or the eighth one returns other weights, the trainer raises
            ``WorkerFailed``.
 
         Args:

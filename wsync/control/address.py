@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -19,7 +19,7 @@ class Address:
 
     host: str
     port: int | str
-    token: bytes
+    token: bytes = field(repr=False)
 
     @property
     def public(self) -> bytes:
@@ -41,7 +41,7 @@ class Address:
 
     @classmethod
     def checked(cls, host: Any, port: Any, token: bytes) -> Address:
-        """Return an address from parsed JSON; ValueError if host and port are none of an address."""
+        """Return an address from parsed JSON; ValueError if they are not a valid host and port."""
         valid_port = (type(port) is int and 0 < port < 65536) if host else isinstance(port, str)
         if not isinstance(host, str) or not valid_port:
             raise ValueError("host and port are missing or invalid")

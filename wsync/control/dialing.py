@@ -21,12 +21,13 @@ def connect(address: Address, worker: int, deadline: float | None, payload: byte
         address: of the listener.
         worker: the worker's index.
         deadline: on ``time.monotonic``'s clock; None for none.
-        payload: returned by the peer's ``accept``; up to about 800 bytes.
+        payload: returned by the peer's ``accept``; up to about 900 bytes.
 
     Raises:
         ValueError: the payload is too long; names the limit.
         NotConnected: no sender listens there (any more), or it cannot be reached.
-        SyncTimeout: the listener's queue of connection attempts stayed full.
+        SyncTimeout: no connection by the deadline: the listener's queue of connection attempts is full, or (TCP) its
+            machine does not answer.
     """
     claim = new_claim(address.token, address.public)
     expected = proof_for(claim, address.token, address.public)

@@ -7,6 +7,7 @@ invalid, after five seconds without any, or if it is the oldest of more than 64.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import select
@@ -125,8 +126,15 @@ class Listener:
             self._drop(next(iter(self._pending)))  # the oldest
         try:
             sock, _ = self._socket.accept()
-        except (BlockingIOError, ConnectionError):  # the client has disconnected already
-            return
+        except OSError as error:
+            if error.errno in (
+                errno.EMFILE,
+                errno.ENFILE,
+                errno.ENOBUFS,
+                errno.ENOMEM,
+            ):  # here
+                raise
+            return  # an error of the network, or the client has disconnected already: see accept(2)
         sock.setblocking(False)
         self._pending[sock.fileno()] = _Pending(sock, time.monotonic() + _AUTH_TIMEOUT)
         self._epoll.register(sock.fileno(), select.EPOLLIN)

@@ -45,7 +45,7 @@ class PeerProcess:
 
     @classmethod
     def of_pid(cls, pid: int) -> PeerProcess:
-        """Return the process with an id that the kernel reported (``SO_PEERCRED``): 0 for one without an id here."""
+        """Return the process with an id from the kernel (``SO_PEERCRED``); 0 if it has none in this namespace."""
         peer = cls()
         if pid > 0:
             peer.pid = pid

@@ -26,8 +26,9 @@ class Kind(IntEnum):
     ACCEPTED = 1  # the worker is registered; version: of the weights that follow at once, or 0; payload: SenderSettings
     REFUSED = 2  # the worker is not registered; payload: the reason
     LAYOUT = 3  # the layout of the weights; payload: SenderSettings
-    # Checksum and extra state come with BEGIN_RECEIVE to a TransportBackend, and are beside the slot in the arena.
-    UPDATE = 4  # install a version; payload: checksum and extra state for a FlatTransport or after DELTA, else empty
+    # Install a version; payload: checksum and extra state if a FlatTransport or a DELTA brings the weights, else empty:
+    # BEGIN_RECEIVE had them (TransportBackend), or they are beside the slot (arena).
+    UPDATE = 4
     PREPARE = 5  # check and keep a version; payload: the transaction, then the arena's slot, or UPDATE's payload
     # Give up what was prepared (version: the number of its transaction, which is random); or, after a BEGIN_RECEIVE,
     # stop receiving that version (version: the same as in the BEGIN_RECEIVE).
@@ -81,7 +82,7 @@ class Message(NamedTuple):
     def answer(cls, ack: Ack, *, prepared: bool = False) -> Message:
         """Return the message that carries a worker's acknowledgement."""
         kind = Kind.FAILED if ack.error else Kind.PREPARED if prepared else Kind.ACK
-        return cls(kind, ack.worker, ack.version, ack.error.encode(), ack.wait, ack.apply)
+        return cls(kind, ack.worker, ack.version, ack.error.encode(errors="backslashreplace"), ack.wait, ack.apply)
 
     def pack(self) -> bytes:
         """Return header and payload."""

@@ -59,8 +59,13 @@ class Outbox:
                     return
                 # If a part was sent, the descriptors went with its first byte.
                 self._waiting.append((data[sent:], [] if sent else _duplicates(fds)))
-                self._thread = threading.Thread(target=self._run, name="wsync-outbox", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="wsync-outbox", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the limit of threads; what was sent may be half a message
+                    self._error = ConnectionError(f"no thread could be started to send a message: {error}")
+                    raise self._error from error
+                self._thread = thread  # after start(): ``flush`` may join it at once
             elif not may_drop or len(self._waiting) < _DROP_FROM:
                 self._waiting.append((data, _duplicates(fds)))
 

@@ -126,7 +126,7 @@ def _sentinel(worker: int, process: Process, opened: ExitStack) -> int:
         return process
     else:
         ended, pid = False, process
-    descriptor = _readable() if ended else _open_pidfd(worker, pid)
+    descriptor = _ended_descriptor() if ended else _open_pidfd(worker, pid)
     opened.callback(os.close, descriptor)
     return descriptor
 
@@ -135,12 +135,12 @@ def _open_pidfd(worker: int, pid: int) -> int:
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:  # it has ended
-        return _readable()
+        return _ended_descriptor()
     except OSError as error:
         raise ValueError(f"worker {worker}: {pid} is neither an open descriptor nor the id of a process") from error
 
 
-def _readable() -> int:
+def _ended_descriptor() -> int:
     """Return a new descriptor that is readable at once."""
     return os.eventfd(1, os.EFD_CLOEXEC)
 

@@ -78,11 +78,14 @@ class ReceiverThread:
             if self._thread is not None:
                 os.eventfd_write(self._wake, 1)
             else:
-                self._wake = os.eventfd(0, os.EFD_CLOEXEC)
-                self._thread = threading.Thread(
-                    target=self._run, args=(self._wake,), name="wsync-receiver", daemon=True
-                )
-                self._thread.start()
+                wake = os.eventfd(0, os.EFD_CLOEXEC)
+                thread = threading.Thread(target=self._run, args=(wake,), name="wsync-receiver", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the limit of threads
+                    os.close(wake)
+                    raise
+                self._wake, self._thread = wake, thread  # a thread that does not find itself here ends
 
     def unregister(self, handler: MessageHandler) -> None:
         """Stop calling ``handler``. On return the handler is not running, unless the handler itself called this."""
@@ -138,7 +141,7 @@ class ReceiverThread:
                 if descriptor != socket_fd:  # a pidfd: the peer has exited; what it sent before is still read
                     with suppress(OSError):
                         _shut_down(socket_fd)
-                elif _call(handler, socket_fd):
+                elif self._call(handler, socket_fd):
                     continue
                 # If the connection has ended, stop watching its socket and its pidfd. If only the pidfd was readable,
                 # stop watching that one.
@@ -150,21 +153,22 @@ class ReceiverThread:
                 changed = True
         return changed
 
+    def _call(self, handler: MessageHandler, socket_fd: int) -> bool:
+        """Call a handler; False when there will be no more messages.
 
-def _call(handler: MessageHandler, socket_fd: int) -> bool:
-    """Call a handler; False when there will be no more messages.
-
-    If the handler raises, its connection is shut down, which both sides notice. The handler is then called once more,
-    to read the end of the stream and clean up. The thread continues, since it serves other receivers as well.
-    """
-    for _ in range(2):
-        try:
-            return handler.on_readable()
-        except BaseException:  # noqa: BLE001  an error of one receiver must not end the thread of all
-            _log.exception("a receiver raised an error; its connection is shut down")
-        with suppress(OSError):  # already closed, by the handler or the peer
-            _discard(socket_fd)
-    return False
+        If the handler raises, its connection is shut down, which both sides notice. The handler is then called once
+        more, to read the end of the stream and clean up. The thread continues, since it serves other receivers as well.
+        """
+        for _ in range(2):
+            try:
+                return handler.on_readable()
+            except BaseException:  # noqa: BLE001  an error of one receiver must not end the thread of all
+                _log.exception("a receiver raised an error; its connection is shut down")
+            if self._handlers.get(socket_fd) != (handler, socket_fd):
+                return False  # the handler has closed its connection; another one may have the descriptor's number
+            with suppress(OSError):  # the peer has closed it
+                _discard(socket_fd)
+        return False
 
 
 def _discard(descriptor: int) -> None:

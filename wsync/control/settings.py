@@ -1,6 +1,7 @@
-"""The sender's settings, which a worker gets in the ``ACCEPTED`` message: plain JSON. Every field is checked.
+"""The sender's settings, which a worker gets in ``ACCEPTED``, ``LAYOUT`` and ``CHECK_LAYOUT``: plain JSON.
 
-The layout gives the positions of tensors in shared memory, so it is checked to stay within its buffer.
+Every field is checked. The layout gives the positions of tensors in shared memory, so it is checked to stay within its
+buffer.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def _check(layout: Layout) -> None:
         name = layout.names[index]
         if index in leaders:
             if entries[leaders[index]] != entries[index]:
-                raise ValueError(f"'{name}' is tied to a tensor of another shape, dtype or offset")
+                raise ValueError(f"'{name}' is tied to a tensor of another shape, strides, dtype or offset")
             continue
         if len(shape) > 64 or prod(max(size, 1) for size in shape) > _LIMIT or not _is_dense(shape, strides):
             raise ValueError(f"'{name}' has an invalid shape or strides: {list(shape)}, {list(strides)}")

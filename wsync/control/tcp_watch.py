@@ -40,11 +40,10 @@ class TcpWatch:
         with self._lock:
             self._silent[sock] = 0
             if self._thread is None:
-                self._stop = threading.Event()
-                self._thread = threading.Thread(
-                    target=self._run, args=(self._stop,), name="wsync-tcp-watch", daemon=True
-                )
-                self._thread.start()
+                stop = threading.Event()
+                thread = threading.Thread(target=self._run, args=(stop,), name="wsync-tcp-watch", daemon=True)
+                thread.start()
+                self._stop, self._thread = stop, thread
 
     def remove(self, sock: socket.socket) -> None:
         """Stop watching a socket; with the last one, wait for the end of the thread. Idempotent."""
@@ -60,13 +59,18 @@ class TcpWatch:
 
     def _run(self, stop: threading.Event) -> None:
         while not stop.wait(_INTERVAL):
-            with self._lock:
+            # Not blocking: a finalizer that runs inside a method may hold the lock, and join this thread.
+            if not self._lock.acquire(blocking=False):
+                continue
+            try:
                 if stop.is_set():
                     return
                 if not self._silent:  # all were dropped without ``remove``
                     self._thread = None
                     return
                 self._check()
+            finally:
+                self._lock.release()
 
     def _check(self) -> None:
         for reference in self._silent.keyrefs():

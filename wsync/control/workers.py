@@ -11,20 +11,20 @@ from contextlib import contextmanager, suppress
 from wsync.control.interfaces import Connection, ConnectionCallbacks, ConnectionSource
 from wsync.control.messages import PROTOCOL, Kind, Message, reason_in
 from wsync.deadlines import NOW, deadline_in, milliseconds, wait_readable
-from wsync.errors import SyncTimeout, WorkerDied
+from wsync.errors import SyncTimeout, WorkerDied, join_indices
 from wsync.types import Ack
 
 _log = logging.getLogger(__name__)
 # What ``read`` accepts. ROUTE and STORE are read by ``on_accepted``, inside ``reading_directly``.
 _ANSWERS = frozenset((Kind.ACK, Kind.PREPARED, Kind.FAILED, Kind.SLOT_FREED, Kind.REQUEST))
-_LEAVE_TIMEOUT = 5.0  # seconds in which all workers must read what was sent to them before a LEAVE
+_LEAVE_TIMEOUT = 5.0  # seconds to get the queued messages, and then a LEAVE, into the sockets of all workers
 
 
 class WorkerConnections:
     """The connections to all workers of one sender.
 
-    This object has no thread: messages are read only during its calls. They come from a thread that calls a method of
-    the scheme, or from the send-loop thread (``sending/send_loop.py``). Either holds the channel's lock meanwhile.
+    This object has no thread: messages are read only while one of its methods runs. Its methods are called by a thread
+    inside a method of the scheme, or by the send-loop thread (``sending/send_loop.py``); both hold the channel's lock.
 
     Args:
         source: where workers connect; closed with this object.
@@ -39,7 +39,7 @@ class WorkerConnections:
         self._connections: dict[int, Connection] = {}
         self._joined: set[int] = set()  # workers that are or were connected
         self._worker_of: dict[int, int] = {}  # descriptor -> worker
-        self._watched: dict[int, Callable[[], None]] = {}  # descriptor -> callback, see watch()
+        self._callback_of: dict[int, Callable[[], None]] = {}  # descriptor -> callback, see watch()
         # Not epoll: a connection that a forked child keeps open would stay in its set after close().
         self._poll = select.poll()
         self._answers: dict[int, Ack] = {}
@@ -65,11 +65,11 @@ class WorkerConnections:
     @property
     def readable_descriptors(self) -> Collection[int]:
         """The descriptors that ``read`` waits for."""
-        return [*self._worker_of, *self._watched]
+        return [*self._worker_of, *self._callback_of]
 
     def watch(self, descriptor: int, callback: Callable[[], None]) -> None:
         """From now on ``read`` calls ``callback`` when ``descriptor`` is readable, e.g. a transfer thread's eventfd."""
-        self._watched[descriptor] = callback
+        self._callback_of[descriptor] = callback
         self._poll.register(descriptor, select.POLLIN)
 
     def wait_for_workers(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
@@ -84,8 +84,8 @@ class WorkerConnections:
         self.process_arrived_messages()  # notices deaths, so that replacements are accepted
         missing = set(workers) - self._connections.keys()
         while missing:
-            watched = {sentinels[worker]: worker for worker in missing if worker in sentinels}
-            ready = wait_readable([self._source.fileno(), *watched, *self.readable_descriptors], deadline)
+            worker_of = {sentinels[worker]: worker for worker in missing if worker in sentinels}
+            ready = wait_readable([self._source.fileno(), *worker_of, *self.readable_descriptors], deadline)
             if not ready:
                 _log.debug("workers that did not connect in time: %s", join_indices(missing))
                 raise SyncTimeout(
@@ -93,7 +93,7 @@ class WorkerConnections:
                     "connect(worker_idx=…) while the sender waits; see the workers' output, or raise the timeout",
                     {worker: "never connected" for worker in missing},
                 )
-            if not {*self._worker_of, *self._watched}.isdisjoint(ready):  # workers that have connected already
+            if not {*self._worker_of, *self._callback_of}.isdisjoint(ready):  # workers that have connected already
                 self.read(NOW)
             if self._source.fileno() in ready:
                 missing.discard(self._accept(deadline))
@@ -106,7 +106,7 @@ class WorkerConnections:
             if gone:
                 causes = "".join(f"\nworker {worker}: {cause}" for worker, cause in sorted(gone.items()))
                 raise WorkerDied(f"worker(s) {join_indices(gone)} were lost after they had connected{causes}", gone)
-            dead = {watched[fd]: "died before it had connected" for fd in ready if fd in watched}
+            dead = {worker_of[fd]: "died before it had connected" for fd in ready if fd in worker_of}
             if dead and self._source.fileno() not in ready:  # accept first: it may have connected before it ended
                 raise WorkerDied(f"worker(s) {join_indices(dead)} died before they had connected", dead)
 
@@ -143,7 +143,11 @@ class WorkerConnections:
             return -1
         self._joined.add(worker)
         _log.debug("worker %d %s as %s", worker, "rejoined" if rejoined else "joined", connection.peer)
-        self._callbacks.on_accepted(worker, deadline)
+        try:
+            self._callbacks.on_accepted(worker, deadline)
+        except BaseException:  # also KeyboardInterrupt: it is not set up
+            self.disconnect(worker)
+            raise
         return worker
 
     def _refusal(self, hello: Message) -> str:
@@ -246,8 +250,8 @@ class WorkerConnections:
 
     def _process(self, fd: int) -> None:
         """Process one message from ``fd``, or the exit of its process, or call its callback."""
-        if fd in self._watched:
-            self._watched[fd]()
+        if fd in self._callback_of:
+            self._callback_of[fd]()
             return
         worker = self._worker_of.get(fd, -1)
         if worker < 0:  # a finalizer has closed the connection, in another thread
@@ -268,8 +272,8 @@ class WorkerConnections:
     def close(self, *, finished: bool = False) -> None:
         """Close all connections, and accept no more. Idempotent.
 
-        If ``finished``, the workers are told that the sender shuts down; otherwise they report its death. A worker that
-        does not read its earlier messages within some seconds reports it as well.
+        If ``finished``, the workers are told that the sender shuts down; otherwise they report its death. So does a
+        worker whose socket has no room for the message within some seconds.
         """
         if finished:
             for worker in list(self._connections):
@@ -280,9 +284,9 @@ class WorkerConnections:
                     connection.flush(deadline)
         for worker in list(self._connections):
             self.disconnect(worker)
-        for descriptor in self._watched:
+        for descriptor in self._callback_of:
             self._poll.unregister(descriptor)
-        self._watched.clear()
+        self._callback_of.clear()
         self._source.close()
 
 
@@ -293,8 +297,3 @@ def _disconnect_reason(connection: Connection, message: Message | None) -> str:
     if message.kind is Kind.LEAVE:
         return f"{connection.peer} has shut down its side{reason_in(message)}"
     return f"{connection.peer} sent an unexpected message {message.kind.name}"
-
-
-def join_indices(workers: Collection[int]) -> str:
-    """Return worker indices as text."""
-    return ", ".join(str(worker) for worker in sorted(workers))

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 class GateHook(Protocol):
     """What the gate calls before and after each forward: the object that installs one model's updates.
 
-    Implemented by ``Receiver``, ``WorkerSlot``, ``InstallOnRequest`` (installs only when the worker asks for it) and
-    ``RegisteredBufferBinder``.
+    Implemented by ``ModelUpdater``, ``WorkerSlot``, ``InstallOnRequest`` (installs only when the worker asks for it)
+    and ``RegisteredBufferBinder``.
     """
 
     def poll_update(self) -> bool:

@@ -258,7 +258,7 @@ def _went_away(worker: int) -> NotConnected:
 def _leave(connection: Connection, reason: str = "") -> None:
     """Close a connection, after a message that this is on purpose, and why."""
     try:
-        connection.send(Message(Kind.LEAVE, payload=reason.encode()))
+        connection.send(Message(Kind.LEAVE, payload=reason.encode(errors="backslashreplace")))
     except ConnectionError:
         pass
     finally:

@@ -32,7 +32,7 @@ class VersionState:
 
     Which thread calls a method, and where:
 
-    - ``begin``, ``set_open`` and ``limit_wakeups_to_receive``: the thread that connects, outside the gate.
+    - ``begin``, ``set_open`` and ``wake_only_for_receive``: the thread that connects, outside the gate.
     - ``set_version`` and ``set_failed``: the thread that has installed, inside the gate.
     - ``close``: the receiver thread, or the thread that shuts down, outside the gate.
     - ``wait_next``: the worker's own threads, outside the gate; while they wait, they call ``check_sender``.
@@ -226,7 +226,7 @@ class VersionState:
     def _has_changed(self) -> bool:
         return self.version > self.last_returned or self.closed
 
-    def limit_wakeups_to_receive(self) -> None:
+    def wake_only_for_receive(self) -> None:
         """Have the sender wake this worker only while a thread waits in ``receive``: else a forward installs."""
         self._wakeups_only_for_receive = True
         self._add_waiting(0)

@@ -8,9 +8,9 @@ from functools import partial
 from torch import Tensor
 
 from wsync.control.messages import Kind, Message
-from wsync.control.workers import WorkerConnections, join_indices
+from wsync.control.workers import WorkerConnections
 from wsync.deadlines import remaining, wait_readable
-from wsync.errors import SyncTimeout
+from wsync.errors import SyncTimeout, join_indices
 from wsync.fast_path import FastCalls, UnfinishedUpdate
 from wsync.sending.queued_update import QueuedUpdate
 from wsync.shm.arena import SenderArena
@@ -122,11 +122,11 @@ class Slots:
         """
         with self._connections.reading_directly(worker) as connection:
             ready = wait_readable(connection.descriptors, deadline)
-            if not ready:
-                self._connections.disconnect(worker)
-                cause = "was accepted, but did not answer"
-                raise SyncTimeout(f"worker {worker} {cause}: is it stopped?", {worker: cause})
             message = connection.receive() if connection.fileno() in ready else None
+        if not ready:
+            self._connections.disconnect(worker)
+            cause = "was accepted, but did not answer"
+            raise SyncTimeout(f"worker {worker} {cause}: is it stopped?", {worker: cause})
         if message is None or message.kind is not Kind.ROUTE:
             self._connections.mark_dead(worker, f"{connection.peer} left while it was joining")
             return False

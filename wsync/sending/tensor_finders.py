@@ -83,12 +83,12 @@ class TensorFinders:
 
     Attributes:
         source_weights: the weights that ``send()`` without an argument reads.
-        source_tree: finds the tensors of ``source_weights``, if that is a module that was sent before. Read directly by
-            the sender: ``find`` would add two calls to the shortest update.
+        source_tensors: finds the tensors of ``source_weights``, if that is a module that was sent before. Read directly
+            by the sender: ``find`` would add two calls to the shortest update.
     """
 
     source_weights: object
-    source_tree: TensorTree | None = None
+    source_tensors: TensorTree | None = None
     _known: list[TensorFinder] = field(default_factory=list)
 
     def find(self, given: object) -> TensorTree | list[Tensor] | None:
@@ -107,4 +107,4 @@ class TensorFinders:
         others = [one for one in self._known if one.find(given) is None]
         self._known = [finder, *others][:_MAX_FINDERS]
         if given is self.source_weights and isinstance(finder, ModuleFinder):
-            self.source_tree = finder.find(given)
+            self.source_tensors = finder.find(given)

@@ -22,10 +22,10 @@ forward locks it to read the published word and to record the slot as used. Ther
    the mutex: ``WorkerSlot.take`` explains why it misses none.)
 3. *A published slot is whole.* No slot is written while a word names it, even if its worker has copied it: a worker
    that takes the place of one that has died reads that slot.
-4. *Three slots are enough* while all workers have one version: one published, one still in use, one free. If two are
-   still in use, the sender waits for a forward to end, or for its worker to die. The arena grows by one slot for each
-   further version in use: if workers were sent different versions (``worker_ids``, weights per worker), or keep an
-   old one to roll back to.
+4. *Three slots are enough* while all workers have one version: one published, one older one still in use, one free. If
+   two older ones are in use, the sender waits for a forward to end, or for its worker to die. The arena grows by one
+   slot for each further version in use: if workers were sent different versions (``worker_ids``, weights per worker),
+   or keep an old one to roll back to.
 
 How long a worker uses a slot depends on how its model takes the weights:
 
@@ -37,11 +37,12 @@ How long a worker uses a slot depends on how its model takes the weights:
 
 **Without protection.** In two cases a model is bound to a slot that the sender may write:
 
-- *The worker was disconnected while it was alive.* From then on its words belong to its replacement. The number of the
-  connection in them tells it so: it stores no word any more, under the mutex. A store that it had begun (it was stopped
-  while it held the mutex) comes before any forward of the replacement, which needs the mutex.
-- *An install has failed, of a model that is bound and does not hold its slot*: the model has changed in the worker, and
-  the newer weights no longer fit.
+- *The worker was disconnected while it was alive.* From then on its words belong to its replacement. Before each store
+  it compares, under the mutex, the number of the connection in the words with its own; if they differ, it stores
+  nothing. A store that it had begun (it was stopped while it held the mutex) comes before any forward of the
+  replacement, which needs the mutex.
+- *An install has failed, and the model is bound to a slot that it does not hold*: the model has changed in the worker,
+  and the newer weights no longer fit.
 
 As soon as the worker finds out, at the begin or end of a forward, it copies its model to memory of its own. Then it
 reads the slot's version word. The sender sets that word to 0 before it writes the slot, and a version is never used
@@ -184,9 +185,9 @@ class Arena:
 class SenderArena(Arena):
     """The sender's arena, which it creates. Its workers open it.
 
-    It is used under the channel's lock, with two exceptions. The call that ``ArenaWriter.fast_update`` returns is made
-    under the sender's lock alone, while no send-loop thread runs. And a thread that has the sender's lock alone may
-    call ``published_slots`` and read those slots, because no other thread writes slots meanwhile.
+    It is used under the channel's lock, with two exceptions. ``ArenaWriter.fast_update`` returns a function; that
+    function is called under the sender's lock alone, while no send-loop thread runs. And a thread that has the sender's
+    lock alone may call ``published_slots`` and read those slots, because no other thread writes slots meanwhile.
 
     Args:
         workers: the number of workers.
