@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-DEADLINE = 0.5
+DEADLINE = 1.5
 """Seconds until a send gives up, where a worker is made silent."""
 
 VICTIM = 1
