@@ -1,4 +1,4 @@
-"""A thread that closes TCP connections whose peer's machine, or the network to it, has failed.
+"""A thread that closes a TCP connection if the peer's machine, or the network to it, has failed.
 
 A machine that fails does not close its connections. The kernel's keepalive notices the failure, but only on a
 connection without unacknowledged data; otherwise the kernel sends the data again and again, for a quarter of an hour.

@@ -273,7 +273,7 @@ class WorkerConnections:
         """Close all connections, and accept no more. Idempotent.
 
         If ``finished``, the workers are told that the sender shuts down; otherwise they report its death. So does a
-        worker whose socket has no room for the message within some seconds.
+        worker if its socket has no room for the message within some seconds.
         """
         if finished:
             for worker in list(self._connections):
