@@ -31,6 +31,13 @@ def pool() -> Iterator[WorkerPool]:
     pool.close()
 
 
+def test_the_older_way_to_connect_is_refused(tmp_path: Path) -> None:
+    with wsync.StoreWeightSyncScheme(str(tmp_path)) as scheme:
+        with pytest.raises(ValueError, match="call init_on_receiver\\(\\) and connect\\(\\)"):
+            scheme.init_on_worker("policy", model=Small(), worker_idx=0)
+        scheme.init_on_receiver("policy", model=Small(), worker_idx=0)  # as if nothing had happened
+
+
 @contextmanager
 def trainer(url: object, model: Any = None, **options: Any) -> Iterator[wsync.StoreWeightSyncScheme]:
     with wsync.StoreWeightSyncScheme(str(url), **{"timeout": 30.0, **options}) as scheme:

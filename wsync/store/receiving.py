@@ -60,8 +60,8 @@ class StoreReceiveChannel:
         self._watch: Watch | None = None
 
     def begin_connect(self, worker_idx: int, deadline: float | None) -> Sequence[int]:
-        """See ``ReceiveChannel``: there is nothing to wait for."""
-        return ()
+        """Refuse: ``connect`` may have to wait for a first version, and there is no sender that announces it."""
+        raise ValueError("the older init_on_worker() is not for a store: call init_on_receiver() and connect()")
 
     def connect(self, worker_idx: int, deadline: float | None) -> None:
         """See ``ReceiveChannel``; waits for a version that this worker may begin with.
