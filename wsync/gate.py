@@ -1,9 +1,9 @@
 """The gate: no model changes while its forward runs.
 
 There is one re-entrant gate per process, for all synchronised models in it. A forward of a gated model holds it. Each
-model has a *hook*, the object that installs its updates (``GateHook``), or two (registered buffers). When a thread that
-does not hold the gate yet enters it, and only then, the gate has each hook install a pending update; so a forward sees
-one version from its first layer to its last.
+model has a *hook*, the object that installs its updates (``GateHook``), or two (with ``register_shared_weights``). When
+a thread that does not hold the gate yet enters it, and only then, the gate has each hook install a pending update; so a
+forward sees one version from its first layer to its last.
 
 The receiver thread installs by passing through the gate too. It blocks on the lock, so a pending update is installed as
 soon as the running forward ends, even if no other forward follows. With

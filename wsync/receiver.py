@@ -31,9 +31,9 @@ class Receiver:
     Its parts: ``updater`` takes an update from the message to the model; its ``state`` has the version, and the threads
     that wait in ``receive``. ``channel`` is the connection to the sender.
 
-    Threads: the worker's own ones call all methods; only after ``begin_connect`` does the receiver thread call
-    ``connect`` (``BackgroundConnect``). Gate: ``weights`` and ``make_writable`` are called inside it, the other methods
-    outside; properties are read anywhere.
+    Threads: the worker's own threads call all methods, with one exception: after ``begin_connect`` the receiver thread
+    calls ``connect`` (``BackgroundConnect``). Gate: ``weights`` and ``make_writable`` are called inside it, the other
+    methods outside; properties are read anywhere.
 
     Args:
         destination: what takes the weights. A module is gated from ``begin_connect`` or ``connect`` on.
@@ -74,7 +74,7 @@ class Receiver:
         The model is gated from here on: ``connect`` runs in the receiver thread while another thread uses the model.
 
         Returns:
-            File descriptors to poll; when any is readable, ``connect`` will not block.
+            File descriptors to poll; one is readable when the sender has answered, or has gone.
 
         Raises:
             NotConnected: there is no sender.
@@ -84,7 +84,8 @@ class Receiver:
         self._reset()
         descriptors = self._channel.begin_connect(worker_idx, deadline_in(timeout))
         self._state.begin()
-        process_gate().call(gated_models.add, self.updater)
+        with without_waiting_for_versions():  # see `_gate_or_refuse`
+            process_gate().call(gated_models.add, self.updater)
         return descriptors
 
     def connect(self, worker_idx: int, timeout: float | None) -> None:

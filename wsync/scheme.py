@@ -142,7 +142,7 @@ class WeightSyncScheme(SchemeBase):
     ) -> None:
         """Wait for the other end, which calls this as well; delivers the first weights, if the sender has any.
 
-        A sender may call it again: workers that were late, or that take the place of others, are accepted.
+        A sender may call it again: late workers and replacements are accepted, and all workers get a new version.
 
         Args:
             worker_idx: on a receiver, this worker's index.
@@ -249,7 +249,7 @@ class WeightSyncScheme(SchemeBase):
     def pull(self, timeout: float | None = None) -> int:
         """On a receiver: install the newest version that can be had now; return the model's version.
 
-        Waits up to ``timeout`` seconds (None: no limit): until it has arrived; if none was sent yet, for the first one.
+        Waits up to ``timeout`` seconds (None: no limit) for that version or, if none was sent yet, for the first one.
 
         Raises:
             NotConnected: before ``connect``; or the sender is gone and there has been no version.

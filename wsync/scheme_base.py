@@ -175,7 +175,7 @@ class SchemeBase(ABC):
 
     @strategy.setter
     def strategy(self, _: object) -> NoReturn:
-        raise AttributeError("strategy cannot be changed after construction; device_map_fn changes what is sent")
+        raise AttributeError("strategy is fixed at construction; send_transform changes what is sent")
 
     @property
     def timeout(self) -> float | None:

@@ -41,8 +41,8 @@ class TransportBackend(Protocol):
     Each end has an instance of its own: ``scheme.create_transport(worker_idx)`` is called once per worker on the
     sender, and once in the worker, each time the worker connects or reconnects.
 
-    A transport keeps no model and no strategy. It may also be used standalone (without a scheme). The arguments
-    ``model``, and ``weights`` of ``setup_connection_and_weights_on_receiver``, are given in standalone use only.
+    A transport keeps no model and no strategy. It may also be used standalone (without a scheme). Only then is it
+    given ``model``, and ``weights`` by ``setup_connection_and_weights_on_receiver``.
     """
 
     def setup_connection_and_weights_on_sender(self) -> None:
@@ -114,7 +114,8 @@ class TransportBackend(Protocol):
         Under a scheme it is called by the thread that reads the sender's messages: the receiver thread or, for the
         first weights, the thread in ``connect``. While it waits, that thread serves no other model of the process.
 
-        For each update:
+        The medium may still have an older version, which was never received; a call then returns that one. So, for each
+        update:
 
         1. It is called when the sender has announced the update, while ``send_weights`` runs or after it has returned.
            If this first call returns the update's weights (recognised by their checksum), it is the only one.
@@ -124,7 +125,8 @@ class TransportBackend(Protocol):
            ``WorkerFailed``.
 
         Args:
-            timeout: seconds; None for no limit.
+            timeout: seconds; None for no limit. Under a scheme, what is left for the update, but at least a tenth of
+                the scheme's timeout.
             weights: a buffer in the strategy's format, with the same layout as what ``send_weights`` is given; a
                 transport may copy the received tensors into it and return it, or return tensors of its own.
             model: None under a scheme; otherwise the weights are applied to it, inside ``wsync.gate()``.

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tensordict import TensorDict
 from torch import nn
 
 import wsync
@@ -76,3 +77,14 @@ def test_a_scheme_for_workers_has_no_send_transform_which_may_be_a_lambda() -> N
 
 def test_the_token_of_an_address_is_not_printed() -> None:
     assert "secret" not in repr(Address("127.0.0.1", 80, b"secret"))
+
+
+def test_workers_that_pull_cannot_share_the_users_own_tensors() -> None:
+    weights = TensorDict.from_module(Small()).data.clone().share_memory_()
+    with pytest.raises(ValueError, match="workers pull: they cannot share the weights of 'policy'"):
+        wsync.SharedMemWeightSyncScheme({"policy": weights}, initiator="receiver")
+    with wsync.SharedMemWeightSyncScheme(initiator="receiver") as scheme:
+        with pytest.raises(ValueError, match="they cannot share"):
+            scheme.register_shared_weights("policy", weights)
+        with pytest.raises(ValueError, match="they cannot share"):
+            scheme.init_on_sender("policy", cached_weights=weights, num_workers=1)

@@ -82,12 +82,12 @@ def test_forms_do_not_displace_one_another() -> None:
     tree = ModuleIndex(own).tree(NAMES)
     finders.add(None, ModuleFinder(own, tree))
     assert finders.find(own) is finders.find(None) is tree and finders.find(other) is not None
-    assert finders.source_tree is tree
+    assert finders.source_tensors is tree
     for _ in range(20):
         net = Net()
         finders.add(net, ModuleFinder(net, ModuleIndex(net).tree(NAMES)))
     assert finders.find(net) is not None and finders.find(other) is None
-    assert finders.source_tree is tree, "another module's tree does not take its place"
+    assert finders.source_tensors is tree, "another module's tree does not take its place"
 
 
 def test_a_module_and_its_children_are_not_kept_alive() -> None:

@@ -128,11 +128,11 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         self.per_worker_weights = per_worker_weights
         if policy_weights is not None and not isinstance(policy_weights, Mapping):
             raise TypeError(f"policy_weights is a mapping {{model_id: TensorDict}}, not {policy_weights!r}")
-        if self.initiator == "receiver" and policy_weights:
-            raise ValueError("policy_weights are shared with workers at once: leave them out with initiator='receiver'")
         self.acknowledge = acknowledge
         self.checksum = checksum
-        self._registered: dict[str, TensorDictBase] = dict(policy_weights or {})
+        self._registered: dict[str, TensorDictBase] = {}
+        for model_id, weights in (policy_weights or {}).items():
+            self.register_shared_weights(model_id, weights)
         self._pipes: list[Any] = []  # of the older API
 
     def register_shared_weights(self, model_id: str, weights: TensorDictBase) -> None:
@@ -149,7 +149,10 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         Raises:
             RuntimeError: the model has buffers already, or the scheme is initialised already.
             TypeError: ``weights`` are not a TensorDict.
+            ValueError: ``initiator="receiver"``: a worker would see them change before it pulls.
         """
+        if self.initiator == "receiver":
+            raise ValueError(f"with initiator='receiver' workers pull: they cannot share the weights of '{model_id}'")
         if not isinstance(weights, TensorDictBase):
             raise TypeError(f"shared weights are a TensorDict, not a {type(weights).__name__}")
         if model_id in self._registered:

@@ -76,7 +76,8 @@ class Connection(Protocol):
         """Return the next message, once ``fileno()`` is readable.
 
         Returns:
-            None if the peer has disconnected, has sent something unreadable, or has stopped inside a message.
+            None if the peer has disconnected, has sent something unreadable, or has sent nothing for five seconds in
+            the middle of a message.
 
         Raises:
             NotConnected: the peer did not prove that it has the token.

@@ -132,7 +132,7 @@ class Listener:
                 errno.ENFILE,
                 errno.ENOBUFS,
                 errno.ENOMEM,
-            ):  # here
+            ):  # no descriptors or memory left
                 raise
             return  # an error of the network, or the client has disconnected already: see accept(2)
         sock.setblocking(False)

@@ -82,8 +82,9 @@ class TcpWatch:
             except OSError:  # it has been closed
                 continue
             self._silent[sock] = checks = checks + 1 if info[_RETRANSMITS] or info[_PROBES] else 0
-            answered_between = info[_LAST_ACK] < 1000 * _INTERVAL * (_CHECKS - 1)
-            if checks >= _CHECKS and not answered_between:
+            # Answered after the first of these checks: the kernel was not silent all the time.
+            answered_since = info[_LAST_ACK] < 1000 * _INTERVAL * (_CHECKS - 1)
+            if checks >= _CHECKS and not answered_since:
                 with suppress(OSError):  # the connection has ended
                     sock.shutdown(socket.SHUT_RDWR)
 

@@ -137,13 +137,13 @@ class WorkerConnections:
             self._worker_of[fd] = worker
             self._poll.register(fd, select.POLLIN)
         try:
-            connection.send(accepted)
-        except ConnectionError:  # it has disconnected: treated as never connected
-            self.disconnect(worker)
-            return -1
-        self._joined.add(worker)
-        _log.debug("worker %d %s as %s", worker, "rejoined" if rejoined else "joined", connection.peer)
-        try:
+            try:
+                connection.send(accepted)
+            except ConnectionError:  # it has disconnected: treated as never connected
+                self.disconnect(worker)
+                return -1
+            self._joined.add(worker)
+            _log.debug("worker %d %s as %s", worker, "rejoined" if rejoined else "joined", connection.peer)
             self._callbacks.on_accepted(worker, deadline)
         except BaseException:  # also KeyboardInterrupt: it is not set up
             self.disconnect(worker)
@@ -165,7 +165,8 @@ class WorkerConnections:
         if connection is None:
             return
         for fd in connection.descriptors:
-            self._poll.unregister(fd)
+            with suppress(KeyError):  # inside ``reading_directly``
+                self._poll.unregister(fd)
             self._ready.discard(fd)
             del self._worker_of[fd]
         connection.close()

@@ -16,10 +16,10 @@ forward locks it to read the published word and to record the slot as used. Ther
 1. *Every forward that starts after a publish uses that version or a newer one.* It locks the mutex after the sender has
    unlocked it, so it reads the new word. The mutex also ensures that it sees the weights that were packed before.
 2. *No slot is written while a forward uses it.* The sender writes a slot ``s`` only after it has stored words that name
-   other slots, and has then seen that no worker uses or holds ``s``. A forward that uses ``s`` read the published word
-   before it was replaced, and recorded ``s`` under the same lock. So the sender sees that record until the forward has
-   ended. A forward that starts later cannot use ``s``, because no word names it. (The sender reads the records without
-   the mutex: ``WorkerSlot.take`` explains why it misses none.)
+   other slots, and has then seen that no worker uses ``s``, or holds it between forwards (see below). A forward that
+   uses ``s`` read the published word before it was replaced, and recorded ``s`` under the same lock. So the sender sees
+   that record until the forward has ended. A forward that starts later cannot use ``s``, because no word names it. (The
+   sender reads the records without the mutex: ``WorkerSlot.take`` explains why it misses none.)
 3. *A published slot is whole.* No slot is written while a word names it, even if its worker has copied it: a worker
    that takes the place of one that has died reads that slot.
 4. *Three slots are enough* while all workers have one version: one published, one older one still in use, one free. If
@@ -38,9 +38,9 @@ How long a worker uses a slot depends on how its model takes the weights:
 **Without protection.** In two cases a model is bound to a slot that the sender may write:
 
 - *The worker was disconnected while it was alive.* From then on its words belong to its replacement. Before each store
-  it compares, under the mutex, the number of the connection in the words with its own; if they differ, it stores
-  nothing. A store that it had begun (it was stopped while it held the mutex) comes before any forward of the
-  replacement, which needs the mutex.
+  the disconnected worker compares, under the mutex, the number of the connection in the words with its own; if they
+  differ, it stores nothing. A store that it had begun (it was stopped while it held the mutex) comes before any forward
+  of the replacement, which needs the mutex.
 - *An install has failed, and the model is bound to a slot that it does not hold*: the model has changed in the worker,
   and the newer weights no longer fit.
 

@@ -1,8 +1,10 @@
-"""The user's own tensors in shared memory: workers' models stay bound to them, and see them change in place.
+"""The user's own tensors in shared memory, which workers' models are bound to while they hold the models' version.
 
-The *registered buffers* are those given to ``SharedMemWeightSyncScheme`` by ``register_shared_weights``, or as its
-``policy_weights``. They lie in memory files already (``share_memory_()``, ``memmap_()``). The arena's second file
-records their location, after the extra states::
+After another update a model is bound to a slot until the weights have been copied into these tensors.
+
+The *registered buffers* (not the buffers of a module) are those given to ``SharedMemWeightSyncScheme`` by
+``register_shared_weights``, or as its ``policy_weights``. They lie in memory files already (``share_memory_()``,
+``memmap_()``). The arena's second file records their location, after the extra states::
 
     page   one word: the version of the weights in the buffers
     JSON   the files' descriptors in the sender's process, and the place, dtype, shape and strides of each tensor
