@@ -63,10 +63,9 @@ def test_a_script_refuses_to_measure_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["multiprocess", "store", "http"])
-def test_what_transforms_send_arrives_exactly(backend: str) -> None:
+def test_what_transforms_send_arrives_exactly() -> None:
     script = [sys.executable, str(SCRIPT.with_name("bench_transforms.py")), "--mib=0.1", "--tensors=10", "--rounds=2"]
-    done = subprocess.run([*script, f"--backend={backend}"], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([*script, "--backend=http"], capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "×" in line]
     sizes = {name: int(size.replace(",", "")) for name, size, *_ in rows}
