@@ -87,7 +87,7 @@ def test_a_scheme_that_another_thread_shuts_down_at_any_point_is_not_connected(a
         ({"initiator": "both"}, "'sender' or 'receiver'"),
         ({"max_staleness": 2}, "needs initiator='receiver'"),
         ({"initiator": "receiver", "max_staleness": -1}, "0 or more"),
-        ({"initiator": "receiver", "policy_weights": {"policy": TensorDict({})}}, "policy_weights"),
+        ({"initiator": "receiver", "policy_weights": {"policy": TensorDict({})}}, "workers pull: they cannot share"),
     ],
 )
 def test_options_of_workers_that_fetch(options: dict[str, Any], message: str) -> None:

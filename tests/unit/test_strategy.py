@@ -47,7 +47,7 @@ def test_a_strategy_object_is_refused() -> None:
     with pytest.raises(ValueError, match="'tensordict' or 'state_dict'"):
         SharedMemWeightSyncScheme(strategy=Halving())  # pyright: ignore[reportArgumentType]
     with SharedMemWeightSyncScheme() as scheme:
-        with pytest.raises(AttributeError, match="device_map_fn changes what is sent"):
+        with pytest.raises(AttributeError, match="send_transform changes what is sent"):
             scheme.strategy = Halving()
         assert type(scheme.strategy) is WeightStrategy
 
