@@ -16,6 +16,17 @@ def stop(pid: int, patience: float = 30.0) -> None:
         os.sched_yield()
 
 
+def wait_until_asleep(thread: int, patience: float = 30.0) -> None:
+    """Return when a thread of this process, by its native id, waits in the kernel.
+
+    CPython may lose the wake-up of a signal that arrives between its last look for signals and the system call.
+    """
+    deadline = time.monotonic() + patience
+    while _state(Path(f"/proc/self/task/{thread}")) != "S":
+        assert time.monotonic() < deadline, f"thread {thread} did not wait"
+        os.sched_yield()
+
+
 def left_of(group: int, within: float = 10.0) -> list[str]:
     """Processes of the process group `group` that are still there after so many seconds."""
     deadline = time.monotonic() + within

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from stopping import wait_until_asleep
 from torch import nn
 
 import wsync
@@ -79,6 +80,7 @@ class Interrupting(FromMemory):
     def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
         super().send_weights(weights)
         if self.wanted:
+            wait_until_asleep(os.getpid())
             os.kill(os.getpid(), signal.SIGINT)
             self.aborted.wait()
 
