@@ -20,6 +20,7 @@ settings.register_profile("long", max_examples=3_000, deadline=None)  # pytest -
 torch.set_num_threads(1)
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="wsync-tests-")  # no key file in the user's home
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
+os.environ.update(RAY_worker_niceness="0")  # with 15, Ray's default, an actor starves beside two processes of tests
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 PRELOADED_MODULES.extend(["collectors.worker", "learning.config"])
@@ -33,11 +34,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 
 class SharedResources(LoadScopeScheduling):
-    """The tests of a class or file stay together; of the faults, those of a backend do; and so do all that need Ray."""
+    """The tests of a class or file stay together; of the faults, those of a backend do.
+
+    All contract tests that need Ray stay together, and all others that need it.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         if needs_ray(nodeid):
-            return "ray"
+            return "ray contract" if nodeid.startswith("tests/contract/") else "ray"
         file, _, case = nodeid.partition("::")
         name, _, parameters = case.partition("[")  # parameters may contain "::"
         return parameters if file.startswith("tests/chaos/") else f"{file}::{name.rpartition('::')[0]}"

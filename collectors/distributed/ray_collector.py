@@ -226,7 +226,7 @@ class RayPool(CallPool[RayWorker]):
 
     def _no_place(self) -> str:
         return (
-            f"had no place in the Ray cluster within {self._timeout:g} s: needed for each is "
+            f"had no place in the Ray cluster, or did not start, within {self._timeout:g} s: needed for each is "
             f"{self._resources or 'nothing special'}, and {describe_cluster()}"
         )
 

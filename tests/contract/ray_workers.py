@@ -21,6 +21,8 @@ from wsync.testing.workers import ANSWER_TIMEOUT
 START_TIMEOUT = 110.0
 """Seconds until an actor's process has started: it imports torch, while other processes do as well."""
 
+SPARE_ACTORS = 2
+
 
 def start_cluster(address: str = "local") -> None:
     """Start a cluster, or join the one at ``address``; nothing if this process is in one."""
@@ -91,17 +93,24 @@ class RayWorker(Worker):
 
 
 class RayWorkerPool(WorkerPool):
-    """Ray actors."""
+    """Ray actors; as many as a test usually kills are started ahead, since each imports torch."""
 
     def __init__(self) -> None:
         super().__init__()
         start_cluster()
+        self._starting: list[RayWorker] = []
 
     def _start(self, count: int) -> list[Worker]:
-        started = [RayWorker() for _ in range(count)]
+        self._starting += [RayWorker() for _ in range(count + SPARE_ACTORS - len(self._starting))]
+        started, self._starting = self._starting[:count], self._starting[count:]
         for worker in started:
             worker.wait_until_started()
         return [*started]
+
+    def close(self) -> None:
+        """End all workers; Ray ends those that have no reference."""
+        super().close()
+        self._starting.clear()
 
 
 class Ray(InSharedMemory):

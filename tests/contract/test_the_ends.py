@@ -37,7 +37,7 @@ def worker(scheme, idx):
     scheme.connect()
     while scheme.receive() is not None:
         pass
-    print(f"worker {idx} is finished: {scheme.finished}, version {scheme.version}", flush=True)
+    print(f"worker {idx} is finished: {scheme.finished}, version {scheme.version}\\n", end="", flush=True)  # one write
     scheme.shutdown()
 
 

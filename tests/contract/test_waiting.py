@@ -110,12 +110,14 @@ def test_nothing_is_received_before_connect() -> None:
 
 
 def test_a_worker_that_a_newer_send_leaves_out_is_waited_for(backend: BuiltIn) -> None:
-    with backend.connected(timeout=0.5) as session:
+    with backend.connected() as session:
+        session.scheme.timeout = 0.5
         session.workers[1].stop()
         session.post(2)
         session.send(3, worker_ids=0)
         with pytest.raises(wsync.SyncTimeout, match="worker 1"):
             session.scheme.wait_async()
+        session.scheme.timeout = 60.0
         session.workers[1].resume()
         assert session.scheme.wait_async() is None
         assert session.workers[0].call(commands.output)[0] == 3
