@@ -1,11 +1,12 @@
 """A training loop of one's own (REINFORCE), with Gymnasium alone: workers play episodes with the newest weights.
 
-    python examples/own_loop.py
+    python examples/own_loop.py [number of updates]
 
 The library carries the weights. How episodes travel to the trainer is the program's own matter: here, a pipe of each
 worker. (A queue that workers share may stay locked for ever when one of them is killed.)
 """
 
+import sys
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 
@@ -17,7 +18,7 @@ from torch.distributions import Categorical
 
 import wsync
 
-WORKERS, UPDATES, EPISODES, DISCOUNT = 2, 40, 16, 0.99
+WORKERS, EPISODES, DISCOUNT = 2, 16, 0.99
 
 
 def make_policy() -> nn.Sequential:
@@ -78,6 +79,7 @@ def loss_of(policy: nn.Module, played: list) -> Tensor:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    updates = int(sys.argv[1]) if len(sys.argv) > 1 else 40
     context = mp.get_context("spawn")
     pipes = [context.Pipe(duplex=False) for _ in range(WORKERS)]
     policy, scheme = make_policy(), wsync.SharedMemWeightSyncScheme(acknowledge="published")
@@ -93,7 +95,7 @@ if __name__ == "__main__":
     episodes = [receiving_end for receiving_end, _ in pipes]
     scheme.connect(processes=workers)
 
-    for update in range(1, UPDATES + 1):
+    for update in range(1, updates + 1):
         played = receive(episodes, EPISODES)
         optimizer.zero_grad()
         loss_of(policy, played).backward()

@@ -18,6 +18,7 @@ from wsync.testing.workers import PRELOADED_MODULES
 
 settings.register_profile("long", max_examples=3_000, deadline=None)  # pytest --hypothesis-profile=long
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # in programs and actors as well, whose threads would wait for each other
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="wsync-tests-")  # no key file in the user's home
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 os.environ.update(RAY_worker_niceness="0")  # with 15, Ray's default, an actor starves beside two processes of tests

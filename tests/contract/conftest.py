@@ -37,8 +37,7 @@ def backend(request: pytest.FixtureRequest, pool: WorkerPool) -> BuiltIn:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A class with ``QUICK`` is slow but for the tests that it names; of the others, one with ``PARTS`` has those of
-    these parts of the contract."""
+    """A class with ``QUICK`` is slow but for these tests; one with ``SLOW`` has no other tests than those of both."""
     left_out = set[pytest.Item]()
     for item in items:
         if not isinstance(item, pytest.Function) or item.cls is None or "QUICK" not in vars(item.cls):
@@ -47,8 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if function in item.cls.QUICK:
             continue
         item.add_marker(pytest.mark.slow)
-        parts = vars(item.cls).get("PARTS", (item.cls,))
-        if not any(hasattr(part, item.originalname) for part in parts):
+        if "SLOW" in vars(item.cls) and function not in item.cls.SLOW:
             left_out.add(item)
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=[*left_out])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import pytest
 from backends import BuiltIn, Distributed, DistributedGloo, Multiprocess, SharedMemory, SharedMemoryPublished
 from ray_workers import Ray, RayObjectStore
 from rpc_workers import Rpc
@@ -60,17 +59,33 @@ class TestRay(Ray, BackendContract):
 
 
 class TestRayObjectStore(RayObjectStore, BackendContract):
-    """The parts of the contract that depend on how weights travel. All else is as in ``TestRay``."""
+    """The tests that depend on how weights travel. All else is as in ``TestRay``."""
 
     QUICK: ClassVar = (
         Delivery.test_every_calling_form_delivers_every_kind_of_tensor,
         Updates.test_after_a_send_every_forward_uses_the_new_version,
         Transactions.test_a_model_that_one_worker_refuses_is_installed_nowhere_nor_is_the_other,
     )
-    PARTS: ClassVar = (Delivery, Updates, Faults, Transactions)
-
-    def test_refused_updates_leave_no_memory_behind(self) -> None:
-        pytest.skip("pages of Ray's object store count as memory of each process that has touched them")
+    SLOW: ClassVar = (
+        Delivery.test_the_first_weights_arrive,
+        Delivery.test_first_weights_that_workers_refuse_define_nothing,
+        Delivery.test_worker_ids_select_workers,
+        Delivery.test_weights_can_differ_between_workers,
+        Delivery.test_training_does_not_reach_workers_before_a_send,
+        Updates.test_an_update_that_arrives_in_a_forward_is_installed_when_that_ends,
+        Updates.test_a_send_waits_for_the_acknowledgement,
+        Updates.test_send_async_copies_the_weights_and_wait_async_waits,
+        Updates.test_acknowledgements_that_are_not_waited_for_do_not_block_a_worker,
+        Updates.test_no_forward_is_torn_under_continuous_sends,
+        Updates.test_forwards_in_one_autocast_context_use_the_new_version,
+        Updates.test_an_acknowledged_update_is_seen_by_a_read_outside_the_gate,
+        Faults.test_a_killed_worker_is_named_and_the_others_have_the_update,
+        Faults.test_a_death_during_a_large_transfer,
+        Faults.test_a_stopped_worker_times_out_and_catches_up_later,
+        Faults.test_an_apply_that_raises_leaves_the_model_as_it_was,
+        Faults.test_an_update_without_room_changes_nothing,
+        Transactions.test_a_death_aborts_the_update_and_the_survivors_get_the_next,
+    )
 
 
 def test_every_registered_backend_has_a_contract() -> None:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
 NEEDS = {"ray_actors": "ray", "collect": "gymnasium", "own_loop": "gymnasium", "dqn": "gymnasium", "sac": "gymnasium"}
-SHORTER = {"sac": ["--frames", "1200"]}  # otherwise minutes
+SHORTER = {"sac": ["--frames", "1200"], "own_loop": ["10"]}
 TESTED_BELOW = ("dqn", "several_machines")
 LAST_LINES = {
     "collect": "10 updates, median latency ",

@@ -220,7 +220,7 @@ class Faults(BackendHooks):
     def test_a_forked_child_of_the_trainer_cannot_send(self) -> None:
         if not self.can_fork:
             pytest.skip("this process cannot be forked while the backend is in use")
-        with self.connected(timeout=5.0) as session:
+        with self.connected() as session:
             for call in (lambda: session.send(7), lambda: session.post(7)):
                 assert "NotConnected" in in_forked_child(call)
             assert session.outputs() == [1, 1]

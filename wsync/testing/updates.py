@@ -124,7 +124,7 @@ class Updates(BackendHooks):
 
     def test_an_update_that_arrives_in_a_forward_is_installed_when_that_ends(self) -> None:
         """Although no other forward follows."""
-        with self.connected(1, timeout=10.0) as session:
+        with self.connected(1) as session:
             (worker,) = session.workers
             for value in range(2, 12):
                 worker.call(_hold_gate)
