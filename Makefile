@@ -41,7 +41,7 @@ $(VENV)/.docs: $(VENV)/.native
 train: install
 	$(BIN)/python train.py $(ARGS)
 
-PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 3 --no-loadscope-reorder
 
 test: install
 	$(PYTEST) -m "not slow" $(ARGS)

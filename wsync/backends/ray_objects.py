@@ -39,26 +39,33 @@ def mailbox_name(token: bytes) -> str:
     return f"wsync-{sha256(token).hexdigest()[:32]}"
 
 
-class Mailbox:
-    """An actor that has the newest reference for each worker."""
+def mailbox_class() -> type:
+    """Return the class of the actor that has the newest reference for each worker.
 
-    def __init__(self) -> None:
-        self._slots: dict[int, tuple[int, _Boxed]] = {}
-        self._number = 0
-        self._changed = asyncio.Condition()
+    Ray copies a class of a function to the actor's process, which would import a module's class, and torch with it:
+    seconds, and 300 MiB.
+    """
 
-    async def put(self, worker: int, boxed: _Boxed) -> None:
-        """Take the place of what is in a worker's slot, under the next number."""
-        async with self._changed:
-            self._number += 1
-            self._slots[worker] = self._number, boxed
-            self._changed.notify_all()
+    class Mailbox:
+        def __init__(self) -> None:
+            self._slots: dict[int, tuple[int, _Boxed]] = {}
+            self._number = 0
+            self._changed = asyncio.Condition()
 
-    async def get(self, worker: int, after: int) -> tuple[int, _Boxed]:
-        """Return what is in a worker's slot, and its number; waits until that is above ``after``."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: worker in self._slots and self._slots[worker][0] > after)
-            return self._slots[worker]
+        async def put(self, worker: int, boxed: _Boxed) -> None:
+            """Take the place of what is in a worker's slot, under the next number."""
+            async with self._changed:
+                self._number += 1
+                self._slots[worker] = self._number, boxed
+                self._changed.notify_all()
+
+        async def get(self, worker: int, after: int) -> tuple[int, _Boxed]:
+            """Return what is in a worker's slot, and its number; waits until that is above ``after``."""
+            async with self._changed:
+                await self._changed.wait_for(lambda: worker in self._slots and self._slots[worker][0] > after)
+                return self._slots[worker]
+
+    return Mailbox
 
 
 class ObjectPublisher:
@@ -69,7 +76,7 @@ class ObjectPublisher:
     """
 
     def __init__(self, name: str) -> None:
-        self.mailbox: Any = ray.remote(Mailbox).options(name=name, num_cpus=0, max_concurrency=1000).remote()
+        self.mailbox: Any = ray.remote(mailbox_class()).options(name=name, num_cpus=0, max_concurrency=1000).remote()
         self._lock = threading.Lock()
         self._recent: deque[tuple[Any, Any]] = deque(maxlen=_RECENT)  # weights as they were given, reference
         self._packed: tuple[Layout, bytes, Packer] | None = None
