@@ -380,7 +380,7 @@ def test_workers_end_with_a_trainer_that(how, family, tmp_path, short_path):
         errors = trainer.stderr.read()
         status = trainer.wait(20)
     assert (status, errors) == (-signal.SIGKILL if how == "is killed" else 0, "")
-    assert all(ends(pid, 10.0) for pid in workers)  # Ray's own, and those that clean up behind them, too
+    assert all(ends(pid, 60.0) for pid in workers)  # Ray's own, and those that clean up behind them, too
     assert os.listdir(short_path) == []
 
 
