@@ -50,6 +50,8 @@ class SharedResources(LoadScopeScheduling):
 
 def needs_ray(nodeid: str) -> bool:
     """Whether a test belongs to those that share a Ray cluster: its file, class or parameters say so."""
+    if nodeid.startswith(("tests/cluster/test_launch", "tests/cluster/test_ray_shutdown", "tests/cluster/test_train")):
+        return False  # with clusters of their own
     return nodeid.startswith("tests/cluster/") or "TestRay" in nodeid or nodeid.endswith("[ray]")
 
 
