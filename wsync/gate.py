@@ -198,4 +198,9 @@ def _gated_class(original: type[nn.Module]) -> type[nn.Module]:
         "__doc__": original.__doc__,
     }
     metaclass: Any = type(original)
-    return metaclass(original.__name__, (original,), namespace)
+    gated = metaclass(original.__name__, (nn.Module,), namespace)
+    try:
+        gated.__bases__ = (original,)  # in a second step: without the user's `__init_subclass__`, which may register it
+    except TypeError:  # original has another layout in memory (`__slots__`)
+        return metaclass(original.__name__, (original,), namespace)
+    return gated

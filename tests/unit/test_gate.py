@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import count
+from typing import ClassVar
 
 import pytest
 import torch
@@ -187,6 +188,34 @@ def test_copies_are_ungated_and_of_the_original_class() -> None:
     assert type(model) is not nn.Linear
     ungate_model(model)
     assert type(model) is nn.Linear
+
+
+class Registering(nn.Linear):
+    """Each subclass is registered under a key that it must give."""
+
+    known: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, *, key: str) -> None:
+        Registering.known[key] = cls
+
+
+class Registered(Registering, key="this one"):
+    pass
+
+
+class Slotted(nn.Linear):
+    __slots__ = ("kept",)
+
+
+@pytest.mark.parametrize("kind", [Registered, Slotted])
+def test_a_class_with_rules_for_its_subclasses_is_gated(kind: type[nn.Module]) -> None:
+    model = kind(2, 2)
+    gate_model(model)
+    assert type(model) is not kind and isinstance(model, kind)
+    assert model(torch.ones(2)).shape == (2,)
+    assert Registering.known == {"this one": Registered}
+    ungate_model(model)
+    assert type(model) is kind
 
 
 def test_a_gated_function_runs_inside_and_keeps_its_name() -> None:

@@ -62,12 +62,12 @@ class PeerProcess:
         self._finalizer.atexit = False
 
     def close(self) -> None:
-        """Close the pidfd. Idempotent."""
-        descriptors, self.descriptors = self.descriptors, ()
-        if self._finalizer is not None:
-            self._finalizer.detach()
-        for descriptor in descriptors:
-            os.close(descriptor)
+        """Close the pidfd. Idempotent; of several threads, one closes it."""
+        self.descriptors = ()
+        detached = self._finalizer.detach() if self._finalizer is not None else None
+        if detached is not None:
+            _, close, (descriptor,), _ = detached
+            close(descriptor)
 
 
 def peer_of(sock: socket.socket, identity: bytes) -> PeerProcess:
