@@ -3,7 +3,8 @@
     python cluster_cleanup.py <folder>      # starts to clean up when its standard input is closed
 
 If that process was killed, most of Ray's processes end by themselves, but its agents check their parent only now and
-then. They are found by the files that they have open in the cluster's folder.
+then. They are found by their command line, or by the files that they have open in the cluster's folder: one that
+starts has none yet, and a worker replaces its command line later.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ _GRACE = 2.0  # seconds in which a process has to end
 
 
 def users_of(folder: str) -> set[int]:
-    """Return the processes that have a file in ``folder`` open, as far as permissions allow."""
+    """Return the other processes whose command line names ``folder``, or which have a file in it open."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            opened = [os.readlink(link) for link in (process / "fd").iterdir()]
+            named = os.fsencode(folder) in (process / "cmdline").read_bytes()
+            opened = [] if named else [os.readlink(link) for link in (process / "fd").iterdir()]
         except OSError:
             continue  # the process has ended, or belongs to another user
-        if any(name.startswith(folder + os.sep) for name in opened):
+        if named or any(name.startswith(folder + os.sep) for name in opened):
             found.add(int(process.name))
-    return found
+    return found - {os.getpid()}
 
 
 def end(processes: set[int], number: signal.Signals) -> None:
