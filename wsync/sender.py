@@ -17,7 +17,7 @@ from wsync.deadlines import deadline_in
 from wsync.errors import in_forked_child
 from wsync.fast_path import FastCalls, UnfinishedUpdate
 from wsync.sending.forking import fork_aware
-from wsync.sending.membership import Membership, worker_list
+from wsync.sending.membership import Membership, single_worker
 from wsync.sending.protocols import FastChannel, SendChannel
 from wsync.sending.source import Source
 from wsync.sending.tensor_finders import TensorFinders
@@ -136,7 +136,7 @@ class Sender:
             ValueError: there is no such worker.
         """
         with self.exclusive():
-            worker_list(worker, self.num_workers)
+            worker = single_worker(worker, self.num_workers)
             self._channel.disconnect(worker)
             self._updates.stop_waiting_for([worker])
             self._members.remove([worker])
@@ -155,6 +155,7 @@ class Sender:
         """
         with self.exclusive():
             deadline = deadline_in(self.timeout if timeout is None else timeout)
+            worker = single_worker(worker, self.num_workers)
             self.disconnect(worker)
             self._channel.wait_for_workers([worker], {} if sentinel is None else {worker: sentinel}, deadline)
             self._members.add([worker])

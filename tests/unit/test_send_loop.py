@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from stopping import wait_until_asleep
@@ -166,6 +167,19 @@ def test_a_worker_whose_transport_cannot_be_created_is_disconnected() -> None:
         with connected(sender, model):
             sender.send(model_of(2.0))
             assert model.weight.eq(2.0).all()
+
+
+@pytest.mark.parametrize("index", [torch.tensor(0), np.int64(0)])
+def test_numbers_of_any_type_are_a_count_and_an_index(index: Any) -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    with Scheme(NoTransport) as sender:
+        sender.init_on_sender("policy", num_workers=np.int64(1))  # pyright: ignore
+        with connected(sender, model):
+            sender.disconnect(index)
+            with connected(sender, other):
+                assert sender.num_workers == 1
+            with pytest.raises(ValueError, match="one worker's index"):
+                sender.disconnect([])  # pyright: ignore
 
 
 def test_threads_of_former_connections_are_not_kept() -> None:

@@ -263,6 +263,12 @@ class WorkerConnections:
         message = connection.receive() if readable else None
         if message is None or message.kind not in _ANSWERS:
             self.mark_dead(worker, _disconnect_reason(connection, message))
+        else:
+            self.process(worker, message)
+
+    def process(self, worker: int, message: Message) -> None:
+        """Process an answer or a request of a worker; called directly for one that was not read by ``read``."""
+        if message.kind not in _ANSWERS or worker not in self._connections:
             return
         known = self._answers.get(worker)  # an answer that the worker repeats may arrive after a newer one
         if message.kind not in (Kind.SLOT_FREED, Kind.REQUEST) and (known is None or known.version <= message.version):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -45,6 +46,7 @@ class WorkerSideChannel:
         self._pending: Connection | None = None  # the sender has not accepted it yet
         self._connection: Connection | None = None
         self._reader: ArenaReader | TransportReader | None = None
+        self._early: deque[Message] = deque()  # arrived while the transport was set up, not processed yet
         self._worker = -1
         self._layout: Layout | None = None
         self.first_version = 0
@@ -91,15 +93,16 @@ class WorkerSideChannel:
         _log.debug("worker %d is connected to %s", worker_idx, connection.peer)
 
     def _join(self, connection: Connection, deadline: float | None) -> None:
-        worker = self._worker
+        worker, self._newest = self._worker, 0
         accepted = wait_accepted(connection, worker, deadline)
         self.first_version = accepted.version
         try:
             settings = settings_in(accepted, worker)
             self._reader, arrived = self._readers.open(connection, worker, settings, accepted.fds, deadline)
             self._set_layout(self._reader, settings)
+            self._early = deque(arrived)
             if accepted.version and self.arena is None:  # the first weights follow at once
-                wait_first_update(connection, worker, deadline, arrived, self._event_of)
+                wait_first_update(connection, worker, deadline, self._early, self._event_of)
         except WeightSyncError:  # also a LayoutMismatch, which is a ValueError
             raise
         except ValueError as error:
@@ -121,7 +124,9 @@ class WorkerSideChannel:
     # --- messages ---
 
     def attach(self, handler: MessageHandler) -> None:
-        """See ``ReceiveChannel``."""
+        """See ``ReceiveChannel``; processes messages that have arrived already."""
+        while self._early and handler.on_readable():
+            pass
         try:
             self._open().attach(handler)
         except ConnectionError as error:
@@ -152,7 +157,7 @@ class WorkerSideChannel:
 
     def receive_event(self) -> Event | None:
         """See ``ReceiveChannel``."""
-        message = self._open().receive()
+        message = self._early.popleft() if self._early else self._open().receive()
         if message is None or message.kind is Kind.LEAVE:
             _log.debug("worker %d: the sender %s", self._worker, "has shut down" if message else "is gone")
             return Closed(finished=message is not None and message.version == 1)
@@ -248,6 +253,7 @@ class WorkerSideChannel:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+        self._early.clear()
         self._layout = None
 
 

@@ -7,6 +7,7 @@ transport.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -141,7 +142,7 @@ def wait_first_update(
     connection: Connection,
     worker: int,
     deadline: float | None,
-    arrived: Sequence[Message],
+    early: deque[Message],
     event_of: Callable[[Message], Event | None],
 ) -> None:
     """Receive the version that the sender sends at once; the first ``poll_update`` returns it.
@@ -150,7 +151,7 @@ def wait_first_update(
         connection: to the sender.
         worker: the worker's index.
         deadline: by when each message must have arrived; None for no limit.
-        arrived: messages that were read while the transport was set up.
+        early: messages that arrived while the transport was set up; those that this function processes are removed.
         event_of: processes a message.
 
     Raises:
@@ -159,9 +160,8 @@ def wait_first_update(
         NotConnected: the sender has gone.
         SyncTimeout: it did not send in time.
     """
-    waiting = list(arrived)
     while True:
-        message = waiting.pop(0) if waiting else _wait_message(connection, worker, deadline)
+        message = early.popleft() if early else _wait_message(connection, worker, deadline)
         event = event_of(message)
         if isinstance(event, Published):
             return

@@ -51,7 +51,7 @@ def agreed_count(
         raise ValueError(
             f"params_map is {{worker_idx: weights}} for workers 0 to {count - 1}, not for {list(params_map)}"
         )
-    return count
+    return int(count)
 
 
 def single_count(counts: Mapping[str, int | None]) -> int | None:

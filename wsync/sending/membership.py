@@ -93,6 +93,18 @@ def worker_list(worker_ids: object, num_workers: int | None = None) -> list[Any]
     return list(dict.fromkeys(named))
 
 
+def single_worker(worker: object, num_workers: int) -> int:
+    """Return the worker that ``worker`` names, as a plain integer.
+
+    Raises:
+        ValueError: it names none of ``num_workers`` workers, or several.
+    """
+    named = worker_list(worker, num_workers)
+    if len(named) != 1:
+        raise ValueError(f"worker is one worker's index, not {worker!r}")
+    return named[0]
+
+
 def as_plain_integer(value: Any) -> Any:
     """Return an integer of any type as a plain one (equal tensors are different keys), other values unchanged."""
     try:

@@ -96,7 +96,7 @@ class Transfers:
             with self._connections.reading_directly(worker) as connection:
                 setup = TransportSetup(connection, worker, deadline, transport, 0, queue.generation, set_up)
                 try:
-                    setup.wait()
+                    early = setup.wait()
                 finally:
                     self._keep(setup.thread)
         except NotConnected as error:
@@ -112,6 +112,8 @@ class Transfers:
         else:
             queue.transport, queue.checked = TransferThread(transport, self._wake), True
         queue.advance()
+        for message in early:
+            self._connections.process(worker, message)
 
     def disconnect(self, worker: int) -> None:
         """Close the transport of a worker that has gone, and drop its updates but the latest."""
