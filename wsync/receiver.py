@@ -95,9 +95,12 @@ class Receiver:
             NotConnected: there is no sender, or it refused this worker.
             SyncTimeout: it did not answer within ``timeout`` seconds.
             LayoutMismatch: its weights do not fit the model.
-            RuntimeError: this worker is connected already; the existing connection is kept.
+            RuntimeError: this worker is connected already; the existing connection is kept. Or inside the gate, where
+                the first weights could not be installed.
             Exception: whatever else the model raised. The sender gets every such error too.
         """
+        if process_gate().held_here:
+            raise RuntimeError("call connect() outside any forward and any wsync.gate() block")
         self._reset()
         self.updater.worker_idx = worker_idx
         self._state.begin()

@@ -100,7 +100,7 @@ class WeightSyncScheme(SchemeBase):
             model_id: the model's name, and its path in ``context``.
             context: an object that has the model. If it has workers of its own, its ``cascade_weights(model_id)`` (or
                 ``update_policy_weights_``) is called after each update, before that is acknowledged: outside the gate,
-                by the receiver thread (with RPC: of the incoming call), or the thread in ``connect`` or ``pull``.
+                by the receiver thread (with RPC: of the incoming call), or the thread in ``connect``.
             model: the model itself, or a mapping of tensors into which weights are copied. If a module's parameters are
                 in memory shared with another process, they are copied first.
             load: for an inference engine: called inside the gate, by the acting or receiver thread, with an iterator
@@ -155,8 +155,8 @@ class WeightSyncScheme(SchemeBase):
             SyncTimeout: the other end did not come within ``timeout``; names the missing workers.
             WorkerDied, WorkerFailed: on the sender, naming the worker.
             LayoutMismatch: on the receiver, if its model is not like the sender's.
-            TypeError, ValueError: ``processes`` has no such form, or an integer in it has two meanings.
-            RuntimeError: on a receiver that is connected already.
+            TypeError, ValueError: ``processes`` has another form or is ambiguous; a receiver has no ``worker_idx``.
+            RuntimeError: on a receiver that is connected already, or inside the gate.
         """
         role = self._role
         role.require_own()

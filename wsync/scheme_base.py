@@ -219,7 +219,7 @@ class SchemeBase(ABC):
 
     @property
     def num_workers(self) -> int:
-        """The number of workers; 0 before init."""
+        """The number of workers; 0 on a receiver, and before init."""
         return self._role.num_workers
 
     @property

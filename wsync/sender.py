@@ -154,8 +154,8 @@ class Sender:
             ValueError: there is no such worker.
         """
         with self.exclusive():
-            deadline = deadline_in(self.timeout if timeout is None else timeout)
             worker = single_worker(worker, self.num_workers)
+            deadline = deadline_in(self.timeout if timeout is None else timeout)
             self.disconnect(worker)
             self._channel.wait_for_workers([worker], {} if sentinel is None else {worker: sentinel}, deadline)
             self._members.add([worker])

@@ -1,4 +1,4 @@
-"""An update that is to be sent to workers by their transports."""
+"""An update on its way to workers, in the arena or by their transports."""
 
 from __future__ import annotations
 

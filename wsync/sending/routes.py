@@ -136,7 +136,7 @@ class Routes:
         queue.generation += 1
         fds: tuple[int, ...] = ()
         if self.slots is None:
-            if rejoined:
+            if rejoined or (queue.latest is not None and not queue.waiting):  # or a worker was lost as it was accepted
                 queue.restart(queue.latest)
             first = queue.waiting[0] if queue.waiting else None
         else:
