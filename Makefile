@@ -69,7 +69,7 @@ bench: $(VENV)/.bench
 figures: $(VENV)/.figures
 	$(BIN)/python scripts/figures.py $(ARGS)
 
-# Three minutes: every fault against every backend, written into docs/reliability.md.
+# Some five minutes: every fault against every backend, written into docs/reliability.md.
 reliability: install
 	$(BIN)/python -m pytest tests/chaos --reliability docs/reliability.md $(ARGS)
 

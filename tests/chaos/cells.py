@@ -26,7 +26,7 @@ the error is awaited, and the weights of the survivors are compared. This page i
 
     make reliability
 
-It needs three minutes on two cores, no GPU, and no root. One row, or one cell, is made again by
+It needs some five minutes on two cores, no GPU, and no root. One row, or one cell, is made again by
 `pytest tests/chaos -k killed_between_updates`, or `-k "killed_between_updates and rpc"`.
 
 In a cell, the first time is from the fault (or from the call that meets it) to the error that names the worker; the

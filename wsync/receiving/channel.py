@@ -83,7 +83,7 @@ class WorkerSideChannel:
             self._join(connection, deadline)
         except ConnectionError as error:
             self.close()
-            raise _went_away(worker_idx) from error
+            raise _went_away(worker_idx, error) from error
         except BaseException as error:
             _leave(connection, f"{type(error).__name__}: {error}")
             self._connection = None
@@ -130,7 +130,7 @@ class WorkerSideChannel:
         try:
             self._open().attach(handler)
         except ConnectionError as error:
-            raise _went_away(self._worker) from error
+            raise _went_away(self._worker, error) from error
 
     def detach(self, handler: MessageHandler) -> None:
         """See ``ReceiveChannel``."""
@@ -161,14 +161,16 @@ class WorkerSideChannel:
         if message is None or message.kind is Kind.LEAVE:
             _log.debug("worker %d: the sender %s", self._worker, "has shut down" if message else "is gone")
             return Closed(finished=message is not None and message.version == 1)
+        reason = ""
         try:
             return self._event_of(message)
         except ConnectionError as error:
-            _log.debug("worker %d: %s", self._worker, error)
+            reason = str(error)
+            _log.debug("worker %d: %s", self._worker, reason)
         except ValueError as error:
             self.answer(Ack(self._worker, ANY_VERSION, f"it got an invalid message from the sender: {error}"))
         if self._connection is not None:
-            _leave(self._connection)
+            _leave(self._connection, reason)
         return Closed()
 
     def _event_of(self, message: Message) -> Event | None:
@@ -257,8 +259,8 @@ class WorkerSideChannel:
         self._layout = None
 
 
-def _went_away(worker: int) -> NotConnected:
-    return NotConnected(f"worker {worker}: the sender went away while this worker connected")
+def _went_away(worker: int, cause: ConnectionError) -> NotConnected:
+    return NotConnected(f"worker {worker}: the sender went away while this worker connected: {cause}")
 
 
 def _leave(connection: Connection, reason: str = "") -> None:
