@@ -7,7 +7,7 @@ import os
 import pickle
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
@@ -142,6 +142,22 @@ def test_a_partial_update_may_follow_a_transaction(kind: Callable[[], Any]) -> N
             wsync.synchronize({sender: model_of(2.0)})
             sender.send({"bias": torch.full((2,), 3.0)}, partial=True)
             assert model.weight.eq(2.0).all() and model.bias.eq(3.0).all()
+
+
+def test_a_transform_runs_once_for_each_send() -> None:
+    model, source, calls = nn.Linear(2, 2), model_of(1.0), list[int]()
+
+    def transform(weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        calls.append(1)
+        return weights
+
+    with wsync.SharedMemWeightSyncScheme(send_transform=transform) as sender:
+        sender.init_on_sender("policy", model=source, num_workers=1)
+        with connected(sender, model):
+            for worker in (None, None, 0, None, None):
+                calls.clear()
+                sender.send(worker_ids=worker)
+                assert len(calls) == 1
 
 
 def first_fails() -> FromMemory:

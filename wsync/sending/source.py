@@ -212,6 +212,8 @@ class Source:
             return self._reader.finder(given, layout)
         if not isinstance(given, nn.Module) or isinstance(given, TensorDictBase):
             return None
+        if any(one.device.type != "cpu" for one in given.parameters()):
+            return None  # the fast path packs tensors in main memory: the transform would run again for the full send
         return TransformedFinder(given, self._transformed_module, layout.names)
 
     def _transformed_module(self, module: nn.Module) -> Mapping[str, Tensor] | None:

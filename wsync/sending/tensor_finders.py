@@ -27,6 +27,10 @@ class TensorFinder(Protocol):
         """
         ...
 
+    def takes(self, given: object) -> bool:
+        """Return whether ``given`` has this form, without finding or transforming its tensors."""
+        ...
+
 
 class ModuleFinder:
     """Finds the tensors of one module, and does not keep the module alive.
@@ -46,6 +50,10 @@ class ModuleFinder:
     def find(self, given: object) -> TensorTree | None:
         """See ``TensorFinder``."""
         return self._tree if self._module() is given else None
+
+    def takes(self, given: object) -> bool:
+        """See ``TensorFinder``."""
+        return self._module() is given
 
 
 class TransformedFinder:
@@ -76,6 +84,10 @@ class TransformedFinder:
             return None
         return [weights[name] for name in self._names]
 
+    def takes(self, given: object) -> bool:
+        """See ``TensorFinder``."""
+        return self._module() is given
+
 
 @dataclass(slots=True)
 class TensorFinders:
@@ -104,7 +116,7 @@ class TensorFinders:
     def add(self, given: object, finder: TensorFinder) -> None:
         """Keep the finder of ``given``; it replaces an older one."""
         given = self.source_weights if given is None else given
-        others = [one for one in self._known if one.find(given) is None]
+        others = [one for one in self._known if not one.takes(given)]
         self._known = [finder, *others][:_MAX_FINDERS]
         if given is self.source_weights and isinstance(finder, ModuleFinder):
             self.source_tensors = finder.find(given)

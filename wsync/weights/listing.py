@@ -38,6 +38,10 @@ class Listing:
         found: list[Any] = []
         return [found[i] for i in self._order] if self._level.read(given, found) else None
 
+    def takes(self, given: object) -> bool:
+        """See ``TensorFinder``."""
+        return self._level.read(given, [])
+
 
 class Level:
     """One level of a nested TensorDict or mapping.
