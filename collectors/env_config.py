@@ -30,7 +30,7 @@ class EnvConfig:
     Attributes:
         id: as registered; ``module:id`` imports the module first.
         solved_at: mean return of 100 episodes that counts as solved; None: the known value of the id, if there is one.
-        max_episode_steps: episodes are truncated after this number of steps; None: the environment's own limit.
+        max_episode_steps: steps after which an episode is truncated, if the environment's own limit is not lower.
         kwargs: for ``gymnasium.make``.
         wrappers: put around each environment, the first one innermost: ``_target_`` and further arguments of each.
         make: instead of `id` and `kwargs`: the ``_target_`` and the arguments of a function that makes an environment.

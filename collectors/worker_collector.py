@@ -64,7 +64,8 @@ class WorkerCollector(BaseCollector):
         start: starts a pool of the given number of workers.
         policy_factory: makes the policy in each worker, instead of a copy of ``policy``; one for all, or a list with
             one for each worker.
-        frames_per_batch: frames of a batch, over all workers (asynchronous: of one worker).
+        frames_per_batch: frames of a batch, over all workers (asynchronous: of one worker); the share of each is
+            rounded up to whole steps of its environments.
         total_frames: frames after which iteration ends; -1: no end.
         device: of the acting policies; one for all, or one per worker.
         storing_device: of the batches.

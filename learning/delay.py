@@ -15,6 +15,7 @@ class WeightDelay:
     This is a weight sync with a long latency and enough bandwidth: every version arrives, in order, and late. Until the
     first one is due, workers act with the weights that they were started with. Versions count what is sent, so the
     staleness of a frame is the newest version sent, plus the number held back (``len``), less the frame's version.
+    Versions held back are not saved: a resumed run starts with the newest weights, and the delay grows anew.
 
     Args:
         updates: number of updates; 0: nothing is held back.

@@ -48,7 +48,9 @@ class Moments(nn.Module):
 
 
 class ObservationNormalizer(nn.Module):
-    """Observations with mean 0 and standard deviation 1, clipped; images, choices and action masks are left.
+    """Observations with mean 0 and standard deviation 1, clipped.
+
+    Images, action masks, and every part with the bounds 0 and 1 (one-hot, binary, rescaled) are left.
 
     Without an update, observations are only clipped to the range.
 

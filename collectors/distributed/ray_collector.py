@@ -205,13 +205,13 @@ class RayPool(CallPool[RayWorker]):
         self._placed = False
         self._resources, self._timeout = dict(resources), timeout
         remote: Any = ray.remote
-        kind = remote(concurrency_groups={"weights": 1, "lifetime": 1})(RayWorkerActor)
-        self._kind = kind.options(**{"num_cpus": 0, **resources, "scheduling_strategy": scheduling_strategy})
         try:
+            kind = remote(concurrency_groups={"weights": 1, "lifetime": 1})(RayWorkerActor)
+            self._kind = kind.options(**{"num_cpus": 0, **resources, "scheduling_strategy": scheduling_strategy})
             for i in range(count):
                 self.start_worker(i)
             self._wait_for_actors()
-        except BaseException:  # also Ctrl-C: the actors that have been started are ended
+        except BaseException:  # also Ctrl-C: the cluster and the actors that have been started are ended
             self.close()
             raise
 

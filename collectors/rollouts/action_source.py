@@ -207,6 +207,10 @@ def _outputs(output: TensorDictBase, keys: Collection[Key] | None) -> tuple[dict
     """Return the outputs of a policy that are stored, and the function that reads them."""
     if not isinstance(output, TensorDictBase | Mapping):
         raise UnusablePolicy(f"the policy returned a {type(output).__name__}, not the TensorDict that it was given")
+    if "mask" in output and (keys is None or "mask" in keys):
+        raise ValueError(
+            'the policy wrote "mask", which tells the frames of a batch from rows that are none: rename it'
+        )
     outputs: dict[Key, torch.Tensor] = {
         key: value
         for key, value in output.items()

@@ -12,7 +12,8 @@ from collectors.environments.step_wrappers import Steps
 from collectors.rollouts.columns import Columns, Key
 
 IS_INIT = "is_init"
-"""Whether a frame is the first of an episode: bool ``[*B, 1]``, an input of a recurrent policy."""
+"""Whether the policy's state starts anew at a frame: at the first one of an episode, at every frame with a random
+action, and at the first one after these. bool ``[*B, 1]``, an input of a recurrent policy."""
 
 
 class RecurrentState:

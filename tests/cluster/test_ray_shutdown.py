@@ -47,6 +47,12 @@ def test_a_ray_that_does_not_start_is_a_connection_error_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_wrong_options_of_actors_leave_no_cluster() -> None:
+    with pytest.raises(ValueError, match="gpu"):
+        RayCollector([lambda: GymEnv("CartPole-v1")], frames_per_batch=8, resources={"gpu": 1})
+    assert not ray.is_initialized()
+
+
 def test_what_ray_shutdown_has_ended_says_so_and_lets_the_next_ray_be() -> None:
     idle = RayCollector([lambda: GymEnv("CartPole-v1")], frames_per_batch=8)  # has started the cluster
     asked = RayCollector([lambda: GymEnv("CartPole-v1")], frames_per_batch=8)

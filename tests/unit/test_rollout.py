@@ -457,6 +457,8 @@ def test_bad_input_raises_a_clear_error() -> None:
     env = GymEnv("CartPole-v1")
     with pytest.raises(ValueError, match=r"the policy wrote \['logits'\]"):
         Rollout(env, lambda td: td.set("logits", torch.zeros(2))).buffer(2)
+    with pytest.raises(ValueError, match='the policy wrote "mask"'):
+        Rollout(env, lambda td: td.set("action", torch.zeros(2)).set("mask", torch.ones(2))).buffer(2)
     with pytest.raises(TypeError, match="the policy returned a NoneType, not the TensorDict"):
         Rollout(env, lambda td: None).buffer(2)
     with pytest.raises(ValueError, match="at least one step"):
