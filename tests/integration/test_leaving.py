@@ -94,8 +94,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-@pytest.mark.parametrize(("what", "said"), [("train", "told\n"), ("collect", "")])
+@pytest.mark.parametrize(("what", "said", "method"), [("train", "told\n", "fork"), ("collect", "", "spawn")])
 def test_a_trainer_that_multiprocessing_has_started_ends_as_well(
     tmp_path: Path, what: str, said: str, method: str
 ) -> None:
