@@ -11,6 +11,7 @@ The settings are in ``conf/``; ``python train.py --help`` prints them.
 import os
 import signal
 import sys
+import tempfile
 import time
 from importlib.util import find_spec
 from multiprocessing import forkserver, util
@@ -30,7 +31,11 @@ def start_fork_server() -> None:
     """
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the server
     forkserver.set_forkserver_preload(["collectors.workers.server_cleanup", "collectors.worker", "learning"])
+    usual = tempfile.gettempdir()
+    if len(usual) > 75:  # the path of the server's socket has at most 107 bytes: see collectors.workers.socket_paths
+        tempfile.tempdir = "/tmp"
     os.environ["WSYNC_FORK_SERVER_FOLDER"] = util.get_temp_dir()
+    tempfile.tempdir = usual
     forkserver.ensure_running()
     del os.environ["WSYNC_FORK_SERVER_FOLDER"]
     signal.signal(signal.SIGINT, signal.SIG_DFL if handler is signal.default_int_handler else handler)

@@ -131,7 +131,7 @@ def _own_parameters(chosen: Mapping[str, str], folders: Sequence[Path]) -> Param
         if target is not None:
             try:
                 names = validation.own_settings(group, get_object(target))
-            except Exception:  # noqa: BLE001  (of any module; Hydra reports it when the option is used)
+            except ImportError:  # also of an error in the module; Hydra reports it when the option is used
                 continue
             if names is not None:
                 found[group] = target, names

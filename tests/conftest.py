@@ -6,7 +6,9 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from wsync.testing.workers import PRELOADED_MODULES
 
 settings.register_profile("long", max_examples=3_000, deadline=None)  # pytest --hypothesis-profile=long
 torch.set_num_threads(1)
-os.environ["OMP_NUM_THREADS"] = "1"  # in programs and actors as well, whose threads would wait for each other
+os.environ["OMP_NUM_THREADS"] = "1"  # in programs and actors as well: more threads than cores slow each other down
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="wsync-tests-")  # no key file in the user's home
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 os.environ.update(RAY_worker_niceness="0")  # with 15, Ray's default, an actor starves beside two processes of tests
@@ -26,6 +28,24 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 PRELOADED_MODULES.extend(["collectors.worker", "learning.config"])
 forkserver.set_forkserver_preload(PRELOADED_MODULES)  # one server starts all workers
+
+OWN_CLUSTERS = tuple(f"tests/cluster/test_{name}" for name in ("launch_ray", "ray_shutdown", "train_stops"))
+"""Files whose tests start Ray clusters of their own."""
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder for sockets, whose paths have at most 107 bytes; that of ``tmp_path`` may leave too few."""
+    with tempfile.TemporaryDirectory(prefix="w", dir="/tmp", ignore_cleanup_errors=True) as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def long_path(tmp_path: Path) -> Path:
+    """A folder in which no path of a socket is short enough."""
+    path = tmp_path / ("long" * 25)
+    path.mkdir()
+    return path
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -50,8 +70,8 @@ class SharedResources(LoadScopeScheduling):
 
 def needs_ray(nodeid: str) -> bool:
     """Whether a test belongs to those that share a Ray cluster: its file, class or parameters say so."""
-    if nodeid.startswith(("tests/cluster/test_launch", "tests/cluster/test_ray_shutdown", "tests/cluster/test_train")):
-        return False  # with clusters of their own
+    if nodeid.startswith(OWN_CLUSTERS):
+        return False
     return nodeid.startswith("tests/cluster/") or "TestRay" in nodeid or nodeid.endswith("[ray]")
 
 

@@ -132,7 +132,7 @@ def make_receiver(
     if cascade is not None and not scheme.acknowledges:
         raise ValueError(
             f"the context of '{model_id}' passes updates on to workers of its own, so a finished send needs their "
-            "acknowledgements: give the scheme acknowledge='installed'"
+            "acknowledgements: use initiator='sender', with shared_mem also acknowledge='installed', and not a store"
         )
     channel = scheme._open_receiver(model_id)
     transform = compose(scheme.receive_transform, "receive_transform")

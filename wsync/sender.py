@@ -36,7 +36,7 @@ class Sender:
 
     Args:
         channel: the connections to the workers, and the memory or transports that carry the weights.
-        source: where weights come from when a call is given none.
+        source: where weights come from when a call is given none; kept as an attribute.
         num_workers: how many workers there are.
         timeout: seconds for ``connect`` and ``send``; None for no limit.
         delivers_at_connect: whether the first weights are delivered by ``connect``, or by the first ``send``.
@@ -44,9 +44,6 @@ class Sender:
             guaranteed to use it; no acknowledgements are awaited.
         on_request: with ``initiator="receiver"``: workers request updates, and ``send`` waits for no worker.
         record: called with the report of each finished update.
-
-    Attributes:
-        source: the ``source`` that was given.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from typing import Any
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from wsync.control import Connection, Kind, Message
-from wsync.control.messages import reason_in
+from wsync.control.messages import why_ended
 from wsync.deadlines import deadline_in, remaining, wait_readable
 from wsync.errors import NotConnected, SyncTimeout
 from wsync.transport import Closable, FlatTransport, TransportBackend
@@ -194,8 +194,7 @@ class TransportSetup:
 
     def _take(self, message: Message | None) -> None:
         if message is None or message.kind is Kind.LEAVE:
-            reason = "" if message is None else reason_in(message)
-            raise NotConnected(f"worker {self._worker}: {self._connection.peer} closed the connection{reason}")
+            raise NotConnected(f"worker {self._worker}: {why_ended(self._connection.peer, message)}")
         if message.kind is Kind.STORE:
             self._store.put(*_key_and_value(message))
         else:

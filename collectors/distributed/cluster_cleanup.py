@@ -21,7 +21,7 @@ _GRACE = 2.0  # seconds in which a process has to end
 
 
 def users_of(folder: str) -> set[int]:
-    """Return the other processes whose command line names ``folder``, or which have a file in it open."""
+    """Return the other processes that name ``folder`` in their command line, or have a file in it open."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:

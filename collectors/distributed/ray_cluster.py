@@ -17,6 +17,7 @@ from typing import Any
 import ray
 
 from collectors.distributed import cluster_cleanup
+from collectors.workers.socket_paths import room_for_socket
 
 _CONNECT_TIMEOUT = 5.0  # seconds in which an address has to answer
 
@@ -73,7 +74,8 @@ class Cluster:
         self._started = True
         if address == "local":
             # Used by this process alone: no dashboard, no usage reports, and the logs are removed with it.
-            folder = tempfile.mkdtemp(prefix="wsync-ray-")
+            with room_for_socket("wsync-ray-12345678/session_2000-01-01_00-00-00_123456_1234567/sockets/plasma_store"):
+                folder = tempfile.mkdtemp(prefix="wsync-ray-")
             command = [sys.executable, "-I", "-S", cluster_cleanup.__file__, folder]
             self._cleanup = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import util
 
+from collectors.workers.socket_paths import room_for_socket
+
 FOLDER = "WSYNC_FORK_SERVER_FOLDER"  # environment variable of the server
 
 
@@ -24,7 +26,8 @@ def folder_named() -> Iterator[None]:
     if multiprocessing.parent_process() is not None:
         yield
         return
-    os.environ[FOLDER] = util.get_temp_dir()
+    with room_for_socket("pymp-12345678/listener-12345678"):
+        os.environ[FOLDER] = util.get_temp_dir()
     try:
         yield
     finally:

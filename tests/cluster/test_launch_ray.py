@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,25 +18,25 @@ SMALL = ["num_workers=1", "total_frames=64", "frames_per_batch=32", "num_envs=2"
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """Of a user whose head runs."""
+def environment(tmp_path: Path, short_path: Path) -> Iterator[dict[str, str]]:
+    """A running head, and the variables with which a run joins it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    folder = tempfile.mkdtemp(prefix="wsync-ray-")  # the path of a socket has 107 bytes at most
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     names = {"HOME": str(tmp_path), "PATH": path, "PORT": port, "PYTHON": sys.executable, "PYTHONUNBUFFERED": "1"}
-    command = [LAUNCH, "head", "--block", "--num-cpus=1", "--include-dashboard=false", f"--temp-dir={folder}"]
+    command = [LAUNCH, "head", "--block", "--num-cpus=1", "--include-dashboard=false", f"--temp-dir={short_path}"]
     head = subprocess.Popen(
         command, env={**os.environ, **names}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
-    assert head.stdout is not None
-    assert any("Ray runtime started" in line for line in head.stdout), "the head did not start"
-    yield {**names, "HEAD": f"127.0.0.1:{port}"}
-    head.terminate()
-    head.communicate(timeout=100)
+    try:
+        assert head.stdout is not None
+        assert any("Ray runtime started" in line for line in head.stdout), "the head did not start"
+        yield {**names, "HEAD": f"127.0.0.1:{port}"}
+    finally:
+        head.terminate()
+        head.communicate(timeout=100)
     assert left_of(head.pid) == []
-    shutil.rmtree(folder)
 
 
 def run(folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -304,13 +303,6 @@ def test_rounds_of_start_and_stop_leave_nothing(family):
     for sync in (True, False):
         round_of(sync)
     assert count() == before
-
-
-@pytest.fixture
-def short_path():
-    """A folder with a name that leaves room for Ray's sockets."""
-    with tempfile.TemporaryDirectory(prefix="w", dir="/tmp", ignore_cleanup_errors=True) as path:
-        yield path
 
 
 SCRIPT = """

@@ -22,6 +22,7 @@ START_TIMEOUT = 110.0
 """Seconds until an actor's process has started: it imports torch, while other processes do as well."""
 
 SPARE_ACTORS = 2
+"""How many actors are started ahead of the tests that need them."""
 
 
 def start_cluster(address: str = "local") -> None:

@@ -104,24 +104,23 @@ def test_sigterm_ends_the_jobs_of_joblib_as_well(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_ctrl_c_leaves_no_process_of_submitit_and_no_temporary_folder(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_process_of_submitit_and_no_temporary_folder(tmp_path: Path, short_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs pip install -e '.[slurm]'")
-    (temporary := tmp_path / "tmp").mkdir()
     endless = ["total_frames=1000000000", "stop_when_solved=false", "collector=multi_sync", "seed=0,1"]
     command = [sys.executable, str(ROOT / "train.py"), *SHORT[:-1], *endless, "hydra/launcher=submitit_local", "-m"]
     sweep = subprocess.Popen(
         [*command, f"hydra.sweep.dir={tmp_path}/sweep"], cwd=tmp_path, text=True, start_new_session=True,
-        env={**os.environ, "TMPDIR": str(temporary)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**os.environ, "TMPDIR": str(short_path)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
         while sum(path.stat().st_size > 0 for path in tmp_path.glob("sweep/*/metrics.jsonl")) < 2:
             with pytest.raises(subprocess.TimeoutExpired):  # it goes on
                 sweep.wait(0.1)
-        assert [*temporary.glob("pymp-*")]
+        assert [*short_path.glob("pymp-*")]
         os.killpg(sweep.pid, signal.SIGINT)  # as the terminal does
         sweep.communicate(timeout=60)  # until every process has closed its output
         assert sweep.returncode == 128 + signal.SIGINT
-        assert not left_of(sweep.pid, 30.0) and not [*temporary.glob("pymp-*")]
+        assert not left_of(sweep.pid, 30.0) and not [*short_path.glob("pymp-*")]
     finally:
         if left_of(sweep.pid, 0.0):
             os.killpg(sweep.pid, signal.SIGKILL)

@@ -154,10 +154,11 @@ def test_cartpole_is_solved(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # for SIGHUP and SIGTERM: tests/unit/test_stop.py
-def test_ctrl_c_stops_it_cleanly(tmp_path: Path) -> None:
+def test_ctrl_c_stops_it_cleanly(tmp_path: Path, long_path: Path) -> None:
     process = subprocess.Popen(
         command(tmp_path, "total_frames=100_000_000", "stop_when_solved=false"),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment(), cwd=ROOT,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT,
+        env=environment(TMPDIR=str(long_path)),
     )  # fmt: skip
     assert process.stdout is not None
     for line in process.stdout:
@@ -176,12 +177,10 @@ def test_ctrl_c_stops_it_cleanly(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_during_the_imports_just_ends(tmp_path: Path) -> None:
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
+def test_ctrl_c_during_the_imports_just_ends(tmp_path: Path, short_path: Path) -> None:
     process = subprocess.Popen(
         command(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        env=environment(TMPDIR=str(temporary)),
+        env=environment(TMPDIR=str(short_path)),
     )  # fmt: skip
     maps = Path(f"/proc/{process.pid}/maps")
     while "libtorch" not in maps.read_text():
@@ -189,25 +188,25 @@ def test_ctrl_c_during_the_imports_just_ends(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     out, _ = process.communicate(timeout=250)
     assert (process.returncode, out) == (-signal.SIGINT, "")
-    assert not left_of(process.pid, 30.0) and not list(temporary.iterdir())
+    assert not left_of(process.pid, 30.0) and not list(short_path.iterdir())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGINT), (signal.SIGKILL,)], ids=["twice", "kill"])
-def test_a_run_that_ends_at_once_leaves_no_temporary_folder(tmp_path: Path, numbers: tuple[signal.Signals]) -> None:
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
+def test_a_run_that_ends_at_once_leaves_no_temporary_folder(
+    tmp_path: Path, short_path: Path, numbers: tuple[signal.Signals]
+) -> None:
     process = subprocess.Popen(
         command(tmp_path, "total_frames=100_000_000", "stop_when_solved=false"),
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
-        env=environment(TMPDIR=str(temporary)),
+        env=environment(TMPDIR=str(short_path)),
     )  # fmt: skip
     assert process.stdout is not None and any(line.startswith("frames ") for line in process.stdout)
     for number in numbers:
         process.send_signal(number)
     process.communicate(timeout=250)
     assert process.returncode in (130, -signal.SIGKILL)
-    assert not left_of(process.pid, 30.0) and not list(temporary.iterdir())
+    assert not left_of(process.pid, 30.0) and not list(short_path.iterdir())
 
 
 INTERRUPTING = """

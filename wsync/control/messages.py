@@ -90,9 +90,14 @@ class Message(NamedTuple):
         return header + self.payload if self.payload else header
 
 
-def reason_in(leave: Message) -> str:
-    """Return the reason in a ``LEAVE`` message, after a colon; empty if it has none."""
-    return ": " + leave.payload.decode(errors="replace") if leave.payload else ""
+def why_ended(peer: str, message: Message | None) -> str:
+    """Return why a connection has ended: ``message`` was received last, None if it just ended."""
+    if message is None:
+        return f"{peer} died, or its connection broke"
+    if message.kind is not Kind.LEAVE:
+        return f"{peer} sent an unexpected message {message.kind.name}"
+    reason = f": {message.payload.decode(errors='replace')}" if message.payload else ""
+    return f"{peer} has shut down its side{reason}"
 
 
 def payload_length(header: bytes | bytearray) -> int:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from wsync.control.interfaces import Connection, ConnectionCallbacks, ConnectionSource
-from wsync.control.messages import PROTOCOL, Kind, Message, reason_in
+from wsync.control.messages import PROTOCOL, Kind, Message, why_ended
 from wsync.deadlines import NOW, deadline_in, milliseconds, wait_readable
 from wsync.errors import SyncTimeout, WorkerDied, join_indices
 from wsync.types import Ack
 
 _log = logging.getLogger(__name__)
-# What ``read`` accepts. ROUTE and STORE are read by ``on_accepted``, inside ``reading_directly``.
+# What is processed here. ROUTE and STORE are processed by ``on_accepted``, inside ``reading_directly``.
 _ANSWERS = frozenset((Kind.ACK, Kind.PREPARED, Kind.FAILED, Kind.SLOT_FREED, Kind.REQUEST))
 _LEAVE_TIMEOUT = 5.0  # seconds to get the queued messages, and then a LEAVE, into the sockets of all workers
 
@@ -260,15 +260,15 @@ class WorkerConnections:
         connection = self._connections[worker]
         # If only the pidfd is readable, read the socket first: the worker may have answered before it exited.
         readable = fd == connection.fileno() or wait_readable([connection.fileno()], NOW)
-        message = connection.receive() if readable else None
-        if message is None or message.kind not in _ANSWERS:
-            self.mark_dead(worker, _disconnect_reason(connection, message))
-        else:
-            self.process(worker, message)
+        self.process(worker, connection.receive() if readable else None)
 
-    def process(self, worker: int, message: Message) -> None:
-        """Process an answer or a request of a worker; called directly for one that was not read by ``read``."""
-        if message.kind not in _ANSWERS or worker not in self._connections:
+    def process(self, worker: int, message: Message | None) -> None:
+        """Process what ``read`` or ``reading_directly`` received from a worker; None: its connection has ended."""
+        connection = self._connections.get(worker)
+        if connection is None:
+            return
+        if message is None or message.kind not in _ANSWERS:
+            self.mark_dead(worker, why_ended(connection.peer, message))
             return
         known = self._answers.get(worker)  # an answer that the worker repeats may arrive after a newer one
         if message.kind not in (Kind.SLOT_FREED, Kind.REQUEST) and (known is None or known.version <= message.version):
@@ -295,12 +295,3 @@ class WorkerConnections:
             self._poll.unregister(descriptor)
         self._callback_of.clear()
         self._source.close()
-
-
-def _disconnect_reason(connection: Connection, message: Message | None) -> str:
-    """Return why a connection is closed, given what was read from it last."""
-    if message is None:
-        return f"{connection.peer} died, or its connection broke"
-    if message.kind is Kind.LEAVE:
-        return f"{connection.peer} has shut down its side{reason_in(message)}"
-    return f"{connection.peer} sent an unexpected message {message.kind.name}"

@@ -125,8 +125,9 @@ class WorkerSideChannel:
 
     def attach(self, handler: MessageHandler) -> None:
         """See ``ReceiveChannel``; processes messages that have arrived already."""
-        while self._early and handler.on_readable():
-            pass
+        while self._early:
+            if not handler.on_readable():
+                return  # it has closed the connection
         try:
             self._open().attach(handler)
         except ConnectionError as error:

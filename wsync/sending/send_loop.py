@@ -11,6 +11,7 @@ from wsync.control.workers import WorkerConnections
 from wsync.deadlines import NOW, wait_readable
 
 _log = logging.getLogger(__name__)
+_JOIN_TIMEOUT = 2.0  # seconds; longer only while a thread of the trainer waits for workers, with the lock
 
 
 class SendLoop:
@@ -73,5 +74,7 @@ class SendLoop:
         """Wait for the thread to end. Called without the lock; by the thread itself if it runs a finalizer."""
         thread = self._thread
         if thread is not None and thread.ident is not None and thread is not threading.current_thread():
-            thread.join()
+            thread.join(_JOIN_TIMEOUT)
+            if thread.is_alive():
+                return  # it still uses the descriptor
         os.close(self._wake)
