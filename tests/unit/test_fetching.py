@@ -163,3 +163,15 @@ def test_the_shutdown_of_one_model_does_not_wait_for_the_fetch_of_another() -> N
 def test_a_model_connects_without_waiting_for_the_fetch_of_another() -> None:
     with too_old(), connected(Silent()) as (other, _):
         assert other.version == 0 and len(process_gate().hooks) == 2
+
+
+def test_a_worker_that_connects_anew_forgets_the_version_that_its_former_sender_named() -> None:
+    silent = Silent()
+    with connected(silent, timeout=0.5, initiator="receiver", max_staleness=0) as (worker, model):
+        silent.name_a_version()
+        with pytest.raises(wsync.SyncTimeout, match="version 9 did not come"):
+            while True:
+                model(model.weight)
+        silent.ends[-1].close()
+        worker.connect()
+        assert model(model.weight).shape == (2, 2)
