@@ -128,6 +128,19 @@ class ActorCritic(ABC):
         self.frames = state["frames"]
 
 
+def zero_gaps(batch: TensorDictBase) -> TensorDictBase:
+    """Return `batch` with observations of zero where its "mask" has no frame.
+
+    A gap follows the end of an episode; its observation is the episode's last one, which may have any values, e.g. NaN.
+    """
+    mask, observation = batch.get("mask", None), batch.get("observation")
+    if mask is None:
+        return batch
+    zeroed = observation.clone()
+    zeroed[~mask] = 0
+    return batch.copy().set("observation", zeroed)
+
+
 def _not_finite(batch: TensorDictBase) -> list[str]:
     """Return which inputs of `batch` are not finite; an observation after a terminated episode does not count."""
     step = batch.get("next")

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from learning.actor_critic import ActorCritic
+from learning.actor_critic import ActorCritic, zero_gaps
 from learning.networks import Policy
 from learning.vtrace import vtrace
 
@@ -107,6 +107,7 @@ class IMPALA(ActorCritic):
             Diverged: the statistics are not finite; the networks are unusable.
 
         """
+        batch = zero_gaps(batch)
         lr, epochs = self._begin_update(batch)
         trajectories = self._prepare(batch)
         steps = [step for _ in range(epochs) for step in self._epoch(trajectories)]

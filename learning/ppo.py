@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from learning.actor_critic import ActorCritic
+from learning.actor_critic import ActorCritic, zero_gaps
 from learning.gae import gae
 from learning.networks import Policy, evaluate
 from learning.recurrent import STATE, RecurrentCritic, RecurrentPolicy
@@ -119,6 +119,7 @@ class PPO(ActorCritic):
             Diverged: the statistics are not finite; the networks are unusable.
 
         """
+        batch = zero_gaps(batch)
         lr, epochs = self._begin_update(batch)
         clip = self._scheduled(self.clip, self.clip_final)
         frames, summary = self._prepare(batch)

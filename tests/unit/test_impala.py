@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -78,18 +79,19 @@ def test_minibatches_are_whole_trajectories() -> None:
 
 def test_masked_entries_of_a_batch_are_not_learnt_from() -> None:
     results = []
-    for content in (0.0, 1e6):
+    for content in (0.0, 1e6, math.nan):
         learner = learner_of()
         batch = batch_of(learner.policy, 4, 8)
         mask = torch.ones(4, 8, dtype=torch.bool)
         mask[:, 3] = False
         batch["mask"] = mask
-        batch["next", "reward"][:, 3] = content
+        batch["next", "reward"][:, 3] = 0.0 if math.isnan(content) else content
+        batch["observation"][:, 3] = content
         batch["next", "done"][:, 3] = batch["next", "terminated"][:, 3] = False
         torch.manual_seed(1)
         results.append(learner.update(batch))
         assert learner.frames == 28
-    assert results[0] == results[1]
+    assert results[0] == results[1] == results[2]
 
 
 def test_a_minibatch_without_a_frame_is_left_out() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -122,18 +123,19 @@ def test_a_trunk_shared_by_policy_and_critic_is_one_parameter() -> None:
 def test_masked_entries_of_a_batch_are_not_learnt_from() -> None:
     """A reset step of a vector environment follows the end of an episode; its content has no effect."""
     results = []
-    for content in (0.0, 1e6):
+    for content in (0.0, 1e6, math.nan):
         learner = learner_of(epochs=1, minibatch_size=64)
         batch = batch_of(learner, 4, 8)
         mask = torch.ones(4, 8, dtype=torch.bool)
         mask[:, 3] = False
         batch["mask"] = mask
-        batch["next", "reward"][:, 3] = content
+        batch["next", "reward"][:, 3] = 0.0 if math.isnan(content) else content
+        batch["observation"][:, 3] = content
         batch["next", "done"][:, 3] = batch["next", "terminated"][:, 3] = False
         torch.manual_seed(1)
         results.append(learner.update(batch))
         assert learner.frames == 28
-    assert results[0] == results[1]
+    assert results[0] == results[1] == results[2]
 
 
 def test_schedules_fall_on_a_line_and_stay() -> None:
