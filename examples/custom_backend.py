@@ -63,7 +63,7 @@ class DirectoryScheme(WeightSyncScheme):
 
     def create_transport(self, worker_idx: int | None = None) -> DirectoryTransport:
         """Return the transport to (or in) a worker."""
-        return DirectoryTransport(self.folder / f"{self.model_id}-{worker_idx or 0}.pt")
+        return DirectoryTransport(self.folder / f"{self.model_id}-{worker_idx}.pt")
 
 
 class TestDirectory(BackendContract):
@@ -80,8 +80,10 @@ class TestDirectory(BackendContract):
     def starve(self, session: Session) -> Iterator[None]:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))  # no file of more than 1 MiB, as on a full disk
-        yield
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def follow(scheme: DirectoryScheme, worker_idx: int) -> None:

@@ -39,8 +39,11 @@ def config_folders(argv: Sequence[str]) -> list[Path]:
 def resume_command(script: str, run: HydraConf) -> str:
     """Return the command that continues a run of `script`, without the folder of the run at its end.
 
-    The command line of this process is not read: a launcher's job has one of its own.
+    The command line of this process is not read: a launcher's job has one of its own. What has started a run on several
+    machines is not known here, so of such a run this returns a description.
     """
+    if "collector.launcher=join" in run.overrides.task:
+        return "the command that started it on each machine, on the first one with resume="
     folders = [word for folder in _folders_named(run) for word in ("--config-dir", shown(folder))]
     return shlex.join(["python", shown(script), *folders]) + " resume="
 

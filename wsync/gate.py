@@ -68,8 +68,8 @@ class Gate:
     def call_with_deadline(self, deadline: float | None, function: Callable[..., Any], *args: Any) -> Any | None:
         """Wait for the gate until ``deadline``, and call ``function`` inside it. None if that was not in time.
 
-        Called by the thread in ``receive()``. The lock is always released, because a signal handler may raise just
-        after it was acquired. So this must not be called inside the gate: a surplus release would open it.
+        Called by the thread in ``receive()``, and never inside the gate: the lock is released at the end even if this
+        call did not acquire it (a signal handler may raise just after ``acquire``, which is not noticed).
         """
         lock, left = self.gate_lock.lock, remaining(deadline)
         try:
@@ -200,7 +200,8 @@ def _gated_class(original: type[nn.Module]) -> type[nn.Module]:
     metaclass: Any = type(original)
     gated = metaclass(original.__name__, (nn.Module,), namespace)
     try:
-        gated.__bases__ = (original,)  # in a second step: without the user's `__init_subclass__`, which may register it
+        # In a second step: an `__init_subclass__` of the user's, which may keep a list of subclasses, is not called.
+        gated.__bases__ = (original,)
     except TypeError:  # original has another layout in memory (`__slots__`)
         return metaclass(original.__name__, (original,), namespace)
     return gated

@@ -8,6 +8,8 @@ from typing import Literal, TypedDict, Unpack
 
 from wsync.transforms.chain import Transform
 
+__all__ = ["SchemeOptions"]
+
 
 class SchemeOptions(TypedDict, total=False):
     """What the ``__init__`` of a backend's scheme hands on: ``**options: Unpack[SchemeOptions]``."""

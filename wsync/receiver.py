@@ -32,8 +32,8 @@ class Receiver:
     that wait in ``receive``. ``channel`` is the connection to the sender.
 
     Threads: the worker's own threads call all methods, with one exception: after ``begin_connect`` the receiver thread
-    calls ``connect`` (``BackgroundConnect``). Gate: ``weights`` and ``make_writable`` are called inside it, the other
-    methods outside; properties are read anywhere.
+    calls ``connect`` (``BackgroundConnect``) and, if that fails, ``close``. Gate: ``weights`` and ``make_writable`` are
+    called inside it, the other methods outside; properties are read anywhere.
 
     Args:
         destination: what takes the weights. A module is gated from ``begin_connect`` or ``connect`` on.
@@ -84,8 +84,12 @@ class Receiver:
         self._reset()
         descriptors = self._channel.begin_connect(worker_idx, deadline_in(timeout))
         self._state.begin()
-        with without_waiting_for_versions():  # see `_gate_or_refuse`
-            process_gate().call(gated_models.add, self.updater)
+        try:
+            self._gate_model()
+        except BaseException:
+            self._state.close(finished=False)
+            self.close()
+            raise
         return descriptors
 
     def connect(self, worker_idx: int, timeout: float | None) -> None:
@@ -97,7 +101,8 @@ class Receiver:
             LayoutMismatch: its weights do not fit the model.
             RuntimeError: this worker is connected already; the existing connection is kept. Or inside the gate, where
                 the first weights could not be installed.
-            Exception: whatever else the model raised. The sender gets every such error too.
+            WeightSyncError: the model raised an error as it took the first weights; has the traceback. The sender gets
+                every such error, too.
         """
         if process_gate().held_here:
             raise RuntimeError("call connect() outside any forward and any wsync.gate() block")
@@ -118,11 +123,15 @@ class Receiver:
     def _gate_or_refuse(self) -> None:
         try:
             self.updater.require_fit()
-            with without_waiting_for_versions():  # entering the gate runs hooks of *other* models, which might wait
-                process_gate().call(gated_models.add, self.updater)
+            self._gate_model()
         except Exception:
             self._channel.answer(Ack(self.updater.worker_idx, ANY_VERSION, traceback.format_exc()))
             raise
+
+    def _gate_model(self) -> None:
+        # Entering the gate runs the hooks of all models, and a hook of another one may wait for a version.
+        with without_waiting_for_versions():
+            process_gate().call(gated_models.add, self.updater)
 
     def _install_first_weights(self) -> None:
         arena, policy = self._channel.arena, self.updater.install_policy
@@ -133,7 +142,7 @@ class Receiver:
             self._hooks.append(RegisteredBufferBinder(memory, self.updater))
         for hook in self._hooks:
             process_gate().attach(hook)
-        with without_waiting_for_versions():  # see `_gate_or_refuse`
+        with without_waiting_for_versions():  # see `_gate_model`
             policy.install_now()
         # If `connect` brought no first weights, the error belongs to an update that was sent in the meantime: the
         # sender gets it as the answer to that update, so it is not raised here.
@@ -207,9 +216,9 @@ class Receiver:
         return self._state.wait_next(timeout, take or self.weights)
 
     def pull(self, timeout: float | None) -> int:
-        """Install the newest version.
+        """Install the newest version that the sender has, or the first one if it has none yet.
 
-        Waits up to ``timeout`` seconds: until it has arrived; if the sender has sent none yet, for the first one.
+        Waits up to ``timeout`` seconds for it.
 
         Raises:
             NotConnected: the sender is gone, and there has been no version.

@@ -32,7 +32,8 @@ def register_backend(name: str, scheme: str) -> None:
     """Add a backend. Registering the same one again is harmless.
 
     Args:
-        name: as in ``WeightSyncScheme.from_backend``; ``weight_sync=<name>`` of ``train.py`` needs an entry point.
+        name: as in ``WeightSyncScheme.from_backend``. ``weight_sync=<name>`` of ``train.py`` needs an entry point or a
+            YAML file instead (``docs/backends.md``), as ``train.py`` starts before this is called.
         scheme: import string of the scheme's class, ``"mypackage.module:MyScheme"``.
 
     Raises:

@@ -136,6 +136,9 @@ class Role:
     def make_writable(self) -> None:
         """Move the model's parameters out of shared memory, which must not be written. Called inside the gate."""
 
+    def require_closable(self) -> None:
+        """Raise ``RuntimeError`` where ``close`` would wait for ever."""
+
     def close(self) -> None:
         """Release this end."""
 
@@ -238,8 +241,7 @@ class ReceiverRole(Role):
         if index is None:
             raise ValueError("worker_idx is missing: give it to init_on_receiver() or connect()")
         self.receiver.connect(index, timeout)
-        if not acknowledges:
-            # The next forward installs an update: the sender need only wake a worker with a thread in receive().
+        if not acknowledges:  # the next forward installs an update: only a thread in receive() has to be woken
             self.receiver.wake_only_for_receive()
 
     @property
@@ -265,14 +267,13 @@ class ReceiverRole(Role):
         """See ``Role``."""
         self.receiver.make_writable()
 
-    def close(self) -> None:
-        """See ``Role``.
-
-        Raises:
-            RuntimeError: inside the gate: the receiver thread may be waiting for it, so this would deadlock.
-        """
+    def require_closable(self) -> None:
+        """See ``Role``: the receiver thread, which ``close`` waits for, may be waiting for the gate."""
         if process_gate().held_here:
             raise RuntimeError("call shutdown() outside any forward and any wsync.gate() block")
+
+    def close(self) -> None:
+        """See ``Role``."""
         if self.background_connect is not None:
             self.background_connect.close()
         self.receiver.close()
@@ -294,7 +295,7 @@ def prepared_weights(role: Role, weights: Any, model_id: str, strategy: WeightSt
 def close_when_abandoned(role: SenderRole) -> None:
     """Close the channel of ``role`` when its scheme is garbage-collected, or this process ends, without ``shutdown``.
 
-    A trainer that ends by an error has not shut down. ``multiprocessing`` then joins its child processes, which may be
-    waiting for weights. Finalizers of ``multiprocessing`` run before that; a forked child inherits none.
+    At the end of a trainer, ``multiprocessing`` joins its child processes, which may be waiting for weights. Its
+    finalizers run before that; a forked child inherits none.
     """
     util.Finalize(role, role.channel.close, exitpriority=0)

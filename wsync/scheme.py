@@ -100,7 +100,7 @@ class WeightSyncScheme(SchemeBase):
             model_id: the model's name, and its path in ``context``.
             context: an object that has the model. If it has workers of its own, its ``cascade_weights(model_id)`` (or
                 ``update_policy_weights_``) is called after each update, before that is acknowledged: outside the gate,
-                by the receiver thread (with RPC: of the incoming call), or the thread in ``connect``.
+                by the receiver thread, by the thread in ``connect`` or, with RPC, by the thread of the incoming call.
             model: the model itself, or a mapping of tensors into which weights are copied. If a module's parameters are
                 in memory shared with another process, they are copied first.
             load: for an inference engine: called inside the gate, by the acting or receiver thread, with an iterator
@@ -262,17 +262,16 @@ class WeightSyncScheme(SchemeBase):
         """Release connections, memory and threads. Idempotent. A worker's model keeps its weights, in its own memory.
 
         Updates that were sent without waiting may not arrive any more: call ``wait_async`` first. On the sender this
-        waits, up to five seconds in all, until the workers' sockets have taken the messages that are queued.
+        waits until a call in another thread has ended; then up to five seconds until the workers' sockets have taken
+        the queued messages, and up to two for each thread of a transport. No other call may run in a worker meanwhile,
+        but ``receive`` and ``pull``, which it ends.
 
         Raises:
             RuntimeError: in a worker, inside the gate: the receiver thread may wait for it, so this would deadlock.
         """
+        self._role.require_closable()
         role, self._role = self._role, Role()
-        try:
-            role.close()
-        except RuntimeError:
-            self._role = role
-            raise
+        role.close()
         if isinstance(role, SenderRole):
             self._address = None  # a worker's stays valid: it may connect again
 

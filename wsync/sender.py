@@ -127,7 +127,7 @@ class Sender:
                 self._enable_fast(weights)
 
     def disconnect(self, worker: int) -> None:
-        """Treat a worker as dead: stop sending to it. Its replacement gets the last update sent to this index.
+        """Treat a worker as dead: stop sending to it. Its replacement gets the last update sent to it, or to all.
 
         Raises:
             ValueError: there is no such worker.
@@ -139,10 +139,10 @@ class Sender:
             self._members.remove([worker])
 
     def readmit(self, worker: int, sentinel: int | None = None, timeout: float | None = None) -> None:
-        """Accept a replacement for a dead worker. It gets the last update sent to its index, or to all workers.
+        """Accept a replacement for a dead worker. It gets the last update sent to that worker, or to all.
 
         Args:
-            worker: the dead worker's index. Updates to all workers are kept for it while no worker has this index.
+            worker: the dead worker's index. While no worker has it, updates to all are kept for the replacement.
             sentinel: a descriptor that becomes readable when the replacement's process ends.
             timeout: seconds; None for those of ``connect``.
 
@@ -243,7 +243,7 @@ class Sender:
             self._fast = fast
 
     def _complete(self, fast: FastCalls, unfinished: UnfinishedUpdate, began: float) -> SyncReport:
-        """Finish a fast update in which a worker died, failed, was late, or held its mutex in the arena."""
+        """Finish a fast update in which a worker died, failed, was late, or had its words locked (``shm/arena.py``)."""
         self._disable_fast()
         workers, timeout, version = self._members.present, self.timeout, self.version
         left = None if timeout is None else max(0.0, timeout - (time.perf_counter() - began))

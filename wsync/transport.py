@@ -49,10 +49,10 @@ class TransportBackend(Protocol):
         """Set up the sender's end.
 
         Called once per connection, before any ``send_weights``, in a dedicated thread of the trainer (another thread
-        calls ``send_weights``). May wait for the worker's end, which is set up at the same time. If it
-        raises anything, the worker counts as not connected: ``connect`` raises ``SyncTimeout``, which names the worker
-        and this error. If it has not returned by the deadline of ``connect``, or the worker dies before that,
-        ``close()`` is called, if there is one.
+        calls ``send_weights``). May wait for the worker's end, which is set up at the same time. If it raises anything,
+        the worker counts as not connected: ``connect`` raises ``SyncTimeout`` (for a ``NotConnected``: ``WorkerDied``),
+        which names the worker and this error. If it has not returned by the deadline of ``connect``, or the worker dies
+        before that, ``close()`` is called, if there is one.
         """
         ...
 
@@ -114,19 +114,19 @@ class TransportBackend(Protocol):
         Under a scheme it is called by the thread that reads the sender's messages: the receiver thread or, for the
         first weights, the thread in ``connect``. While it waits, that thread serves no other model of the process.
 
-        The medium may still have an older version, which was never received; a call then returns that one. So, for each
-        update:
+        The scheme compares the result with the update's checksum, as the medium may still have an older version, which
+        was never received. For each update:
 
-        1. It is called when the sender has announced the update, while ``send_weights`` runs or after it has returned.
-           If this first call returns the update's weights (recognised by their checksum), it is the only one.
-        2. Otherwise (it returned None or other weights, or raised) it is called again once ``send_weights`` has
-           returned: up to eight times, while each call returns other weights than the update's.
-        3. If a call of step 2 returns None or raises, or the eighth one returns other weights, the trainer raises
+        1. The first call comes when the sender announces the update; ``send_weights`` may still run. If it returns the
+           update's weights, no other call follows.
+        2. Otherwise (it returned None or older weights, or raised) it is called again once ``send_weights`` has
+           returned, and again after each older version: up to eight times.
+        3. If one of those calls returns None or raises, or all eight return older weights, the trainer raises
            ``WorkerFailed``.
 
         Args:
-            timeout: seconds; None for no limit. Under a scheme, what is left for the update, but at least a tenth of
-                the scheme's timeout.
+            timeout: seconds; None for no limit. Under a scheme with a timeout: what is left of that for the update, but
+                at least a tenth of it.
             weights: a buffer in the strategy's format, with the same layout as what ``send_weights`` is given; a
                 transport may copy the received tensors into it and return it, or return tensors of its own.
             model: None under a scheme; otherwise the weights are applied to it, inside ``wsync.gate()``.
@@ -152,7 +152,11 @@ class Transfer(Protocol):
     """The handle of an asynchronous transfer that is in progress (``torch.distributed.Work``)."""
 
     def wait(self, timeout: timedelta = ...) -> bool:
-        """Return when the transfer is complete; raises RuntimeError if it failed, or at the timeout."""
+        """Return when the transfer is complete; raises RuntimeError if it failed, or at the timeout.
+
+        Called in the worker, once, by the thread that reads the sender's messages, with the scheme's timeout. On the
+        sender it is not called: the worker's answer shows that the transfer is complete.
+        """
         ...
 
 
@@ -197,9 +201,9 @@ class FlatTransport(Protocol):
 
         Args:
             flat: ``uint8[nbytes]``; unchanged until the worker has answered.
-            transfers: an empty list. The transfer counts as begun once it is in the list. A signal handler (Ctrl-C) may
-                raise between two lines of Python; ``begin_send`` is then called again if the list is empty. So sending
-                and appending must be one call into C, which no signal handler interrupts:
+            transfers: an empty list, to which the transfer is appended. It is not returned, because a signal handler
+                (Ctrl-C) may raise before the caller has stored the result, and the transfer would be begun twice. For
+                the same reason, begin and append in one call into C, which no signal handler interrupts:
                 ``transfers.extend(map(group.send, [[flat]], [rank], [tag]))``.
 
         Raises:

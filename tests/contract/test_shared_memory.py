@@ -455,6 +455,38 @@ def apply_own_weights(state: WorkerState, value: float) -> float:
     return commands.output(state)[0]
 
 
+class Square(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, 3))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight.flatten()
+
+
+@pytest.mark.parametrize("where", ["send_transform", "device_map_fn"])
+def test_weights_that_are_changed_on_the_way_leave_the_buffers_as_they_are(shared: SharedMemory, where: str) -> None:
+    """A square is transposed: the result has the buffer's address and shape."""
+    values = torch.arange(9.0).reshape(3, 3)
+    weights = TensorDict({"weight": values.clone()}).share_memory_()
+    transposed = {"weight": weights["weight"].t()}
+    options = {"send_transform": lambda _: transposed} if where == "send_transform" else {}
+    init = {"device_map_fn": lambda *_: transposed} if where == "device_map_fn" else {}
+    with shared.workers(1) as workers, shared.make_scheme(timeout=30.0, **options) as scheme:
+        assert isinstance(scheme, wsync.SharedMemWeightSyncScheme)
+        scheme.register_shared_weights("policy", weights)
+        scheme.init_on_sender("policy", num_workers=1, **init)
+        workers[0].start(commands.join, scheme, Square, 0, "policy")
+        scheme.connect()
+        workers[0].result()
+        for _ in range(2):
+            assert workers[0].call(commands.output) == values.t().flatten().tolist()
+            assert weights["weight"].equal(values)
+            values += 1
+            weights["weight"].add_(1)
+            scheme.send()
+
+
 def test_no_forward_is_torn_by_sends_while_buffers_are_registered(shared: SharedMemory) -> None:
     weights = TensorDict.from_module(fill(TwoReads(), 1)).data.share_memory_()
     with shared.workers(1) as workers, shared.make_scheme(acknowledge="published", timeout=30.0) as scheme:

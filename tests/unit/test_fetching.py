@@ -15,7 +15,7 @@ from torch import nn
 import wsync
 from wsync.control import Connection, Kind, Message
 from wsync.control.connection import SocketConnection
-from wsync.control.messages import REQUEST
+from wsync.control.messages import REQUEST_NUMBER
 from wsync.control.settings import SenderSettings
 from wsync.deadlines import deadline_in, wait_readable
 from wsync.gate import process_gate
@@ -72,7 +72,7 @@ class Silent:
         sender.send(Message(Kind.ACCEPTED, 0, 0, SETTINGS))
 
     def name_a_version(self) -> None:
-        self.ends[-1].send(Message(Kind.NEWEST, 0, 9, REQUEST.pack(0)))
+        self.ends[-1].send(Message(Kind.NEWEST, 0, 9, REQUEST_NUMBER.pack(0)))
 
     def await_request(self) -> None:
         while True:

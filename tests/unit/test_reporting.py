@@ -411,6 +411,8 @@ def test_the_command_that_continues_names_script_and_config_folder(monkeypatch: 
     assert resume_command("/clone/train.py", run) == "python clone/train.py --config-dir home/me/my resume="
     run.runtime.config_sources.remove(own)
     assert resume_command("/clone/train.py", run) == "python clone/train.py resume="
+    run.overrides.task = ["collector.launcher=join"]
+    assert resume_command("/clone/train.py", run).endswith("on each machine, on the first one with resume=")
 
 
 def test_units() -> None:

@@ -144,7 +144,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         Where all of them lie in shared memory already (``share_memory_()``, ``memmap_()``), the parameters of workers
         that bind are bound to them: training them in place is seen by the next forward, without a ``send``, at the
         user's own risk (a forward may see part of a step). Buffers of the model (``BatchNorm``) are copied with each
-        ``send``, as always. With ``bind=False`` or ``per_worker_weights`` workers see what is sent.
+        ``send``, as always. Workers see only what is sent with ``bind=False``, ``per_worker_weights``,
+        ``send_transform`` or ``device_map_fn``.
 
         Raises:
             RuntimeError: the model has buffers already, or the scheme is initialised already.
@@ -186,7 +187,9 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         if mirror is None or self.per_worker_weights or not self.bind:
             return
         if isinstance(role, SenderRole) and isinstance(role.channel, SenderSideChannel):
-            role.sender.source.registered = role.channel.share_registered(snapshot(mirror).tensors)
+            source = role.sender.source
+            if not source.changes_weights:
+                source.registered = role.channel.share_registered(snapshot(mirror).tensors)
 
     def create_transport(self, worker_idx: Any = None) -> TransportBackend:
         """Return the transport to all workers; before ``init_on_sender``, one without a scheme.

@@ -182,9 +182,10 @@ class SocketConnection:
         return None
 
     def _check_proof(self) -> None:
-        shown, self._expected_proof, expected = self._read(len(self._expected_proof)), b"", self._expected_proof
-        if not hmac.compare_digest(shown, expected):
+        shown = self._read(len(self._expected_proof))
+        if not hmac.compare_digest(shown, self._expected_proof):
             raise NotConnected(f"{self._where} is not the sender of this run: it does not have the token")
+        self._expected_proof = b""
         identity = self._read(int.from_bytes(self._read(2), "little"))
         if not self._peer.descriptors:
             self._peer = PeerProcess(identity)

@@ -145,6 +145,9 @@ class Listener:
         except (ValueError, OSError):  # wrong credentials, or the client has disconnected
             self._drop(fd)
             return None
+        except BaseException:  # e.g. no thread could be started to watch it
+            self._drop(fd)
+            raise
         if accepted is not None:
             self._epoll.unregister(fd)
             del self._pending[fd]

@@ -13,7 +13,7 @@ HEADER = struct.Struct("<BxxxiQQdd")  # kind, worker, version, length of the pay
 HEADER_SIZE = HEADER.size
 MAX_HELLO = 1024  # bytes; the largest payload of a HELLO
 TRANSACTION = struct.Struct("<Q")  # number of a transaction, at the beginning of a payload
-REQUEST = struct.Struct("<Q")  # number of a request, in the payload of its answer
+REQUEST_NUMBER = struct.Struct("<Q")  # in the payload of the answer to a REQUEST
 
 
 class Kind(IntEnum):
@@ -26,12 +26,12 @@ class Kind(IntEnum):
     ACCEPTED = 1  # the worker is registered; version: of the weights that follow at once, or 0; payload: SenderSettings
     REFUSED = 2  # the worker is not registered; payload: the reason
     LAYOUT = 3  # the layout of the weights; payload: SenderSettings
-    # Install a version; payload: checksum and extra state if a FlatTransport or a DELTA brings the weights, else empty:
-    # BEGIN_RECEIVE had them (TransportBackend), or they are beside the slot (arena).
+    # Install a version. Payload, by what carries the weights: a FlatTransport or a DELTA: checksum and extra state;
+    # a TransportBackend: empty, as BEGIN_RECEIVE had both; the arena: empty, as both are stored beside the slot.
     UPDATE = 4
     PREPARE = 5  # check and keep a version; payload: the transaction, then the arena's slot, or UPDATE's payload
-    # Give up what was prepared (version: the number of its transaction, which is random); or, after a BEGIN_RECEIVE,
-    # stop receiving that version (version: the same as in the BEGIN_RECEIVE).
+    # Undo the message whose version it repeats: after a PREPARE, drop what was prepared (its version is the number of
+    # the transaction, which is random); after a BEGIN_RECEIVE, stop receiving.
     ABORT = 6
     # Install what was prepared; version: the number of the transaction. It is not sent to workers that read the arena:
     # for them the sender publishes the prepared slot.

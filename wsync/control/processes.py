@@ -15,8 +15,9 @@ from typing import Any
 from wsync.errors import WorkerDied
 
 Process = BaseProcess | subprocess.Popen[Any] | int
-"""A process of ``multiprocessing`` or ``subprocess``, or an integer: the number of an open descriptor that becomes
-readable when the process ends (``Process.sentinel``, a pidfd), and otherwise the id of a process on this machine."""
+"""A process of ``multiprocessing`` or ``subprocess``, or an integer. An integer that is an open descriptor is taken as
+one that becomes readable when the process ends (``Process.sentinel``, a pidfd); any other as the id of a process on
+this machine."""
 Processes = Sequence[Process] | Mapping[int, Process]
 """Those of all workers, in the order of their indices; or ``{worker_idx: process}`` of some."""
 

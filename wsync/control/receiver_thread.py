@@ -53,7 +53,7 @@ class MessageHandler(Protocol):
 class ReceiverThread:
     """The thread that waits for all connections of this process at once.
 
-    It runs while at least one handler is registered. Any thread may call the methods.
+    It runs from the first ``register`` until the last handler is unregistered. Any thread may call the methods.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class ReceiverThread:
                 except RuntimeError:  # the limit of threads
                     os.close(wake)
                     raise
-                self._wake, self._thread = wake, thread  # a thread that does not find itself here ends
+                self._wake, self._thread = wake, thread  # a thread ends when it is not ``_thread`` any more
 
     def unregister(self, handler: MessageHandler) -> None:
         """Stop calling ``handler``. On return the handler is not running, unless the handler itself called this."""

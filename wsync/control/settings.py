@@ -31,8 +31,8 @@ class SenderSettings:
 
     Attributes:
         layout: of the weights; None until the sender has some.
-        checksum: True if each update has a checksum, False if none has one, None if only those have one that a
-            transport carries (those in the arena have none).
+        checksum: which updates have a checksum: True: all; False: none; None, the default: those that a transport
+            carries, and not those in the arena.
         workers: the number of workers.
         generation: how many workers have connected with this index, including this one.
         arena_handle: where a process on the same machine finds the sender's arena of shared memory: process id, two

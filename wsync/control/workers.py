@@ -25,6 +25,7 @@ class WorkerConnections:
 
     This object has no thread: messages are read only while one of its methods runs. Its methods are called by a thread
     inside a method of the scheme, or by the send-loop thread (``sending/send_loop.py``); both hold the channel's lock.
+    ``close`` may also be called by a finalizer without the lock, if another thread holds it for long.
 
     Args:
         source: where workers connect; closed with this object.
@@ -131,12 +132,12 @@ class WorkerConnections:
         rejoined = worker in self._joined
         self._answers.pop(worker, None)
         self._deaths.pop(worker, None)
-        accepted = self._callbacks.accept_message(worker, rejoined)
-        self._connections[worker] = connection
-        for fd in connection.descriptors:
-            self._worker_of[fd] = worker
-            self._poll.register(fd, select.POLLIN)
         try:
+            accepted = self._callbacks.accept_message(worker, rejoined)
+            self._connections[worker] = connection  # not before: the callback may send, and ACCEPTED has to be first
+            for fd in connection.descriptors:
+                self._worker_of[fd] = worker
+                self._poll.register(fd, select.POLLIN)
             try:
                 connection.send(accepted)
             except ConnectionError:  # it has disconnected: treated as never connected
@@ -147,6 +148,7 @@ class WorkerConnections:
             self._callbacks.on_accepted(worker, deadline)
         except BaseException:  # also KeyboardInterrupt: it is not set up
             self.disconnect(worker)
+            connection.close()  # also if it was not registered yet
             raise
         return worker
 
@@ -165,10 +167,10 @@ class WorkerConnections:
         if connection is None:
             return
         for fd in connection.descriptors:
-            with suppress(KeyError):  # inside ``reading_directly``
+            with suppress(KeyError):  # inside ``reading_directly``, or not registered yet
                 self._poll.unregister(fd)
             self._ready.discard(fd)
-            del self._worker_of[fd]
+            self._worker_of.pop(fd, None)
         connection.close()
         self._callbacks.on_disconnected(worker)
 
@@ -255,9 +257,9 @@ class WorkerConnections:
             self._callback_of[fd]()
             return
         worker = self._worker_of.get(fd, -1)
-        if worker < 0:  # a finalizer has closed the connection, in another thread
+        connection = self._connections.get(worker)
+        if connection is None:  # a finalizer has closed it, in another thread
             return
-        connection = self._connections[worker]
         # If only the pidfd is readable, read the socket first: the worker may have answered before it exited.
         readable = fd == connection.fileno() or wait_readable([connection.fileno()], NOW)
         self.process(worker, connection.receive() if readable else None)
@@ -279,8 +281,8 @@ class WorkerConnections:
     def close(self, *, finished: bool = False) -> None:
         """Close all connections, and accept no more. Idempotent.
 
-        If ``finished``, the workers are told that the sender shuts down; otherwise they report its death. So does a
-        worker if its socket has no room for the message within some seconds.
+        If ``finished``, the workers are told that the sender shuts down. Otherwise, or if a worker's socket has no room
+        for that message within some seconds, the worker reports that the sender died.
         """
         if finished:
             for worker in list(self._connections):

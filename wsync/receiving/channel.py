@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from wsync.control import Connection, Kind, Message
-from wsync.control.messages import REQUEST, unpack_exactly
+from wsync.control.messages import REQUEST_NUMBER, unpack_exactly
 from wsync.control.receiver_thread import MessageHandler
 from wsync.control.settings import SenderSettings, layout_in
 from wsync.errors import NotConnected, WeightSyncError
@@ -198,7 +198,7 @@ class WorkerSideChannel:
         if kind is Kind.CHECK_LAYOUT:
             return CheckLayout(message.version, layout_in(message.payload))
         if kind is Kind.NEWEST:
-            (request,) = unpack_exactly(REQUEST, message.payload)
+            (request,) = unpack_exactly(REQUEST_NUMBER, message.payload)
             self._newest = max(self._newest, message.version)
             return Newest(message.version, request)
         if kind is Kind.LAYOUT:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from wsync.control.messages import REQUEST, Kind, Message
+from wsync.control.messages import REQUEST_NUMBER, Kind, Message
 from wsync.control.workers import WorkerConnections
 from wsync.sending.deliveries import BackendDelivery, Delivery, DifferenceDelivery, FlatDelivery
 from wsync.sending.queued_update import Difference, QueuedUpdate
@@ -95,7 +95,7 @@ class WorkerQueue:
             self._send(Kind.RESEND)
         self._begin_next()
         if self._on_request and self.transport is not None:
-            self._send(Kind.NEWEST, update.version, REQUEST.pack(0))
+            self._send(Kind.NEWEST, update.version, REQUEST_NUMBER.pack(0))
 
     def _append(self, update: QueuedUpdate) -> None:
         if update.kind is Kind.UPDATE:
@@ -113,7 +113,7 @@ class WorkerQueue:
 
     def request(self, number: int) -> None:
         """Send the newest version, which the worker has requested. What is sent already is not sent again."""
-        self._send(Kind.NEWEST, self.latest.version if self.latest is not None else 0, REQUEST.pack(number))
+        self._send(Kind.NEWEST, self.latest.version if self.latest is not None else 0, REQUEST_NUMBER.pack(number))
         self._requested = bool(self.waiting)
         self.advance()
 

@@ -172,9 +172,9 @@ class Source:
         self._alike = device_map_fn is None and mirror is None and not own_buffers  # one part for all workers
 
     @property
-    def maps(self) -> bool:
-        """Whether weights are made for each worker, by a ``device_map_fn``."""
-        return self._device_map_fn is not None
+    def changes_weights(self) -> bool:
+        """Whether other weights are sent than those given: made by a ``device_map_fn`` or a ``send_transform``."""
+        return self._device_map_fn is not None or self._transform is not None
 
     def first(self, weights: object) -> Snapshot:
         """Return one worker's weights, which define the layout.

@@ -24,7 +24,7 @@ from wsync.weights.packing import Buffer, Packer
 Packed = tuple[Part, Buffer, bytes]
 """Weights for some workers, the buffer that they were copied into, and their extra state.
 
-Without the tensors, if those were made for the worker (``Source.maps``).
+Without the tensors, if those were made for the worker (``Source.changes_weights``).
 """
 
 
@@ -167,7 +167,7 @@ class Updates:
                 buffer = self.channel.reserve(recipients, deadline)
                 reserved = time.perf_counter()
                 # What was made for a worker is freed before the next worker's is made.
-                packed.append((part._replace(tensors=[]) if self._source.maps else part, buffer, extra))
+                packed.append((part._replace(tensors=[]) if self._source.changes_weights else part, buffer, extra))
                 packer.pack(part.tensors, buffer)
                 waited, packing = waited + reserved - before, packing + time.perf_counter() - reserved
                 del part
@@ -201,7 +201,7 @@ class Updates:
         registered = self._source.registered
         if registered is None:
             return False
-        return self._source.maps or len(packed) > 1 or not registered.holds(layout, packed[0][0].tensors)
+        return len(packed) > 1 or not registered.holds(layout, packed[0][0].tensors)
 
     def rest_of_model(self, worker_ids: int | Sequence[int] | None) -> Sequence[Tensor]:
         """Return the tensors that all workers were sent last: they stand in for what a partial update leaves out.

@@ -15,11 +15,11 @@ forward locks it to read the published word and to record the slot as used. Ther
 
 1. *Every forward that starts after a publish uses that version or a newer one.* It locks the mutex after the sender has
    unlocked it, so it reads the new word. The mutex also ensures that it sees the weights that were packed before.
-2. *No slot is written while a forward uses it.* The sender writes a slot ``s`` only after it has stored words that name
-   other slots, and has then seen that no worker uses ``s``, or holds it between forwards (see below). A forward that
-   uses ``s`` read the published word before it was replaced, and recorded ``s`` under the same lock. So the sender sees
-   that record until the forward has ended. A forward that starts later cannot use ``s``, because no word names it. (The
-   sender reads the records without the mutex: ``WorkerSlot.take`` explains why it misses none.)
+2. *No slot is written while a forward uses it* (but see "Without protection"). Before the sender writes a slot ``s``,
+   it takes two steps: it publishes other slots to all workers, and then it reads that no worker has recorded ``s`` as
+   used. A forward that read the published word before the first step recorded ``s`` under the same lock, so the second
+   step finds the record, until the forward has ended. A forward that reads the word after the first step uses another
+   slot. (The second step is done without the mutex: ``WorkerSlot.take`` explains why it misses no record.)
 3. *A published slot is whole.* No slot is written while a word names it, even if its worker has copied it: a worker
    that takes the place of one that has died reads that slot.
 4. *Three slots are enough* while all workers have one version: one published, one older one still in use, one free. If
@@ -47,8 +47,7 @@ How long a worker uses a slot depends on how its model takes the weights:
 As soon as the worker finds out, at the begin or end of a forward, it copies its model to memory of its own. Then it
 reads the slot's version word. The sender sets that word to 0 before it writes the slot, and a version is never used
 twice. So if the word still has the model's version, the copy is whole, and so were the forwards before: the model keeps
-it. Otherwise the forward that ends, and each later one, raises an error, until a version is installed. Such a forward
-may have seen two versions, but it returns nothing.
+it. Otherwise this forward and each later one raise an error, and return nothing, until a version is installed.
 
 The memory is anonymous (``memfd``). Workers get its file descriptors over a Unix socket. Over another connection, a
 worker of the same user on the same machine opens the files under ``/proc``, and compares the file's random name.
@@ -103,7 +102,7 @@ class Arena:
     Attributes:
         fds: descriptors of file 1 (words and weights) and file 2 (extra state).
         words: the mapped words of file 1.
-        plans: by slot, for the slots mapped in this process: the object that packs weights into it, and has its views.
+        plans: one per slot that is mapped in this process, by slot: it packs weights into the slot, and has its views.
     """
 
     def __init__(self, workers: int, fds: tuple[int, int]) -> None:
@@ -113,7 +112,7 @@ class Arena:
         self._slots_offset = whole_pages(words_of_arena(workers) * 8)
         self._layout: Layout | None = None
         self._slot_size = 0
-        self._mapping_lock = threading.Lock()  # the acting and the receiver thread may need a slot at the same time
+        self._mapping_lock = threading.Lock()  # in a worker, two threads may map a slot at the same time
         self._buffers: list[Buffer] = []
         control = mmap.mmap(self.fds[0], self._slots_offset)
         self.words = memoryview(control).cast("q")

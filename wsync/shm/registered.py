@@ -1,6 +1,6 @@
-"""The user's own tensors in shared memory, which workers' models are bound to while they hold the models' version.
+"""The user's own tensors in shared memory: a worker's model is bound to them while they have the model's version.
 
-After another update a model is bound to a slot until the weights have been copied into these tensors.
+While they do not (an update was sent from other weights, and is not copied into them yet), it is bound to a slot.
 
 The *registered buffers* (not the buffers of a module) are those given to ``SharedMemWeightSyncScheme`` by
 ``register_shared_weights``, or as its ``policy_weights``. They lie in memory files already (``share_memory_()``,
@@ -123,7 +123,8 @@ class RegisteredBuffers:
         """Whether ``tensors``, in the order of ``layout``, are the buffers themselves."""
         own = [self._tensors.get(name) for name in layout.names]
         return all(
-            not tensor.numel() or (one is not None and one.data_ptr() == tensor.data_ptr())
+            not tensor.numel()
+            or (one is not None and one.data_ptr() == tensor.data_ptr() and one.stride() == tensor.stride())
             for one, tensor in zip(own, tensors, strict=True)
         )
 
@@ -143,7 +144,7 @@ class RegisteredBuffers:
                 for name, view in zip(names, self._arena.views(slots[0]), strict=True)
                 if name in self._tensors
             ]
-            self.announce(0)  # for a worker that was disconnected, and copies the buffers
+            self.announce(0)  # a worker that was disconnected copies the buffers, and then looks at this word
             copy_all([own for own, _ in pairs], [view for _, view in pairs])
             self.announce(version)
 
