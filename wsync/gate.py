@@ -68,8 +68,8 @@ class Gate:
     def call_with_deadline(self, deadline: float | None, function: Callable[..., Any], *args: Any) -> Any | None:
         """Wait for the gate until ``deadline``, and call ``function`` inside it. None if that was not in time.
 
-        Called by the thread in ``receive()``, and never inside the gate: the lock is released at the end even if this
-        call did not acquire it (a signal handler may raise just after ``acquire``, which is not noticed).
+        Called by the thread in ``receive()``, and never inside the gate. At the end ``release`` is always called, as a
+        signal handler may raise just after ``acquire``; its error, if the lock was not acquired, is ignored.
         """
         lock, left = self.gate_lock.lock, remaining(deadline)
         try:

@@ -103,8 +103,9 @@ class WeightSyncScheme(SchemeBase):
                 by the receiver thread, by the thread in ``connect`` or, with RPC, by the thread of the incoming call.
             model: the model itself, or a mapping of tensors into which weights are copied. If a module's parameters are
                 in memory shared with another process, they are copied first.
-            load: for an inference engine: called inside the gate, by the acting or receiver thread, with an iterator
-                over the ``(name, tensor)`` pairs of each version, valid during the call. ``model`` is then optional.
+            load: for an inference engine: called inside the gate, by the receiver thread or one in ``connect``,
+                ``receive``, ``pull`` or a forward, with an iterator over the ``(name, tensor)`` pairs of each version,
+                valid during the call. ``model`` is then optional.
             chunk_bytes: call ``load`` several times for one version, with at most so many bytes (or one tensor) each.
             worker_idx: this worker's index; otherwise ``connect`` is given it.
 
@@ -199,8 +200,8 @@ class WeightSyncScheme(SchemeBase):
     ) -> SyncReport | None:
         """Deliver an update. When this returns, every forward that starts later in a worker uses it.
 
-        It returns what the update has cost. With ``sync=False`` it returns None at once. With ``initiator="receiver"``
-        it makes the version available, and with the backend ``store`` it writes a version that readers will find.
+        It returns what the update has cost. With ``sync=False`` it returns None, and waits for a free buffer at most.
+        With ``initiator="receiver"`` it makes the version available; with ``store`` it writes one for later readers.
 
         Args:
             weights: module, TensorDict, state dict, or ``{worker: any of these}``; None reads the model (or the

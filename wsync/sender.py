@@ -40,10 +40,10 @@ class Sender:
         num_workers: how many workers there are.
         timeout: seconds for ``connect`` and ``send``; None for no limit.
         delivers_at_connect: whether the first weights are delivered by ``connect``, or by the first ``send``.
-        finishes_on_publish: whether a send finishes once the update is published, because every later forward is
-            guaranteed to use it; no acknowledgements are awaited.
+        finishes_on_publish: whether a send finishes once the update is published; no acknowledgements are awaited. Each
+            later forward is guaranteed to use it or, with ``on_request``, workers request it.
         on_request: with ``initiator="receiver"``: workers request updates, and ``send`` waits for no worker.
-        record: called with the report of each finished update.
+        record: called with the report of each finished update, under the sender's lock.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Sender:
         self._lock = threading.RLock()
         self._in_forked_child = False
         fork_aware.add(self)
-        self._finders = TensorFinders(source.weights)
+        self._finders = TensorFinders(source.weights)  # of weights of a known form, for the fast path
         self._fast_channel = channel if isinstance(channel, FastChannel) else None  # once: ``isinstance`` takes 9 µs
         self._fast: FastCalls | None = None  # the fast path, while it is enabled
         # The report of the newest fast update. Its versions are copied to `_members` only when the fast path is

@@ -114,8 +114,8 @@ class TransportBackend(Protocol):
         Under a scheme it is called by the thread that reads the sender's messages: the receiver thread or, for the
         first weights, the thread in ``connect``. While it waits, that thread serves no other model of the process.
 
-        The scheme compares the result with the update's checksum, as the medium may still have an older version, which
-        was never received. For each update:
+        The medium may deliver an older version first (a stream, after a receive that timed out): the scheme compares
+        each result with the update's checksum. For each update:
 
         1. The first call comes when the sender announces the update; ``send_weights`` may still run. If it returns the
            update's weights, no other call follows.
@@ -125,8 +125,8 @@ class TransportBackend(Protocol):
            ``WorkerFailed``.
 
         Args:
-            timeout: seconds; None for no limit. Under a scheme with a timeout: what is left of that for the update, but
-                at least a tenth of it.
+            timeout: seconds; None for no limit. Under a scheme with a timeout: 80 % of that, less what has passed since
+                the announcement, but at least a tenth.
             weights: a buffer in the strategy's format, with the same layout as what ``send_weights`` is given; a
                 transport may copy the received tensors into it and return it, or return tensors of its own.
             model: None under a scheme; otherwise the weights are applied to it, inside ``wsync.gate()``.

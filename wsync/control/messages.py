@@ -30,8 +30,8 @@ class Kind(IntEnum):
     # a TransportBackend: empty, as BEGIN_RECEIVE had both; the arena: empty, as both are stored beside the slot.
     UPDATE = 4
     PREPARE = 5  # check and keep a version; payload: the transaction, then the arena's slot, or UPDATE's payload
-    # Undo the message whose version it repeats: after a PREPARE, drop what was prepared (its version is the number of
-    # the transaction, which is random); after a BEGIN_RECEIVE, stop receiving.
+    # Drop what was prepared (version: the number of the transaction, which is random); or, after a BEGIN_RECEIVE, stop
+    # receiving (version: that of the BEGIN_RECEIVE).
     ABORT = 6
     # Install what was prepared; version: the number of the transaction. It is not sent to workers that read the arena:
     # for them the sender publishes the prepared slot.

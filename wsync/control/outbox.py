@@ -102,7 +102,7 @@ class Outbox:
     def close(self) -> None:
         """Wait for the thread, which ends because the caller has shut the socket down. No ``put`` may follow."""
         thread = self._thread
-        if thread is not None:
+        if thread is not None and thread is not threading.current_thread():  # it may run a finalizer that closes this
             thread.join()
         while self._waiting:
             _close_all(self._waiting.popleft()[1])

@@ -12,6 +12,7 @@ from multiprocessing.process import BaseProcess
 from numbers import Integral
 from typing import Any
 
+from wsync.deadlines import NOW, wait_readable
 from wsync.errors import WorkerDied
 
 Process = BaseProcess | subprocess.Popen[Any] | int
@@ -151,19 +152,22 @@ def _exit_code(process: BaseProcess | subprocess.Popen[Any]) -> int | None:
 
 
 def _describe_end(process: Process, sentinel: int) -> str:
-    """Return how a process has ended, as far as it can be known here."""
+    """Return how a process has ended, as far as it can be known here; or that it is still running."""
     if isinstance(process, int):
         name = f"descriptor {process}" if process == sentinel else f"process {process}"
-        return _describe(name, _exit_code_by_pidfd(sentinel))
-    code = _exit_code(process)
-    if code is None:
-        if isinstance(process, BaseProcess):
-            process.join(_REAP)
-        else:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_REAP)
-        code = _exit_code(process)
-    return _describe(f"process {process.pid}", code)
+        code = _exit_code_by_pidfd(sentinel)
+    else:
+        name, code = f"process {process.pid}", _exit_code(process)
+        if code is None:
+            if isinstance(process, BaseProcess):
+                process.join(_REAP)
+            else:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_REAP)
+            code = _exit_code(process)
+    if code is None and not wait_readable([sentinel], NOW):
+        return f"{name}: still running"
+    return _describe(name, code)
 
 
 def _exit_code_by_pidfd(descriptor: int) -> int | None:

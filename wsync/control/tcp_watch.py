@@ -82,7 +82,7 @@ class TcpWatch:
             except OSError:  # it has been closed
                 continue
             self._silent[sock] = checks = checks + 1 if info[_RETRANSMITS] or info[_PROBES] else 0
-            # The peer's kernel has answered since the first of these checks: it was not silent all the time.
+            # Whether the peer's kernel has answered since the first of these checks, i.e. was not silent all the time.
             answered_since = info[_LAST_ACK] < 1000 * _INTERVAL * (_CHECKS - 1)
             if checks >= _CHECKS and not answered_since:
                 with suppress(OSError):  # the connection has ended

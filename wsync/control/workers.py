@@ -98,7 +98,7 @@ class WorkerConnections:
                 self.read(NOW)
             if self._source.fileno() in ready:
                 missing.discard(self._accept(deadline))
-            # A worker that answered before it died is left out: its answer gives the reason, and wait_acks returns it.
+            # A dead worker that has answered is left out: wait_acks reports its answer, usually a traceback, instead.
             gone = {
                 worker: death.error
                 for worker, death in self._deaths.items()
