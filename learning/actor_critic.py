@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from learning.networks import Policy, action_mask
-from learning.recurrent import RecurrentPolicy
+from learning.recurrent import STATE, RecurrentPolicy
 
 
 class Diverged(FloatingPointError):
@@ -129,16 +129,20 @@ class ActorCritic(ABC):
 
 
 def zero_gaps(batch: TensorDictBase) -> TensorDictBase:
-    """Return `batch` with observations of zero where its "mask" has no frame.
+    """Return `batch` with zeros where its "mask" has no frame, in what is computed from observations there.
 
     A gap follows the end of an episode; its observation is the episode's last one, which may have any values, e.g. NaN.
     """
-    mask, observation = batch.get("mask", None), batch.get("observation")
+    mask = batch.get("mask", None)
     if mask is None:
         return batch
-    zeroed = observation.clone()
-    zeroed[~mask] = 0
-    return batch.copy().set("observation", zeroed)
+    copy = batch.copy()  # shares the other tensors
+    for key in ("observation", "action_log_prob", ("next", STATE)):
+        if (values := batch.get(key, None)) is not None:
+            zeroed = values.clone()
+            zeroed[~mask] = 0
+            copy.set(key, zeroed)
+    return copy
 
 
 def _not_finite(batch: TensorDictBase) -> list[str]:

@@ -178,7 +178,7 @@ def check(
         killer.end()
         tally.kills, deadline = killer.done, time.monotonic() + _TIMEOUT
         failures = collector.failures
-        while failures.restarted.total() < killer.done or len(collector.remote_workers) < workers:
+        while failures.failed.total() < killer.done or len(collector.remote_workers) < workers:
             turn()
             assert time.monotonic() < deadline, f"{killer.done} kills, but {failures}"
         back: set[int] = set()  # workers that have delivered again
@@ -188,7 +188,8 @@ def check(
             back |= {index for index, version in tally.newest.items() if version != mark.get(index)}
             assert time.monotonic() < deadline, f"only worker(s) {back} deliver"
         tally.seconds = time.monotonic() - started
-        assert failures.failed.total() == failures.restarted.total() == killer.done, f"{killer.done} kills: {failures}"
+        # A replacement that is killed before it has joined is not counted as restarted.
+        assert failures.restarted.total() <= failures.failed.total() == killer.done, f"{killer.done} kills: {failures}"
         assert collector.frames == tally.frames, f"{collector.frames} frames counted, {tally.frames} delivered"
         after = open_now()
         # The number of Ray's threads varies.

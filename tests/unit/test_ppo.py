@@ -130,7 +130,7 @@ def test_masked_entries_of_a_batch_are_not_learnt_from() -> None:
         mask[:, 3] = False
         batch["mask"] = mask
         batch["next", "reward"][:, 3] = 0.0 if math.isnan(content) else content
-        batch["observation"][:, 3] = content
+        batch["observation"][:, 3] = batch["action_log_prob"][:, 3] = content
         batch["next", "done"][:, 3] = batch["next", "terminated"][:, 3] = False
         torch.manual_seed(1)
         results.append(learner.update(batch))
