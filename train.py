@@ -32,7 +32,7 @@ def start_fork_server() -> None:
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the server
     forkserver.set_forkserver_preload(["collectors.workers.server_cleanup", "collectors.worker", "learning"])
     usual = tempfile.gettempdir()
-    if len(usual) > 75:  # the path of the server's socket has at most 107 bytes: see collectors.workers.socket_paths
+    if len(os.fsencode(usual)) > 75:  # see collectors.workers.socket_paths, which takes too long to import
         tempfile.tempdir = "/tmp"
     os.environ["WSYNC_FORK_SERVER_FOLDER"] = util.get_temp_dir()
     tempfile.tempdir = usual

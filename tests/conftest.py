@@ -30,12 +30,12 @@ PRELOADED_MODULES.extend(["collectors.worker", "learning.config"])
 forkserver.set_forkserver_preload(PRELOADED_MODULES)  # one server starts all workers
 
 OWN_CLUSTERS = tuple(f"tests/cluster/test_{name}" for name in ("launch_ray", "ray_shutdown", "train_stops"))
-"""Files whose tests start Ray clusters of their own."""
+"""Files of tests that start their own Ray clusters."""
 
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A folder for sockets, whose paths have at most 107 bytes; that of ``tmp_path`` may leave too few."""
+    """A folder for sockets: a socket's path has at most 107 bytes, and ``tmp_path`` may leave too few of them."""
     with tempfile.TemporaryDirectory(prefix="w", dir="/tmp", ignore_cleanup_errors=True) as path:
         yield Path(path)
 

@@ -295,7 +295,6 @@ def prepared_weights(role: Role, weights: Any, model_id: str, strategy: WeightSt
 def close_when_abandoned(role: SenderRole) -> None:
     """Close the channel of ``role`` when its scheme is garbage-collected, or this process ends, without ``shutdown``.
 
-    At the end of a trainer, ``multiprocessing`` joins its child processes, which may be waiting for weights. Its
-    finalizers run before that; a forked child inherits none.
+    It runs before ``multiprocessing`` joins the trainer's child processes, and never in a forked child.
     """
     util.Finalize(role, role.channel.close, exitpriority=0)

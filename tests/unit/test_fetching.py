@@ -173,5 +173,7 @@ def test_a_worker_that_connects_anew_forgets_the_version_that_its_former_sender_
             while True:
                 model(model.weight)
         silent.ends[-1].close()
+        with pytest.raises(wsync.NotConnected):
+            worker.receive(TIMEOUT)  # until the receiver thread has noticed
         worker.connect()
         assert model(model.weight).shape == (2, 2)
