@@ -32,8 +32,8 @@ class Receiver:
     that wait in ``receive``. ``channel`` is the connection to the sender.
 
     Threads: the worker's own threads call all methods, with one exception: after ``begin_connect`` the receiver thread
-    calls ``connect`` (``BackgroundConnect``) and, if that fails, ``close``. Gate: ``weights`` and ``make_writable`` are
-    called inside it, the other methods outside; properties are read anywhere.
+    calls ``connect`` and ``wake_only_for_receive`` (``BackgroundConnect``) and, if that fails, ``close``. Gate:
+    ``weights`` and ``make_writable`` are called inside it, the other methods outside; properties are read anywhere.
 
     Args:
         destination: what takes the weights. A module is gated from ``begin_connect`` or ``connect`` on.

@@ -630,6 +630,40 @@ def test_a_forward_that_a_disconnected_worker_has_not_ended_in_time_raises(
         assert set(other.call(commands.output)) == {7.0}
 
 
+def test_a_disconnected_worker_that_fetches_is_told_that_its_slot_was_written(shared: SharedMemory) -> None:
+    model = fill(Small(), 1)
+    with shared.workers(2) as (lost, other), shared.make_scheme(initiator="receiver", timeout=30.0) as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=2)
+        for index, worker in enumerate((lost, other)):
+            worker.start(commands.join, scheme, Small, index, "policy")
+        scheme.connect()
+        lost.result(), other.result()
+
+        def reconnect() -> None:
+            with pytest.raises(WorkerError, match="NotConnected"):  # it has noticed
+                lost.call(commands.receive)
+            lost.start(commands.connect)
+            scheme.readmit(0)
+            assert lost.result() == scheme.version
+
+        scheme.disconnect(0)
+        assert set(lost.call(commands.output)) == {1.0}, "it has memory of its own"
+        reconnect()
+        scheme.disconnect(0)
+        for value in range(2, 8):
+            scheme.send(fill(model, value))
+            other.call(pull)
+        for _ in range(2):
+            with pytest.raises(WorkerError, match=r"NotConnected.*two versions"):
+                lost.call(commands.output)
+        reconnect()
+        assert set(lost.call(commands.output)) == {7.0}
+
+
+def pull(state: WorkerState) -> int:
+    return state.schemes["policy"].pull()
+
+
 def test_a_replacement_does_not_get_weights_that_were_packed_in_part(
     pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,7 +58,8 @@ class Connection(Protocol):
     def notify(self, message: Message) -> None:
         """As ``send``, for a message without payload that is dropped if the socket is full.
 
-        Dropping it is harmless: the earlier messages, which the peer has not read yet, wake it as well.
+        It only wakes the peer, which then reads the arena. So it may be dropped: the earlier messages, which the peer
+        has not read yet, wake it as well.
         """
         ...
 

@@ -30,7 +30,7 @@ class SenderSettings:
     """How the sender will send weights to a worker.
 
     Attributes:
-        layout: of the weights; None until the sender has some.
+        layout: of the weights (its fields: see ``Layout``); None until the sender has some.
         checksum: which updates have a checksum: True: all; False: none; None, the default: those that a transport
             carries, and not those in the arena.
         workers: the number of workers.

@@ -151,7 +151,7 @@ static PyObject *WorkerSlot_take(WorkerSlot *self, PyObject *Py_UNUSED(ignored))
 
 int release_slot(WorkerSlot *self)
 {
-    if (!self->busy)
+    if (!self->busy && !self->hold) /* a slot that is held may have been lost: see the Python class */
         return 0;
     Block *block = lock_mapped(self);
     if (!block)

@@ -160,7 +160,7 @@ class WorkerSlot:
 
     def release(self) -> bool:
         """Stop using slots; return whether the sender waits for a message about it. Idempotent."""
-        if not self.busy:
+        if not (self.busy or self.hold):  # a slot that is held is not busy between forwards, but may have been lost
             return False
         block = self._mapped()
         wanted = 0

@@ -170,6 +170,7 @@ class ModelUpdater:
             self.leaving_gate()
         self.copy_to_own_memory()
         self._target = None
+        self.unbound_at_version = -1
 
     # --- called outside the gate, by the receiver thread, a thread that connects or is in ``pull``, or (with both ends
     # in one process) the thread that sends

@@ -118,11 +118,11 @@ class VersionState:
         return self.phase in (Phase.FINISHED, Phase.LOST)
 
     def begin(self) -> None:
-        """Record that a connection is being made: there may be more versions."""
+        """Record that a connection is being made. Its sender may be another one: versions are counted from 0 again."""
         with self._guard:
             self.phase = Phase.CONNECTING
             self._end_returned = False
-            self.failed_version = 0
+            self._updater.version = self.last_returned = self.failed_version = 0
 
     def set_open(self) -> None:
         """Record that the worker is connected, unless the connection has ended meanwhile."""

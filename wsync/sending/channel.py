@@ -46,9 +46,6 @@ class SenderSideChannel:
         self._lock = threading.RLock()
         self._pool = BufferPool(device)  # of buffers, if there is no arena
         self._reserved: set[int] = set()  # slots of the buffers of an update that is being packed, or prepared
-        # The buffer of the last update to all workers outside the fast path; None if a later one went to some of them,
-        # or was written into it.
-        self._newest: Buffer | None = None
         self._prepared: dict[int, dict[int, QueuedUpdate]] = {}  # by transaction, then worker
         self._loop = SendLoop(routes.connections, self._lock, routes.needs_send_loop)
         self._closed = False
@@ -99,8 +96,6 @@ class SenderSideChannel:
         """See ``SendChannel``."""
         with self._lock:
             self._end_reservation(buffers)
-            if buffers:
-                self._newest = None  # they may have been written in part
 
     def _end_reservation(self, buffers: Iterable[Buffer]) -> None:
         self._reserved.difference_update(buffer.slot for buffer in buffers)
@@ -108,11 +103,8 @@ class SenderSideChannel:
     def newest_views(self) -> Sequence[Tensor] | None:
         """See ``SendChannel``."""
         with self._lock:
-            slots, newest = self._routes.slots, self._newest
-            if newest is None or slots is None:
-                return None if newest is None else newest.views
-            published = slots.arena.published_slots()  # the fast path may have published a later one
-            return slots.arena.views(published[0]) if len(published) == 1 else None
+            buffer = self._routes.newest_buffer()
+            return None if buffer is None else buffer.views
 
     def carried_bytes(self, version: int) -> int:
         """See ``SendChannel``."""
@@ -140,7 +132,6 @@ class SenderSideChannel:
             self._routes.store_extra_and_checksum(update)
             self._routes.publish(update, workers, acknowledge)
             self._end_reservation([buffer])
-            self._newest = buffer if len(set(workers)) == self._routes.num_workers else None
 
     def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
         """See ``FastChannel``."""
@@ -176,7 +167,6 @@ class SenderSideChannel:
         with self._lock:
             update = QueuedUpdate(Kind.PREPARE, version, buffer, extra, transaction)
             self._routes.store_extra_and_checksum(update)
-            self._newest = None
             self._prepared.setdefault(transaction, {}).update(dict.fromkeys(workers, update))
             self._routes.prepare(update, workers)
 
@@ -185,10 +175,7 @@ class SenderSideChannel:
         with self._lock:
             prepared = self._prepared.pop(transaction)
             self._routes.commit(prepared)
-            buffers = [update.buffer for update in prepared.values()]
-            if len(buffers) == self._routes.num_workers and len({buffer.slot for buffer in buffers}) == 1:
-                self._newest = buffers[0]
-            self._end_reservation(buffers)
+            self._end_reservation(update.buffer for update in prepared.values())
 
     def abort(self, transaction: int) -> None:
         """See ``TransactionChannel``."""
@@ -238,7 +225,6 @@ class SenderSideChannel:
             self._closed = True
             self._loop.stop()
             self._routes.close(finished=finished)
-            self._newest = None  # it keeps the arena's mapping, and with it a descriptor
             self._pool.clear()
         finally:
             if locked:

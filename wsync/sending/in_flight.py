@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from wsync.types import PHASES, Ack, SyncReport
@@ -17,6 +17,7 @@ class InFlight:
         extra: the extra state of each group of workers, absent ones included.
         acknowledge: whether the sender waits for acknowledgements.
         must_copy: whether the weights are to be copied into registered buffers once all workers have acknowledged them.
+        write_mirror: see ``Source.mirror_writer``; None once it was called.
     """
 
     version: int
@@ -30,6 +31,7 @@ class InFlight:
     extra: Sequence[tuple[Sequence[int], bytes]] = ()
     acknowledge: bool = True
     must_copy: bool = False
+    write_mirror: Callable[[], None] | None = None
 
     @property
     def packed(self) -> float:

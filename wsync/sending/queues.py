@@ -34,7 +34,8 @@ class WorkerQueue:
 
     Attributes:
         worker: as given.
-        latest: the newest version that was queued or committed, for a replacement of this worker.
+        latest: the newest version that was queued or committed, for a replacement of this worker. None while the worker
+            uses the arena, or is not connected and there is an arena: its published word then names that version.
         transport: the transport of this connection, if it is a ``FlatTransport``; the thread that calls its
             ``send_weights``, if it is a ``TransportBackend``; None if the worker is not connected, or uses the arena.
         checked: whether updates have a checksum.

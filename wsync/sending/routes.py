@@ -16,6 +16,7 @@ from wsync.shm.arena import PREPARE
 from wsync.transforms.delta import Delta
 from wsync.transport import TransportFactory
 from wsync.weights.layout import Layout
+from wsync.weights.packing import Buffer
 from wsync.weights.strategy import WeightStrategy
 
 
@@ -162,11 +163,11 @@ class Routes:
     def on_disconnected(self, worker: int) -> None:
         """See ``ConnectionCallbacks``: free what the worker used; keep the version that its replacement will get."""
         self.transfers.disconnect(worker)
-        latest = self.transfers.queues[worker].latest
         if self.slots is not None:
-            in_arena = worker in self.slots.workers
             self.slots.vacate(worker)
-            if latest is not None and not in_arena:
+            queue = self.transfers.queues[worker]
+            latest, queue.latest = queue.latest, None  # None, too, if the worker has used the arena
+            if latest is not None:
                 self.slots.point(worker, latest.version, latest.buffer.slot, acknowledge=False)
 
     def on_answer(self, worker: int, message: Message) -> None:
@@ -226,6 +227,20 @@ class Routes:
             self.connections.notify(worker, Message(Kind.ABORT, worker, transaction))
         for worker in others:
             self.transfers.queues[worker].abort(transaction)
+
+    def newest_buffer(self) -> Buffer | None:
+        """Return the buffer that all workers were sent last; None if there is none, or they differ."""
+        buffers: dict[int, Buffer] = {}
+        for worker, queue in enumerate(self.transfers.queues):
+            if queue.latest is None and self.slots is not None:
+                version, slot = self.slots.arena.writer.published(worker)
+                buffer = self.slots.arena.buffer(slot) if version else None
+            else:
+                buffer = None if queue.latest is None else queue.latest.buffer
+            if buffer is None:
+                return None
+            buffers[buffer.slot] = buffer
+        return next(iter(buffers.values())) if len(buffers) == 1 else None
 
     def carried_bytes(self, version: int) -> int:
         """See ``SendChannel``."""

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from wsync.errors import LayoutMismatch, NotConnected
-from wsync.loops import TensorTree
 from wsync.sending.membership import as_plain_integer
-from wsync.sending.tensor_finders import ModuleFinder, TensorFinder, TransformedFinder
+from wsync.sending.reader import Reader
+from wsync.sending.tensor_finders import TensorFinder, TransformedFinder
 from wsync.shm.registered import RegisteredBuffers
 from wsync.transforms.chain import Chain
 from wsync.weights.layout import Layout
-from wsync.weights.listing import Listing
-from wsync.weights.snapshot import ModuleIndex, Snapshot, describe, no_weights, snapshot
+from wsync.weights.snapshot import Snapshot, describe, no_weights, snapshot
 from wsync.weights.strategy import WeightStrategy
 
 _PARTIAL = -1  # the key in ``_chains`` of the transform for partial updates
@@ -32,69 +32,6 @@ class Part(NamedTuple):
     workers: Sequence[int]
     tensors: list[Tensor]
     extra: Mapping[str, Any] | None
-
-
-class Reader:
-    """Reads weights, and remembers where the tensors of the last module are. Used by the sending thread."""
-
-    def __init__(self) -> None:
-        self._index: ModuleIndex | None = None
-        self._places: list[tuple[dict[str, Any], str]] = []  # of the index's tensors, in the layout's order
-        self._layout: Layout | None = None
-        self._tree: TensorTree | None = None  # the same places, for the fast path
-
-    def read(self, source: object) -> Snapshot:
-        """Return the canonical form of ``source``, as it is now."""
-        if isinstance(source, nn.Module) and not isinstance(source, TensorDictBase):
-            index = self._current(source)
-            if index is None:
-                index = self._index = ModuleIndex(source)
-                self._layout = self._tree = None
-            return index.snapshot()
-        return snapshot(source)
-
-    def _current(self, source: nn.Module) -> ModuleIndex | None:
-        """Return the index if it describes ``source`` and nothing was added to it."""
-        index = self._index
-        return index if index is not None and index.describes(source) and index.complete else None
-
-    def read_unchanged(self, module: nn.Module) -> Snapshot | None:
-        """Return the weights of the module that was read last; None if it has changed, or has extra state."""
-        index = self._current(module)
-        return None if index is None or index.extra else Snapshot(index.tensors(), None, index.optional)
-
-    def read_module(self, source: object, layout: Layout) -> tuple[list[Tensor], Mapping[str, Any]] | None:
-        """Return the tensors of a module that was read before, in the layout's order and checked, and its extra state.
-
-        None if ``source`` is not that module, or has changed.
-        """
-        index = self._placed(source, layout)
-        if index is None:
-            return None
-        tensors = [where[key] for where, key in self._places]
-        layout.check(tensors)
-        return tensors, index.extra_state()
-
-    def _placed(self, source: object, layout: Layout) -> ModuleIndex | None:
-        """Return the index of a module that was read before, if it has the layout's tensors; sets ``_places``."""
-        index = self._current(source) if isinstance(source, nn.Module) else None
-        if index is not None and self._layout is not layout:
-            places = index.places
-            names = set(layout.names)
-            same_extra = index.extra.keys() == (layout.extra or frozenset())
-            if not same_extra or not names <= places.keys() <= names | index.optional:
-                return None
-            self._places, self._layout = [places[name] for name in layout.names], layout
-            self._tree = None if index.extra else index.tree(layout.names)
-        return index
-
-    def finder(self, source: object, layout: Layout) -> TensorFinder | None:
-        """Return a finder for weights like those last read; None if their form has none."""
-        if isinstance(source, nn.Module) and not isinstance(source, TensorDictBase):
-            if self._placed(source, layout) is None or self._tree is None:
-                return None
-            return ModuleFinder(source, self._tree)
-        return Listing.of(source, layout.names)
 
 
 def per_worker(weights: object) -> dict[int, Any] | None:
@@ -134,8 +71,8 @@ class Source:
         strategy: the format that ``device_map_fn`` is given; also writes the mirror.
         device_map_fn: ``(worker_idx, weights) -> weights``, applied for each worker.
         own_buffers: whether every worker gets a part (and so a buffer) of its own, even if all parts are equal.
-        mirror: the user's own buffers. Weights that are the same for all workers are also written into them, as they
-            are before the transform.
+        mirror: the user's own buffers. Weights that all workers are sent are also written into them, as they are before
+            the transform.
         transform: applied to the weights before they are packed.
 
     Raises:
@@ -257,11 +194,25 @@ class Source:
             return [self._completed(everyone, given, layout, rest)]
         if self._device_map_fn is None:
             part = self._part(everyone, given, layout)
-            if self.mirror is not None and given is not self.mirror and self.registered is None:
-                self._strategy.apply_weights(self.mirror, given)
             return [Part([worker], part.tensors, part.extra) for worker in everyone] if self._own_buffers else [part]
         expressed = self._strategy.express(self._reader.read(given))
         return self._mapped_parts(everyone, expressed, layout, self._device_map_fn)
+
+    def mirror_writer(self, weights: object) -> Callable[[], None] | None:
+        """Return a function that writes an update to all workers into the user's own buffers, to be called once sent.
+
+        None if they do not change with this update, or lie in shared memory: ``RegisteredBuffers`` writes those.
+
+        Raises:
+            LayoutMismatch: the weights do not fit the buffers.
+        """
+        given, mirror = self._given(weights), self.mirror
+        if mirror is None or given is mirror or self.registered is not None:
+            return None
+        if self._device_map_fn is not None or per_worker(given) is not None:
+            return None
+        self._strategy.check(mirror, given)
+        return partial(self._strategy.apply_weights, mirror, given)
 
     def _mapped_parts(
         self, workers: Sequence[int], weights: object, layout: Layout, device_map_fn: DeviceMap

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from wsync.deadlines import deadline_in
-from wsync.errors import in_forked_child
+from wsync.errors import WeightSyncError, WorkerError, in_forked_child
 from wsync.sending.acknowledgements import Acknowledgements
 from wsync.sending.in_flight import InFlight
 from wsync.sending.membership import Membership
@@ -73,6 +73,7 @@ class Updates:
         self._source = source
         self._record = record
         self._packer: Packer | None = None  # of the layout that the first weights have defined
+        self._not_copied = 0  # the version to all workers that the registered buffers in shared memory lack; 0 for none
         # Workers that connected before the layout was known. They may not have mapped the arena yet, so their first
         # update must be acknowledged.
         self._not_yet_mapped: set[int] = set()
@@ -152,8 +153,10 @@ class Updates:
 
         Raises:
             NotConnected: a transform or another function of the user's has forked, and this is the child.
+            WeightSyncError: ``weights`` is None, and the registered buffers lack the newest version.
         """
         deadline = deadline_in(self.timeout)
+        self._require_copied(weights)
         if self._packer is None and self.members.connected:
             self._agree_on_layout(weights, deadline)
         packed: list[Packed] = []
@@ -183,6 +186,7 @@ class Updates:
                 wait=waited,
                 pack=packing,
                 must_copy=self._differs_from_registered(packed, packer.layout),
+                write_mirror=self._source.mirror_writer(weights) if self._is_to_all(recipients) else None,
             )
             self.version += 1
             yield update, packed
@@ -218,10 +222,18 @@ class Updates:
             )
         return rest
 
+    def _is_to_all(self, recipients: Collection[int]) -> bool:
+        return len(set(recipients)) == self.members.num_workers
+
     def note_published(self, update: InFlight) -> None:
         """Record what the workers should have by now, and when the update was published."""
         self.members.note_sent(update.version, update.extra)
         update.transfer = time.perf_counter() - update.packed
+        if update.write_mirror is not None:
+            update.write_mirror()
+            update.write_mirror = None
+        if len(update.extra) == 1 and self._is_to_all(update.extra[0][0]):
+            self._not_copied = update.version if update.must_copy else 0
 
     # --- waiting ---
 
@@ -232,11 +244,16 @@ class Updates:
             WorkerDied, WorkerFailed, SyncTimeout: names the workers that lack the update.
         """
         acks: Sequence[Ack] = ()
-        if update.acknowledge:
-            acks = self.acks.require(update.workers, update.version, update.deadline)
-            self._not_yet_mapped.difference_update(update.workers)
-        else:
-            self.acks.raise_failures(update.workers, update.version)
+        try:
+            if update.acknowledge:
+                acks = self.acks.require(update.workers, update.version, update.deadline)
+                self._not_yet_mapped.difference_update(update.workers)
+            else:
+                self.acks.raise_failures(update.workers, update.version)
+        except WorkerError as error:
+            if error.workers.keys().isdisjoint(self.members.present):  # only workers that have gone lack it
+                self._write_registered(update)
+            raise
         self._write_registered(update)
         return acks
 
@@ -274,3 +291,19 @@ class Updates:
             return
         if {*self.members.present} <= {*update.workers}:
             registered.copy_published(update.version)
+            self._not_copied = 0
+
+    def _require_copied(self, weights: object) -> None:
+        """Wait until the registered buffers have the newest version, if ``weights`` are read from them.
+
+        Raises:
+            WeightSyncError: a worker did not install that version, and may still use the buffers.
+        """
+        if not self._not_copied or weights is not None or self._source.weights is not self._source.mirror:
+            return
+        self.finish_all()
+        if self._not_copied:
+            raise WeightSyncError(
+                f"the registered buffers lack version {self._not_copied}, because not every worker has installed it: "
+                "give send() the weights"
+            )

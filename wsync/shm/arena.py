@@ -254,7 +254,7 @@ class SenderArena(Arena):
 
 
 class WorkerArena(Arena):
-    """The arena in a worker. Used by the acting thread (which runs the forwards) and the receiver thread.
+    """The arena in a worker. Used by the thread that connects, the acting thread (forwards) and the receiver thread.
 
     A ``WorkerSlot`` has the operations on the worker's words.
     """

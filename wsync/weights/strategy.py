@@ -77,6 +77,14 @@ class WeightStrategy:
                 result.set_non_tensor(path, value)
         return result
 
+    def check(self, destination: TensorDictBase | Mapping[str, Any], weights: object) -> None:
+        """Check that ``apply_weights(destination, weights)`` will succeed.
+
+        Raises:
+            LayoutMismatch, TypeError: it will not.
+        """
+        _ordered_for(snapshot(destination), snapshot(weights))
+
     def apply_weights(self, destination: object, weights: object, inplace: bool = True) -> None:
         """Put ``weights`` (any format) into ``destination`` (module, TensorDict or state dict).
 
@@ -95,7 +103,7 @@ class WeightStrategy:
             Binding(destination, layout, bind=not inplace).install(layout.order(given), given.extra)
             return
         own = snapshot(destination)
-        tensors = Layout.of(own).order(Snapshot(given.tensors))
+        tensors = _ordered_for(own, given)
         if inplace and not _is_stacked(destination):
             copy_all([own.tensors[name] for name in Layout.of(own).names], tensors)
             return
@@ -107,6 +115,10 @@ class WeightStrategy:
                 destination.set(path, tensor, inplace=inplace)
         elif isinstance(destination, Mapping):
             _replace(destination, replaced, "")
+
+
+def _ordered_for(own: Snapshot, given: Snapshot) -> list[Tensor]:
+    return Layout.of(own).order(Snapshot(given.tensors))
 
 
 def _is_stacked(destination: object) -> bool:

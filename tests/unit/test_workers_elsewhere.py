@@ -1,0 +1,164 @@
+"""Several ends in this process: workers that take weights from shared memory and, as if elsewhere, by a transport."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+import wsync
+from wsync.receiving import handshake
+from wsync.testing.models import fill
+
+TIMEOUT = 20.0
+
+
+def model_of(value: float) -> nn.Linear:
+    return fill(nn.Linear(2, 1), value)
+
+
+def make_worker(
+    sender: wsync.WeightSyncScheme, index: int, *, near: bool = True, load: Callable[..., None] | None = None
+) -> wsync.WeightSyncScheme:
+    """A worker that cannot map the sender's memory unless it is ``near``."""
+    worker = pickle.loads(pickle.dumps(sender))
+    if isinstance(worker, wsync.DistributedWeightSyncScheme):
+        worker.shared_memory = near
+    worker.init_on_receiver("policy", model=None if load else model_of(0), load=load, worker_idx=index)
+    return worker
+
+
+def connect(accept: Callable[[], object], *workers: wsync.WeightSyncScheme) -> None:
+    connecting = [threading.Thread(target=worker.connect) for worker in workers]
+    for thread in connecting:
+        thread.start()
+    accept()
+    for thread in connecting:
+        thread.join()
+
+
+def weights_of(worker: wsync.WeightSyncScheme) -> list[float]:
+    return [parameter.flatten()[0].item() for parameter in worker.model.parameters()]
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_a_part_completes_what_the_worker_was_sent_last(near: bool) -> None:
+    with wsync.DistributedWeightSyncScheme(timeout=TIMEOUT) as sender:
+        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
+        with make_worker(sender, 0, near=near) as worker:
+            connect(sender.connect, worker)
+            for value in (2, 3):  # by the fast path, too
+                sender.send(model_of(value))
+            sender.send({"bias": model_of(4).bias}, partial=True)
+            assert weights_of(worker) == [3, 4]
+        with make_worker(sender, 0, near=not near) as worker:
+            connect(partial(sender.readmit, 0), worker)
+            sender.send({"weight": model_of(5).weight}, partial=True)
+            assert weights_of(worker) == [5, 4]
+
+
+def test_a_replacement_that_is_lost_as_it_joins_leaves_the_newest_version_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with wsync.DistributedWeightSyncScheme(timeout=TIMEOUT) as sender, ExitStack() as workers:
+        sender.init_on_sender("policy", model=model_of(1), num_workers=2)
+        near, far = (make_worker(sender, index, near=index == 0) for index in range(2))
+        workers.enter_context(near)
+        connect(sender.connect, near, far)
+        far.shutdown()
+        with pytest.raises(wsync.WorkerDied):
+            sender.send(model_of(2))
+        sender.send(model_of(3))
+
+        def lose(_: object) -> None:
+            raise ConnectionError("lost")
+
+        lost = make_worker(sender, 1)
+        monkeypatch.setattr(handshake, "open_handle", lose)
+
+        def fail() -> None:
+            with pytest.raises(wsync.NotConnected):
+                lost.connect()
+
+        failing = threading.Thread(target=fail)
+        failing.start()
+        with pytest.raises(wsync.WorkerDied):
+            sender.readmit(1)
+        failing.join()
+        far = workers.enter_context(make_worker(sender, 1, near=False))
+        connect(partial(sender.readmit, 1), far)
+        assert weights_of(far) == [3, 3]
+
+
+def test_a_worker_that_connects_to_another_trainer_counts_versions_anew() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own_client = TCPStore("127.0.0.1", store.port, is_master=False)  # a client waits for one key at a time
+    with wsync.DistributedWeightSyncScheme(store=own_client, timeout=TIMEOUT) as worker:
+        worker.init_on_receiver("policy", model=model_of(0), worker_idx=0)
+        for values in ([11, 12], [21]):
+            with wsync.DistributedWeightSyncScheme(store=store, timeout=TIMEOUT) as sender:
+                sender.init_on_sender("policy", num_workers=1)
+                connect(sender.connect, worker)
+                assert worker.version == 0 and worker.receive(0.0) is None
+                for version, value in enumerate(values, 1):
+                    sender.send(model_of(value))
+                    assert worker.receive(TIMEOUT) is not None and worker.version == version
+                    assert weights_of(worker) == [value] * 2
+
+
+@pytest.mark.parametrize("update", ["aborted", "for one worker", "for all"])
+def test_registered_buffers_outside_shared_memory_get_what_all_workers_are_sent(update: str) -> None:
+    buffers = TensorDict.from_module(model_of(1)).data.clone()
+    with wsync.SharedMemWeightSyncScheme({"policy": buffers}, timeout=TIMEOUT) as sender, ExitStack() as stack:
+        sender.init_on_sender("policy", num_workers=2)
+        workers = [stack.enter_context(make_worker(sender, index)) for index in range(2)]
+        connect(sender.connect, *workers)
+        if update == "aborted":
+            with wsync.SharedMemWeightSyncScheme() as other:
+                other.init_in_process("other", nn.Linear(1, 1), nn.Linear(1, 1))
+                with pytest.raises(wsync.WeightSyncError):
+                    wsync.synchronize({sender: model_of(2), other: model_of(2)})
+        else:
+            sender.send(model_of(2), worker_ids=0 if update == "for one worker" else None)
+        value = 2 if update == "for all" else 1
+        assert [tensor.flatten()[0].item() for tensor in buffers.values()] == [value] * 2
+        sender.send()
+        assert [weights_of(worker) for worker in workers] == [[value] * 2] * 2
+
+
+def refuse(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    if any(tensor.eq(3).any() for _, tensor in weights):
+        raise ArithmeticError("3")
+
+
+@pytest.mark.parametrize("lacks", ["dead", "refused"])
+def test_an_update_that_a_worker_lacks_is_not_undone_by_the_registered_buffers(lacks: str) -> None:
+    buffers = TensorDict.from_module(model_of(1)).data.share_memory_()
+    with wsync.SharedMemWeightSyncScheme({"policy": buffers}, timeout=TIMEOUT) as sender, ExitStack() as stack:
+        sender.init_on_sender("policy", num_workers=2)
+        workers = [make_worker(sender, 0), make_worker(sender, 1, load=refuse)]
+        stack.enter_context(workers[0])
+        connect(sender.connect, *workers)
+        if lacks == "dead":
+            workers[1].shutdown()
+            with pytest.raises(wsync.WorkerDied):
+                sender.send(model_of(2))
+            sender.send()
+            assert weights_of(workers[0]) == [2, 2]
+        else:
+            stack.enter_context(workers[1])
+            with pytest.raises(wsync.WorkerFailed, match="ArithmeticError"):
+                sender.send(model_of(3))
+            with pytest.raises(wsync.WeightSyncError, match="registered buffers lack version 2"):
+                sender.send()
+            sender.send(model_of(4))
+            sender.send()
+            assert weights_of(workers[0]) == [4, 4] and workers[1].version == sender.version
