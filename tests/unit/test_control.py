@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import select
+import signal
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ from contextlib import ExitStack, closing, contextmanager
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stopping import wait_until_asleep
 
 import wsync
 from wsync import listen_on
@@ -231,6 +233,29 @@ def test_messages_that_arrive_in_pieces(host: str | None) -> None:
             assert not select.select([ours], [], [], 0.0)[0]
 
     receive()
+
+
+@HOSTS
+def test_ctrl_c_within_a_message_leaves_it_to_the_next_call(host: str | None) -> None:
+    sent = Message(Kind.DATA, 1, 2, b"x" * 100_000)
+    content, main = sent.pack(), threading.get_native_id()
+    with connected(host) as (ours, worker), socket.socket(fileno=os.dup(worker.fileno())) as raw:
+
+        def interrupt() -> None:
+            wait_until_asleep(main)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        for begin, end in ((0, 10), (10, 50_000)):  # within the header, and within the payload
+            raw.sendall(content[begin:end])
+            interrupting = threading.Thread(target=interrupt)
+            interrupting.start()
+            with pytest.raises(KeyboardInterrupt):
+                ours.receive()
+            interrupting.join()
+        raw.sendall(content[50_000:])
+        assert ours.receive() == sent
+        worker.send(sent)
+        assert ours.receive() == sent
 
 
 def test_descriptors_travel_with_a_message_and_are_not_inherited_by_programs() -> None:

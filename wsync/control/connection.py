@@ -62,6 +62,11 @@ class SocketConnection:
         self._peer = peer
         self._proof = proof
         self._expected_proof = expected_proof
+        # What has arrived of the message that is being read: a signal handler may raise in ``receive``, while a long
+        # message arrives, and the next call continues.
+        self._header: list[bytes] = []
+        self._payload: list[bytes] = []
+        self._fds: list[int] = []
         self._outbox = Outbox(self._send_now, self._send_all)
         self._finalizer = weakref.finalize(self, close_socket, sock, self._opener)
         self._finalizer.atexit = False
@@ -167,19 +172,24 @@ class SocketConnection:
         Raises:
             NotConnected: the peer did not prove that it has the token.
         """
-        fds: list[int] = []
         try:
             if self._expected_proof:
                 self._check_proof()
-            header = self._read(HEADER_SIZE, fds)
+            header = self._read(HEADER_SIZE, self._header, self._fds)
             length = payload_length(header)
             if length <= _MAX_PAYLOAD:
-                return unpack(header, self._read(length, fds), tuple(fds))
+                payload, fds = self._read(length, self._payload, self._fds), tuple(self._fds)
+                self._header, self._payload, self._fds = [], [], []
+                return unpack(header, payload, fds)
         except (OSError, ValueError):  # disconnected, stalled or garbage: the connection is unusable
             pass
+        self._close_received()
+        return None
+
+    def _close_received(self) -> None:
+        fds, self._fds = self._fds, []
         for fd in fds:
             os.close(fd)
-        return None
 
     def _check_proof(self) -> None:
         shown = self._read(len(self._expected_proof))
@@ -190,21 +200,27 @@ class SocketConnection:
         if not self._peer.descriptors:
             self._peer = PeerProcess(identity)
 
-    def _read(self, count: int, fds: list[int] | None = None) -> bytes:
-        """Return exactly ``count`` bytes; descriptors received with them are appended to ``fds``, or closed.
+    def _read(self, count: int, parts: list[bytes] | None = None, fds: list[int] | None = None) -> bytes:
+        """Return exactly ``count`` bytes.
+
+        Args:
+            count: how many.
+            parts: those that have arrived already; more are appended as they arrive.
+            fds: descriptors that arrive are appended to it; without it they are closed.
 
         Raises:
             ConnectionError: the peer disconnected first.
         """
-        parts: list[bytes] = []
-        while count > 0:
-            data, attached = self._recv(min(count, _CHUNK))
+        parts = [] if parts is None else parts
+        missing = count - sum(map(len, parts))
+        while missing > 0:
+            data, attached = self._recv(min(missing, _CHUNK))
             for fd in attached:
                 os.close(fd) if fds is None else fds.append(fd)
             if not data:
                 raise ConnectionError("the peer has disconnected")
             parts.append(data)
-            count -= len(data)
+            missing -= len(data)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _recv(self, count: int) -> tuple[bytes, Sequence[int]]:
@@ -233,6 +249,7 @@ class SocketConnection:
             if os.getpid() == self._opener:  # a forked child has no such thread
                 tcp_watch().remove(self._socket)
             close_socket(self._socket, self._opener)
+            self._close_received()
             self._peer.close()
             if os.getpid() == self._opener:
                 self._outbox.close()

@@ -135,15 +135,16 @@ class SenderSideChannel:
 
     def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
         """See ``FastChannel``."""
-        slots, num_workers = self._routes.slots, self._routes.num_workers
-        if self._reserved or self._routes.layout is None:
-            return None
-        if slots is not None and len(slots.workers) == num_workers:
-            calls = slots.fast_calls(acknowledge=acknowledge)
-            return self._locked(calls) if calls is not None and self._routes.needs_send_loop() else calls
-        if not acknowledge:
-            return None
-        return TransportFastPath(self, num_workers, self._connections.record).calls()
+        with self._lock:  # the send-loop thread may disconnect a worker
+            slots, num_workers = self._routes.slots, self._routes.num_workers
+            if self._reserved or self._routes.layout is None:
+                return None
+            if slots is not None and len(slots.workers) == num_workers:
+                calls = slots.fast_calls(acknowledge=acknowledge)
+                return self._locked(calls) if calls is not None and self._routes.needs_send_loop() else calls
+            if not acknowledge:
+                return None
+            return TransportFastPath(self, num_workers, self._connections.record).calls()
 
     def _locked(self, calls: FastCalls) -> FastCalls:
         """Return ``calls`` for use beside the send-loop thread, which may disconnect a worker between two updates."""

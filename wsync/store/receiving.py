@@ -70,6 +70,7 @@ class StoreReceiveChannel:
             SyncTimeout: there is none yet.
             WeightSyncError: the store cannot be read.
         """
+        self._forget()
         pause = 0.005
         while True:
             newest = self._store.newest()
@@ -84,6 +85,13 @@ class StoreReceiveChannel:
                 raise SyncTimeout(f"worker {worker_idx}: the store {self._store.url} has no version {self._oldest} yet")
             time.sleep(pause if left is None else min(pause, left))  # before there is a folder, nothing can notify
             pause = min(2 * pause, 0.25)
+
+    def _forget(self) -> None:
+        """Read the newest version even if an earlier connection has read it."""
+        with self._reading, self._lock:
+            self._version, self.first_version, self.layout, self._base, self._staged = 0, 0, None, None, None
+            self._bound = self._taken = -1
+            self._pool.clear()
 
     def _read(self) -> None:
         """Stage the newest version, unless it has been read already."""
