@@ -34,7 +34,7 @@ from learning.help import print_help
 from learning.options import CNNConfig, MLPConfig, NoLoggerConfig, RNNConfig, TrainConfig, WandbConfig
 from learning.reporting.files import FolderError, writing
 from learning.reporting.sweep import report
-from learning.resuming import config_folders, is_override, override_name, resumed, stored_overrides
+from learning.resuming import config_folders, is_override, override_name, resumed, store, stored_overrides
 from learning.run import interrupt_by_signals, run_command
 from wsync import WeightSyncError, WorkerDied
 
@@ -153,18 +153,22 @@ def settings() -> dict[str, list[str]]:
 def resolved(composed: DictConfig, run: HydraConf, folder: Path) -> TrainConfig:
     """Return the checked config of a run, with that of the run it resumes; write it to ``folder/config.yaml``.
 
+    It is written a second time as what a run that resumes this one reads, see ``learning.resuming.store``.
+
     Raises:
         ConfigError: see ``learning.validation.check``.
         FolderError: the file cannot be written.
     """
     validation.check_backend(OmegaConf.select(composed, "weight_sync._target_"))
-    cfg = OmegaConf.to_object(resumed(composed, run.overrides.task, run.runtime.choices))
+    merged = resumed(composed, run.overrides.task, run.runtime.choices)
+    cfg = OmegaConf.to_object(merged)
     assert isinstance(cfg, TrainConfig)
     validation.check(cfg, settings())
     if run.mode is RunMode.MULTIRUN and isinstance(cfg.logger, WandbConfig):
         cfg.logger.group = cfg.logger.group or "-".join(Path(run.sweep.dir).parts[-2:])
     with writing(folder / "config.yaml"):
         OmegaConf.save(OmegaConf.structured(cfg), folder / "config.yaml")
+    store(folder, merged, run.runtime.choices)
     return cfg
 
 

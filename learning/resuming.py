@@ -15,7 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 from collectors.errors import ConfigError
 from learning.config_errors import CONF
 from learning.options import TrainConfig
-from learning.reporting.files import shown
+from learning.reporting.files import shown, writing
+
+_SETTINGS = "resume.yaml"  # in the folder .hydra of a run; see ``store``
 
 
 def is_override(argument: str) -> bool:
@@ -101,9 +103,7 @@ def resumed(cfg: DictConfig, overrides: Sequence[str], choices: Mapping[str, str
     """
     if cfg.resume is None:
         return cfg
-    stored = OmegaConf.to_container(OmegaConf.load(_stored(cfg.resume, "config")), resolve=False)
-    before = OmegaConf.load(_stored(cfg.resume, "hydra")).hydra.runtime.choices
-    assert isinstance(stored, dict)
+    stored, before = _settings_of(cfg.resume)
     changed = {group for group, choice in choices.items() if before.get(group) != choice}
     last = {name: one for one in overrides if (name := override_name(one)) not in choices}
     deleted = {name for name, override in last.items() if override[0] == "~"}
@@ -117,6 +117,34 @@ def resumed(cfg: DictConfig, overrides: Sequence[str], choices: Mapping[str, str
     for name in named:
         OmegaConf.update(kept, name, OmegaConf.select(cfg, name), force_add=True)
     return kept
+
+
+def store(folder: Path, cfg: DictConfig, choices: Mapping[str, str | None]) -> None:
+    """Write what a run that resumes the one in `folder` reads: the config that `resumed` returned, and the choices.
+
+    Hydra's own files have the config before `resumed`, and a run that is resumed into its folder replaces them.
+
+    Raises:
+        FolderError: the file cannot be written.
+    """
+    path = folder / ".hydra" / _SETTINGS
+    with writing(path):
+        path.parent.mkdir(exist_ok=True)
+        OmegaConf.save(OmegaConf.create({"choices": dict(choices), "config": cfg}), path)
+
+
+def _settings_of(folder: str) -> tuple[dict[Any, Any], Mapping[str, str | None]]:
+    """Return the config of the run in `folder`, with its interpolations, and the chosen option of each group."""
+    path = Path(folder) / ".hydra" / _SETTINGS
+    if path.is_file():
+        stored = OmegaConf.load(path)
+        config, choices = stored.config, stored.choices
+    else:  # an earlier version of train.py, or a run that ended before its config was checked
+        config = OmegaConf.load(_stored(folder, "config"))
+        choices = OmegaConf.load(_stored(folder, "hydra")).hydra.runtime.choices
+    content = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(content, dict)
+    return content, choices
 
 
 def _delete(tree: dict[Any, Any], name: str) -> None:

@@ -395,7 +395,7 @@ def choices(overrides: list[str]) -> DictConfig:
 
 def stored_run(folder: Path, *overrides: str, config_folder: str | None = None) -> None:
     """Leave in `folder` what Hydra leaves of a run."""
-    (folder / ".hydra").mkdir()
+    (folder / ".hydra").mkdir(exist_ok=True)
     sources = [{"path": str(CONF), "schema": "file", "provider": "main"}]
     if config_folder is not None:
         sources.append({"path": config_folder, "schema": "file", "provider": "command-line"})
@@ -425,6 +425,34 @@ def test_a_resumed_run_has_its_old_config_and_overrides_win(tmp_path: Path) -> N
     other = resumed("weight_sync=shared_mem", f"resume={tmp_path}", "algorithm.lr=0.1", "timeout=4")
     assert (other.seed, other.algorithm.lr, other.algorithm.gamma) == (5, 0.1, 0.5)
     assert (type(instantiate(other.weight_sync)), other.weight_sync.timeout) == (wsync.SharedMemWeightSyncScheme, 4)
+
+
+def run_into(folder: Path, *argv: str) -> TrainConfig:
+    """Do what Hydra and train.py do with the config of a run in `folder`; return the config."""
+    folder.mkdir(exist_ok=True)
+    overrides = stored_overrides(argv)
+    stored_run(folder, *overrides)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        hydra = compose("train", overrides=overrides, return_hydra_config=True).hydra
+    return learning.config.resolved(composed(*overrides), hydra, folder)
+
+
+def test_the_old_config_is_kept_by_a_second_resume_and_by_one_into_the_same_folder(tmp_path: Path) -> None:
+    first, second, third = (tmp_path / name for name in "123")
+    first.mkdir()
+    stored_run(first, "seed=5", "timeout=9")
+    path = first / ".hydra/config.yaml"
+    older = OmegaConf.load(path)
+    older.num_envs, older.algorithm.gamma = 3, 0.5  # as if today's defaults were others
+    OmegaConf.save(older, path)
+
+    runs = [run_into(second, f"resume={first}"), run_into(third, f"resume={second}", "timeout=4")]
+    runs.append(run_into(third, f"resume={third}"))
+    assert [(run.seed, run.num_envs, run.algorithm.gamma) for run in runs] == [(5, 3, 0.5)] * 3
+    assert [run.weight_sync.timeout for run in runs] == [9, 4, 4]
+
+    pendulum = run_into(third, f"resume={third}", "env=pendulum")
+    assert (pendulum.env.id, pendulum.seed, pendulum.algorithm.gamma) == ("Pendulum-v1", 5, 0.9)
 
 
 @pytest.mark.parametrize("deletion", ["~env.kwargs.sutton_barto_reward", "~env.kwargs.sutton_barto_reward=true"])
