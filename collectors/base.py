@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from inspect import Signature
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import nn
@@ -19,7 +20,7 @@ from collectors.batch_layout import frames_of
 from collectors.exploration import warn_if_greedy
 from collectors.rollouts.acting import policy_scheme
 from collectors.signatures import check_arguments, set_signature
-from collectors.staleness import Staleness
+from collectors.staleness import Staleness, check_count
 from collectors.updaters import WeightUpdaterBase, make_updater
 from collectors.updates import WeightUpdates
 from collectors.workers.records import Failures
@@ -185,14 +186,25 @@ class BaseCollector(WeightUpdates, ABC):
     def interrupt(self) -> None:
         """Limit the wait for the batch in progress. May be called from a signal handler."""
 
-    @abstractmethod
     def set_seed(self, seed: int) -> int:
-        """Seed the environments: environment ``i`` of all gets ``seed + i``. Returns the next free seed.
+        """Seed the environments, the random actions and the workers' global generators; return another seed to use.
+
+        Environment ``i`` of all gets ``first + i``, with a `first` of 31 bits that ``numpy.random.SeedSequence`` makes
+        of ``seed``: with ``first = seed``, runs with neighbouring seeds would share most of their random numbers. A
+        worker's global generators have the number of its first environment. A restarted worker gets the next free
+        numbers (random ones, if this method was never called).
 
         Raises:
             TypeError: the seed is not a whole number.
             ValueError: it is negative.
         """
+        check_count("seed", seed)
+        first = int(np.random.SeedSequence(int(seed)).generate_state(1)[0] >> 1)
+        return seed + self._seed_from(first) - first
+
+    @abstractmethod
+    def _seed_from(self, first: int) -> int:
+        """Seed environment ``i`` of all with ``first + i``; return the next free number."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the counters, the policy's version and its weights. The state of environments is not saved.

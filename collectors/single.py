@@ -17,7 +17,7 @@ from collectors.exploration import warn_if_greedy
 from collectors.factories import EnvMaker, copy_of, make_env
 from collectors.hosted import connect_hosted
 from collectors.rollouts.acting import Actor, policy_scheme
-from collectors.staleness import Staleness, check_count
+from collectors.staleness import Staleness
 
 
 class Collector(BaseCollector):
@@ -139,11 +139,9 @@ class Collector(BaseCollector):
             pass
         return batch
 
-    def set_seed(self, seed: int) -> int:
-        """Seed environment ``i`` with ``seed + i``."""
-        check_count("seed", seed)
-        self._actor.rollout.seed(seed)
-        return seed + self.env.num_envs
+    def _seed_from(self, first: int) -> int:
+        self._actor.rollout.seed(first)
+        return first + self.env.num_envs
 
     def _resume(self) -> None:
         self._actor.rollout.frames = self.frames

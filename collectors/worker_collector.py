@@ -18,7 +18,7 @@ from collectors import arguments
 from collectors.base import BaseCollector, UpdaterOrFactory
 from collectors.factories import LEAVE_OUT, EnvMaker, PolicyFactory, pickled
 from collectors.hosted import connect_hosted
-from collectors.staleness import Staleness, check_count
+from collectors.staleness import Staleness
 from collectors.worker import WorkerOptions, WorkerSpec
 from collectors.workers.gathering import Gathering, gathering
 from collectors.workers.group import WorkerGroup
@@ -239,13 +239,8 @@ class WorkerCollector(BaseCollector):
         """The current workers, by index."""
         return sorted(self._group.pool.workers, key=lambda worker: worker.worker_idx)
 
-    def set_seed(self, seed: int) -> int:
-        """Seed environment ``i`` of worker ``w`` with ``seed + w * num_envs + i``.
-
-        A restarted worker gets the next free seeds (random ones, if this method was never called).
-        """
-        check_count("seed", seed)
-        return self._group.seed(seed)
+    def _seed_from(self, first: int) -> int:
+        return self._group.seed(first)
 
     def _resume(self) -> None:
         self._group.resume(self.frames)

@@ -169,8 +169,7 @@ def exit_now(status: int) -> NoReturn:
 def resumed_seed(seed: int, frames: int) -> int:
     """Return the seed for a run with the setting `seed` that continues after `frames` frames; `seed` itself for 0.
 
-    A resumed run must not repeat the initial states, noise and minibatches of the first one. The result has 31 bits, so
-    that the seeds of the environments, which count up from it, are valid.
+    A resumed run must not repeat the initial states, noise and minibatches of the first one. The result has 31 bits.
     """
     if frames == 0:
         return seed

@@ -307,17 +307,19 @@ def drawn(observation):
     return observation.set("action", torch.rand(*observation.shape, 2))
 
 
-def test_workers_draw_different_numbers_and_a_seed_repeats_them():
+def test_workers_draw_different_numbers_and_a_seed_repeats_them_but_the_next_seed_shares_none():
     def run(seed=None):
-        with MultiSyncCollector([cartpole()] * 2, drawn, frames_per_batch=16) as collector:
+        with MultiSyncCollector([cartpole(1)] * 2, drawn, frames_per_batch=16) as collector:
             if seed is not None:
                 collector.set_seed(seed)
             return next(collector)
 
-    for key in ("action", "numpy"):
-        first, second = run()[key]
+    unseeded, seven, again, eight = run(), run(7), run(7), run(8)
+    for key in ("action", "numpy", "observation"):
+        first, second = unseeded[key]
         assert not torch.equal(first, second), f"two workers drew the same numbers for {key}"
-        assert torch.equal(run(7)[key], run(7)[key])
+        assert torch.equal(seven[key], again[key])
+        assert not torch.equal(seven[key][1], eight[key][0])
 
 
 class Recalls(GymEnv):
