@@ -31,7 +31,7 @@ class EnvConfig:
         id: as registered; ``module:id`` imports the module first.
         solved_at: mean return of 100 episodes that counts as solved; None: the known value of the id, if there is one.
         max_episode_steps: steps after which an episode is truncated, if the environment's own limit is not lower.
-        kwargs: for ``gymnasium.make``.
+        kwargs: for ``gymnasium.make``; with `vectorization_mode`, see ``GymEnv``: with `wrappers` or `make` it is sync.
         wrappers: put around each environment, the first one innermost: ``_target_`` and further arguments of each.
         make: instead of `id` and `kwargs`: the ``_target_`` and the arguments of a function that makes an environment.
         normalize_observations: subtract the mean of all observations and divide by their standard deviation.
@@ -100,6 +100,12 @@ def sample(env: EnvConfig) -> GymEnv:
     for i, one in enumerate(env.wrappers):
         if not isinstance(one, Mapping) or "_target_" not in one:
             raise ConfigError(f"env.wrappers[{i}] has no _target_: name the class of the wrapper")
+    mode = env.kwargs.get("vectorization_mode")
+    if mode not in (None, "auto", "sync") and (env.wrappers or env.make is not None):
+        raise ConfigError(
+            f"env.kwargs.vectorization_mode={mode}: environments of env.wrappers and env.make are stepped one after "
+            "another, which is sync; leave them out, or the mode"
+        )
     if env.rewards not in REWARDS:
         raise ConfigError(f"env.rewards={env.rewards}: it is one of {', '.join(REWARDS)}")
     try:

@@ -363,6 +363,15 @@ def test_what_the_environment_would_not_be_given_is_refused(name: str, meant: st
         sample(config(f"+env.kwargs.{name}=3").env)
 
 
+@pytest.mark.parametrize("mode", ["async", "vector_entry_point"])
+def test_a_vectorization_that_wrappers_do_not_have_is_refused(mode: str) -> None:
+    wrappers = [{"_target_": "gymnasium.wrappers.TimeAwareObservation"}]
+    for more in ({"wrappers": wrappers}, {"make": {"_target_": "gymnasium.make", "id": "CartPole-v1"}}):
+        sample(EnvConfig("CartPole-v1", kwargs={"vectorization_mode": "sync"}, **more))
+        with pytest.raises(ConfigError, match=f"vectorization_mode={mode}: environments of env.wrappers and env.make"):
+            sample(EnvConfig("CartPole-v1", kwargs={"vectorization_mode": mode}, **more))
+
+
 def test_the_threshold_is_the_configs_else_that_of_the_id() -> None:
     assert solved_at(config().env) == 475
     assert solved_at(config("env=acrobot").env) == -100
