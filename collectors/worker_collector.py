@@ -75,8 +75,8 @@ class WorkerCollector(BaseCollector):
         weight_updater: of the older API, deprecated; or a function that makes one.
         max_frames_per_traj: episodes are truncated after this number of steps.
         init_random_frames: number of first frames with random actions, over all workers.
-        cat_results: how the workers' batches are joined: ``"stack"`` with a new leading dimension, or along one of
-            their dimensions (0: environments; the last one is time, and joins unrelated frames).
+        cat_results: synchronous: how the workers' batches are joined: ``"stack"`` with a new leading dimension, or
+            along one of their dimensions (0: environments; the last one is time, and joins unrelated frames).
         track_policy_version: whether batches have ``policy_version``.
         threads: torch threads of each worker.
         on_worker_failure: what happens when a worker dies, raises, or does not answer in time: ``"raise"``; ``"drop"``:

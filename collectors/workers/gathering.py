@@ -156,10 +156,16 @@ def gathering(sync: bool, cat_results: int | Literal["stack"], run_ahead: int | 
 
     Raises:
         TypeError, ValueError: an argument is out of range; or ``run_ahead`` of synchronous collection, where no worker
-            begins a batch before the trainer asks for it.
+            begins a batch before the trainer asks for it; or ``cat_results`` of asynchronous collection, where batches
+            are not joined.
     """
     synchronous = SyncGathering(cat_results)
     if not sync:
+        if cat_results != "stack":
+            raise ValueError(
+                f"cat_results={cat_results} is for synchronous collection: an asynchronous batch is one worker's; "
+                "leave cat_results out, or collect synchronously"
+            )
         return AsyncGathering(1 if run_ahead is None else run_ahead)
     if run_ahead is not None:
         raise ValueError(f"run_ahead={run_ahead} is for asynchronous collection: a synchronous one never runs ahead")

@@ -85,6 +85,12 @@ def test_a_synchronous_collector_never_runs_ahead(cls, options):
         cls([lambda: None], policy(), frames_per_batch=STEPS, run_ahead=0, **options)
 
 
+def test_an_asynchronous_collector_joins_no_batches():
+    for cls, options in ((MultiAsyncCollector, {}), (MultiCollector, {"sync": False})):
+        with pytest.raises(ValueError, match="cat_results=0 is for synchronous collection"):
+            cls([lambda: None], policy(), frames_per_batch=STEPS, cat_results=0, **options)
+
+
 @pytest.mark.parametrize(("wrong", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError), ("1", TypeError)])
 def test_a_wrong_number_is_refused_before_anything_is_started(wrong, error):
     with pytest.raises(error, match="run_ahead is"):
