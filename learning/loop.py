@@ -154,17 +154,18 @@ class Training:
 
     def _loop(self, collector: Collector, stop: StopRequest) -> str:
         progress, scheme, saved_at = self.progress, self.scheme, time.monotonic()
-        batches = iter(collector)
+        batches, unsent = iter(collector), 0  # updates that workers lack for good: the scheme carries nothing
         progress.begin(scheme.version)
         while (status := self.goal.reached(progress)) is None:
             if stop.requested:
                 return "interrupted"
             batch = next(batches)
-            progress.collected(batch, scheme.version + len(self.delay), collector.staleness)
+            progress.collected(batch, scheme.version + len(self.delay) + unsent, collector.staleness)
             progress.note_solved(self.goal.solved_at)
             learning = self._learn(batch)
             if (due := self.delay.exchange(self.learner.policy)) is not None:
                 collector.update_policy_weights_(due)
+                unsent += not scheme.sends_weights
             failed = sum(self._counted(collector.failures).as_dict()["failed"].values())
             row = progress.synchronised(learning, scheme.metrics, scheme.version, failed)
             for reporter in self.reporters:

@@ -67,7 +67,7 @@ class Row:
         episode_returns: of the episodes that ended in this batch, in the order of time.
         version: of the weights last sent; a resumed run counts on.
         staleness: versions between the weights that acted and the learner's when the batch was learnt from, mean over
-            frames.
+            frames; with a scheme that sends nothing, updates.
         staleness_max: of the oldest frame.
         dropped_batches: workers' batches that were too old to be delivered (``collector.max_staleness``), so far.
         dropped_frames: frames of these.

@@ -98,6 +98,13 @@ def test_networks_that_have_diverged_do_not_replace_the_last_checkpoint(tmp_path
     assert all(value.isfinite().all() for value in kept["learner"]["policy"].values())
 
 
+def test_without_weight_sync_workers_are_one_update_more_behind_in_each_batch(tmp_path: Path) -> None:
+    with pytest.raises(Diverged):
+        training_with(FakeCollector, tmp_path, RunFiles())
+    staleness = json.loads((tmp_path / "summary.json").read_text())["staleness"]
+    assert (staleness["mean"], staleness["max"]) == (1.0, 2)  # of 0, 1 and 2
+
+
 def test_returns_of_another_environment_do_not_count(tmp_path: Path) -> None:
     before = training(tmp_path)
     before.progress.window.extend([500.0] * 100)
