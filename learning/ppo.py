@@ -155,7 +155,8 @@ class PPO(ActorCritic):
         else:
             valid = torch.ones_like(advantage, dtype=torch.bool) if mask is None else mask
             sequences = Frames(*columns, state, batch.get("is_init").squeeze(-1), valid)
-            frames = sequences.map(lambda x: x.flatten(0, last - 1) if last else x.unsqueeze(0))
+            present = valid.reshape(-1, valid.shape[-1]).any(-1)  # a minibatch without a frame would have no mean
+            frames = sequences.map(lambda x: (x.flatten(0, last - 1) if last else x.unsqueeze(0))[present])
         flat = _flat(frames)
         explained = 1.0 - flat.advantage.var(correction=0) / flat.target.var(correction=0).clamp_min(1e-8)
         summary = {"explained_variance": explained.item(), "value": flat.value.mean().item()}

@@ -119,6 +119,15 @@ def test_before_learning_the_probabilities_are_those_of_acting(mode: str, shared
     assert learner.frames <= 320 and int(mask.sum()) <= 160
 
 
+def test_a_sequence_without_a_frame_is_not_learnt_from() -> None:
+    policy, critic = make_actor_critic(lambda spec: RNN(spec, "lstm", 16), SPEC, CHOICE, shared=True)
+    rollout = Rollout(GymEnv("CartPole-v1", 3, seed=0), policy)
+    batch = rollout.collect(rollout.buffer(4))
+    batch["mask"] = torch.tensor([[True], [False], [True]]).expand(3, 4)
+    learner = PPO(policy, critic, epochs=1, minibatch_size=4)  # a sequence
+    assert set(learner.update(batch)) >= {"kl", "loss_policy"} and learner.frames == 8
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_the_loss_of_the_values_changes_the_policy_only_in_a_shared_network(shared: bool) -> None:
     """A critic's errors are large at first: in a network of its own they leave the policy's features alone."""
