@@ -137,7 +137,7 @@ def zero_gaps(batch: TensorDictBase) -> TensorDictBase:
     if mask is None:
         return batch
     copy = batch.copy()  # shares the other tensors
-    for key in ("observation", "action_log_prob", ("next", STATE)):
+    for key in ("observation", "action", "action_log_prob", ("next", STATE)):
         if (values := batch.get(key, None)) is not None:
             zeroed = values.clone()
             zeroed[~mask] = 0

@@ -10,7 +10,7 @@ import torch
 
 from collectors.environments.actions import action_codec
 from collectors.environments.specs import Spec, SpecTree
-from collectors.environments.stepper import Stepper
+from collectors.environments.stepper import Stepper, without_reset_rows
 from collectors.environments.vector import Array
 
 Function = Callable[..., Array]
@@ -170,7 +170,7 @@ class RewardedSteps(StepsWrapper):
 
     def _taken(self, action: Array) -> Array:
         """Return an action as the environment takes it, float32 ``[E, *action_spec.shape]``; a choice as one-hot."""
-        taken = self._actions.from_env(self._actions.to_env(action, self.num_envs))
+        taken = self._actions.from_env(self._actions.to_env(without_reset_rows(self, action), self.num_envs))
         n = self.action_spec.n
         return taken if n is None else np.eye(n, dtype=np.float32)[taken]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -151,12 +152,14 @@ class Stepper:
     def step(self, action: Array) -> None:
         """Apply ``action`` (any form that a policy may give); see the class for what can be read then.
 
+        Actions of rows that this step resets have no effect, and may be NaN as the last observation may.
+
         Raises:
             ValueError: for actions of a wrong shape, an index out of range, or NaN; or for an "action_mask" without a
                 possible action.
         """
         self._check_mask()
-        taken = self._actions.to_env(action, self.num_envs)
+        taken = self._actions.to_env(without_reset_rows(self, action), self.num_envs)
         self.is_reset = False  # until `reset_ended`
         successor, self.reward[:], self.terminated[:], self.truncated[:] = self.driver.step(taken)
         self._observations.write(successor, self.observation)
@@ -182,6 +185,25 @@ class Stepper:
         if self.reset_step is not None:
             self.is_init |= self.reset_step
         self.is_reset = True
+
+
+class _Resetting(Protocol):
+    """The attributes of a ``Stepper`` that tell which rows the next step resets."""
+
+    num_envs: int
+    done: Array
+
+    @property
+    def reset_step(self) -> Array | None: ...
+
+
+def without_reset_rows(stepper: _Resetting, action: Array) -> Array:
+    """Return ``action`` with zeros in the rows that the next step resets; any action space has that action."""
+    if stepper.reset_step is None or not np.count_nonzero(stepper.done) or action.size % stepper.num_envs:
+        return action
+    rows = np.array(action).reshape(stepper.num_envs, -1)
+    rows[stepper.done] = 0
+    return rows.reshape(action.shape)
 
 
 def sample_allowed(options: Sequence[int], allowed: Array, generator: np.random.Generator) -> tuple[Array, Array]:

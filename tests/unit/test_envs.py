@@ -14,7 +14,7 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from collectors import GymEnv, ModuleTransform
@@ -486,6 +486,22 @@ def test_a_continuous_action_of_nan_is_an_error(num_envs: int) -> None:
     action[-1] = torch.nan
     with pytest.raises(ValueError, match=rf"the action for environment {num_envs - 1} is \[nan\]"):
         GymEnv("Pendulum-v1", num_envs).step(TensorDict({"action": action}))
+
+
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_the_action_of_a_row_that_a_step_resets_may_be_nan(num_envs: int) -> None:
+    next_step = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+    made = gym.make_vec(
+        "Pendulum-v1", num_envs, vectorization_mode="sync", vector_kwargs=next_step, max_episode_steps=3
+    )
+    env = GymEnv(made, transforms=[ModuleTransform(nn.Linear(1, 1), ["action"], [("next", "reward")])])
+
+    def act(td: TensorDictBase) -> TensorDictBase:
+        ended = torch.from_numpy(env.stepper.done)
+        return td.set("action", torch.where(ended, torch.nan, 0.0).reshape(*env.batch_size, 1))
+
+    batch = env.rollout(9, act)
+    assert torch.equal(batch["action"].isnan().squeeze(-1), ~batch["mask"]) and not bool(batch["mask"].all())
 
 
 @pytest.mark.parametrize("num_envs", [1, 2])

@@ -77,16 +77,19 @@ def test_minibatches_are_whole_trajectories() -> None:
         assert learner.frames == 60
 
 
-def test_masked_entries_of_a_batch_are_not_learnt_from() -> None:
+@pytest.mark.parametrize("spec", [CHOICE, TORQUES], ids=["discrete", "continuous"])
+def test_masked_entries_of_a_batch_are_not_learnt_from(spec: Spec) -> None:
     results = []
     for content in (0.0, 1e6, math.nan):
-        learner = learner_of()
+        learner = learner_of(spec)
         batch = batch_of(learner.policy, 4, 8)
         mask = torch.ones(4, 8, dtype=torch.bool)
         mask[:, 3] = False
         batch["mask"] = mask
         batch["next", "reward"][:, 3] = 0.0 if math.isnan(content) else content
         batch["observation"][:, 3] = batch["action_log_prob"][:, 3] = content
+        if spec is TORQUES:
+            batch["action"][:, 3] = content
         batch["next", "done"][:, 3] = batch["next", "terminated"][:, 3] = False
         torch.manual_seed(1)
         results.append(learner.update(batch))
