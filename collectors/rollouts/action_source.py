@@ -44,8 +44,13 @@ class RandomActions:
             "action": torch.zeros(size if spec.is_discrete else (*size, *spec.shape), dtype=spec.dtype)
         }
 
-    def begin(self, steps: int) -> None:
-        """Prepare ``steps`` calls of ``act``. Called once per batch."""
+    def begin(self, steps: int, *, after_random: bool) -> None:
+        """Prepare ``steps`` calls of ``act``. Called once per batch.
+
+        Args:
+            steps: of this batch, those that are left.
+            after_random: whether the frame before had a random action.
+        """
 
     def act(self, columns: Columns, t: int) -> tuple[Array, int]:
         """Write the actions for the current observation, and other outputs, to row ``t``; return actions and version.
@@ -112,8 +117,10 @@ class CalledPolicy:
 
         self._act = gate(act)
 
-    def begin(self, steps: int) -> None:
+    def begin(self, steps: int, *, after_random: bool) -> None:
         """See RandomActions."""
+        if after_random and self._state is not None:
+            self._state.start_anew()
 
     def act(self, columns: Columns, t: int) -> tuple[Array, int]:
         """See RandomActions."""
@@ -164,7 +171,7 @@ class PolicyInParts:
             outputs if batched else {key: value[0] for key, value in outputs.items()}
         )
 
-    def begin(self, steps: int) -> None:
+    def begin(self, steps: int, *, after_random: bool) -> None:
         """See RandomActions."""
         like = self._like
         noise = [None] * steps if greedy() else self._noise(steps).unbind()

@@ -33,6 +33,10 @@ class RecurrentState:
         self._state = {key: torch.zeros_like(value) for key, value in states_of(output).items()}
         self._is_fresh = True
 
+    def start_anew(self) -> None:
+        """Have the next step start from zero, wherever its episode is. Called after frames with random actions."""
+        self._is_fresh = True
+
     @property
     def columns(self) -> Mapping[Key, torch.Tensor]:
         """One example of each tensor that is stored, by key."""

@@ -87,6 +87,7 @@ class Rollout:
         self._gate, self._version = gate, version
         self._at_random = RandomActions(self.stepper, self._batched)
         self._source: ActionSource | None = None
+        self._ended_at_random = False  # whether the last batch did
 
     def seed(self, seed: int) -> None:
         """Seed the environments, the random actions, and the process's global generators."""
@@ -154,7 +155,7 @@ class Rollout:
             for t in range(columns.steps):
                 if t < first and self.policy is not None and self.frames >= self.init_random_frames:
                     first = t
-                    source.begin(columns.steps - first)
+                    source.begin(columns.steps - first, after_random=self._ended_at_random or first > 0)
                 columns.observation[t] = stepper.observation
                 action, versions[t] = (self._at_random if t < first else source).act(columns, t)
                 stepper.step(action)
@@ -165,6 +166,7 @@ class Rollout:
                 stepper.reset_ended()
             if first < columns.steps:
                 source.finish(columns, first)
+        self._ended_at_random = first == columns.steps
         columns.version[:] = versions[:, None]
         return batch
 

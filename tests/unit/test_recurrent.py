@@ -68,6 +68,17 @@ def test_random_frames_leave_no_state() -> None:
     assert batch["is_init"].flatten().tolist() == [True] * 6 + [False] * 2
 
 
+@pytest.mark.parametrize("again", [2, 4])
+def test_random_frames_that_begin_again_leave_no_state(again: int) -> None:
+    rollout = Rollout(GymEnv("Acrobot-v1", seed=0), counting, init_random_frames=again)
+    rollout.frames = again
+    assert rollout.collect(rollout.buffer(4))["count"].flatten().tolist() == [0, 1, 2, 3]
+    rollout.frames = 0  # as when a collector loads the state of a younger one
+    batch = torch.cat([rollout.collect(rollout.buffer(4)) for _ in range(2)], -1)
+    assert batch["count"].flatten().tolist() == [0] * again + [*range(8 - again)]
+    assert batch["is_init"].flatten().tolist() == [True] * (again + 1) + [False] * (7 - again)
+
+
 def test_a_policy_may_return_its_state_in_a_dictionary() -> None:
     def policy(td: TensorDictBase) -> Any:
         return {"action": torch.tensor(1), "next": {"count": td.get("count", torch.zeros(1)) + 1}}
