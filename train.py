@@ -117,7 +117,7 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> tuple[int, float]:
         try:
             collector = instantiate(cfg.collector, _partial_=True)(
                 [env_factory(cfg.env, cfg.num_envs)] * cfg.num_workers,
-                policy,
+                delay.acting(policy),
                 frames_per_batch=cfg.frames_per_batch,
                 weight_sync_schemes={"policy": scheme},
             )

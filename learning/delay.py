@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -15,7 +16,6 @@ class WeightDelay:
     This is a weight sync with a long latency and enough bandwidth: every version arrives, in order, and late. Until the
     first one is due, workers act with the weights that they were started with. Versions count what is sent, so the
     staleness of a frame is the newest version sent, plus the number held back (``len``), less the frame's version.
-    Versions held back are not saved: a resumed run starts with the newest weights, and the delay grows anew.
 
     Args:
         updates: number of updates; 0: nothing is held back.
@@ -29,11 +29,22 @@ class WeightDelay:
             raise ValueError(f"weights cannot be sent {-updates} updates before they exist")
         self.updates = updates
         self._held_back: deque[dict[str, Any]] = deque()
-        self._due: nn.Module | None = None
+        self._acting: nn.Module | None = None
 
     def __len__(self) -> int:
         """Return the number of versions held back."""
         return len(self._held_back)
+
+    def acting(self, policy: nn.Module) -> nn.Module:
+        """Return a module with the weights that workers have, or are to be started with.
+
+        Before an update that is `policy`, or a copy of it; after `load_state_dict` it may be older.
+        """
+        if self.updates == 0:
+            return policy
+        if self._acting is None:
+            self._acting = copy.deepcopy(policy)
+        return self._acting
 
     def exchange(self, policy: nn.Module) -> nn.Module | None:
         """Take the weights of `policy` after an update; return a module with the weights to send now, or None.
@@ -42,10 +53,26 @@ class WeightDelay:
         """
         if self.updates == 0:
             return policy
-        if self._due is None:
-            self._due = copy.deepcopy(policy)
+        acting, due = self.acting(policy), None
         self._held_back.append(copy.deepcopy(policy.state_dict()))
-        if len(self) <= self.updates:
+        while len(self) > self.updates:  # more than one, if a resumed run has a shorter delay
+            due = self._held_back.popleft()
+        if due is None:
             return None
-        self._due.load_state_dict(self._held_back.popleft())
-        return self._due
+        acting.load_state_dict(due)
+        return acting
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the weights that are held back, and those that workers have."""
+        acting = None if self._acting is None else self._acting.state_dict()
+        return {"held_back": list(self._held_back), "acting": acting}
+
+    def load_state_dict(self, state: Mapping[str, Any], policy: nn.Module) -> None:
+        """Continue from where `state_dict` was taken; `policy` is the learner's. Without a delay, nothing is held back.
+
+        Raises:
+            RuntimeError: the weights are those of another model.
+        """
+        if self.updates and state["acting"] is not None:
+            self.acting(policy).load_state_dict(state["acting"])
+            self._held_back.extend(state["held_back"])

@@ -156,6 +156,7 @@ class Training:
         progress, scheme, saved_at = self.progress, self.scheme, time.monotonic()
         batches, unsent = iter(collector), 0  # updates that workers lack for good: the scheme carries nothing
         progress.begin(scheme.version)
+        self.delay.acting(self.learner.policy)  # before the first update
         while (status := self.goal.reached(progress)) is None:
             if stop.requested:
                 return "interrupted"
@@ -198,6 +199,7 @@ class Training:
             "learner": self.learner.state_dict(),
             "progress": self.progress.state_dict(),
             "rewards": self.rewards.state_dict(),
+            "delay": self.delay.state_dict(),
             "worker_failures": self.earlier_failures
             if self.failures is None
             else self._counted(self.failures).as_dict(),
@@ -215,6 +217,8 @@ class Training:
             self.learner.load_state_dict(state["learner"])
             self.progress.load_state_dict(state["progress"])
             self.rewards.load_state_dict(state["rewards"])
+            if "delay" in state:  # not in a checkpoint of an earlier version
+                self.delay.load_state_dict(state["delay"], self.learner.policy)
             self.earlier_failures = state.get("worker_failures", {})
             if state["env"] != self.facts.get("env"):
                 self.progress.forget_returns()  # returns in another environment do not count
