@@ -20,6 +20,7 @@ from rich.table import Table
 
 from collectors.env_config import EnvConfig
 from learning.options import PolicyConfig
+from learning.validation import NOT_FOR_WORKERS
 
 USAGE = """\
 python train.py group=option … setting=value …     one run; its folder is under outputs/
@@ -63,7 +64,10 @@ def print_help(
 
 
 def _groups(folders: Sequence[Path]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each group with its options, from the folders and the ConfigStore; without those that are not chosen."""
+    """Yield each group with its options, from the folders and the ConfigStore; without those that are not chosen.
+
+    The backends that ``learning.validation.check_backend`` refuses are left out as well.
+    """
     found: dict[str, set[str]] = {}
     for group, path in ((str(p.parent.relative_to(one)), p) for one in folders for p in one.rglob("*.yaml")):
         if group != ".":
@@ -71,13 +75,18 @@ def _groups(folders: Sequence[Path]) -> Iterator[tuple[str, list[str]]]:
             found.setdefault(top, set()).add(f"{nested}/{path.stem}" if nested else path.stem)
     for group, options in ConfigStore.instance().repo.items():
         if isinstance(options, dict) and group in {*found, "weight_sync"}:
-            names = {name.removesuffix(".yaml") for name, node in options.items() if isinstance(node, ConfigNode)}
+            nodes = {name.removesuffix(".yaml"): node for name, node in options.items() if isinstance(node, ConfigNode)}
+            names = {name for name, node in nodes.items() if _class_of(node) not in NOT_FOR_WORKERS}
             found.setdefault(group, set()).update(name for name in names if not name.startswith("base_"))
     for group in sorted(found):
         hidden = [path.partition("/")[2] + "/" for path in _HIDDEN if path.startswith(f"{group}/")]
         options = [name for name in sorted(found[group]) if not name.startswith(tuple(hidden))]
         if group not in _HIDDEN and options:
             yield group, options
+
+
+def _class_of(node: ConfigNode) -> str:
+    return str(OmegaConf.select(node.node, "_target_")).rpartition(".")[2]
 
 
 def _print_settings(console: Console, prefix: str, cfg: DictConfig) -> None:

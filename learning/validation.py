@@ -37,7 +37,7 @@ SHARE: Limit = ("between 0 and 1", lambda x: 0 <= x <= 1)
 FINITE: Limit = ("finite", math.isfinite)
 NUMBER: Limit = ("a number", lambda x: not math.isnan(x))
 
-_NOT_FOR_WORKERS = {
+NOT_FOR_WORKERS = {
     "HTTPWeightSyncScheme": "sends to inference engines, in a program of yours (docs/engines.md)",
     "RayModuleTransformScheme": "sends to modules in environments, by a collector (docs/tutorials/collectors.md)",
 }
@@ -212,9 +212,9 @@ def check_backend(target: Any) -> None:
         ConfigError: they cannot; says what the scheme is for.
     """
     name = str(target).rpartition(".")[2]
-    if name in _NOT_FOR_WORKERS:
+    if name in NOT_FOR_WORKERS:
         instead = "choose weight_sync=shared_mem, for instance"
-        raise ConfigError(f"{name} {_NOT_FOR_WORKERS[name]}, not to the workers of train.py: {instead}")
+        raise ConfigError(f"{name} {NOT_FOR_WORKERS[name]}, not to the workers of train.py: {instead}")
 
 
 def network_settings(policy: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -67,6 +67,8 @@ def test_help_lists_the_options_and_explains_every_setting(tmp_path: Path) -> No
     lines = [line.split() for line in done.stdout.splitlines()]
     assert "base_" not in done.stdout
     assert any(line[:2] == ["algorithm", "impala,"] for line in lines)
+    schemes = next(line for line in lines if line[:1] == ["weight_sync"])[1:]  # those that train.py takes
+    assert {"ray,", "shared_mem,"} <= {*schemes} and not {"http,", "ray_module_transform,"} & {*schemes}
     explained = {line[0].partition("=")[0]: line[1:] for line in lines if line and "=" in line[0]}
     unexplained = {name for name, text in explained.items() if not text}
     assert not unexplained and {"seed", "weight_sync.backend", "collector.max_staleness", "env.id"} <= explained.keys()
