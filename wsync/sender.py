@@ -153,7 +153,8 @@ class Sender:
         with self.exclusive():
             worker = single_worker(worker, self.num_workers)
             deadline = deadline_in(self.timeout if timeout is None else timeout)
-            self.disconnect(worker)
+            if worker not in self._members.absent:  # else its replacement may have been accepted beside another one
+                self.disconnect(worker)
             self._channel.wait_for_workers([worker], {} if sentinel is None else {worker: sentinel}, deadline)
             self._members.add([worker])
             version = self._members.expected_version.get(worker)

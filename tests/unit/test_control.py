@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import threading
 import time
 import warnings
@@ -315,6 +316,48 @@ def test_a_shutdown_reaches_a_worker_that_has_not_read_a_long_message(host: str 
         kinds = [message and message.kind for message in (worker.receive() for _ in range(4))]
         closing_all.join()
     assert kinds == [Kind.ACCEPTED, Kind.DATA, Kind.LEAVE, None]
+
+
+@HOSTS
+def test_a_worker_that_exits_after_an_answer_is_dead_although_its_child_keeps_the_socket(
+    host: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A receive from a socket without data would wait for ten minutes.
+    monkeypatch.setattr("wsync.control.connection.STALL_TIMEOUT", struct.pack("ll", 600, 0))
+    with ExitStack() as stack:
+        for _ in range(8):  # the numbers of the descriptors decide which one is looked at first
+            memory = os.memfd_create("test")
+            stack.callback(os.close, memory)
+            _answer_and_exit(host)
+
+
+def _answer_and_exit(host: str | None) -> None:
+    listener, child_ends = Listener(host), os.pipe()
+    worker = os.fork()
+    if worker == 0:
+        connection = connect(listener.address, 0, time.monotonic() + SECONDS)
+        connection.receive()
+        if os.fork() == 0:
+            os.close(child_ends[1])
+            os.read(child_ends[0], 1)  # until the test has ended
+            os._exit(0)
+        connection.send(Message(Kind.ACK, 0, 1))
+        os._exit(0)
+    with closing(WorkerConnections(listener, 1, NoCallbacks())) as connections:
+        connections.wait_for_workers([0], {}, time.monotonic() + SECONDS)
+        os.waitpid(worker, 0)
+        acks: list[wsync.Ack] = []
+
+        def wait() -> None:
+            for version in (1, 2):
+                acks.extend(connections.wait_acks([0], version, time.monotonic() + SECONDS))
+
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        waiting.join(2 * SECONDS)
+        assert [ack.died for ack in acks] == [False, True]
+    for fd in child_ends:
+        os.close(fd)
 
 
 def in_inner_namespace(address: Address, answer: int) -> None:

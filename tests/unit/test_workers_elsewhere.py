@@ -5,8 +5,10 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +114,47 @@ def test_a_worker_that_connects_to_another_trainer_counts_versions_anew() -> Non
                     sender.send(model_of(value))
                     assert worker.receive(TIMEOUT) is not None and worker.version == version
                     assert weights_of(worker) == [value] * 2
+
+
+def test_a_replacement_may_connect_while_another_one_is_awaited() -> None:
+    with wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT) as sender, ExitStack() as stack:
+        sender.init_on_sender("policy", model=model_of(1), num_workers=3)
+        workers = [make_worker(sender, index) for index in range(3)]
+        stack.enter_context(workers[2])
+        connect(sender.connect, *workers)
+        for worker in workers[:2]:
+            worker.shutdown()
+        with pytest.raises(wsync.WorkerDied):
+            sender.send(model_of(2))
+        workers[:2] = [stack.enter_context(make_worker(sender, index)) for index in range(2)]
+        pool = stack.enter_context(ThreadPoolExecutor())
+        readmitted = pool.submit(sender.readmit, 0)
+        pool.submit(workers[1].connect).result()
+        pool.submit(workers[0].connect).result()
+        readmitted.result()
+        sender.readmit(1)
+        sender.send(model_of(3))
+        assert [weights_of(worker) for worker in workers] == [[3, 3]] * 3
+
+
+def test_a_worker_that_shuts_down_keeps_its_weights_while_the_trainer_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    clone = torch.Tensor.clone
+    with wsync.SharedMemWeightSyncScheme(acknowledge="published", timeout=TIMEOUT) as sender:
+        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
+        worker = make_worker(sender, 0)
+        connect(sender.connect, worker)
+        sender.send(model_of(2))
+
+        def clone_slowly(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+            monkeypatch.undo()
+            for value in range(3, 9):
+                sender.send(model_of(value))
+            return clone(tensor, **options)
+
+        monkeypatch.setattr(torch.Tensor, "clone", clone_slowly)
+        model = worker.model
+        worker.shutdown()
+        assert {value for parameter in model.parameters() for value in parameter.flatten().tolist()} == {2.0}
 
 
 @pytest.mark.parametrize("update", ["aborted", "for one worker", "for all"])

@@ -260,8 +260,10 @@ class WorkerConnections:
         connection = self._connections.get(worker)
         if connection is None:  # a finalizer has closed it, in another thread
             return
-        # If only the pidfd is readable, read the socket first: the worker may have answered before it exited.
-        readable = fd == connection.fileno() or wait_readable([connection.fileno()], NOW)
+        readable = True
+        if fd != connection.fileno():  # the worker's process has exited, but may have answered before: read that first
+            self._ready.discard(connection.fileno())  # the next poll() reports it again, if there is more to read
+            readable = bool(wait_readable([connection.fileno()], NOW))
         self.process(worker, connection.receive() if readable else None)
 
     def process(self, worker: int, message: Message | None) -> None:

@@ -164,13 +164,15 @@ class ModelUpdater:
     def release(self) -> None:
         """Drop what is prepared, and copy the model to memory of its own. Called by the thread that closes."""
         prepared_updates.forget(self)
-        if not self.state.in_forked_child:
-            # Entering the gate may have installed an update, and so taken a slot of the arena. As the hook is detached
-            # now, leaving the gate does not release it.
-            self.leaving_gate()
-        self.copy_to_own_memory()
-        self._target = None
-        self.unbound_at_version = -1
+        try:
+            self.copy_to_own_memory()
+            self._target = None
+            self.unbound_at_version = -1
+        finally:
+            if not self.state.in_forked_child:
+                # Entering the gate has taken a slot of the arena, so the sender did not write it during the copy. As the
+                # hook is detached now, leaving the gate does not release the slot.
+                self.leaving_gate()
 
     # --- called outside the gate, by the receiver thread, a thread that connects or is in ``pull``, or (with both ends
     # in one process) the thread that sends
