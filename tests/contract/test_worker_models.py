@@ -6,18 +6,21 @@ import multiprocessing
 import os
 import pickle
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 import torch
 from backends import BuiltIn, Multiprocess
+from tensordict import TensorDict
 from torch import nn
 
 import wsync
 from wsync.testing import WorkerError, WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, fill
+from wsync.testing.unlike import join_with_tensors, loaded
 
 
 class TwoWeights(Small):
@@ -306,3 +309,73 @@ def test_a_worker_that_names_another_model_than_the_sender_is_refused() -> None:
             with pytest.raises(ValueError, match="sends 'actor', not 'critic'"):
                 worker.init_on_receiver("critic", model=Small(), worker_idx=0)
             worker.init_on_receiver("actor", model=Small(), worker_idx=0)
+
+
+# --- workers whose model is a dict of tensors or a TensorDict ---
+
+
+@contextmanager
+def with_mapping(backend: BuiltIn, tensors: Any) -> Iterator[tuple[wsync.WeightSyncScheme, Any, TwoWeights]]:
+    """A sender of a model, and a worker whose model is ``tensors``."""
+    model = fill(TwoWeights(), 1)
+    with backend.workers(1) as workers, backend.make_scheme(timeout=30.0) as scheme:
+        scheme.init_on_sender("policy", model=model, num_workers=1)
+        workers[0].start(join_with_tensors, scheme, tensors)
+        scheme.connect()
+        workers[0].result()
+        yield scheme, workers[0], model
+
+
+def replace_entry(state: WorkerState, size: int) -> None:
+    """Put another tensor in the place of ``weight``."""
+    with wsync.gate():
+        state.kept["loaded"]["weight"] = torch.zeros(size)
+
+
+def apply_not_in_place(state: WorkerState, value: float) -> None:
+    """Apply weights to the worker's mapping: its entries are replaced by the given ones."""
+    given = {"weight": torch.full((4,), value), "other": torch.full((4,), value)}
+    state.schemes["policy"].apply_weights(given, inplace=False)
+
+
+@pytest.mark.parametrize("kind", [dict, TensorDict])
+def test_entries_that_a_worker_has_replaced_in_its_mapping_are_updated(backend: BuiltIn, kind: Any) -> None:
+    tensors = kind({"weight": torch.zeros(4), "other": torch.zeros(4)})
+
+    def values() -> set[float]:
+        return {number for tensor in worker.call(loaded).values() for number in tensor.tolist()}
+
+    with with_mapping(backend, tensors) as (scheme, worker, model):
+        worker.call(replace_entry, 4)
+        scheme.send(fill(model, 2))
+        assert values() == {2}
+        worker.call(apply_not_in_place, 9.0)
+        assert values() == {9}
+        scheme.send(fill(model, 3))
+        assert values() == {3}
+        worker.call(replace_entry, 5)
+        scheme.send_async(fill(model, 4))
+        with pytest.raises(wsync.WorkerFailed, match=r"'weight' is float32\[5\], not float32\[4\]"):
+            scheme.wait_async()
+        assert values() == {0, 3}
+        worker.call(replace_entry, 4)
+        scheme.send(fill(model, 5))
+        assert values() == {5}
+
+
+def tie_entries(state: WorkerState) -> None:
+    with wsync.gate():
+        state.kept["loaded"]["weight"] = state.kept["loaded"]["other"]
+
+
+def test_tied_entries_of_a_mapping_refuse_different_values(backend: BuiltIn) -> None:
+    tensors = {"weight": torch.zeros(4), "other": torch.zeros(4)}
+    with with_mapping(backend, tensors) as (scheme, worker, model):
+        worker.call(tie_entries)
+        scheme.send(fill(model, 2))
+        assert worker.call(loaded)["weight"].tolist() == [2.0] * 4
+        nn.init.constant_(model.other, 3.0)
+        scheme.send_async()
+        with pytest.raises(wsync.WorkerFailed, match="'weight' and 'other' are tied here, but got different values"):
+            scheme.wait_async()
+        assert worker.call(loaded)["weight"].tolist() == [2.0] * 4

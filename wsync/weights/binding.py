@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from wsync import loops
 from wsync.errors import LayoutMismatch
 from wsync.weights.clean_thread import in_clean_thread
-from wsync.weights.layout import Layout, same_bits
+from wsync.weights.layout import Layout
 from wsync.weights.overlaps import require_apart
 from wsync.weights.snapshot import ModuleIndex, describe
 
@@ -121,7 +121,6 @@ class Binding:
         # A tensor under several names is installed once, from its first name; `_agree` lists the other names, which
         # must carry the same values where the sender did not tie them.
         seen: dict[int, int] = {}
-        places: dict[tuple[int, int], int] = {}  # of tensors that are copied into: two may have one memory
         before = self._bound
         self._bound = []
         self._copied: list[tuple[Tensor, int]] = []
@@ -138,9 +137,7 @@ class Binding:
                 if any(not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
                     tensor.data = tensor.data.contiguous()  # expanded: several elements in one place take one value
                 self._copied.append((tensor, i))
-                first = places.setdefault((tensor.data_ptr(), tensor.numel()), i) if tensor.numel() else i
-                if first != i and layout.offsets[first] != layout.offsets[i]:
-                    self._agree.append((first, i))
+        self._agree += layout.tied_elsewhere(self._copied)
         for parameter, _ in before:
             if id(parameter) not in seen:  # taken out of the model: what it is bound to will be written
                 parameter.data = parameter.data.clone()
@@ -203,15 +200,7 @@ class Binding:
     def _check_current(self, views: Sequence[Tensor]) -> None:
         if not (self._is_current() or self._is_lent()) or not self._is_alike(views):
             self._resolve()
-        for first, other in self._agree:
-            if not same_bits(self._in_memory_order(first, views), self._in_memory_order(other, views)):
-                names = self._layout.names
-                raise LayoutMismatch(f"'{names[first]}' and '{names[other]}' are tied here, but got different values")
-
-    def _in_memory_order(self, index: int, views: Sequence[Tensor]) -> Tensor:
-        """A tensor's new values in the order in which the model's tensor has them in its memory, of shape ``[n]``."""
-        strides = self._own[index].stride()
-        return views[index].permute(sorted(range(len(strides)), key=lambda dim: -strides[dim])).reshape(-1)
+        self._layout.require_same_values(self._agree, self._own, views)
 
     def _is_current(self) -> bool:
         now = [where.get(key) for where, key in self._places]

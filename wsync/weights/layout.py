@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -174,6 +174,40 @@ class Layout:
         if problems:
             raise _mismatch(problems)
 
+    def tied_elsewhere(self, own: Iterable[tuple[Tensor, int]]) -> list[tuple[int, int]]:
+        """Return the pairs of entries that have one memory in a receiving model, and two places in this layout.
+
+        Args:
+            own: tensors of the model that are copied into, each with the index of its entry.
+        """
+        first_at: dict[tuple[torch.device, int, int], int] = {}
+        pairs: list[tuple[int, int]] = []
+        for tensor, index in own:
+            if tensor.numel():
+                first = first_at.setdefault((tensor.device, tensor.data_ptr(), tensor.numel()), index)
+                if self.offsets[first] != self.offsets[index]:
+                    pairs.append((first, index))
+        return pairs
+
+    def require_same_values(
+        self, pairs: Iterable[tuple[int, int]], own: Sequence[Tensor], views: Sequence[Tensor]
+    ) -> None:
+        """Check that entries that are one tensor in a receiving model were sent the same values.
+
+        Args:
+            pairs: of entries.
+            own: the model's tensors, in the order of ``names``.
+            views: the received values, in the same order.
+
+        Raises:
+            LayoutMismatch: two differ; names both.
+        """
+        for first, other in pairs:
+            if not same_bits(_in_memory_order(views[first], own[first]), _in_memory_order(views[other], own[other])):
+                raise LayoutMismatch(
+                    f"'{self.names[first]}' and '{self.names[other]}' are tied here, but got different values"
+                )
+
     def _check_names(self, given: Collection[str]) -> None:
         names = set(self.names)
         missing = [f"missing '{name}'" for name in self.names if name not in given]
@@ -200,6 +234,12 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     if torch.equal(one, other):
         return True
     return torch.equal(*(tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
+
+
+def _in_memory_order(values: Tensor, own: Tensor) -> Tensor:
+    """Return ``values`` in the order in which ``own`` will have them in its memory, of shape ``[n]``."""
+    strides = own.stride()
+    return values.permute(sorted(range(len(strides)), key=lambda dim: -strides[dim])).reshape(-1)
 
 
 def _kind(shape: torch.Size, dtype: torch.dtype) -> str:

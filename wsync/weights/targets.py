@@ -14,6 +14,7 @@ from wsync.loops.tensors import copy_all
 from wsync.transforms.chain import Chain
 from wsync.weights.binding import Binding
 from wsync.weights.layout import Layout
+from wsync.weights.overlaps import require_apart
 from wsync.weights.snapshot import Snapshot, describe, snapshot
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
@@ -85,17 +86,18 @@ def _chunks(pairs: Sequence[tuple[str, Tensor]], limit: int) -> Iterator[list[tu
 
 
 class Tensors:
-    """A mapping of tensors (a state dict or TensorDict), into which each version is copied.
+    """A mapping of tensors (a state dict or TensorDict): each version is copied into those that it has then.
 
     Args:
         destination: nested or flat.
         layout: of the received weights.
 
     Raises:
-        LayoutMismatch: it has other names, shapes or dtypes; or reading its tensors makes new ones.
+        LayoutMismatch: it has other names, shapes or dtypes; two of its tensors overlap partly in one memory; or
+            reading its tensors makes new ones.
     """
 
-    may_refuse = False
+    may_refuse = True  # an entry may have been replaced by one that does not fit
 
     def __init__(self, destination: TensorDictBase | Mapping[str, Any], layout: Layout) -> None:
         if isinstance(destination, TensorDictBase) and any(
@@ -103,21 +105,41 @@ class Tensors:
             for part in (destination, *destination.values(include_nested=True, leaves_only=False))
         ):
             raise LayoutMismatch("a lazily stacked TensorDict has no tensors to copy into: make it contiguous first")
-        own = snapshot(destination).tensors
+        self._destination = destination
+        self._layout = layout
+        self._current()
+
+    def _current(self) -> list[Tensor]:
+        """Return the destination's tensors in the layout's order, checked. Read anew: an entry may be replaced."""
+        own, layout = snapshot(self._destination).tensors, self._layout
         problems = [f"the destination has no '{name}'" for name in layout.names if name not in own]
         if not layout.model_may_have_more:
             problems += [f"missing '{name}'" for name in own if name not in set(layout.names)]
         if problems:
             raise LayoutMismatch(f"the weights do not fit the worker's tensors: {describe(problems)}")
-        self._own = [own[name] for name in layout.names]
-        layout.check(self._own, ties=False)
+        tensors = [own[name] for name in layout.names]
+        layout.check(tensors, ties=False)
+        require_apart({name: own[name] for name in layout.names}, "the worker's tensors")
+        return tensors
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
-        """See ``Target``."""
-        copy_all(self._own, views)
+        """See ``Target``.
+
+        Raises:
+            LayoutMismatch: the destination no longer fits, or its tied tensors were sent different values. Nothing is
+                copied.
+        """
+        copy_all(self._checked(views), views)
 
     def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
-        """See ``Target``: a copy between like tensors does not fail."""
+        """See ``Target``."""
+        self._checked(views)
+
+    def _checked(self, views: Sequence[Tensor]) -> list[Tensor]:
+        tensors = self._current()
+        pairs = self._layout.tied_elsewhere([(tensor, index) for index, tensor in enumerate(tensors)])
+        self._layout.require_same_values(pairs, tensors, views)
+        return tensors
 
     def detach(self) -> None:
         """See ``Target``: the tensors have memory of their own."""
