@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import wsync
-from wsync.transforms import Cast, Dequantize, Fuse, Quantize, QuantizeInt8, Rename, Split
+from wsync.testing.models import WithExtraState, fill
+from wsync.transforms import Cast, Dequantize, Exclude, Fuse, Quantize, QuantizeInt8, Rename, Select, Split
 
 
 def random(*shape: int, scale: float = 1.0) -> Tensor:
@@ -86,3 +87,20 @@ def test_groups_that_mean_nothing(groups: dict[str, list[str]]) -> None:
     for kind in (Fuse, Split):
         with pytest.raises(ValueError, match=r"'\*'|at least one"):
             kind(groups)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("transform", [Select("0.*"), Exclude("1.*")])
+@pytest.mark.parametrize("side", ["send_transform", "receive_transform"])
+def test_a_part_of_a_model_is_taken_without_extra_state(side: str, transform: Any, size: int) -> None:
+    given, model = (nn.Sequential(*(WithExtraState() for _ in range(count))) for count in (2, size))
+    for module in fill(given, 7).children():
+        module.set_extra_state({"steps": 7})
+    options: dict[str, Any] = {side: transform}
+    with wsync.SharedMemWeightSyncScheme(timeout=10.0, **options) as scheme:
+        scheme.init_in_process("policy", model, given)
+        scheme.send()
+    assert [module.weight[0].item() for module in model.children() if isinstance(module, WithExtraState)] == [7, 0][
+        :size
+    ]
+    assert [module.get_extra_state() for module in model.children()] == [{"steps": 0}] * size

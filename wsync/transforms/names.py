@@ -67,6 +67,8 @@ class _ByName:
 class Select(_ByName):
     """Keeps the weights with matching names; the receiving model keeps its own values of all others.
 
+    It also keeps the extra state of all its modules (``get_extra_state``).
+
     Args:
         patterns: of names: see ``wsync.transforms``.
     """
@@ -85,6 +87,8 @@ class Select(_ByName):
 
 class Exclude(_ByName):
     """Drops the weights with matching names; the receiving model keeps its own values of them.
+
+    It also keeps the extra state of all its modules (``get_extra_state``).
 
     Args:
         patterns: of names: see ``wsync.transforms``.

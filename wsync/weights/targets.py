@@ -148,6 +148,8 @@ class Tensors:
 class Transformed:
     """Weights that pass through ``receive_transform`` on their way into another target.
 
+    Where the transform selects, no extra state is installed, as none is sent with a ``send_transform`` that selects.
+
     Args:
         layout: of the received weights.
         transform: the scheme's.
@@ -165,7 +167,8 @@ class Transformed:
         with torch.inference_mode(False):
             views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))  # only their kinds matter
         may_have_more = layout.model_may_have_more or transform.selects
-        extra = None if layout.extra is None or transform.selects else dict.fromkeys(layout.extra)
+        self._drops_extra = transform.selects
+        extra = None if layout.extra is None or self._drops_extra else dict.fromkeys(layout.extra)
         self._layout = Layout.of(Snapshot(self._apply(views), extra, partial=may_have_more))
         self._target = make(self._layout)
 
@@ -174,11 +177,14 @@ class Transformed:
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """See ``Target``."""
-        self._target.install(self._layout.order(Snapshot(self._apply(views))), extra)
+        self._target.install(self._layout.order(Snapshot(self._apply(views))), self._kept(extra))
 
     def check_only(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
         """See ``Target``."""
-        self._target.check_only(self._layout.order(Snapshot(self._apply(views))), extra)
+        self._target.check_only(self._layout.order(Snapshot(self._apply(views))), self._kept(extra))
+
+    def _kept(self, extra: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        return None if self._drops_extra else extra
 
     def detach(self) -> None:
         """See ``Target``."""
