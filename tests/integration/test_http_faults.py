@@ -8,8 +8,10 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
+import torch
 from forking import ForkingTransform
 from http_engines import TOKEN, engines, refuse_next, start_engine, stop_engine, trainer, value
+from tensordict import TensorDict
 
 import wsync
 from wsync.testing import WorkerPool
@@ -135,13 +137,22 @@ def test_weights_that_do_not_fit_are_an_error_at_connect() -> None:
             trainer(url, longer()),
         ):
             pass
-        with pytest.raises(wsync.WorkerFailed, match="extra state cannot be sent"), trainer(url, WithExtraState()):
+        with pytest.raises(wsync.LayoutMismatch, match="extra state cannot be sent"), trainer(url, WithExtraState()):
             pass
         with wsync.HTTPWeightSyncScheme(url) as scheme:
             scheme.init_on_sender("policy")
             scheme.connect()
             with pytest.raises(wsync.WorkerFailed, match=r"applied nowhere(?s:.)*LayoutMismatch"):
                 scheme.send(longer())
+
+
+def test_extra_state_is_refused_also_after_weights_without_any() -> None:
+    given: Any = TensorDict({"weight": torch.ones(3)})
+    with serve(wsync.engine_app(WithExtraState(), token=None)) as url, trainer(url, given) as scheme:
+        for _ in range(2):
+            with pytest.raises(wsync.LayoutMismatch, match="extra state cannot be sent over HTTP: _extra_state"):
+                scheme.send(WithExtraState())
+        scheme.send()
 
 
 @pytest.mark.parametrize("token", [None, "another"])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from programs import run_program
+from tensordict import TensorDict
 
 import wsync
 from wsync.testing import ProcessWorker, WorkerPool, commands
@@ -252,6 +253,16 @@ def test_a_store_that_cannot_be_opened(tmp_path: Path) -> None:
 def test_extra_state_is_refused(tmp_path: Path) -> None:
     with pytest.raises(wsync.LayoutMismatch, match="extra state cannot be stored"), trainer(tmp_path, WithExtraState()):
         pass
+
+
+def test_extra_state_is_refused_also_after_weights_without_any(tmp_path: Path) -> None:
+    model = fill(WithExtraState(), 1)
+    with trainer(tmp_path, TensorDict({"weight": model.weight.detach().clone()})) as scheme:
+        for _ in range(2):
+            with pytest.raises(wsync.LayoutMismatch, match=r"extra state cannot be stored: _extra_state"):
+                scheme.send(fill(model, 2))
+        assert json.loads((folder(tmp_path) / "manifest.json").read_text())["version"] == 1
+        scheme.send()
 
 
 def test_models_cannot_be_switched_together(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from wsync.engine.transfers import MakeTransfer
 from wsync.errors import SyncTimeout, WorkerDied, WorkerFailed
 from wsync.transforms.delta import Delta
 from wsync.types import Ack
+from wsync.weights.binding import require_no_extra
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
 
@@ -149,7 +150,12 @@ class EngineSendChannel:
         self._reserved.difference_update(buffer.slot for buffer in buffers)
 
     def publish(self, buffer: Buffer, version: int, extra: bytes, workers: Collection[int], acknowledge: bool) -> None:
-        """See ``SendChannel``: the threads of the engines send it."""
+        """See ``SendChannel``: the threads of the engines send it.
+
+        Raises:
+            LayoutMismatch: there is extra state.
+        """
+        require_no_extra(extra, "sent over HTTP")
         assert self._layout is not None, "set_layout() comes first"
         checksum = checksum_of(buffer.flat, b"")
         differences = None if self._delta is None else Differences(self._delta, self._layout, buffer.flat)

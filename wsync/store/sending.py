@@ -13,6 +13,7 @@ from wsync.errors import LayoutMismatch
 from wsync.store.versions import Difference, VersionStore
 from wsync.transforms.delta import Delta
 from wsync.types import Ack
+from wsync.weights.binding import require_no_extra
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
 from wsync.weights.tensor_file import check_dtypes
@@ -97,6 +98,7 @@ class StoreSendChannel:
         Raises:
             LayoutMismatch, WeightSyncError: it could not be stored.
         """
+        require_no_extra(extra, "stored")
         assert self._layout is not None, "set_layout() comes first"
         difference = self._difference(buffer, self._layout)
         publish(self._store, version, self._layout, buffer, difference)

@@ -46,6 +46,18 @@ def load_extra(blob: bytes) -> dict[str, Any]:
     return pickle.loads(blob) if blob else {}
 
 
+def require_no_extra(extra: bytes, what: str) -> None:
+    """Check that an update has no extra state; ``what`` is what cannot be done with it, for the error.
+
+    The layout may have been defined by weights that could not tell (a plain TensorDict), so each update is checked.
+
+    Raises:
+        LayoutMismatch: it has some; names each module's.
+    """
+    if extra:
+        raise LayoutMismatch(f"extra state cannot be {what}: {describe(sorted(load_extra(extra)))}")
+
+
 def unshare(model: nn.Module) -> None:
     """Give a model memory of its own, where another process has it as well.
 
