@@ -19,7 +19,7 @@ from torch import nn
 import wsync
 from wsync.testing import WorkerError, WorkerPool, commands
 from wsync.testing.commands import WorkerState
-from wsync.testing.models import Small, fill
+from wsync.testing.models import Small, WithExtraState, digest, fill, scramble
 from wsync.testing.unlike import join_with_tensors, loaded
 
 
@@ -309,6 +309,20 @@ def test_a_worker_that_names_another_model_than_the_sender_is_refused() -> None:
             with pytest.raises(ValueError, match="sends 'actor', not 'critic'"):
                 worker.init_on_receiver("critic", model=Small(), worker_idx=0)
             worker.init_on_receiver("actor", model=Small(), worker_idx=0)
+
+
+def test_an_update_without_extra_state_leaves_each_worker_its_own(backend: BuiltIn) -> None:
+    models = [scramble(WithExtraState(), seed) for seed in (0, 1, 0)]
+    with backend.connected(3, WithExtraState) as session:
+        session.scheme.send(dict(enumerate(models)))
+        for value in (2.0, 3.0):
+            session.scheme.send(TensorDict({"weight": torch.full((3,), value)}))
+            assert session.digests() == [digest(fill(model, value)) for model in models]
+        wsync.synchronize({session.scheme: TensorDict({"weight": torch.full((3,), 4.0)})})
+        assert session.digests() == [digest(fill(model, 4.0)) for model in models]
+        report = session.scheme.send(fill(models[1], 5.0))
+        assert report is not None and dict(report.workers) == dict.fromkeys(range(3), report.version)
+        assert session.digests() == [digest(models[1])] * 3
 
 
 # --- workers whose model is a dict of tensors or a TensorDict ---

@@ -165,14 +165,15 @@ class Updates:
             packer = self.define_layout(weights)
             waited, packing, recipients = 0.0, 0.0, [*workers, *absent]
             for part in self._source.parts(weights, workers, absent, packer.layout, rest):
-                extra = self._extra_of(part)
-                before = time.perf_counter()
-                buffer = self.channel.reserve(recipients, deadline)
-                reserved = time.perf_counter()
-                # What was made for a worker is freed before the next worker's is made.
-                packed.append((part._replace(tensors=[]) if self._source.changes_weights else part, buffer, extra))
-                packer.pack(part.tensors, buffer)
-                waited, packing = waited + reserved - before, packing + time.perf_counter() - reserved
+                for group, extra in self._extra_of(part):
+                    before = time.perf_counter()
+                    buffer = self.channel.reserve(recipients, deadline)
+                    reserved = time.perf_counter()
+                    # What was made for a worker is freed before the next worker's is made.
+                    kept = [] if self._source.changes_weights else part.tensors
+                    packed.append((Part(group, kept, part.extra), buffer, extra))
+                    packer.pack(part.tensors, buffer)
+                    waited, packing = waited + reserved - before, packing + time.perf_counter() - reserved
                 del part
             if os.getpid() != self._process:
                 raise in_forked_child()
@@ -194,11 +195,18 @@ class Updates:
             self.channel.release([buffer for _, buffer, _ in packed])
             raise
 
-    def _extra_of(self, part: Part) -> bytes:
-        """Return a part's extra state; if its format has none (a plain TensorDict), that which the worker has."""
-        if part.extra is not None:
-            return dump_extra(part.extra)
-        return self.members.extra_states.get(part.workers[0], b"")
+    def _extra_of(self, part: Part) -> Sequence[tuple[Sequence[int], bytes]]:
+        """Return the extra states of a part, each with its workers.
+
+        If the part's format has none (a plain TensorDict), every worker is sent the one that it has.
+        """
+        known = self.members.extra_states
+        if part.extra is not None or not known:
+            return [(part.workers, dump_extra(part.extra))]
+        groups: dict[bytes, list[int]] = {}
+        for worker in part.workers:
+            groups.setdefault(known.get(worker, b""), []).append(worker)
+        return [(workers, extra) for extra, workers in groups.items()]
 
     def _differs_from_registered(self, packed: Sequence[Packed], layout: Layout) -> bool:
         """Whether there are registered buffers, and the update was not packed from them."""
@@ -217,8 +225,8 @@ class Updates:
         if worker_ids is not None or rest is None:
             raise ValueError(
                 "a partial update goes to all workers, and completes the weights that all of them were sent last; "
-                "those are not known before the first update, or after one that failed or went to some workers only: "
-                "send the whole model to all workers first"
+                "those are not known before the first update, or after one that failed, went to some workers only or "
+                "left them with different extra states: send the whole model to all workers first"
             )
         return rest
 
