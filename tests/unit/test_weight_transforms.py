@@ -104,3 +104,52 @@ def test_a_part_of_a_model_is_taken_without_extra_state(side: str, transform: An
         :size
     ]
     assert [module.get_extra_state() for module in model.children()] == [{"steps": 0}] * size
+
+
+class Noisy(nn.Linear):
+    """A layer with a buffer that its state dict lacks."""
+
+    def __init__(self, value: float = 0.0, name: str = "noise") -> None:
+        super().__init__(2, 2)
+        self.register_buffer(name, torch.full((2, 2), float(value)), persistent=False)
+        fill(self, value)
+
+    def values(self) -> set[float]:
+        return {number for tensor in (self.weight, *self.buffers()) for number in tensor.flatten().tolist()}
+
+
+@pytest.mark.parametrize(
+    ("transform", "name"), [(None, "noise"), (Cast("float32"), "noise"), (Rename({"noise": "spread"}), "spread")]
+)
+def test_non_persistent_buffers_that_a_state_dict_lacks_are_the_senders_own(transform: Any, name: str) -> None:
+    source, model = Noisy(1), Noisy(0, name)
+    with wsync.SharedMemWeightSyncScheme(timeout=10.0, send_transform=transform) as scheme:
+        scheme.init_in_process("policy", model, source)
+        assert model.values() == {1}
+        scheme.send(Noisy(2).state_dict())
+        assert model.values() == {1, 2}
+        source.get_buffer("noise").fill_(3)
+        scheme.send({key: tensor + 1 for key, tensor in Noisy(2).state_dict().items()})
+        assert model.values() == {3}
+
+
+@pytest.mark.parametrize("transform", [None, Cast("float32"), QuantizeInt8(only="noise")])
+def test_non_persistent_buffers_that_the_first_weights_lacked_are_not_sent(transform: Any) -> None:
+    model = Noisy()
+    with wsync.SharedMemWeightSyncScheme(timeout=10.0, send_transform=transform) as scheme:
+        scheme.init_in_process("policy", model)
+        for value in (1, 2):
+            scheme.send(Noisy(value).state_dict())
+            assert model.values() == {0, value}
+            scheme.send(Noisy(value + 2))
+            assert model.values() == {0, value + 2}
+
+
+def test_without_a_module_the_error_tells_what_a_state_dict_lacks() -> None:
+    model = Noisy()
+    with wsync.SharedMemWeightSyncScheme(timeout=10.0, send_transform=Cast("float32")) as scheme:
+        scheme.init_in_process("policy", model)
+        scheme.send(Noisy(1))
+        with pytest.raises(wsync.LayoutMismatch, match=r"missing 'noise' .a non-persistent buffer.*send the module"):
+            scheme.send(Noisy(2).state_dict())
+        assert model.values() == {1}

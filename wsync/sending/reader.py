@@ -1,4 +1,4 @@
-"""Reads the weights of an update; fast where they are those of a module that was read before."""
+"""Reading a sender's weights: a module's tensors are found at once where they were at the last update."""
 
 from __future__ import annotations
 

@@ -105,7 +105,8 @@ class Source:
         self._transform = transform
         self._chains: dict[int, Chain] = {}  # by worker, where workers get different weights
         self._reader = Reader()
-        self._fallback_reader = Reader()  # reads ``weights``, for optional tensors that an update lacks
+        self._optional = frozenset[str]()  # the non-persistent buffers of the first weights
+        self._fallback_reader = Reader()  # reads ``weights``, for those that an update lacks
         self._alike = device_map_fn is None and mirror is None and not own_buffers  # one part for all workers
 
     @property
@@ -121,7 +122,16 @@ class Source:
         """
         given = self._given(weights)
         by_worker = per_worker(given)
-        return self._transformed(self._reader.read(given if by_worker is None else next(iter(by_worker.values()))))
+        one = self._reader.read(given if by_worker is None else next(iter(by_worker.values())))
+        self._optional = frozenset(one.optional & one.tensors.keys())
+        return self._transformed(one)
+
+    def _with_first_buffers(self, weights: Snapshot) -> Snapshot:
+        """Return ``weights`` with the non-persistent buffers that the first weights had: a state dict has none."""
+        fallback = None
+        if not self._optional <= weights.tensors.keys() and self.weights is not None:
+            fallback = None if per_worker(self.weights) is not None else self._fallback_reader.read(self.weights)
+        return weights.with_optional(self._optional, fallback)
 
     def _transformed(self, weights: Snapshot, worker: int = 0) -> Snapshot:
         """Return ``weights`` as they are sent. A chain's result is valid until its next call: one chain per worker."""
@@ -240,10 +250,5 @@ class Source:
         return self._ordered(workers, self._reader.read(given), layout) if known is None else Part(workers, *known)
 
     def _ordered(self, workers: Sequence[int], weights: Snapshot, layout: Layout) -> Part:
-        if self._transform is not None:
-            weights = self._transformed(weights, workers[0])
-            return Part(workers, layout.order(weights), weights.extra)
-        fallback = None
-        if layout.optional and self.weights is not None and per_worker(self.weights) is None:
-            fallback = self._fallback_reader.read(self.weights)
-        return Part(workers, layout.order(weights, fallback), weights.extra)
+        weights = self._transformed(self._with_first_buffers(weights), workers[0])
+        return Part(workers, layout.order(weights), weights.extra)

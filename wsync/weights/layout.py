@@ -17,6 +17,8 @@ from wsync.weights.snapshot import Snapshot, describe
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
 
+_OPTIONAL = " (a non-persistent buffer, which no state dict has: send the module, or give it to init_on_sender)"
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -122,20 +124,13 @@ class Layout:
         followers = {follower for follower, _ in self.ties}
         return tuple(index for index in range(len(self.names)) if index not in followers)
 
-    def order(self, weights: Snapshot, fallback: Snapshot | None = None) -> list[Tensor]:
+    def order(self, weights: Snapshot) -> list[Tensor]:
         """The tensors of ``weights`` in the order of this layout, checked against it.
-
-        Args:
-            weights: what is to be sent.
-            fallback: where an optional entry is taken from when ``weights`` lack it.
 
         Raises:
             LayoutMismatch: names the missing, unknown, wrongly shaped and wrongly typed keys.
         """
         given = weights.tensors
-        if self.optional and fallback is not None and not self.optional <= given.keys():
-            spare = {name: fallback.tensors[name] for name in self.optional if name in fallback.tensors}
-            given = {**spare, **given}
         if len(given) != len(self.names) or not all(name in given for name in self.names):
             given = {name: tensor for name, tensor in given.items() if name not in weights.optional - set(self.names)}
             self._check_names(given.keys())
@@ -210,7 +205,11 @@ class Layout:
 
     def _check_names(self, given: Collection[str]) -> None:
         names = set(self.names)
-        missing = [f"missing '{name}'" for name in self.names if name not in given]
+        missing = [
+            f"missing '{name}'" + (_OPTIONAL if name in self.optional else "")
+            for name in self.names
+            if name not in given
+        ]
         unknown = [f"unknown '{name}'" for name in given if name not in names]
         if missing or unknown:
             raise _mismatch(missing + unknown)

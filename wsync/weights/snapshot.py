@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -36,6 +36,19 @@ class Snapshot:
     extra: Mapping[str, Any] | None = None
     optional: frozenset[str] = field(default_factory=frozenset)
     partial: bool = False
+
+    def with_optional(self, names: frozenset[str], fallback: Snapshot | None) -> Snapshot:
+        """Return these weights with the optional tensors called ``names``, and no others.
+
+        Those that are missing here are taken from ``fallback``, if it has them.
+        """
+        surplus, missing = (self.optional & self.tensors.keys()) - names, names - self.tensors.keys()
+        if not surplus and not missing:
+            return self
+        tensors = {name: tensor for name, tensor in self.tensors.items() if name not in surplus}
+        if fallback is not None:
+            tensors |= {name: fallback.tensors[name] for name in sorted(missing) if name in fallback.tensors}
+        return replace(self, tensors=tensors, optional=self.optional | names)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
