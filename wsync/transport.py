@@ -178,7 +178,9 @@ class FlatTransport(Protocol):
     def connect(self, store: Store, rank: int, generation: int, host: str, deadline: float | None) -> None:
         """Connect this end to the other end.
 
-        Called once per connection at each end, in a thread for this call only. Both calls run at the same time.
+        Called once per connection at each end, in a thread for this call only. Both calls run at the same time. If one
+        end fails (an error, the deadline, the death of the peer), so does the other: ``store`` then raises in each
+        call. Whatever else this method waits for has to end by ``deadline``. ``close`` follows.
 
         Args:
             store: a store that only these two processes use, for as long as this call runs. Its messages go over their
@@ -222,7 +224,11 @@ class FlatTransport(Protocol):
         ...
 
     def close(self, pending: Transfer | None = None) -> bool:
-        """Release the connection. Called once at each end, by any thread, when the worker has gone or at shutdown.
+        """Release the connection, or what a ``connect`` that failed has left.
+
+        Called once for each transport whose ``connect`` was called, after that has ended: when the worker has gone, at
+        shutdown, and if the set-up failed at this end or at the other. By the thread that ran ``connect``, if the
+        set-up fails before that has ended; else by any thread. After a failure, ``connect`` may have set nothing.
 
         Args:
             pending: a transfer that has not been completed.

@@ -8,6 +8,7 @@ set-up thread ends, because its store raises.
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
 import threading
@@ -23,6 +24,7 @@ from wsync.deadlines import deadline_in, remaining, wait_readable
 from wsync.errors import NotConnected, SyncTimeout
 from wsync.transport import Closable, FlatTransport, TransportBackend
 
+_log = logging.getLogger(__name__)
 _KEY_LENGTH = struct.Struct("<H")
 _LONGEST = 600.0  # seconds, where there is no deadline
 _LATER = 1.0  # seconds by which the set-up thread's deadline is later: the waiting thread then reports the timeout
@@ -85,6 +87,16 @@ class RelayStore(Store):
         return all(key in self._values for key in keys)
 
 
+def close_transport(transport: TransportBackend | FlatTransport) -> None:
+    """Call ``close``, if the transport has it; an error is logged."""
+    if not isinstance(transport, FlatTransport) and not isinstance(transport, Closable):
+        return
+    try:
+        transport.close()
+    except Exception:  # noqa: BLE001  of a user's transport: other workers have to be closed all the same
+        _log.exception("%s.close() raised an error, which has no other effect", type(transport).__name__)
+
+
 def _key_and_value(message: Message) -> tuple[str, bytes]:
     """Return key and value of a ``STORE`` message.
 
@@ -129,7 +141,9 @@ class TransportSetup:
         self._worker = worker
         self._deadline = deadline
         self._transport = transport
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the next three, which both threads use
+        self._ended = False  # whether the set-up has returned or raised
+        self._given_up = False  # whether ``wait`` has raised
         self._done = os.eventfd(0, os.EFD_CLOEXEC)
         self._error: BaseException | None = None
         self._early: list[Message] = []
@@ -151,6 +165,11 @@ class TransportSetup:
         except BaseException as error:  # noqa: BLE001  raised by wait()
             self._error = error
         with self._lock:
+            self._ended = True
+            failed = self._given_up or self._error is not None
+        if failed and isinstance(self._transport, FlatTransport):
+            close_transport(self._transport)
+        with self._lock:
             if self._done >= 0:
                 os.eventfd_write(self._done, 1)
 
@@ -165,8 +184,7 @@ class TransportSetup:
         try:
             return self._wait()
         except BaseException:
-            if not isinstance(self._transport, FlatTransport) and isinstance(self._transport, Closable):
-                self._transport.close()  # ends a set-up that blocks
+            self._give_up()
             raise
         finally:
             self._store.abandon()
@@ -174,6 +192,14 @@ class TransportSetup:
                 os.close(self._done)
                 self._done = -1
             self._error = None  # its traceback would keep the group's descriptors
+
+    def _give_up(self) -> None:
+        """Close the transport. One with a method ``connect`` is closed by the set-up thread, unless that has ended."""
+        with self._lock:
+            self._given_up = True
+            set_up = self._ended and self._error is None
+        if set_up or not isinstance(self._transport, FlatTransport):
+            close_transport(self._transport)  # ends a set-up that blocks
 
     def _wait(self) -> Sequence[Message]:
         descriptors = [self._done, *self._connection.descriptors]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import traceback
 from queue import SimpleQueue
 from typing import Any
 
-from wsync.transport import Closable, TransportBackend
-
-_log = logging.getLogger(__name__)
+from wsync.transport import TransportBackend
+from wsync.transport_setup import close_transport
 
 
 class TransferThread:
@@ -57,9 +55,5 @@ class TransferThread:
     def close(self) -> threading.Thread:
         """Close the transport, which ends a blocking call; return the thread, which then ends."""
         self._calls.put(None)
-        if isinstance(self._transport, Closable):
-            try:
-                self._transport.close()
-            except Exception:  # noqa: BLE001  of a user's transport: other workers have to be closed all the same
-                _log.exception("%s.close() raised an error, which has no other effect", type(self._transport).__name__)
+        close_transport(self._transport)
         return self._thread
