@@ -254,8 +254,7 @@ class WorkerConnections:
     def _process(self, fd: int) -> None:
         """Process one message from ``fd``, or the exit of its process, or call its callback."""
         if fd in self._callback_of:
-            self._callback_of[fd]()
-            return
+            return self._callback_of[fd]()
         worker = self._worker_of.get(fd, -1)
         connection = self._connections.get(worker)
         if connection is None:  # a finalizer has closed it, in another thread

@@ -170,8 +170,8 @@ class ModelUpdater:
             self.unbound_at_version = -1
         finally:
             if not self.state.in_forked_child:
-                # Entering the gate has taken a slot of the arena, so the sender did not write it during the copy. As the
-                # hook is detached now, leaving the gate does not release the slot.
+                # Entering the gate has taken a slot of the arena, so the sender has not written it during the copy.
+                # Leaving the gate does not release it, as the hook is detached now.
                 self.leaving_gate()
 
     # --- called outside the gate, by the receiver thread, a thread that connects or is in ``pull``, or (with both ends

@@ -53,7 +53,7 @@ class Transaction:
         """Have the workers install what they have prepared."""
         channel, update = self._prepared()
         update.deadline = deadline_in(self._updates.timeout)
-        self._updates.announce_registered(update)
+        self._updates.user_buffers.announce(update)
         channel.commit(self._number)
         self._updates.note_published(update)
 

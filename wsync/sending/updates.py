@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from wsync.deadlines import deadline_in
-from wsync.errors import WeightSyncError, WorkerError, in_forked_child
+from wsync.errors import WorkerError, in_forked_child
 from wsync.sending.acknowledgements import Acknowledgements
 from wsync.sending.in_flight import InFlight
 from wsync.sending.membership import Membership
 from wsync.sending.protocols import SendChannel, TransactionChannel
 from wsync.sending.source import Part, Source
+from wsync.sending.user_buffers import UserBuffers
 from wsync.types import Ack, SyncReport
 from wsync.weights.binding import dump_extra
 from wsync.weights.layout import Layout
@@ -43,6 +44,7 @@ class Updates:
         timeout: seconds for each update; None for no limit.
         version: the newest version sent; 0 before the first.
         acks: of the workers.
+        user_buffers: those that the user has registered.
         transaction_channel: the channel; None if the workers cannot keep an update that may be aborted.
         in_flight: the updates that were sent without waiting, oldest first.
     """
@@ -62,6 +64,7 @@ class Updates:
         self.channel = channel
         self.members = members
         self.acks = Acknowledgements(channel, members)
+        self.user_buffers = UserBuffers(source, members)
         self.in_flight: list[InFlight] = []
         # None with initiator="receiver": the workers then choose when they install, which rules out a transaction.
         # Tested once, because this isinstance() takes 20 µs.
@@ -73,7 +76,6 @@ class Updates:
         self._source = source
         self._record = record
         self._packer: Packer | None = None  # of the layout that the first weights have defined
-        self._not_copied = 0  # the version to all workers that the registered buffers in shared memory lack; 0 for none
         # Workers that connected before the layout was known. They may not have mapped the arena yet, so their first
         # update must be acknowledged.
         self._not_yet_mapped: set[int] = set()
@@ -97,7 +99,7 @@ class Updates:
             may_fail = any(extra for _, _, extra in packed) or not self._not_yet_mapped.isdisjoint(workers)
             must_confirm = (may_fail or update.must_copy) and not self._on_request
             update.acknowledge = acknowledge = acknowledge or must_confirm
-            self.announce_registered(update)
+            self.user_buffers.announce(update)
             for part, buffer, extra in packed:
                 self.channel.publish(buffer, update.version, extra, part.workers, acknowledge)
         self.note_published(update)
@@ -156,7 +158,10 @@ class Updates:
             WeightSyncError: ``weights`` is None, and the registered buffers lack the newest version.
         """
         deadline = deadline_in(self.timeout)
-        self._require_copied(weights)
+        if self.user_buffers.lack_update(weights):
+            self.finish_all()
+            if self.user_buffers.lack_update(weights):
+                raise self.user_buffers.error()
         if self._packer is None and self.members.connected:
             self._agree_on_layout(weights, deadline)
         packed: list[Packed] = []
@@ -186,9 +191,8 @@ class Updates:
                 extract=time.perf_counter() - started - waited - packing,
                 wait=waited,
                 pack=packing,
-                must_copy=self._differs_from_registered(packed, packer.layout),
-                write_mirror=self._source.mirror_writer(weights) if self._is_to_all(recipients) else None,
             )
+            self.user_buffers.prepare(update, weights, [part.tensors for part, *_ in packed], packer.layout, recipients)
             self.version += 1
             yield update, packed
         except BaseException:
@@ -208,13 +212,6 @@ class Updates:
             groups.setdefault(known.get(worker, b""), []).append(worker)
         return [(workers, extra) for extra, workers in groups.items()]
 
-    def _differs_from_registered(self, packed: Sequence[Packed], layout: Layout) -> bool:
-        """Whether there are registered buffers, and the update was not packed from them."""
-        registered = self._source.registered
-        if registered is None:
-            return False
-        return len(packed) > 1 or not registered.holds(layout, packed[0][0].tensors)
-
     def rest_of_model(self, worker_ids: int | Sequence[int] | None) -> Sequence[Tensor]:
         """Return the tensors that all workers were sent last: they stand in for what a partial update leaves out.
 
@@ -230,18 +227,11 @@ class Updates:
             )
         return rest
 
-    def _is_to_all(self, recipients: Collection[int]) -> bool:
-        return len(set(recipients)) == self.members.num_workers
-
     def note_published(self, update: InFlight) -> None:
         """Record what the workers should have by now, and when the update was published."""
         self.members.note_sent(update.version, update.extra)
         update.transfer = time.perf_counter() - update.packed
-        if update.write_mirror is not None:
-            update.write_mirror()
-            update.write_mirror = None
-        if len(update.extra) == 1 and self._is_to_all(update.extra[0][0]):
-            self._not_copied = update.version if update.must_copy else 0
+        self.user_buffers.on_published(update)
 
     # --- waiting ---
 
@@ -260,10 +250,14 @@ class Updates:
                 self.acks.raise_failures(update.workers, update.version)
         except WorkerError as error:
             if error.workers.keys().isdisjoint(self.members.present):  # only workers that have gone lack it
-                self._write_registered(update)
+                self._on_installed(update)
             raise
-        self._write_registered(update)
+        self._on_installed(update)
         return acks
+
+    def _on_installed(self, update: InFlight) -> None:
+        if update.version == self.version:
+            self.user_buffers.on_installed(update)
 
     def finish(self, update: InFlight) -> SyncReport:
         """``wait_for_acks``; return the report, and record it in the metrics."""
@@ -284,34 +278,3 @@ class Updates:
         for older in self.in_flight:
             older.workers = [worker for worker in older.workers if worker not in workers]
         self.in_flight = [older for older in self.in_flight if older.workers]
-
-    # --- registered buffers: see shm/registered.py ---
-
-    def announce_registered(self, update: InFlight) -> None:
-        """If the update was packed from the registered buffers, record its version there, before it is published."""
-        if self._source.registered is not None and not update.must_copy:
-            self._source.registered.announce(update.version)
-
-    def _write_registered(self, update: InFlight) -> None:
-        """Copy the newest update into the registered buffers, unless it was packed from them; all workers have it."""
-        registered = self._source.registered
-        if registered is None or not update.must_copy or update.version != self.version:
-            return
-        if {*self.members.present} <= {*update.workers}:
-            registered.copy_published(update.version)
-            self._not_copied = 0
-
-    def _require_copied(self, weights: object) -> None:
-        """Wait until the registered buffers have the newest version, if ``weights`` are read from them.
-
-        Raises:
-            WeightSyncError: a worker did not install that version, and may still use the buffers.
-        """
-        if not self._not_copied or weights is not None or self._source.weights is not self._source.mirror:
-            return
-        self.finish_all()
-        if self._not_copied:
-            raise WeightSyncError(
-                f"the registered buffers lack version {self._not_copied}, because not every worker has installed it: "
-                "give send() the weights"
-            )
