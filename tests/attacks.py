@@ -68,7 +68,7 @@ class SlowTransport(wsync.DistributedTransport):
 
     late: int
 
-    def connect(self, store: Any, rank: int, generation: int, host: str, deadline: float | None) -> None:
+    def connect(self, store: Any, rank: int, connection_number: int, host: str, deadline: float | None) -> None:
         if rank == self.late:
             get = store.get
 
@@ -78,7 +78,7 @@ class SlowTransport(wsync.DistributedTransport):
                 return value
 
             store.get = get_late
-        super().connect(store, rank, generation, host, deadline)
+        super().connect(store, rank, connection_number, host, deadline)
 
 
 class SlowScheme(wsync.DistributedWeightSyncScheme):

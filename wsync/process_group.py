@@ -100,7 +100,7 @@ class GroupTransport:
 
     # --- under a scheme: FlatTransport ---
 
-    def connect(self, store: TorchStore, rank: int, generation: int, host: str, deadline: float | None) -> None:
+    def connect(self, store: TorchStore, rank: int, connection_number: int, host: str, deadline: float | None) -> None:
         """See ``FlatTransport``.
 
         gloo accepts any process that reaches its port in the short time while a group is formed. So both ends prove

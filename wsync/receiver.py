@@ -251,7 +251,7 @@ class Receiver:
         if self._store_channel is not None:  # a store has no sender that announces versions: read the newest first
             self.updater.process(self._store_channel.fetch_newest())
         if not self.updater.install_policy.install_newest(timeout):
-            raise SyncTimeout(f"worker {self.worker_idx}: the newest version did not come within {timeout} s")
+            raise SyncTimeout(f"worker {self.worker_idx}: the newest version did not come before the deadline")
 
     def wake_only_for_receive(self) -> None:
         """Have the sender wake this worker for an update only while a thread waits in ``receive``.

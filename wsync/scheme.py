@@ -101,8 +101,8 @@ class WeightSyncScheme(SchemeBase):
             context: an object that has the model. If it has workers of its own, its ``cascade_weights(model_id)`` (or
                 ``update_policy_weights_``) is called after each update, before that is acknowledged: outside the gate,
                 by the receiver thread, by the thread in ``connect`` or, with RPC, by the thread of the incoming call.
-            model: the model itself, or a mapping of tensors into which weights are copied. If a module's parameters are
-                in memory shared with another process, they are copied first.
+            model: the model itself, or a mapping of tensors into which weights are copied. A module in memory that is
+                shared with another process gets memory of its own before the first weights are installed.
             load: for an inference engine: called inside the gate, by the receiver thread or one in ``connect``,
                 ``receive``, ``pull`` or a forward, with an iterator over the ``(name, tensor)`` pairs of each version,
                 valid during the call. ``model`` is then optional.
@@ -200,7 +200,7 @@ class WeightSyncScheme(SchemeBase):
     ) -> SyncReport | None:
         """Deliver an update. When this returns, every forward that starts later in a worker uses it.
 
-        It returns what the update has cost. With ``sync=False`` it returns None, and waits for a free buffer at most.
+        It returns what the update has cost. With ``sync=False`` it is ``send_async``, and returns None.
         With ``initiator="receiver"`` it makes the version available; with ``store`` it writes one for later readers.
 
         Args:
@@ -221,7 +221,7 @@ class WeightSyncScheme(SchemeBase):
         return role.sender.send(weights, worker_ids, self.sync, partial)
 
     def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
-        """Send without waiting; ``wait_async`` waits. A worker skips it if a newer one is sent before it was taken."""
+        """Send; wait only for a free buffer, or the check of the first layout. A newer update may replace this one."""
         self._role.as_sender("send_async").sender.send(weights, worker_ids, wait=False)
 
     def wait_async(self) -> SyncReport | None:
@@ -264,8 +264,8 @@ class WeightSyncScheme(SchemeBase):
 
         Updates that were sent without waiting may not arrive any more: call ``wait_async`` first. On the sender this
         waits until a call in another thread has ended; then up to five seconds until the workers' sockets have taken
-        the queued messages, and up to two for each thread of a transport. No other call may run in a worker meanwhile,
-        but ``receive`` and ``pull``, which it ends.
+        the queued messages, and up to two for each thread of a transport. In a worker, no other thread may be in a call
+        of the scheme meanwhile, except ``receive`` and ``pull``, which then return.
 
         Raises:
             RuntimeError: in a worker, inside the gate: the receiver thread may wait for it, so this would deadlock.

@@ -224,7 +224,7 @@ class SchemeBase(ABC):
 
     @property
     def version(self) -> int:
-        """The newest version sent; on a receiver, the one that the model has. 0 before the first."""
+        """On a sender the newest number used (see ``continue_from``), on a receiver the model's; 0 before the first."""
         return self._role.version
 
     @property

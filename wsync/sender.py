@@ -40,9 +40,9 @@ class Sender:
         num_workers: how many workers there are.
         timeout: seconds for ``connect`` and ``send``; None for no limit.
         delivers_at_connect: whether the first weights are delivered by ``connect``, or by the first ``send``.
-        finishes_on_publish: whether a send finishes once the update is published; no acknowledgements are awaited. Each
-            later forward is guaranteed to use it or, with ``on_request``, workers request it.
-        on_request: with ``initiator="receiver"``: workers request updates, and ``send`` waits for no worker.
+        finishes_on_publish: whether a send finishes once the update is published: each later forward uses it (or see
+            ``on_request``). Acknowledgements are then awaited only in the cases that ``Updates.publish`` names.
+        on_request: with ``initiator="receiver"``: ``send`` waits for no worker; a worker installs when it asks for it.
         record: called with the report of each finished update, under the sender's lock.
     """
 
@@ -78,7 +78,7 @@ class Sender:
 
     @property
     def version(self) -> int:
-        """The newest version sent; 0 before the first."""
+        """The newest version number used: sent, skipped by ``continue_from``, or failed. 0 before the first."""
         return self._updates.version
 
     @property
@@ -113,7 +113,7 @@ class Sender:
             everyone = range(self.num_workers)
             update = None
             if weights is not None or (self._delivers_at_connect and self.source.weights is not None):
-                # Kept for each worker until it has connected. The deadline of both waits begins here.
+                # Before the workers connect: each gets it then. Its deadline is that of both waits below.
                 update = self._updates.publish(weights, everyone, absent=(), acknowledge=True)
             elif self.source.weights is not None:
                 # Workers are sent the layout, and check it as they connect; the first send brings weights.

@@ -41,8 +41,8 @@ class TransportBackend(Protocol):
     Each end has an instance of its own: ``scheme.create_transport(worker_idx)`` is called once per worker on the
     sender, and once in the worker, each time the worker connects or reconnects.
 
-    A transport keeps no model and no strategy. It may also be used standalone (without a scheme). Only then is it
-    given ``model``, and ``weights`` by ``setup_connection_and_weights_on_receiver``.
+    A transport keeps no model and no strategy. It may also be used standalone (without a scheme). Under a scheme the
+    arguments ``model``, and ``weights`` of ``setup_connection_and_weights_on_receiver``, are always None.
     """
 
     def setup_connection_and_weights_on_sender(self) -> None:
@@ -125,8 +125,8 @@ class TransportBackend(Protocol):
            ``WorkerFailed``.
 
         Args:
-            timeout: seconds; None for no limit. Under a scheme with a timeout: 80 % of that, less what has passed since
-                the announcement, but at least a tenth.
+            timeout: seconds; None for no limit. Under a scheme with a timeout: 80 % of that, less the time since the
+                announcement, but at least 10 % of it.
             weights: a buffer in the strategy's format, with the same layout as what ``send_weights`` is given; a
                 transport may copy the received tensors into it and return it, or return tensors of its own.
             model: None under a scheme; otherwise the weights are applied to it, inside ``wsync.gate()``.
@@ -175,7 +175,7 @@ class FlatTransport(Protocol):
     device: torch.device
     receives_ahead: bool
 
-    def connect(self, store: Store, rank: int, generation: int, host: str, deadline: float | None) -> None:
+    def connect(self, store: Store, rank: int, connection_number: int, host: str, deadline: float | None) -> None:
         """Connect this end to the other end.
 
         Called once per connection at each end, in a thread for this call only. Both calls run at the same time. If one
@@ -186,7 +186,7 @@ class FlatTransport(Protocol):
             store: a store that only these two processes use, for as long as this call runs. Its messages go over their
                 authenticated control connection.
             rank: 0 on the sender, 1 in the worker.
-            generation: 1 for the first worker at this index, +1 per replacement (or reconnection).
+            connection_number: 1 for the first connection with this worker's index, more for each later one.
             host: the address of this end by which the other end reaches it.
             deadline: on ``time.monotonic``'s clock; None for none.
 
@@ -266,7 +266,7 @@ class SenderEnd:
 
 
 def apply_received(received: Any, weights: Any, model: nn.Module | None, strategy: WeightStrategy | None) -> Any:
-    """Apply received weights to ``weights`` and ``model``, if given, inside the gate; the end of ``receive_weights``.
+    """Apply received weights to ``weights`` and ``model``, if given, inside the gate: for a ``receive_weights``.
 
     Returns:
         The received weights, in the format of ``strategy``; a TensorDict if ``strategy`` is None.

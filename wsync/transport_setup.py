@@ -120,7 +120,7 @@ class TransportSetup:
         deadline: of the whole set-up.
         transport: to set up.
         rank: 0 on the sender, 1 in the worker.
-        generation: how many workers have connected with this index, including this one.
+        connection_number: how many workers have connected with this index, including this one.
         set_up: sets up a ``TransportBackend``; a ``FlatTransport`` is set up by its ``connect``.
 
     Attributes:
@@ -134,7 +134,7 @@ class TransportSetup:
         deadline: float | None,
         transport: TransportBackend | FlatTransport,
         rank: int,
-        generation: int,
+        connection_number: int,
         set_up: Callable[[], Any],
     ) -> None:
         self._connection = connection
@@ -150,7 +150,7 @@ class TransportSetup:
         latest = deadline_in(_LONGEST) if deadline is None else deadline + _LATER
         self._store = RelayStore(self._relay, latest)
         if isinstance(transport, FlatTransport):
-            set_up = partial(transport.connect, self._store, rank, generation, connection.local_host, latest)
+            set_up = partial(transport.connect, self._store, rank, connection_number, connection.local_host, latest)
         self.thread = threading.Thread(target=self._run, args=(set_up,), name="wsync-transport-setup", daemon=True)
         self.thread.start()
 

@@ -33,7 +33,7 @@ class Flat:
         self.closed_by = ""
         self.made.append(self)
 
-    def connect(self, store: Any, rank: int, generation: int, host: str, deadline: float | None) -> None:
+    def connect(self, store: Any, rank: int, connection_number: int, host: str, deadline: float | None) -> None:
         try:
             self.behaviour[rank](store)
         finally:

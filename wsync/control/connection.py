@@ -49,18 +49,19 @@ class SocketConnection:
     Args:
         sock: connected; owned by this object.
         peer: the other process.
-        proof: on the sender, sent before the first message: it shows that the sender has the token.
-        expected_proof: in a worker, the proof that must arrive before the first message. The sender's
-            ``own_identity()`` follows, which tells which process to watch.
+        preamble: on the sender, sent before the first message: a proof that it has the token, then the length and the
+            bytes of its ``own_identity()``.
+        expected_proof: in a worker, the proof with which the preamble must begin. The identity in it tells which
+            process to watch.
     """
 
     def __init__(
-        self, sock: socket.socket, peer: PeerProcess, *, proof: bytes = b"", expected_proof: bytes = b""
+        self, sock: socket.socket, peer: PeerProcess, *, preamble: bytes = b"", expected_proof: bytes = b""
     ) -> None:
         self._socket = sock
         self._opener = os.getpid()
         self._peer = peer
-        self._proof = proof
+        self._preamble = preamble
         self._expected_proof = expected_proof
         # What has arrived of the message that is being read: a signal handler may raise in ``receive``, while a long
         # message arrives, and the next call continues.
@@ -122,11 +123,11 @@ class SocketConnection:
         self._require_opener()
         if len(message.payload) > _MAX_PAYLOAD:
             raise ValueError(f"a payload has at most {_MAX_PAYLOAD} bytes, not {len(message.payload)}: send parts")
-        proof, self._proof = self._proof, b""
-        if proof:
+        preamble, self._preamble = self._preamble, b""
+        if preamble:
             # In a sendmsg of its own: descriptors arrive with the first byte of a sendmsg, and the peer closes those
-            # that arrive while it reads the proof.
-            self._outbox.put(proof)
+            # that arrive while it reads the preamble.
+            self._outbox.put(preamble)
         self._outbox.put(message.pack(), message.fds)
 
     def notify(self, message: Message) -> None:
@@ -239,7 +240,7 @@ class SocketConnection:
         receiver_thread().unregister(handler)
 
     def peer_is_alive(self) -> bool:
-        """See ``Connection``: the receiver thread notices a death by itself."""
+        """See ``Connection``. Always True: the receiver thread notices a death by itself."""
         return True
 
     def close(self) -> None:

@@ -56,10 +56,10 @@ class Connection(Protocol):
         ...
 
     def notify(self, message: Message) -> None:
-        """As ``send``, for a message without payload that is dropped if the socket is full.
+        """As ``send``, for a message without payload that may be lost: it is dropped if the peer reads too slowly.
 
-        It only wakes the peer, which then reads the arena. So it may be dropped: the earlier messages, which the peer
-        has not read yet, wake it as well.
+        Used for an ``UPDATE`` that only wakes the peer, which then reads the arena: earlier messages, which it has not
+        read yet, wake it as well. Also for an ``ABORT``: without a commit nothing is installed.
         """
         ...
 
@@ -94,7 +94,10 @@ class Connection(Protocol):
         ...
 
     def peer_is_alive(self) -> bool:
-        """Return False if the peer is known to have exited. Polled by threads in ``WeightSyncScheme.receive``."""
+        """Return False if the peer has exited, and only this call tells: nothing becomes readable.
+
+        Polled by threads in ``WeightSyncScheme.receive``.
+        """
         ...
 
     def close(self) -> None:
@@ -155,10 +158,10 @@ class ConnectionCallbacks(Protocol):
         ...
 
     def on_answer(self, worker: int, message: Message) -> None:
-        """Process an answer of a worker, e.g. start sending the next version to it.
+        """Process a message of a worker, e.g. send the next version after an answer.
 
         Called once per message, by ``read`` and the methods that use it (``process_arrived_messages``, ``wait_acks``),
-        after the answer was stored for ``wait_acks``.
+        after an ``ACK``, ``PREPARED`` or ``FAILED`` was stored for ``wait_acks``.
         """
         ...
 

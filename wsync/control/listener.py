@@ -190,8 +190,8 @@ class Listener:
         size = int.from_bytes(rest[:2], "little")
         identity, payload = rest[2 : 2 + size], rest[2 + size :]
         own = own_identity()
-        proof = proof_for(claim, self.address.token, self.address.public) + struct.pack("<H", len(own)) + own
-        connection = SocketConnection(sock, peer_of(sock, identity), proof=proof)
+        preamble = proof_for(claim, self.address.token, self.address.public) + struct.pack("<H", len(own)) + own
+        connection = SocketConnection(sock, peer_of(sock, identity), preamble=preamble)
         return connection, hello._replace(payload=payload)
 
     def _drop(self, fd: int) -> None:

@@ -45,7 +45,7 @@ class PeerProcess:
 
     @classmethod
     def of_pid(cls, pid: int) -> PeerProcess:
-        """Return the process with an id from the kernel (``SO_PEERCRED``); 0 if it has none in this namespace."""
+        """Return the process with the id ``pid`` from ``SO_PEERCRED``: 0 for a process of another namespace."""
         peer = cls()
         if pid > 0:
             peer.pid = pid

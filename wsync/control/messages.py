@@ -26,8 +26,8 @@ class Kind(IntEnum):
     ACCEPTED = 1  # the worker is registered; version: of the weights that follow at once, or 0; payload: SenderSettings
     REFUSED = 2  # the worker is not registered; payload: the reason
     LAYOUT = 3  # the layout of the weights; payload: SenderSettings
-    # Install a version. Payload, by what carries the weights: a FlatTransport or a DELTA: checksum and extra state;
-    # a TransportBackend: empty, as BEGIN_RECEIVE had both; the arena: empty, as both are stored beside the slot.
+    # Install a version. With a FlatTransport or after a DELTA the payload is its checksum and extra state. It is empty
+    # with a TransportBackend (BEGIN_RECEIVE had both) and with the arena (which has both).
     UPDATE = 4
     PREPARE = 5  # check and keep a version; payload: the transaction, then the arena's slot, or UPDATE's payload
     # Drop what was prepared (version: the number of the transaction, which is random); or, after a BEGIN_RECEIVE, stop
@@ -48,7 +48,7 @@ class Kind(IntEnum):
     PREPARED = 18  # a version was checked (after PREPARE: and kept), or a layout fits (after CHECK_LAYOUT)
     FAILED = 19  # a version was not installed, or not kept; payload: the traceback
     SLOT_FREED = 20  # a slot of the arena that the sender waits for is free
-    ROUTE = 21  # the worker's answer to ACCEPTED: how it receives weights; version: 1 from the arena, 0 by a transport
+    ROUTE = 21  # the answer to an ACCEPTED with an arena_handle; version: 1 if the arena is mapped, 0 for a transport
     REQUEST = 22  # with initiator="receiver": send the newest version; version: the number of this request
     # both ways
     # this side closes the connection on purpose; version: 1 if it is a sender that shuts down, else 0; payload: why

@@ -76,7 +76,7 @@ def _by_worker(processes: Processes | None, num_workers: int) -> Mapping[int, Pr
 
 
 def _as_process(worker: int, process: Process) -> Process:
-    """Return ``process``, or the child of ``multiprocessing`` whose sentinel or id it is, if that tells more."""
+    """Return ``process``; for the sentinel or id of a child of ``multiprocessing``, that: it knows the exit code."""
     if isinstance(process, BaseProcess | subprocess.Popen):
         return process
     if not isinstance(process, Integral) or isinstance(process, bool):

@@ -1,7 +1,7 @@
 """Addresses in places that other processes can read and write, such as a ``torch.distributed`` store.
 
-The token of a sealed address is encrypted, and the address is signed, with a secret that the processes of a run share:
-``WSYNC_AUTHKEY``, or a random key in a file that only their user can read.
+The token of a sealed address is encrypted, and the address is signed, with a secret: ``WSYNC_AUTHKEY``, or a random key
+in a file that only the user can read, the same in all of the user's runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def key_file() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "wsync" / "key"
 
 
-def run_secret() -> bytes:
+def shared_secret() -> bytes:
     """Return the secret that this user's processes share; the first call makes the key file.
 
     Raises:
@@ -72,9 +72,9 @@ def seal(address: Address) -> str:
     """Return the address as JSON that shows its token only to processes with the same secret.
 
     Raises:
-        NotConnected: see ``run_secret``.
+        NotConnected: see ``shared_secret``.
     """
-    secret, nonce = run_secret(), secrets.token_bytes(_NONCE_SIZE)
+    secret, nonce = shared_secret(), secrets.token_bytes(_NONCE_SIZE)
     sealed = _apply_pad(address.token, secret, nonce)
     parts = [address.host, address.port, nonce.hex(), sealed.hex()]
     return json.dumps([*parts, _signature(secret, parts)])
@@ -85,9 +85,9 @@ def unseal(text: str | bytes) -> Address:
 
     Raises:
         ValueError: it is not one, or was made with another secret.
-        NotConnected: see ``run_secret``.
+        NotConnected: see ``shared_secret``.
     """
-    secret = run_secret()
+    secret = shared_secret()
     try:
         *parts, signature = json.loads(text)
         host, port, nonce, sealed = parts

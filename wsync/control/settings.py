@@ -22,7 +22,7 @@ _DTYPES = {
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and not str(dtype).removeprefix("torch.").startswith(("qint", "quint"))
 }
-_LIMIT = 1 << 48  # largest valid number: bytes of a model, workers, generations
+_LIMIT = 1 << 48  # largest valid number: bytes of a model, workers, connections
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class SenderSettings:
         checksum: which updates have a checksum: True: all; False: none; None, the default: those that a transport
             carries, and not those in the arena.
         workers: the number of workers.
-        generation: how many workers have connected with this index, including this one.
+        connection_number: of this connection among all that were accepted with this index, from 1.
         arena_handle: where a process on the same machine finds the sender's arena of shared memory: process id, two
             file-descriptor numbers in that process, and the arena's random name; None if the message carries the
             descriptors, or there is no arena.
@@ -44,14 +44,14 @@ class SenderSettings:
     layout: Layout | None
     checksum: bool | None
     workers: int = 1
-    generation: int = 0
+    connection_number: int = 0
     arena_handle: tuple[int, int, int, str] | None = None
     delta: bool = False
 
     def dump(self) -> bytes:
         """Return the settings as bytes."""
         layout = None if self.layout is None else _plain(self.layout)
-        fields = [layout, self.checksum, self.workers, self.generation, self.arena_handle, self.delta]
+        fields = [layout, self.checksum, self.workers, self.connection_number, self.arena_handle, self.delta]
         return json.dumps(fields, separators=(",", ":")).encode()
 
     @classmethod
@@ -61,7 +61,7 @@ class SenderSettings:
         Raises:
             ValueError: ``data`` is malformed, or the layout exceeds its buffer; says why.
         """
-        layout, checksum, workers, generation, arena_handle, delta = _list(_parse(data), 6, "settings")
+        layout, checksum, workers, connection_number, arena_handle, delta = _list(_parse(data), 6, "settings")
         if not isinstance(checksum, bool | None):
             raise ValueError("checksum must be a bool or null")
         if not isinstance(delta, bool):
@@ -70,7 +70,7 @@ class SenderSettings:
             None if layout is None else _layout(layout),
             checksum,
             _number(workers, 1, "workers"),
-            _number(generation, 0, "generation"),
+            _number(connection_number, 0, "connection_number"),
             None if arena_handle is None else _arena_handle(arena_handle),
             delta,
         )

@@ -15,8 +15,8 @@ from wsync.errors import SyncTimeout, WorkerDied, join_indices
 from wsync.types import Ack
 
 _log = logging.getLogger(__name__)
-# What is processed here. ROUTE and STORE are processed by ``on_accepted``, inside ``reading_directly``.
-_ANSWERS = frozenset((Kind.ACK, Kind.PREPARED, Kind.FAILED, Kind.SLOT_FREED, Kind.REQUEST))
+# Other kinds end the connection. ROUTE and STORE are read by ``on_accepted``, inside ``reading_directly``.
+_EXPECTED_KINDS = frozenset((Kind.ACK, Kind.PREPARED, Kind.FAILED, Kind.SLOT_FREED, Kind.REQUEST))
 _LEAVE_TIMEOUT = 5.0  # seconds to get the queued messages, and then a LEAVE, into the sockets of all workers
 
 
@@ -270,7 +270,7 @@ class WorkerConnections:
         connection = self._connections.get(worker)
         if connection is None:
             return
-        if message is None or message.kind not in _ANSWERS:
+        if message is None or message.kind not in _EXPECTED_KINDS:
             self.mark_dead(worker, why_ended(connection.peer, message))
             return
         known = self._answers.get(worker)  # an answer that the worker repeats may arrive after a newer one

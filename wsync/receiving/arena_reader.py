@@ -37,7 +37,7 @@ class ArenaReader:
         arena: mapped here; owned by this object.
         connection: to the sender.
         worker: the worker's index.
-        connection_number: how many workers have connected with this index, including this one.
+        connection_number: see ``SenderSettings``.
         binds: whether the model stays bound to its slot; otherwise it copies.
     """
 

@@ -109,7 +109,7 @@ class ReaderFactory:
             connection.send(Message(Kind.ROUTE, worker, int(files is not None)))  # see ``Kind.ROUTE``
         if files is not None:
             arena = WorkerArena(settings.workers, files)
-            return ArenaReader(arena, connection, worker, settings.generation, binds=self.binds_arena), ()
+            return ArenaReader(arena, connection, worker, settings.connection_number, binds=self.binds_arena), ()
         if self.create_transport is None:
             raise NotConnected(
                 f"worker {worker} cannot use the sender's shared memory, and its scheme has no other transport"
@@ -126,7 +126,9 @@ class ReaderFactory:
             transport.setup_connection_and_weights_on_receiver(worker_idx=worker, strategy=self.strategy)
 
         try:
-            arrived = TransportSetup(connection, worker, deadline, transport, 1, settings.generation, set_up).wait()
+            arrived = TransportSetup(
+                connection, worker, deadline, transport, 1, settings.connection_number, set_up
+            ).wait()
         except WeightSyncError:
             raise
         except Exception as error:

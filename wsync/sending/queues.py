@@ -39,7 +39,7 @@ class WorkerQueue:
         transport: the transport of this connection, if it is a ``FlatTransport``; the thread that calls its
             ``send_weights``, if it is a ``TransportBackend``; None if the worker is not connected, or uses the arena.
         checked: whether updates have a checksum.
-        generation: how many workers have connected with this index.
+        connection_number: of the newest connection that was accepted with this index, from 1; 0 before the first.
         current: the update that is being sent.
         waiting: those that follow.
         overdue: whether the answer to the current update did not arrive in time, or may have been lost.
@@ -57,7 +57,7 @@ class WorkerQueue:
         self.latest: QueuedUpdate | None = None
         self.transport: FlatTransport | TransferThread | None = None
         self.checked = False
-        self.generation = 0
+        self.connection_number = 0
         self.current: Delivery | None = None
         self.waiting: deque[QueuedUpdate] = deque()
         self.overdue = False

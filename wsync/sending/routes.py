@@ -124,24 +124,24 @@ class Routes:
             self.connections.send(worker, Message(Kind.LAYOUT, worker, payload=self._settings(worker).dump()))
 
     def _settings(self, worker: int) -> SenderSettings:
-        generation = self.transfers.queues[worker].generation
+        connection_number = self.transfers.queues[worker].connection_number
         handle = None if self.slots is None or self._passes_descriptors else self.slots.arena.handle
         has_delta = self._delta is not None
-        return SenderSettings(self.layout, self._checksum, self.num_workers, generation, handle, has_delta)
+        return SenderSettings(self.layout, self._checksum, self.num_workers, connection_number, handle, has_delta)
 
     # --- ConnectionCallbacks ---
 
     def accept_message(self, worker: int, rejoined: bool) -> Message:
         """See ``ConnectionCallbacks``: the message names the version that the worker is given first."""
         queue = self.transfers.queues[worker]
-        queue.generation += 1
+        queue.connection_number += 1
         fds: tuple[int, ...] = ()
         if self.slots is None:
             if rejoined or (queue.latest is not None and not queue.waiting):  # or a worker was lost as it was accepted
                 queue.restart(queue.latest)
             first = queue.waiting[0] if queue.waiting else None
         else:
-            self.slots.arena.writer.accept(worker, queue.generation)
+            self.slots.arena.writer.accept(worker, queue.connection_number)
             first = self.slots.published(worker)
             if first is not None and rejoined:
                 self.slots.point(worker, first.version, first.buffer.slot, acknowledge=True)

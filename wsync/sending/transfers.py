@@ -94,7 +94,7 @@ class Transfers:
 
         try:
             with self._connections.reading_directly(worker) as connection:
-                setup = TransportSetup(connection, worker, deadline, transport, 0, queue.generation, set_up)
+                setup = TransportSetup(connection, worker, deadline, transport, 0, queue.connection_number, set_up)
                 try:
                     early = setup.wait()
                 finally:

@@ -39,10 +39,10 @@ How long a worker uses a slot depends on how its model takes the weights:
 
 - *The worker was disconnected while it was alive.* From then on its words belong to its replacement. Before each store
   the disconnected worker compares, under the mutex, the number of the connection in the words with its own; if they
-  differ, it stores nothing. A store that it had begun (it was stopped while it held the mutex) comes before any forward
-  of the replacement, which needs the mutex.
-- *An install has failed, and the model is bound to a slot that it does not hold*: the model has changed in the worker,
-  and the newer weights no longer fit.
+  differ, it stores nothing. If it was stopped while it held the mutex, it may store once more. That does no harm: the
+  replacement needs the mutex for its first forward, and gets it only afterwards.
+- *An install has failed, and the model is bound to a slot that it does not hold.* A model whose install may fail holds
+  its slot. Another one can fail only if its structure was changed in the worker.
 
 As soon as the worker finds out, at the begin or end of a forward, it copies its model to memory of its own. Then it
 reads the slot's version word. The sender sets that word to 0 before it writes the slot, and a version is never used

@@ -1,6 +1,6 @@
-"""The user's own tensors in shared memory: a worker's model is bound to them while they have the model's version.
+"""The user's own tensors in shared memory, to which a worker's model is bound while their weights are of its version.
 
-While they do not (an update was sent from other weights, and is not copied into them yet), it is bound to a slot.
+Otherwise (an update was sent from other weights, and is not copied into them yet) the model is bound to a slot.
 
 The *registered buffers* (not the buffers of a module) are those given to ``SharedMemWeightSyncScheme`` by
 ``register_shared_weights``, or as its ``policy_weights``. They lie in memory files already (``share_memory_()``,
