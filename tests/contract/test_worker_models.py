@@ -382,6 +382,21 @@ def tie_entries(state: WorkerState) -> None:
         state.kept["loaded"]["weight"] = state.kept["loaded"]["other"]
 
 
+def expand_entry(state: WorkerState) -> None:
+    with wsync.gate():
+        state.kept["loaded"]["other"] = torch.zeros(1).expand(4)
+
+
+def test_an_expanded_entry_of_a_mapping_is_refused_and_nothing_is_copied(backend: BuiltIn) -> None:
+    tensors = {"weight": torch.zeros(4), "other": torch.zeros(4)}
+    with with_mapping(backend, tensors) as (scheme, worker, model):
+        worker.call(expand_entry)
+        scheme.send_async(fill(model, 2))
+        with pytest.raises(wsync.WorkerFailed, match="share memory: clone other"):
+            scheme.wait_async()
+        assert worker.call(loaded)["weight"].tolist() == worker.call(loaded)["other"].tolist()
+
+
 def test_tied_entries_of_a_mapping_refuse_different_values(backend: BuiltIn) -> None:
     tensors = {"weight": torch.zeros(4), "other": torch.zeros(4)}
     with with_mapping(backend, tensors) as (scheme, worker, model):

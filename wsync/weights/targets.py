@@ -93,8 +93,8 @@ class Tensors:
         layout: of the received weights.
 
     Raises:
-        LayoutMismatch: it has other names, shapes or dtypes; two of its tensors overlap partly in one memory; or
-            reading its tensors makes new ones.
+        LayoutMismatch: it has other names, shapes or dtypes; two of its tensors overlap partly in one memory, or one
+            is expanded; or reading its tensors makes new ones.
     """
 
     may_refuse = True  # an entry may have been replaced by one that does not fit
@@ -120,6 +120,9 @@ class Tensors:
         tensors = [own[name] for name in layout.names]
         layout.check(tensors, ties=False)
         require_apart({name: own[name] for name in layout.names}, "the worker's tensors")
+        expanded = [name for name, tensor in zip(layout.names, tensors, strict=True) if _is_expanded(tensor)]
+        if expanded:
+            raise LayoutMismatch(f"elements of the worker's tensors share memory: clone {describe(expanded)}")
         return tensors
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:
@@ -143,6 +146,10 @@ class Tensors:
 
     def detach(self) -> None:
         """See ``Target``: the tensors have memory of their own."""
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 class Transformed:
