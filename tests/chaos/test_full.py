@@ -5,13 +5,12 @@ The kernel refuses memory files beyond ``RLIMIT_FSIZE`` as it refuses them where
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from backends import MIB, BuiltIn, no_file_beyond
 from cells import Cell
+from programs import run_program
 
 import wsync
 from learning import checkpoint
@@ -73,7 +72,7 @@ def test_no_room_for_extra_state(cell: Cell, backend: BuiltIn, backend_name: str
             assert session.outputs() == [4, 4]
 
 
-def test_checkpoint_disk_full(cell: Cell, tmp_path: Path) -> None:
+def test_checkpoint_disk_full(cell: Cell, tmp_path: Path, short_path: Path) -> None:
     """The disk is full when a checkpoint is written. The older checkpoint is whole, and the error names what was not
     written."""
     checkpoint.save(tmp_path, {"version": 1})
@@ -85,7 +84,8 @@ from learning import checkpoint
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 checkpoint.save(Path({str(tmp_path)!r}), {{"weights": torch.zeros(2**20)}})
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=250)
+    (short_path / "program.py").write_text(code)
+    done = run_program(short_path / "program.py", folder=short_path)
     assert done.returncode == 1
     assert "CheckpointError" in done.stderr and "could not be written" in done.stderr, done.stderr
     assert (tmp_path / checkpoint.FILE).read_bytes() == before

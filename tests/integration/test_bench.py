@@ -15,6 +15,7 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
+from programs import run_program
 from rich.console import Console
 
 import wsync
@@ -42,8 +43,8 @@ def dropping(case: Case) -> wsync.WeightSyncScheme:
     return DroppingScheme(timeout=case.timeout, acknowledge=case.acknowledge)
 
 
-def command(folder: Path, *overrides: str) -> list[str]:
-    return [sys.executable, str(SCRIPT), f"hydra.run.dir={folder}", *TINY, *overrides]
+def options(folder: Path, *overrides: str) -> list[str]:
+    return [f"hydra.run.dir={folder}", *TINY, *overrides]
 
 
 @pytest.mark.parametrize(
@@ -63,9 +64,9 @@ def test_a_script_refuses_to_measure_nothing(
 
 
 @pytest.mark.slow
-def test_what_transforms_send_arrives_exactly() -> None:
-    script = [sys.executable, str(SCRIPT.with_name("bench_transforms.py")), "--mib=0.1", "--tensors=10", "--rounds=2"]
-    done = subprocess.run([*script, "--backend=http"], capture_output=True, text=True, timeout=250, check=False)
+def test_what_transforms_send_arrives_exactly(tmp_path: Path) -> None:
+    small = ("--mib=0.1", "--tensors=10", "--rounds=2", "--backend=http")
+    done = run_program(SCRIPT.with_name("bench_transforms.py"), *small, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "×" in line]
     sizes = {name: int(size.replace(",", "")) for name, size, *_ in rows}
@@ -75,7 +76,7 @@ def test_what_transforms_send_arrives_exactly() -> None:
 
 @pytest.mark.slow
 def test_a_small_run(tmp_path):
-    done = subprocess.run(command(tmp_path, "backends=[shared_mem]"), capture_output=True, text=True, timeout=250)
+    done = run_program(SCRIPT, *options(tmp_path, "backends=[shared_mem]"), folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "results.json").read_text())
     assert [(case["kind"], case["backend"]) for case in found["cases"]] == [
@@ -143,7 +144,7 @@ def test_a_model_reveals_every_weight():
 @pytest.mark.slow
 def test_an_interrupt_leaves_no_process(tmp_path):
     process = subprocess.Popen(
-        command(tmp_path, "backends=[distributed]", "kind=send", "rounds=1000000"),
+        [sys.executable, str(SCRIPT), *options(tmp_path, "backends=[distributed]", "kind=send", "rounds=1000000")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

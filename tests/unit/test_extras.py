@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 import wsync
 
@@ -80,7 +81,8 @@ def test_train_names_all_that_is_missing_at_once(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_the_version(tmp_path: Path) -> None:
-    done = run("-m", "wsync", "--version", folder=tmp_path)
+    (tmp_path / "program.py").write_text("import runpy; runpy.run_module('wsync', run_name='__main__')")  # python -m
+    done = run_program(tmp_path / "program.py", "--version", folder=tmp_path)
     assert done.stdout == f"wsync {wsync.__version__}\n"
 
 

@@ -5,12 +5,20 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sys
 import sysconfig
+from pathlib import Path
 
 import pytest
+from programs import run_program
 
 from wsync import loops
+
+ANEW = """
+import os, sys, types, warnings
+for name in [name for name in sys.modules if name.partition(".")[0] == "wsync"]:
+    del sys.modules[name]
+os.environ.pop("WSYNC_NATIVE", None)
+"""
 
 
 def test_it_was_built_where_that_is_possible() -> None:
@@ -30,19 +38,28 @@ def test_it_was_built_where_that_is_possible() -> None:
     assert loops.COMPILED, "pip install -e . builds wsync/csrc"
 
 
-def test_it_can_be_switched_off() -> None:
-    code = "import wsync.loops as l; assert not l.COMPILED and l.WorkerSlot.__module__ == 'wsync.loops.worker_slot'"
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "WSYNC_NATIVE": "0"}, check=True, timeout=250)
+def import_anew(folder: Path, code: str) -> None:
+    """Run ``code`` where torch is imported, and wsync is not."""
+    (folder / "program.py").write_text(ANEW + code)
+    done = run_program(folder / "program.py", folder=folder)
+    assert done.returncode == 0, done.stderr
 
 
-def test_a_stale_build_is_told_and_not_used() -> None:
+def test_it_can_be_switched_off(tmp_path: Path) -> None:
     code = """
-import sys, types, warnings
+os.environ["WSYNC_NATIVE"] = "0"
+import wsync.loops
+assert not wsync.loops.COMPILED and wsync.loops.WorkerSlot.__module__ == "wsync.loops.worker_slot"
+"""
+    import_anew(tmp_path, code)
+
+
+def test_a_stale_build_is_told_and_not_used(tmp_path: Path) -> None:
+    code = """
 sys.modules["wsync._loops"] = types.SimpleNamespace(REVISION=-1)
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
     import wsync.loops
 assert not wsync.loops.COMPILED and any("builds it again" in str(one.message) for one in told), told
 """
-    environment = {name: value for name, value in os.environ.items() if name != "WSYNC_NATIVE"}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=250)
+    import_anew(tmp_path, code)

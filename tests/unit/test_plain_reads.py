@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from programs import run_program
+
 PROGRAM = """
 import sys
 import threading
@@ -41,9 +39,7 @@ print("done")
 """
 
 
-def test_reads_outside_the_gate_and_installs_do_not_deadlock() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=250, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+def test_reads_outside_the_gate_and_installs_do_not_deadlock(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = run_program(tmp_path / "program.py", folder=tmp_path)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from programs import run_program
 from torch import nn
 
 import wsync
@@ -73,13 +73,15 @@ def test_aliases_of_backends(alias: str, name: str) -> None:
         assert scheme.name == name
 
 
-def test_an_older_name_is_free_for_a_backend_of_the_users_own() -> None:
-    code = """if True:
-        import wsync
-        wsync.register_backend("process", "wsync.backends.none:NoWeightSyncScheme")
-        assert wsync.WeightSyncScheme.from_backend("process").name == "none"
-    """
-    subprocess.run([sys.executable, "-c", code], check=True)  # in a process of its own: the registry is global
+def test_an_older_name_is_free_for_a_backend_of_the_users_own(tmp_path: Path) -> None:
+    code = """
+import wsync
+wsync.register_backend("process", "wsync.backends.none:NoWeightSyncScheme")
+assert wsync.WeightSyncScheme.from_backend("process").name == "none"
+"""
+    (tmp_path / "program.py").write_text(code)
+    done = run_program(tmp_path / "program.py", folder=tmp_path)  # of its own: the registry is global
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_calls_of_any_loop_are_harmless() -> None:
