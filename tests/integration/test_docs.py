@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ class TestSockets(BackendContract):
     def make_scheme(self, **options):
         return SocketScheme(**options)
 """
-SOME = "every_calling_form or apply_that_raises or successor_joins or forked_child"
+SOME = "every_calling_form or apply_that_raises or successor_joins or forked_child or without_room"
 
 
 @pytest.fixture
@@ -71,10 +72,12 @@ def test_every_program_is_run() -> None:
     }
 
 
-def test_files_and_sockets_pass_the_contract(folder: Path) -> None:
+def test_files_sockets_and_the_example_pass_the_contract_outside_the_repository(folder: Path) -> None:
     (folder / "test_sockets.py").write_text(SOCKET_TEST)
-    files = ["test_file_backend.py", "test_sockets.py"]
-    printed = run(folder, "-m", "pytest", "-v", "--rootdir", str(folder), *files, "-k", SOME)
+    shutil.copy(ROOT / "examples" / "custom_backend.py", folder / "my_backend.py")
+    files = ["test_file_backend.py", "test_sockets.py", "my_backend.py"]
+    options = ("-v", "-p", "no:cacheprovider", "--strict-markers", "--rootdir", str(folder))
+    printed = run(folder, "-m", "pytest", *options, *files, "-k", SOME)
     assert all(f"{file}::" in printed for file in files) and "passed" in printed
 
 

@@ -1,10 +1,9 @@
-"""The files in examples/ run as their first lines say, and their tests outside the repository."""
+"""The files in examples/ run as their first lines say."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -17,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
 NEEDS = {"ray_actors": "ray", "collect": "gymnasium", "own_loop": "gymnasium", "dqn": "gymnasium", "sac": "gymnasium"}
-SHORTER = {"sac": ["--frames", "1200"], "own_loop": ["10"]}
+SHORTER = {"sac": ["--frames", "832"], "own_loop": ["10"]}  # 13 batches: an episode of 200 steps has ended by then
 TESTED_ELSEWHERE = ("dqn", "several_machines", "unlike_ends")  # the first ones below, the last one in test_gpt2.py
 LAST_LINES = {
     "collect": "10 updates, median latency ",
@@ -62,20 +61,15 @@ def test_several_machines_under_slurm(tmp_path: Path) -> None:
         (tmp_path / name).chmod(0o755)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-    slurm = {"SLURM_JOB_NODELIST": "n[0-1]", "SLURM_NNODES": "2", "SLURM_CPUS_PER_TASK": "2", "MASTER_PORT": port}
+    slurm = {"SLURM_JOB_NODELIST": "n[0-1]", "SLURM_NNODES": "2", "SLURM_CPUS_PER_TASK": "1", "MASTER_PORT": port}
     path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     printed = run("bash", FOLDER / "several_machines.sbatch", folder=ROOT, PATH=path, **slurm)
-    assert all(f"rank {rank}: version 6" in printed for rank in (1, 2, 3))
-
-
-def test_the_contract_suite_runs_outside_the_repository(tmp_path: Path) -> None:
-    shutil.copy(FOLDER / "custom_backend.py", tmp_path / "my_backend.py")
-    options = ("-q", "-p", "no:cacheprovider", "--strict-markers")
-    run(sys.executable, "-m", "pytest", *options, "my_backend.py", folder=tmp_path)
+    assert re.findall(r"rank (\d+): version 6", printed) == ["1"], "one process on each of the nodes"
 
 
 def test_dqn_learns_from_what_workers_collect(tmp_path: Path) -> None:
     pytest.importorskip("gymnasium", reason="the example needs gymnasium, which is not installed")
-    printed = run(sys.executable, FOLDER / "dqn.py", "--frames", "8192", folder=tmp_path)
-    returns = [float(value) for value in re.findall(r"return +([-.0-9]+)", printed)]
+    done = run_program(FOLDER / "dqn.py", "--frames", "8192", folder=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stdout + done.stderr
+    returns = [float(value) for value in re.findall(r"return +([-.0-9]+)", done.stdout)]
     assert max(returns[1:]) > 2 * returns[0]
