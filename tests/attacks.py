@@ -183,8 +183,10 @@ def store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def follow_store(port: int, line: Any) -> None:
+def follow_store(port: int, line: Any, secret: str | None) -> None:
     """Connect by the store; say what has come, or why nothing has."""
+    if secret is not None:
+        os.environ["WSYNC_AUTHKEY"] = secret
     store = TCPStore("127.0.0.1", port, is_master=False)
     with wsync.DistributedWeightSyncScheme(store=store, timeout=line.recv()) as scheme:
         model = nn.Linear(64, 64)
@@ -197,10 +199,10 @@ def follow_store(port: int, line: Any) -> None:
 
 
 @contextmanager
-def worker_of(store: TCPStore) -> Iterator[Any]:
-    context = multiprocessing.get_context("spawn")  # with this process's environment
+def worker_of(store: TCPStore, secret: str | None = None) -> Iterator[Any]:
+    context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
-    process = context.Process(target=follow_store, args=(store.port, theirs), daemon=True)
+    process = context.Process(target=follow_store, args=(store.port, theirs, secret), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -234,8 +236,10 @@ def test_a_store_shows_no_token_and_what_others_write_there_is_passed_over(
 
 
 def test_a_process_with_another_secret_is_told_so(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WSYNC_AUTHKEY", "of the worker")
-    with worker_of(store) as line, wsync.DistributedWeightSyncScheme(store=store, timeout=1.0) as scheme:
+    with (
+        worker_of(store, "of the worker") as line,
+        wsync.DistributedWeightSyncScheme(store=store, timeout=1.0) as scheme,
+    ):
         line.send(4.0)
         monkeypatch.setenv("WSYNC_AUTHKEY", "of the trainer")
         scheme.init_on_sender("policy", model=model_of(VALUE), num_workers=1)

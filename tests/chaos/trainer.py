@@ -35,6 +35,7 @@ def main(name: str, folder: Path, address: str) -> None:
         import ray_workers
 
         ray_workers.start_cluster(address)
+        ray_workers.SPARE_ACTORS = 0  # no other test comes
     with make_backend(name).connected() as session:
         session.send(7)
         session.outputs()

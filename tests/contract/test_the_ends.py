@@ -41,10 +41,10 @@ def worker(scheme, idx):
     scheme.shutdown()
 
 
-def train(name, end):
+def train(name, end, count):
     scheme = wsync.WeightSyncScheme.from_backend(name)
-    scheme.init_on_sender("policy", model=nn.Linear(4, 2), num_workers=2)
-    workers = [mp.get_context("spawn").Process(target=worker, args=(scheme, i)) for i in range(2)]
+    scheme.init_on_sender("policy", model=nn.Linear(4, 2), num_workers=count)
+    workers = [mp.get_context("spawn").Process(target=worker, args=(scheme, i)) for i in range(count)]
     [w.start() for w in workers]
     scheme.connect(processes=workers)
     scheme.send()
@@ -56,7 +56,7 @@ def train(name, end):
 
 
 if __name__ == "__main__":
-    train(*sys.argv[1:])
+    train(*sys.argv[1:3], int(sys.argv[3]))
 """
 
 
@@ -71,7 +71,7 @@ def run_loop(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str
 
 @pytest.mark.parametrize("name", ["shared_mem", pytest.param("distributed", marks=pytest.mark.slow)])
 def test_a_shutdown_of_the_trainer_ends_the_documented_loop_without_a_traceback(tmp_path: Path, name: str) -> None:
-    done = run_loop(tmp_path, name, "shutdown")
+    done = run_loop(tmp_path, name, "shutdown", "2")
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == [
         "[0, 0]",
@@ -81,9 +81,9 @@ def test_a_shutdown_of_the_trainer_ends_the_documented_loop_without_a_traceback(
 
 
 def test_the_death_of_the_trainer_is_an_error_in_the_documented_loop(tmp_path: Path) -> None:
-    done = run_loop(tmp_path, "shared_mem", "killed")
+    done = run_loop(tmp_path, "shared_mem", "killed", "1")
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
-    assert done.stderr.count("wsync.errors.NotConnected: the sender died") == 2
+    assert done.stderr.count("wsync.errors.NotConnected: the sender died") == 1
 
 
 # --- a worker that ends before it has connected ---

@@ -51,13 +51,13 @@ def test_workers_are_told_when_a_trainer_ends_by_an_error(tmp_path: Path) -> Non
 
 
 IN_ANOTHER = """
+import multiprocessing as mp
 import sys
-import torch.nn as nn
-from torch import multiprocessing as mp
-import wsync
 
 
 def worker(scheme, idx):
+    import torch.nn as nn
+    import wsync
     scheme.init_on_receiver("policy", model=nn.Linear(4, 2), worker_idx=idx)
     scheme.connect()
     try:
@@ -67,6 +67,8 @@ def worker(scheme, idx):
 
 
 def train():
+    import torch.nn as nn
+    import wsync
     scheme = wsync.SharedMemWeightSyncScheme()
     scheme.init_on_sender("policy", model=nn.Linear(4, 2), num_workers=1)
     mp.get_context("spawn").Process(target=worker, args=(scheme, 0)).start()
@@ -75,6 +77,7 @@ def train():
 
 
 def collect():
+    import wsync
     from collectors import GymEnv, MultiSyncCollector
     from learning import make_policy
     env = GymEnv("CartPole-v1")

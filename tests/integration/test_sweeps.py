@@ -68,17 +68,17 @@ def test_a_used_folder_of_a_sweep_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plugin", "extra", "settings"),
     [
-        ("joblib", "sweep", ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]),
-        ("submitit", "slurm", ["hydra/launcher=submitit_local"]),
+        ("joblib", "sweep", ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "collector=multi_sync"]),
+        ("submitit", "slurm", ["hydra/launcher=submitit_local"]),  # with workers: the test of Ctrl-C below
     ],
     ids=["joblib", "submitit"],
 )
-def test_a_launcher_runs_jobs_with_workers_and_the_sweep_is_reported(
+def test_a_launcher_runs_jobs_and_the_sweep_is_reported(
     tmp_path: Path, plugin: str, extra: str, settings: list[str]
 ) -> None:
     pytest.importorskip(f"hydra_plugins.hydra_{plugin}_launcher", reason=f"needs pip install -e '.[{extra}]'")
     where = f"hydra.sweep.dir={tmp_path}/sweep"
-    done = run_in_an_interpreter(tmp_path, *settings, "collector=multi_sync", "seed=0,1", where, "-m")
+    done = run_in_an_interpreter(tmp_path, *settings, "seed=0,1", where, "-m")
     assert done.returncode == 0, done.stderr
     told = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("sweep/*/summary.json"))]
     assert [(one["seed"], one["status"]) for one in told] == [(0, "finished"), (1, "finished")]
