@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -199,13 +197,6 @@ def test_only_the_wandb_logger_imports_wandb() -> None:
 
 def test_torchrl_is_no_part_of_the_product() -> None:
     assert not offences(product(), "torchrl")
-
-
-def test_importing_wsync_is_cheap() -> None:
-    heavy = ("hydra", "omegaconf", "ray", "wandb", "gymnasium", "matplotlib")
-    code = f"import sys, wsync; print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_modules_that_fork_servers_preload_exist() -> None:
