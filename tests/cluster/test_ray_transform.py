@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import select
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -17,6 +15,7 @@ import cloudpickle
 import pytest
 import ray
 import torch
+from programs import run_program
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
@@ -300,7 +299,7 @@ def test_nothing_is_left(cluster: None) -> None:
 def test_without_ray_the_error_says_so(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         free = server.getsockname()[1]
-    script = f"""
+    (tmp_path / "program.py").write_text(f"""
 import wsync
 from collectors.ray_transform import RayModuleTransform
 from torch import nn
@@ -315,10 +314,9 @@ try:
     lost.evaluate()
 except wsync.NotConnected as error:
     print(error)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=True, cwd=ROOT
-    )
+""")
+    done = run_program(tmp_path / "program.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert first.startswith("Ray is not initialised: call ray.init()")
     assert second.startswith("RayModuleTransform (actor lost) cannot be reached") and f"127.0.0.1:{free}" in second
@@ -326,18 +324,17 @@ except wsync.NotConnected as error:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["ray"])  # "local" takes as long, and is what unit tests look at
-def test_the_curious_script_trains_both_models(where: str) -> None:
-    script = [sys.executable, str(ROOT / "scripts" / "train_curiosity.py"), "--transform", where]
-    sizes = ["--frames", "4096", "--batch", "1024", "--num-envs", "4"]
-    alone = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    done = subprocess.run([*script, *sizes], capture_output=True, text=True, timeout=250, env=alone, check=False)
+def test_the_curious_script_trains_both_models(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    options = ["--transform", where, "--frames", "2048", "--batch", "512", "--num-envs", "4"]
+    done = run_program(ROOT / "scripts" / "train_curiosity.py", *options, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = {
         cells[0].strip(): cells[1:]
         for line in done.stdout.splitlines()
         if len(cells := line.strip("│").split("│")) == 3
     }
-    assert rows["frames"][1].split()[0] == "4,096"
+    assert rows["frames"][1].split()[0] == "2,048"
     first, last = (float(cell) for cell in rows["mean bonus of a batch"])
     assert 0 < last < first
     assert rows["policy"][1].split() == ["version", "5"]  # the first went with connect

@@ -300,7 +300,7 @@ def test_rounds_of_start_and_stop_leave_nothing(family):
 
     round_of(sync=True)
     before = count()
-    for sync in (True, False):
+    for sync in (False,) if family == "ray" else (True, False):  # with an actor a round takes seconds
         round_of(sync)
     assert count() == before
 
@@ -321,7 +321,7 @@ def main():
         sys.exit(distributed.join_trainer())
     assert "ray" not in sys.modules and "collectors.distributed.rpc" not in sys.modules, "imported for nothing"
     collector = distributed.{kind}(
-        [lambda: GymEnv("CartPole-v1", 2)] * 2, TensorDictModule(Scores(), ["observation"], ["action"]),
+        [lambda: GymEnv("CartPole-v1", 2)] * {workers}, TensorDictModule(Scores(), ["observation"], ["action"]),
         frames_per_batch=16, {options})
     print("versions", next(collector)["policy_version"].unique().tolist(), flush=True)
     collector.update_policy_weights_()
@@ -332,9 +332,9 @@ main()
 """
 
 
-def script(tmp_path, family, *, options="", end="") -> list[str]:
+def script(tmp_path, family, *, workers=2, options="", end="") -> list[str]:
     path = tmp_path / "script.py"
-    path.write_text(SCRIPT.format(kind=FAMILIES[family].__name__, options=options, end=end))
+    path.write_text(SCRIPT.format(kind=FAMILIES[family].__name__, workers=workers, options=options, end=end))
     return [str(path)]
 
 
@@ -358,7 +358,7 @@ def descendants(pid: int) -> set[int]:
 def test_workers_end_with_a_trainer_that(how, family, tmp_path, short_path):
     end = "" if how != "is killed" else "for batch in collector: pass"
     with subprocess.Popen(
-        [sys.executable, *script(tmp_path, family, end=end)],
+        [sys.executable, *script(tmp_path, family, workers=1 if family == "ray" else 2, end=end)],
         env=environment(TMPDIR=short_path),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

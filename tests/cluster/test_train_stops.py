@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_a_signal_stops_it_cleanly(tmp_path: Path, long_path: Path) -> None:
     """SIGTERM, for which Ray installs a handler of its own in C++ unless it is prevented."""
-    options = ["weight_sync=ray", "logger=none", "total_frames=100_000_000", "stop_when_solved=false"]
+    options = ["weight_sync=ray", "logger=none", "total_frames=100_000_000", "stop_when_solved=false", "num_workers=1"]
     with subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *options, f"hydra.run.dir={tmp_path}"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
