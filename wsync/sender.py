@@ -113,7 +113,7 @@ class Sender:
             everyone = range(self.num_workers)
             update = None
             if weights is not None or (self._delivers_at_connect and self.source.weights is not None):
-                # Before the workers connect: each gets it then. Its deadline is that of both waits below.
+                # Each worker gets it as it connects. Its deadline is that of both waits below.
                 update = self._updates.publish(weights, everyone, absent=(), acknowledge=True)
             elif self.source.weights is not None:
                 # Workers are sent the layout, and check it as they connect; the first send brings weights.
@@ -127,7 +127,7 @@ class Sender:
                 self._enable_fast(weights)
 
     def disconnect(self, worker: int) -> None:
-        """Treat a worker as dead: stop sending to it. Its replacement gets the last update sent to it, or to all.
+        """Treat a worker as dead: stop sending to it. Its replacement gets the newest update sent to this index.
 
         Raises:
             ValueError: there is no such worker.
@@ -139,10 +139,10 @@ class Sender:
             self._members.remove([worker])
 
     def readmit(self, worker: int, sentinel: int | None = None, timeout: float | None = None) -> None:
-        """Accept a replacement for a dead worker. It gets the last update sent to that worker, or to all.
+        """Accept a replacement for a dead worker. It gets the newest update sent to this index.
 
         Args:
-            worker: the dead worker's index. While no worker has it, updates to all are kept for the replacement.
+            worker: the dead worker's index; updates to all are kept for its replacement.
             sentinel: a descriptor that becomes readable when the replacement's process ends.
             timeout: seconds; None for those of ``connect``.
 
@@ -153,13 +153,15 @@ class Sender:
         with self.exclusive():
             worker = single_worker(worker, self.num_workers)
             deadline = deadline_in(self.timeout if timeout is None else timeout)
-            if worker not in self._members.absent:  # else its replacement may have been accepted beside another one
+            if (early := self._members.early.pop(worker, None)) is None:
                 self.disconnect(worker)
-            self._channel.wait_for_workers([worker], {} if sentinel is None else {worker: sentinel}, deadline)
-            self._members.add([worker])
-            version = self._members.expected_version.get(worker)
-            if version:
-                self._updates.acks.require([worker], version, deadline)
+            try:
+                self._channel.wait_for_workers([worker], {} if sentinel is None else {worker: sentinel}, deadline)
+            finally:
+                self._members.readmit(worker, self._channel.workers)
+            expected = self._members.expected_version.get(worker)
+            if expected and early in (None, expected):  # otherwise a later send has waited for it
+                self._updates.acks.require([worker], expected, deadline)
 
     def continue_from(self, version: int) -> None:
         """Skip the version numbers up to ``version``.
@@ -206,8 +208,7 @@ class Sender:
         with self.exclusive():
             updates, (workers, absent) = self._updates, self._members.recipients(worker_ids)
             rest = updates.rest_of_model(worker_ids) if partial else None
-            # Without `wait`, always with acknowledgements: `wait_async` waits until the update is installed.
-            acknowledge = not (wait and self._finishes_on_publish)
+            acknowledge = not (wait and self._finishes_on_publish)  # `wait_async` waits until it is installed
             update = updates.publish(weights, workers, absent, acknowledge=acknowledge, rest=rest)
             if wait:
                 report = updates.finish(update)
@@ -244,7 +245,7 @@ class Sender:
             self._fast = fast
 
     def _complete(self, fast: FastCalls, unfinished: UnfinishedUpdate, began: float) -> SyncReport:
-        """Finish a fast update in which a worker died, failed, was late, or had its words locked (``shm/arena.py``)."""
+        """Finish a fast update in which a worker died, failed, was late, or did not free its mutex at once."""
         self._disable_fast()
         workers, timeout, version = self._members.present, self.timeout, self.version
         left = None if timeout is None else max(0.0, timeout - (time.perf_counter() - began))

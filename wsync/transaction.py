@@ -47,6 +47,16 @@ def synchronize(
         return _synchronize({name: (parts[sender], weights) for name, (sender, weights) in senders.items()}, worker_ids)
 
 
+def _commit(parts: Sequence[Transaction]) -> None:
+    """Commit all parts, also if a signal handler raises: some workers may have installed all models by then."""
+    for index, part in enumerate(parts):
+        try:
+            part.commit()
+        except BaseException:
+            _commit(parts[index + 1 :])
+            raise
+
+
 def _synchronize(
     parts: Mapping[str, tuple[Transaction, Any]], worker_ids: int | Sequence[int] | None
 ) -> dict[str, SyncReport]:
@@ -61,8 +71,7 @@ def _synchronize(
             message = f"'{name}': {error}"
             raise type(error)(message, error.workers, error.version, error.refused) from None
         raise
-    for part, _ in parts.values():
-        part.commit()
+    _commit([part for part, _ in parts.values()])
     reports: dict[str, SyncReport] = {}
     errors: list[WorkerError] = []
     for model_id, (part, _) in parts.items():

@@ -132,6 +132,8 @@ def test_a_replacement_may_connect_while_another_one_is_awaited() -> None:
         pool.submit(workers[1].connect).result()
         pool.submit(workers[0].connect).result()
         readmitted.result()
+        report = sender.send(model_of(2))
+        assert report is not None and report.workers.keys() == {0, 1, 2}
         sender.readmit(1)
         sender.send(model_of(3))
         assert [weights_of(worker) for worker in workers] == [[3, 3]] * 3

@@ -122,8 +122,7 @@ class WorkerConnections:
             connection.close()
             return -1
         self.process_arrived_messages()  # notices the death of the worker that it replaces
-        reason = self._refusal(hello)
-        if reason:
+        if reason := self._refusal(hello):
             _log.debug("refused worker %d: %s", worker, reason)
             with suppress(ConnectionError):  # it has disconnected
                 connection.send(Message(Kind.REFUSED, worker, payload=reason.encode()))
@@ -163,22 +162,26 @@ class WorkerConnections:
 
     def disconnect(self, worker: int) -> None:
         """Close the connection to a worker; later messages from it are ignored. Idempotent."""
-        connection = self._connections.pop(worker, None)
-        if connection is None:
+        if (connection := self._connections.pop(worker, None)) is None:
             return
         for fd in connection.descriptors:
-            with suppress(KeyError):  # inside ``reading_directly``, or not registered yet
-                self._poll.unregister(fd)
-            self._ready.discard(fd)
-            self._worker_of.pop(fd, None)
-        connection.close()
-        self._callbacks.on_disconnected(worker)
+            self._forget(fd)
+        try:
+            connection.close()
+        finally:  # a signal handler may raise
+            self._callbacks.on_disconnected(worker)
+
+    def _forget(self, fd: int) -> None:
+        with suppress(KeyError):  # inside ``reading_directly``, or not registered yet
+            self._poll.unregister(fd)
+        self._ready.discard(fd)
+        self._worker_of.pop(fd, None)
 
     def mark_dead(self, worker: int, cause: str) -> None:
         """Record that a worker is treated as dead, for the reason ``cause``, and close its connection."""
         _log.debug("worker %d is treated as dead: %s", worker, cause)
+        self._deaths[worker] = Ack(worker, 0, died=True, error=cause)  # first: a signal handler may raise
         self.disconnect(worker)
-        self._deaths[worker] = Ack(worker, 0, died=True, error=cause)
 
     def send(self, worker: int, message: Message) -> None:
         """Send to a worker; a broken connection is noticed and reported by the next read."""
@@ -246,8 +249,7 @@ class WorkerConnections:
             while self._ready:
                 self._process(self._ready.pop())
         finally:
-            # After an error of a callback, what poll() has reported must not be used in the next call: the fast path
-            # may have read these sockets by then.
+            # After an error of a callback, the next call polls anew: the fast path may have read these sockets.
             self._ready.clear()
         return True
 
@@ -255,10 +257,9 @@ class WorkerConnections:
         """Process one message from ``fd``, or the exit of its process, or call its callback."""
         if fd in self._callback_of:
             return self._callback_of[fd]()
-        worker = self._worker_of.get(fd, -1)
-        connection = self._connections.get(worker)
-        if connection is None:  # a finalizer has closed it, in another thread
-            return
+        connection = self._connections.get(worker := self._worker_of.get(fd, -1))
+        if connection is None:  # a finalizer has closed it in another thread, or a signal handler raised meanwhile
+            return self._forget(fd)
         readable = True
         if fd != connection.fileno():  # the worker's process has exited, but may have answered before: read that first
             self._ready.discard(connection.fileno())  # the next poll() reports it again, if there is more to read
@@ -294,7 +295,6 @@ class WorkerConnections:
                     connection.flush(deadline)
         for worker in list(self._connections):
             self.disconnect(worker)
-        for descriptor in self._callback_of:
-            self._poll.unregister(descriptor)
-        self._callback_of.clear()
+        while self._callback_of:
+            self._poll.unregister(self._callback_of.popitem()[0])
         self._source.close()

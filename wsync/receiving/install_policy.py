@@ -82,6 +82,7 @@ class InstallOnRequest:
         self._gate_lock = process_gate().gate_lock
         self._changed = threading.Condition(self._gate_lock.lock)
         self._waiting = 0  # threads that wait for a version: updates are installed as they come
+        self._unfinished = False  # a signal handler has raised in an install: the next forward installs again
         self._answered = (0, 0)  # the newest request that the sender has answered, and the version that it named
 
     def gate_hook(self, updater: GateHook) -> GateHook:
@@ -93,9 +94,9 @@ class InstallOnRequest:
 
     def poll_update(self) -> bool:
         """See ``GateHook``. Raises SyncTimeout if a version that the forward needs did not come in time."""
-        if self._updater is None or not (self._waiting or self._is_too_old()):
+        if self._updater is None or not (self._waiting or self._unfinished or self._is_too_old()):
             return False
-        again = self._updater.poll_update()
+        again = self._install_next(self._updater)
         if again or self._waiting or must_not_wait_for_versions() or not self._is_too_old():
             return again
         return self._fetch_before_forward()
@@ -143,10 +144,16 @@ class InstallOnRequest:
     def _install(self) -> None:
         self._waiting += 1
         try:
-            while self._updater is not None and self._updater.poll_update():
+            while self._updater is not None and self._install_next(self._updater):
                 pass
         finally:
             self._waiting -= 1
+
+    def _install_next(self, updater: GateHook) -> bool:
+        self._unfinished = True
+        again = updater.poll_update()
+        self._unfinished = False
+        return again
 
     # --- waiting, with ``gate_lock.lock`` held, which is released meanwhile ---
 

@@ -174,9 +174,15 @@ class SenderSideChannel:
     def commit(self, transaction: int) -> None:
         """See ``TransactionChannel``."""
         with self._lock:
-            prepared = self._prepared.pop(transaction)
-            self._routes.commit(prepared)
-            self._end_reservation(update.buffer for update in prepared.values())
+            prepared = self._prepared[transaction]
+            try:
+                self._routes.commit(prepared)
+            except BaseException:  # a signal handler raised, but it is decided: the other workers must follow
+                self._routes.commit(prepared)
+                raise
+            finally:
+                del self._prepared[transaction]
+                self._end_reservation(update.buffer for update in prepared.values())
 
     def abort(self, transaction: int) -> None:
         """See ``TransactionChannel``."""

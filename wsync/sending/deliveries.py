@@ -173,11 +173,11 @@ class BackendDelivery(Delivery):
         update = self.update
         if self._thread.busy or not self._begun or self._ended:
             return None
-        self._ended = True
         if self._thread.error is not None:
             self._send(Kind.ABORT, update.version, b"")
-            return self._thread.error
-        self._send(update.kind, update.version, update.transaction_prefix)
-        if self._aborted:
-            self._send(Kind.ABORT, update.transaction, b"")
-        return None
+        else:
+            self._send(update.kind, update.version, update.transaction_prefix)
+            if self._aborted:
+                self._send(Kind.ABORT, update.transaction, b"")
+        self._ended = True  # last: if a signal handler raises before, all is sent once more, which is harmless
+        return self._thread.error

@@ -153,10 +153,14 @@ class Transfers:
         return max((update.carried for update in latest if update.version == version), default=0)
 
     def _calls_ended(self) -> None:
-        os.eventfd_read(self._wake)
-        if failed := [queue for queue in self.queues if queue.call_ended()]:
-            self._failed += failed
-            self._report_failures()
+        try:
+            os.eventfd_read(self._wake)
+            if failed := [queue for queue in self.queues if queue.call_ended()]:
+                self._failed += failed
+                self._report_failures()
+        except BaseException:  # a signal handler raised: look again
+            os.eventfd_write(self._wake, 1)
+            raise
 
     def _report_failures(self) -> None:
         """Report failed calls, unless a worker's death explains them, which its connection may tell a moment later.

@@ -1,0 +1,137 @@
+"""Ctrl-C in the middle of a step: the next call goes on, and nothing is half done."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any, ClassVar
+
+import pytest
+from torch import Tensor, nn
+
+import wsync
+from wsync.backends.none import NoTransport
+from wsync.control import Kind, SocketConnection
+from wsync.testing.models import fill
+
+TIMEOUT = 20.0
+
+
+class FromMemory(NoTransport):
+    """Carries weights from one thread of this process to another."""
+
+    weights: ClassVar[list[Any]] = [None]
+
+    def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
+        self.weights[0] = {name: tensor.clone() for name, tensor in weights.items()}
+
+    def receive_weights(self, timeout: float | None = None, **_: Any) -> Any:
+        return self.weights[0]
+
+
+class MemoryScheme(wsync.WeightSyncScheme):
+    name = "from_memory"
+
+    def create_transport(self, worker_idx: int | None = None) -> FromMemory:
+        return FromMemory()
+
+
+def model_of(value: float) -> nn.Linear:
+    return fill(nn.Linear(2, 1), value)
+
+
+def join(stack: ExitStack, sender: wsync.WeightSyncScheme, count: int, **receiver: Any) -> list[wsync.WeightSyncScheme]:
+    """Connect workers in this process."""
+    workers = [stack.enter_context(pickle.loads(pickle.dumps(sender))) for _ in range(count)]
+    connecting = []
+    for index, worker in enumerate(workers):
+        worker.init_on_receiver(sender.model_id, **receiver or {"model": model_of(0)}, worker_idx=index)
+        connecting.append(threading.Thread(target=worker.connect))
+        connecting[-1].start()
+    sender.connect()
+    for thread in connecting:
+        thread.join()
+    return workers
+
+
+def interrupt(
+    patch: pytest.MonkeyPatch, method: str, when: Callable[..., bool] = lambda *_: True, after: bool = False
+) -> None:
+    """The next call of a connection's method, with arguments for which ``when`` is true, raises KeyboardInterrupt."""
+    original = getattr(SocketConnection, method)
+
+    def interrupted(connection: SocketConnection, *args: Any, **kwargs: Any) -> Any:
+        if not when(*args):
+            return original(connection, *args, **kwargs)
+        patch.undo()
+        if after:
+            original(connection, *args, **kwargs)
+        raise KeyboardInterrupt
+
+    patch.setattr(SocketConnection, method, interrupted)
+
+
+def test_a_decided_transaction_reaches_all_workers_and_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as stack:
+        senders = [stack.enter_context(wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT)) for _ in range(2)]
+        workers = []
+        for name, sender in zip("ab", senders, strict=True):
+            sender.init_on_sender(name, model=model_of(1), num_workers=2)
+            workers += join(stack, sender, 2)
+        interrupt(monkeypatch, "notify", lambda message: message.kind is Kind.UPDATE)
+        with pytest.raises(KeyboardInterrupt):
+            wsync.synchronize({sender: model_of(2) for sender in senders})
+        assert [worker.model.bias.item() for worker in workers] == [2] * 4
+        for sender in senders:
+            sender.send(model_of(3))
+        assert [worker.model.bias.item() for worker in workers] == [3] * 4
+
+
+def test_the_end_of_a_send_weights_is_noticed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as stack:
+        sender = stack.enter_context(MemoryScheme("state_dict", timeout=TIMEOUT))
+        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
+        (worker,) = join(stack, sender, 1)
+        interrupt(monkeypatch, "send", lambda message: message.kind is Kind.UPDATE)
+        with pytest.raises(KeyboardInterrupt):
+            sender.send(model_of(2))
+        sender.send(model_of(3))
+        assert worker.model.bias.item() == 3
+
+
+@pytest.mark.parametrize("after", [True, False], ids=["closed", "open"])
+def test_a_death_is_reported_by_the_next_call(monkeypatch: pytest.MonkeyPatch, after: bool) -> None:
+    with ExitStack() as stack:
+        sender = stack.enter_context(wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT))
+        sender.init_on_sender("policy", model=model_of(1), num_workers=2)
+        first, second = join(stack, sender, 2)
+        second.shutdown()
+        interrupt(monkeypatch, "close", after=after)
+        with pytest.raises(KeyboardInterrupt):
+            sender.send(model_of(2))
+        with pytest.raises(wsync.WorkerDied):
+            sender.send(model_of(3))
+        sender.send(model_of(4))
+        assert first.model.bias.item() == 4
+
+
+def test_an_install_on_request_is_finished_by_the_next_forward() -> None:
+    taken: list[str] = []
+
+    def load(pairs: Iterable[tuple[str, Tensor]]) -> None:
+        taken.extend(f"{name} {tensor.flatten()[0].item():g}" for name, tensor in pairs)
+        if len(taken) == 4:
+            raise KeyboardInterrupt
+
+    with ExitStack() as stack:
+        sender = stack.enter_context(wsync.SharedMemWeightSyncScheme(initiator="receiver", timeout=TIMEOUT))
+        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
+        (worker,) = join(stack, sender, 1, load=load)
+        sender.send(model_of(2))
+        with pytest.raises(KeyboardInterrupt):
+            worker.pull()
+        with wsync.gate():
+            assert worker.version == 2
+        assert taken == ["weight 1", "bias 1", *2 * ["weight 2", "bias 2"]]
