@@ -7,8 +7,8 @@ forward sees one version from its first layer to its last.
 
 The receiver thread installs by passing through the gate too. It blocks on the lock, so a pending update is installed as
 soon as the running forward ends, even if no other forward follows. With
-``SharedMemWeightSyncScheme(acknowledge="published")``, which awaits no acknowledgement, the receiver thread is woken
-only while some thread of the worker waits in ``receive``; if none does, the next forward installs the update.
+``SharedMemWeightSyncScheme(acknowledge="published")`` the receiver thread is woken only while some thread of the worker
+waits in ``receive``, or if the update has to be acknowledged; otherwise the next forward installs it.
 
 What bypasses the gate: ``model.forward(...)`` called directly; a submodule called on its own; a copy made by
 ``torch.jit.trace`` or ``torch.export``, which has the model's parameters, but not its gate; and plain reads of
@@ -57,13 +57,13 @@ class Gate:
         """Keep every synchronised model of this process at one version while the block runs."""
         gate_lock = self.gate_lock
         with gate_lock.lock:
-            depth = gate_lock.depth
+            depth_before = gate_lock.depth
             try:
-                gate_lock.enter(depth)
+                gate_lock.enter(depth_before)
                 yield
             finally:
-                gate_lock.depth = depth  # as leave() does; a signal handler may raise before leave() begins
-                gate_lock.leave(depth)
+                gate_lock.depth = depth_before  # leave() sets it too, but a signal handler may raise before it begins
+                gate_lock.leave(depth_before)
 
     def call_with_deadline(self, deadline: float | None, function: Callable[..., Any], *args: Any) -> Any | None:
         """Wait for the gate until ``deadline``, and call ``function`` inside it. None if that was not in time.

@@ -112,7 +112,7 @@ class Receiver:
         try:
             self._channel.connect(worker_idx, deadline_in(timeout))
             self._gate_or_refuse()
-            self._install_first_weights()
+            self._attach_hooks_and_install()
             self._state.set_open()
             self._channel.attach(self._handler)
         except BaseException:  # also KeyboardInterrupt
@@ -133,9 +133,9 @@ class Receiver:
         with without_waiting_for_versions():
             process_gate().call(gated_models.add, self.updater)
 
-    def _install_first_weights(self) -> None:
+    def _attach_hooks_and_install(self) -> None:
         arena, policy = self._channel.arena, self.updater.install_policy
-        self._handler = self.updater if arena is None else arena.updater_for(self.updater)
+        self._handler = self.updater if arena is None else arena.handler_for(self.updater)
         self._hooks = [policy.gate_hook(self._handler)]
         memory = None if arena is None else arena.registered_buffers()
         if memory is not None:
@@ -254,12 +254,12 @@ class Receiver:
             raise SyncTimeout(f"worker {self.worker_idx}: the newest version did not come before the deadline")
 
     def wake_only_for_receive(self) -> None:
-        """Have the sender wake this worker for an update only while a thread waits in ``receive``.
+        """Have the sender wake this worker only while a thread waits in ``receive``, or to acknowledge an update.
 
         Called once after ``connect``, by the same thread.
         """
         self._state.wake_only_for_receive()
 
     def make_writable(self) -> None:
-        """Copy the model into memory of its own, and do not bind it again before the next version."""
+        """Copy the model into memory of its own; only the next version may bind it again, not registered buffers."""
         self.updater.copy_to_own_memory(stay_unbound=True)

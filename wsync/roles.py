@@ -43,7 +43,7 @@ class Role:
         """Whether this process is a forked child of the one that has initialised the scheme."""
         return self.model_id is not None and self.pid != os.getpid()
 
-    def require_own(self) -> None:
+    def require_not_forked(self) -> None:
         """Check that the scheme was not initialised in the parent of this forked process.
 
         Raises:
@@ -126,7 +126,7 @@ class Role:
             LayoutMismatch: they do not fit; nothing was applied.
             NotConnected: this end has no model; or this is a forked child of the process that initialised the scheme.
         """
-        self.require_own()
+        self.require_not_forked()
         if self.model is None:
             raise NotConnected("this end has no model to apply weights to")
         with process_gate().hold():
@@ -162,7 +162,7 @@ class SenderRole(Role):
 
     def as_sender(self, what: str) -> SenderRole:
         """See ``Role``."""
-        self.require_own()
+        self.require_not_forked()
         return self
 
     def connect(
@@ -221,7 +221,7 @@ class ReceiverRole(Role):
 
     def as_receiver(self, what: str) -> ReceiverRole:
         """See ``Role``."""
-        self.require_own()
+        self.require_not_forked()
         return self
 
     def connect(

@@ -56,7 +56,7 @@ class WeightSyncScheme(SchemeBase):
             model: the model; read again by each ``send()`` without arguments.
             weights: instead of a model, its live weights; likewise read again.
             devices: one per worker; only their number is used.
-            device_map_fn: ``(worker_idx, weights) -> weights`` for that worker.
+            device_map_fn: ``(worker_idx, weights) -> weights``: makes the weights of one worker, different in any way.
             num_workers: how many there are; by default as many as ``devices``, ``params_map`` or the context's workers.
             params_map: ``{worker_idx: weights}``, for workers that are to have different ones.
             pipes: the older API's, one to each worker: see ``wsync.legacy``.
@@ -110,12 +110,12 @@ class WeightSyncScheme(SchemeBase):
             worker_idx: this worker's index; otherwise ``connect`` is given it.
 
         Raises:
-            RuntimeError: the scheme was never initialised on a sender, or is initialised here already.
+            RuntimeError: the scheme has no sender's address and cannot look one up, or is initialised here already.
             LookupError, TypeError: the context has no such model.
             ValueError: another ``model_id`` than the sender's; neither a model, a context nor ``load``; or a context
                 with workers of its own, under a scheme whose ``send`` awaits no acknowledgements.
         """
-        self._release_inherited_end()
+        self._release_end_of_parent()
         if self._sent_model_id not in (None, model_id):
             raise ValueError(f"the sender of this scheme sends '{self._sent_model_id}', not '{model_id}'")
         model, receiver = assembly.make_receiver(self, model_id, context, model, load, chunk_bytes)
@@ -160,7 +160,7 @@ class WeightSyncScheme(SchemeBase):
             RuntimeError: on a receiver that is connected already, or inside the gate.
         """
         role = self._role
-        role.require_own()
+        role.require_not_forked()
         if isinstance(role, SenderRole):
             role.connect(self.create_rendezvous, weights, processes, self.timeout)
         elif isinstance(role, ReceiverRole):
@@ -221,7 +221,7 @@ class WeightSyncScheme(SchemeBase):
         return role.sender.send(weights, worker_ids, self.sync, partial)
 
     def send_async(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
-        """Send; wait only for a free buffer, or the check of the first layout. A newer update may replace this one."""
+        """Send as ``send``, but do not wait until it is installed. A newer update may replace it before it is taken."""
         self._role.as_sender("send_async").sender.send(weights, worker_ids, wait=False)
 
     def wait_async(self) -> SyncReport | None:
@@ -248,9 +248,9 @@ class WeightSyncScheme(SchemeBase):
         return self._role.as_receiver("receive").receiver.receive(timeout)
 
     def pull(self, timeout: float | None = None) -> int:
-        """On a receiver: install the newest version that can be had now; return the model's version.
+        """On a receiver: install the version that is the newest at the time of the call; return the model's version.
 
-        Waits up to ``timeout`` seconds (None: no limit) for that version or, if none was sent yet, for the first one.
+        Waits up to ``timeout`` seconds (None: no limit) until it has arrived; if none was sent yet, for the first one.
 
         Raises:
             NotConnected: before ``connect``; or the sender is gone and there has been no version.

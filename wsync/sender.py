@@ -40,9 +40,9 @@ class Sender:
         num_workers: how many workers there are.
         timeout: seconds for ``connect`` and ``send``; None for no limit.
         delivers_at_connect: whether the first weights are delivered by ``connect``, or by the first ``send``.
-        finishes_on_publish: whether a send finishes once the update is published: each later forward uses it (or see
-            ``on_request``). Acknowledgements are then awaited only in the cases that ``Updates.publish`` names.
-        on_request: with ``initiator="receiver"``: ``send`` waits for no worker; a worker installs when it asks for it.
+        finishes_on_publish: whether a send finishes once the update is published, which each later forward then uses
+            (not with ``on_request``). Acknowledgements are awaited only in the cases that ``Updates.publish`` names.
+        on_request: with ``initiator="receiver"``: ``send`` waits for no install; a worker installs when it requests it.
         record: called with the report of each finished update, under the sender's lock.
     """
 

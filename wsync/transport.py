@@ -180,7 +180,7 @@ class FlatTransport(Protocol):
 
         Called once per connection at each end, in a thread for this call only. Both calls run at the same time. If one
         end fails (an error, the deadline, the death of the peer), so does the other: ``store`` then raises in each
-        call. Whatever else this method waits for has to end by ``deadline``. ``close`` follows.
+        call. Whatever else this method waits for has to end by ``deadline``. After a failure, ``close`` is called.
 
         Args:
             store: a store that only these two processes use, for as long as this call runs. Its messages go over their
@@ -228,7 +228,7 @@ class FlatTransport(Protocol):
 
         Called once for each transport whose ``connect`` was called, after that has ended: when the worker has gone, at
         shutdown, and if the set-up failed at this end or at the other. By the thread that ran ``connect``, if the
-        set-up fails before that has ended; else by any thread. After a failure, ``connect`` may have set nothing.
+        set-up fails before that has ended; else by any thread. If ``connect`` failed, it may have set no attribute.
 
         Args:
             pending: a transfer that has not been completed.

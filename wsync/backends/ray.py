@@ -195,7 +195,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
             Exception: else as there.
         """
         role = self._role
-        role.require_own()
+        role.require_not_forked()
         if self._actors is None or not isinstance(role, SenderRole):
             super().connect(worker_idx=worker_idx, weights=weights, processes=processes)
             return

@@ -63,8 +63,8 @@ class SocketConnection:
         self._peer = peer
         self._preamble = preamble
         self._expected_proof = expected_proof
-        # What has arrived of the message that is being read: a signal handler may raise in ``receive``, while a long
-        # message arrives, and the next call continues.
+        # What has arrived of the message that is being read: if a signal handler raises while ``receive`` waits for the
+        # rest of a long message, the next call continues.
         self._header: list[bytes] = []
         self._payload: list[bytes] = []
         self._fds: list[int] = []

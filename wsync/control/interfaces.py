@@ -94,7 +94,7 @@ class Connection(Protocol):
         ...
 
     def peer_is_alive(self) -> bool:
-        """Return False if the peer has exited, and only this call tells: nothing becomes readable.
+        """Return whether the peer is alive, where its exit makes no descriptor readable (RPC); else True.
 
         Polled by threads in ``WeightSyncScheme.receive``.
         """

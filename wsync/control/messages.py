@@ -45,7 +45,7 @@ class Kind(IntEnum):
     # from a worker to the sender
     HELLO = 16  # the first message; version: PROTOCOL; payload: credentials, the worker's process, the user's payload
     ACK = 17  # a version is installed
-    PREPARED = 18  # a version was checked (after PREPARE: and kept), or a layout fits (after CHECK_LAYOUT)
+    PREPARED = 18  # after PREPARE: the version was checked and kept; after CHECK_LAYOUT: the layout fits
     FAILED = 19  # a version was not installed, or not kept; payload: the traceback
     SLOT_FREED = 20  # a slot of the arena that the sender waits for is free
     ROUTE = 21  # the answer to an ACCEPTED with an arena_handle; version: 1 if the arena is mapped, 0 for a transport

@@ -22,7 +22,7 @@ this machine."""
 Processes = Sequence[Process] | Mapping[int, Process]
 """Those of all workers, in the order of their indices; or ``{worker_idx: process}`` of some."""
 
-_REAP = 1.0  # seconds; an ended process can be joined at once, or after a few milliseconds
+_EXIT_CODE_TIMEOUT = 1.0  # seconds to wait for the exit code of a process that has ended: some milliseconds are usual
 
 
 @contextmanager
@@ -160,10 +160,10 @@ def _describe_end(process: Process, sentinel: int) -> str:
         name, code = f"process {process.pid}", _exit_code(process)
         if code is None:
             if isinstance(process, BaseProcess):
-                process.join(_REAP)
+                process.join(_EXIT_CODE_TIMEOUT)
             else:
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(_REAP)
+                    process.wait(_EXIT_CODE_TIMEOUT)
             code = _exit_code(process)
     if code is None and not wait_readable([sentinel], NOW):
         return f"{name}: still running"

@@ -118,7 +118,7 @@ class WeightReceiver:
         Raises:
             RuntimeError: the scheme is initialised already, with its model.
         """
-        self._scheme._release_inherited_end()
+        self._scheme._release_end_of_parent()
         self._model = model
 
     def register_worker_transport(self, pipe: Any) -> None:
@@ -131,7 +131,7 @@ class WeightReceiver:
             RuntimeError: the scheme is initialised already.
             TypeError: it is no pipe.
         """
-        self._scheme._release_inherited_end()
+        self._scheme._release_end_of_parent()
         if not isinstance(pipe, Connection):
             raise TypeError(f"a worker's transport is its end of a pipe, not a {type(pipe).__name__}")
         self._pipe = pipe
@@ -175,7 +175,7 @@ class WeightReceiver:
         if not self._begin(deadline):
             return False
         role = self._scheme._role
-        role.require_own()
+        role.require_not_forked()
         connecting = role.background_connect if isinstance(role, ReceiverRole) else None
         if connecting is not None and not connecting.wait(remaining(deadline)):
             return False
@@ -251,7 +251,7 @@ def init_on_worker(
     if pipe is None and isinstance(context, PipeContext):
         pipe = context.pipe
     if pipe is not None:
-        scheme._release_inherited_end()
+        scheme._release_end_of_parent()
         invited, scheme._address = read_invitation(pipe, model_id, scheme.timeout)
         if worker_idx not in (None, invited):
             raise ValueError(f"which worker is this? worker_idx: {worker_idx}, pipe: {invited}")

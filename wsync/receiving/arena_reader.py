@@ -69,7 +69,7 @@ class ArenaReader:
         self._slot.set_wakeups(self._wakeups)
         self._has_layout = True  # last: an acting thread that sees it uses all of the above
 
-    def updater_for(self, receiver: SlotReceiver) -> WorkerSlot:
+    def handler_for(self, receiver: SlotReceiver) -> WorkerSlot:
         """Return the object that the gate and the receiver thread call in place of ``receiver``.
 
         It takes the fast path, and calls ``receiver`` for the rest. Called once, outside the gate, by the thread that

@@ -15,11 +15,11 @@ forward locks it to read the published word and to record the slot as used. Ther
 
 1. *Every forward that starts after a publish uses that version or a newer one.* It locks the mutex after the sender has
    unlocked it, so it reads the new word. The mutex also ensures that it sees the weights that were packed before.
-2. *No slot is written while a forward uses it* (but see "Without protection"). Before the sender writes a slot ``s``,
-   it takes two steps: it publishes other slots to all workers, and then it reads that no worker has recorded ``s`` as
-   used. A forward that read the published word before the first step recorded ``s`` under the same lock, so the second
-   step finds the record, until the forward has ended. A forward that reads the word after the first step uses another
-   slot. (The second step is done without the mutex: ``WorkerSlot.take`` explains why it misses no record.)
+2. *No slot is written while a forward uses it* (but see "Without protection"). The sender writes a slot ``s`` only when
+   it has read, first, that no published word names ``s`` (newer updates have replaced it) and, second, that no worker
+   has recorded ``s`` as used. A forward that read its published word before it was replaced recorded ``s`` under the
+   same lock, so the second step finds the record, until the forward has ended. A later forward reads another slot. (The
+   second step is done without the mutex: ``WorkerSlot.take`` explains why it misses no record.)
 3. *A published slot is whole.* No slot is written while a word names it, even if its worker has copied it: a worker
    that takes the place of one that has died reads that slot.
 4. *Three slots are enough* while all workers have one version: one published, one older one still in use, one free. If
