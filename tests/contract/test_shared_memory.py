@@ -22,7 +22,7 @@ import wsync
 from wsync.testing import WorkerError, WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, fill
-from wsync.testing.updates import TwoReads
+from wsync.testing.updates import TwoProducts, TwoReads
 from wsync.weights.packing import Buffer, Packer
 
 
@@ -448,6 +448,34 @@ def test_registered_weights_that_are_trained_in_place_are_seen_by_bound_workers(
         scheme.send()
         train()
         assert outputs() == [[0.0] * 4] * 2
+
+
+def enter_autocast(state: WorkerState) -> None:
+    state.kept["autocast"] = torch.autocast("cpu", torch.bfloat16)
+    state.kept["autocast"].__enter__()
+
+
+def leave_autocast(state: WorkerState) -> None:
+    state.kept["autocast"].__exit__(None, None, None)
+
+
+def test_registered_weights_that_are_trained_in_place_are_seen_in_one_autocast_context(shared: SharedMemory) -> None:
+    model = fill(TwoProducts(), 1)
+    weights = TensorDict.from_module(model).data.share_memory_()
+    with shared.workers(1) as workers, shared.make_scheme(auto_register=False, timeout=30.0) as scheme:
+        assert isinstance(scheme, wsync.SharedMemWeightSyncScheme)
+        scheme.register_shared_weights("policy", weights)
+        scheme.init_on_sender("policy", num_workers=1)
+        workers[0].start(commands.join, scheme, TwoProducts, 0, "policy")
+        scheme.connect()
+        workers[0].result()
+        workers[0].call(enter_autocast)
+        try:
+            for value in (1.0, 2.0, 3.0):
+                fill(model, value)
+                assert workers[0].call(commands.output) == [value, value]
+        finally:
+            workers[0].call(leave_autocast)
 
 
 def apply_own_weights(state: WorkerState, value: float) -> float:
