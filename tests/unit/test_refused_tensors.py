@@ -39,12 +39,18 @@ def quantised_bias(model: Any) -> None:
     model.layer.register_buffer("bias", torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8))
 
 
+def nested_bias(model: Any) -> None:
+    parts = [torch.zeros(1), torch.zeros(2)]
+    model.layer.bias = nn.Parameter(torch.nested.nested_tensor(parts, layout=torch.jagged))
+
+
 CASES = [
     (without_bias, "'layer.bias'"),
     (meta_bias, "'layer.bias' has no .*meta device"),
     (sparse_bias, "'layer.bias' is sparse"),
     (compressed_weight, "'layer.weight' is sparse"),
     (quantised_bias, "'layer.bias' is quantised"),
+    (nested_bias, "'layer.bias' is nested"),
 ]
 
 

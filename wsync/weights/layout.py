@@ -217,6 +217,8 @@ class Layout:
 
 def defect_of(tensor: Tensor) -> str:
     """Why a tensor cannot be carried, for an error message; empty if it can be."""
+    if tensor.is_nested:
+        return "is nested; only dense tensors are carried"
     if tensor.layout is not torch.strided:
         return f"is sparse ({str(tensor.layout).removeprefix('torch.')}); only dense tensors are carried"
     if tensor.is_quantized:
