@@ -110,6 +110,19 @@ def test_what_cannot_be_registered_is_refused(make: Callable[..., Any]) -> None:
             receiver.receive(timeout=5.0)
 
 
+def hold_gate(entered: threading.Event, leave: threading.Event) -> None:
+    """Be in a forward, which delays an installation."""
+    with wsync.gate():
+        entered.set()
+        leave.wait()
+
+
+def test_a_transport_says_that_its_worker_is_not_connected_yet(make: Callable[..., Any]) -> None:
+    with make() as scheme:
+        scheme.init_on_sender("policy", model=nn.Linear(4, 2), num_workers=1)
+        assert not scheme.sender_transports[0].check_connection()
+
+
 def test_transports_of_a_scheme(make: Callable[..., Any]) -> None:
     ours, theirs = multiprocessing.Pipe()
     model = nn.Linear(4, 2)
@@ -126,8 +139,15 @@ def test_transports_of_a_scheme(make: Callable[..., Any]) -> None:
         transport.wait_ack()
         assert torch.equal(model.weight, policy_of(3.0).weight)
         to_worker = sender.sender_transports[0]
+        entered, leave = threading.Event(), threading.Event()
+        forward = threading.Thread(target=hold_gate, args=(entered, leave))
+        forward.start()
+        entered.wait()
         to_worker.send_weights_async(policy_of(4.0))
+        threading.Timer(0.2, leave.set).start()
         to_worker.wait_ack()
+        assert leave.is_set()
+        forward.join()
         assert to_worker.check_connection() and torch.equal(model.weight, policy_of(4.0).weight)
         for one in (transport, to_worker, sender.shared_transport):
             with pytest.raises(ValueError, match="'policy', not 'critic'"):
