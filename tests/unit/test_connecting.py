@@ -228,7 +228,10 @@ class Probed(nn.Linear):
 
 
 def test_a_model_stays_gated_while_one_of_its_schemes_connects_and_another_shuts_down() -> None:
+    ends: list[Connection] = []
+
     def accept(sender: Connection) -> None:
+        ends.append(sender)  # a connection that is dropped is closed
         sender.send(Message(Kind.ACCEPTED, 0, 0, SETTINGS.dump()))
 
     model, accepted = Probed(), threading.Event()
@@ -247,6 +250,8 @@ def test_a_model_stays_gated_while_one_of_its_schemes_connects_and_another_shuts
         second.shutdown()
         model(torch.ones(2))
     assert model.inside == [True, False]
+    for end in ends:
+        end.close()
 
 
 class Outer:

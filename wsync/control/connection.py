@@ -179,9 +179,9 @@ class SocketConnection:
             header = self._read(HEADER_SIZE, self._header, self._fds)
             length = payload_length(header)
             if length <= _MAX_PAYLOAD:
-                payload, fds = self._read(length, self._payload, self._fds), tuple(self._fds)
+                message = unpack(header, self._read(length, self._payload, self._fds), tuple(self._fds))
                 self._header, self._payload, self._fds = [], [], []
-                return unpack(header, payload, fds)
+                return message
         except (OSError, ValueError):  # disconnected, stalled or garbage: the connection is unusable
             pass
         self._close_received()
