@@ -118,6 +118,34 @@ def model_of(value: float) -> nn.Linear:
     return model
 
 
+class Raising(FromMemory):
+    """The first ``send_weights`` raises."""
+
+    calls: ClassVar[list[int]] = []
+
+    def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
+        self.calls.append(1)
+        if len(self.calls) == 1:
+            raise ValueError("no room")
+        super().send_weights(weights)
+
+
+def test_an_error_of_the_first_send_weights_is_the_trainers_and_the_worker_stays() -> None:
+    model = nn.Linear(2, 2)
+    with Scheme(Raising) as sender:
+        sender.init_on_sender("policy", model=model_of(1.0), num_workers=1)
+        with pickle.loads(pickle.dumps(sender)) as worker:
+            worker.init_on_receiver("policy", model=model, worker_idx=0)
+            joining = threading.Thread(target=worker.connect)
+            joining.start()
+            with pytest.raises(wsync.WorkerFailed, match=r"(?s)worker 0.*ValueError: no room"):
+                sender.connect()
+            joining.join()
+            assert worker.version == 0
+            sender.send(model_of(2.0))
+            assert worker.version == 2 and torch.all(model.weight == 2.0)
+
+
 def test_an_update_that_is_aborted_while_it_is_sent_is_dropped_by_the_worker() -> None:
     model = nn.Linear(2, 2)
     with Scheme(Interrupting) as sender:

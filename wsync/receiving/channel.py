@@ -98,11 +98,12 @@ class WorkerSideChannel:
         self.first_version = accepted.version
         try:
             settings = settings_in(accepted, worker)
-            self._reader, arrived = self._readers.open(connection, worker, settings, accepted.fds, deadline)
+            self._reader, early = self._readers.open(connection, worker, settings, accepted.fds, deadline)
             self._set_layout(self._reader, settings)
-            self._early = deque(arrived)
+            self._early = deque(early)
             if accepted.version and self.arena is None:  # the first weights follow at once
-                wait_first_update(connection, worker, deadline, self._early, self._event_of)
+                arrived = wait_first_update(connection, worker, deadline, self._early, self._event_of)
+                self.first_version = accepted.version if arrived else 0
         except WeightSyncError:  # also a LayoutMismatch, which is a ValueError
             raise
         except ValueError as error:

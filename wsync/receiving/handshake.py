@@ -146,7 +146,7 @@ def wait_first_update(
     deadline: float | None,
     early: deque[Message],
     event_of: Callable[[Message], Event | None],
-) -> None:
+) -> bool:
     """Receive the version that the sender sends at once; the first ``poll_update`` returns it.
 
     Args:
@@ -155,6 +155,9 @@ def wait_first_update(
         deadline: by when each message must have arrived; None for no limit.
         early: messages that arrived while the transport was set up; those that this function processes are removed.
         event_of: processes a message.
+
+    Returns:
+        Whether it has arrived; False if ``send_weights`` has raised, which the sender reports.
 
     Raises:
         WeightSyncError: the version did not arrive.
@@ -166,7 +169,9 @@ def wait_first_update(
         message = early.popleft() if early else _wait_message(connection, worker, deadline)
         event = event_of(message)
         if isinstance(event, Published):
-            return
+            return True
+        if message.kind is Kind.ABORT:
+            return False
         if isinstance(event, Failed):
             connection.send(Message.answer(Ack(worker, event.version, event.error)))
             raise WeightSyncError(f"worker {worker} did not get its first weights:\n{event.error}")
