@@ -289,7 +289,9 @@ def require_transport(made: object) -> TransportBackend | FlatTransport:
         return made
     lacking = [name for name, value in vars(TransportBackend).items() if name[0] != "_" and callable(value)]
     lacking = [name for name in lacking if not callable(getattr(made, name, None))]
-    raise TypeError(f"create_transport() returned {made!r}, which has no method {', '.join(lacking)}")
+    raise TypeError(
+        f"create_transport() returned {made!r}, which has no method {', '.join(lacking)}: one class stands at both ends"
+    )
 
 
 TransportFactory = Callable[[int], TransportBackend | FlatTransport]

@@ -146,6 +146,32 @@ def test_an_error_of_the_first_send_weights_is_the_trainers_and_the_worker_stays
             assert worker.version == 2 and torch.all(model.weight == 2.0)
 
 
+class Returning(FromMemory):
+    """``receive_weights`` returns something else than was sent."""
+
+    returned: ClassVar[list[Any]] = [None]
+
+    def receive_weights(self, timeout: float | None = None, **_: Any) -> Any:
+        return self.returned[0]
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [(None, "receive_weights returned None"), (nn.Linear(2, 2), "receive_weights returned weights with another")],
+)
+def test_what_receive_weights_has_returned_is_in_the_error(returned: Any, message: str) -> None:
+    Returning.returned[0] = returned
+    with Scheme(Returning) as sender, ThreadPoolExecutor() as pool:
+        sender.init_on_sender("policy", model=model_of(1.0), num_workers=1)
+        with pickle.loads(pickle.dumps(sender)) as worker:
+            worker.init_on_receiver("policy", model=nn.Linear(2, 2), worker_idx=0)
+            joining = pool.submit(worker.connect)
+            with pytest.raises(wsync.WeightSyncError, match=message):
+                sender.connect()
+            with pytest.raises(wsync.WeightSyncError, match=message):
+                joining.result()
+
+
 def test_an_update_that_is_aborted_while_it_is_sent_is_dropped_by_the_worker() -> None:
     model = nn.Linear(2, 2)
     with Scheme(Interrupting) as sender:

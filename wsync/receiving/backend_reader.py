@@ -136,12 +136,11 @@ class BackendReader(TransportReader):
             self._received = version
             return Update(version, buffer.views, arriving.extra, buffer.slot)
         self._free(buffer.slot)
-        limit = "" if self._timeout is None else " in time"
-        why = arriving.error or (
-            f"version {version} arrived corrupt, or did not arrive{limit}: "
-            f"{type(self._transport).__name__}.receive_weights returned no weights with its checksum"
+        returned = (
+            "weights with another checksum: they are corrupt, or of another version" if arriving.filled else "None"
         )
-        return Failed(version, why)
+        name = f"{type(self._transport).__name__}.receive_weights"
+        return Failed(version, arriving.error or f"version {version} did not arrive: {name} returned {returned}")
 
     def close(self) -> None:
         """See ``TransportReader``."""
