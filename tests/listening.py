@@ -6,13 +6,11 @@ from pathlib import Path
 
 LOOPBACK, LOOPBACK_6 = "0100007F", "00000000000000000000000001000000"
 """127.0.0.1 and ::1, as the kernel writes them."""
-LOOPBACK_MAPPED = "0000000000000000FFFF00000100007F"
-"""127.0.0.1, of a socket for both versions of IP."""
 
 
-def listening(pid: int | str = "self") -> set[str]:
-    """Addresses on which something of a process (this one) listens."""
-    mine = {path.readlink().name for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
+def listening() -> set[str]:
+    """Addresses on which something of this process listens."""
+    mine = {path.readlink().name for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for row in Path(table).read_text().splitlines()[1:]:

@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import ray
-from ray._private import ray_constants
 
 from collectors.distributed import cluster_cleanup
 from collectors.workers.socket_paths import room_for_socket
@@ -81,8 +80,7 @@ class Cluster:
             self._cleanup = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             options = {"include_dashboard": False, "_temp_dir": folder, "_node_ip_address": "127.0.0.1"}
-            with _on_loopback():
-                self._init(address, logging_level=logging.ERROR, **options)
+            self._init(address, logging_level=logging.ERROR, **options)
             return
         _check_reachable(address)
         self._init(address, logging_level=logging.WARNING)
@@ -121,20 +119,6 @@ class Cluster:
         if self._cleanup is not None:
             self._cleanup.communicate()  # closes its input, and waits for its end
             self._cleanup = None
-
-
-@contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Let a node that Ray starts have the address 127.0.0.1: Ray then binds all of its ports to that.
-
-    Ray replaces a loopback address that it is given by the machine's own, unless it is to have no other nodes.
-    """
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextmanager

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 import torch
-from listening import LOOPBACK, LOOPBACK_6, LOOPBACK_MAPPED, listening
 from tensordict import TensorDict
 from torch import nn
 
@@ -56,30 +51,6 @@ def test_wrong_options_of_actors_leave_no_cluster() -> None:
     with pytest.raises(ValueError, match="gpu"):
         RayCollector([lambda: GymEnv("CartPole-v1")], frames_per_batch=8, resources={"gpu": 1})
     assert not ray.is_initialized()
-
-
-def descendants(pid: int) -> set[int]:
-    children = {
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    }
-    return children.union(*map(descendants, children))
-
-
-def test_a_cluster_that_a_collector_starts_listens_on_loopback_only_and_asks_for_the_token(tmp_path: Path) -> None:
-    with RayCollector([lambda: GymEnv("CartPole-v1")], frames_per_batch=8) as collector:
-        next(collector)
-        own = listening().union(*map(listening, descendants(os.getpid())))
-        assert own and own <= {LOOPBACK, LOOPBACK_MAPPED, LOOPBACK_6}
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        environment |= {"HOME": str(tmp_path), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # a node at 127.0.0.1 as well
-        join = f"import ray; ray.init({ray.get_runtime_context().gcs_address!r})"
-        stranger = subprocess.Popen(
-            [sys.executable, "-c", join], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-        with stranger, ExitStack() as ending:
-            ending.callback(stranger.kill)  # it would go on trying
-            assert stranger.stderr is not None
-            assert any("InvalidAuthToken" in line for line in stranger.stderr)
 
 
 def test_what_ray_shutdown_has_ended_says_so_and_lets_the_next_ray_be() -> None:
