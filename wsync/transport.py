@@ -226,7 +226,7 @@ class FlatTransport(Protocol):
     def close(self, pending: Transfer | None = None) -> bool:
         """Release the connection, or what a ``connect`` that failed has left.
 
-        Called once for each transport whose ``connect`` was called, after that has ended: when the worker has gone, at
+        Called once for each transport, after a call of its ``connect`` has ended: when the worker has gone, at
         shutdown, and if the set-up failed at this end or at the other. By the thread that ran ``connect``, if the
         set-up fails before that has ended; else by any thread. If ``connect`` failed, it may have set no attribute.
 

@@ -325,12 +325,12 @@ def test_an_update_without_extra_state_leaves_each_worker_its_own(backend: Built
         assert session.digests() == [digest(models[1])] * 3
 
 
-# --- workers whose model is a dict of tensors or a TensorDict ---
+# --- workers with a dict of tensors or a TensorDict as the model ---
 
 
 @contextmanager
 def with_mapping(backend: BuiltIn, tensors: Any) -> Iterator[tuple[wsync.WeightSyncScheme, Any, TwoWeights]]:
-    """A sender of a model, and a worker whose model is ``tensors``."""
+    """A sender of a model, and a worker with the model ``tensors``."""
     model = fill(TwoWeights(), 1)
     with backend.workers(1) as workers, backend.make_scheme(timeout=30.0) as scheme:
         scheme.init_on_sender("policy", model=model, num_workers=1)

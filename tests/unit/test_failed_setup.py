@@ -1,4 +1,4 @@
-"""A ``FlatTransport`` whose set-up fails, at one end or at both: each is closed once, after its ``connect``."""
+"""The set-up of a ``FlatTransport`` fails, at one end or at both: each is closed once, after its ``connect``."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ class Membership:
     Attributes:
         present: the workers that are sent updates.
         absent: workers that have died or left; updates to all workers are kept for their replacements.
-        early: workers whose replacements connected while ``readmit`` waited for another one's, with the version that
-            they were given then.
+        early: workers with a replacement that connected while ``readmit`` waited for another one's, and the version
+            that it was given then.
         expected_version: the version that each worker, or its replacement, should have.
         extra_states: each worker's extra state, as last sent.
         connected: whether all workers have connected once, and the sender was not closed since.
