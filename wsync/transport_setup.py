@@ -120,7 +120,7 @@ class TransportSetup:
         deadline: of the whole set-up.
         transport: to set up.
         rank: 0 on the sender, 1 in the worker.
-        connection_number: how many workers have connected with this index, including this one.
+        connection_number: see ``SenderSettings``.
         set_up: sets up a ``TransportBackend``; a ``FlatTransport`` is set up by its ``connect``.
 
     Attributes:
