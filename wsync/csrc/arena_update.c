@@ -2,12 +2,15 @@
  *
  * It copies tensors into a free slot, points all workers to it, and waits for their answers. */
 
+#include <math.h>
 #include <poll.h>
+#include <sched.h>
 #include <sys/epoll.h>
 
 #include "arena_writer.h"
 
 static const double MUTEX_TIMEOUT = 0.01; /* seconds; if a worker was stopped while it has its mutex, the caller handles it */
+static const int64_t SPIN = 50000;         /* nanoseconds of polling for answers: to sleep and be woken can take longer */
 
 typedef struct {
     PyObject_HEAD
@@ -36,9 +39,12 @@ typedef struct {
 } Update;
 
 /* Wait until a connection has something to read: 1. Return 0 when its process has ended, or at the deadline; -1 for a
- * signal. */
-static int await_message(int connection, int process, int64_t deadline)
+ * signal. The thread does not sleep before `spin_until`, and lets other threads run. */
+static int await_message(int connection, int process, int64_t deadline, int64_t spin_until)
 {
+    for (char first; nanoseconds() < spin_until; sched_yield())
+        if (recv(connection, &first, 1, MSG_PEEK | MSG_DONTWAIT) == 1)
+            return 1;
     struct pollfd polls[2] = {{.fd = connection, .events = POLLIN}, {.fd = process, .events = POLLIN}};
     int64_t left = deadline < 0 ? 0 : deadline - nanoseconds();
     left = left > 0 ? left : 0;
@@ -53,32 +59,27 @@ static int await_message(int connection, int process, int64_t deadline)
  * The worker that was woken last mostly answers last: waiting for it first, this thread is woken once for all of them. */
 static int await_answers(const int *descriptors, Py_ssize_t workers, int64_t deadline, Update *update)
 {
+    int64_t spin_until = nanoseconds() + SPIN;
     while (update->answers < workers) {
         Py_ssize_t worker = workers - update->answers - 1;
-        int ready = await_message(descriptors[worker], descriptors[workers + worker], deadline);
+        int ready = await_message(descriptors[worker], descriptors[workers + worker], deadline, spin_until);
         Message message;
         if (ready <= 0 || !take_message(descriptors[worker], ACK, (uint64_t)update->version, &message))
             return ready < 0 ? -1 : 0;
         if (message.wait + message.apply > update->wait + update->apply)
             update->wait = message.wait, update->apply = message.apply;
-        update->answered[worker] = 1;
-        update->answers++;
+        update->answered[worker] = 1, update->answers++;
     }
     return 0;
-}
-
-static double least(double a, double b)
-{
-    return a < b ? a : b;
 }
 
 /* Make a types.SyncReport; its phases add up to its seconds. */
 static PyObject *report_of(ArenaUpdate *self, const Update *update)
 {
     double finished = now(), left = finished - update->packed;
-    double apply = least(update->apply, left);
-    double wait = least(update->wait, left - apply);
-    double transfer = least(update->published - update->packed, left - apply - wait);
+    double apply = fmin(update->apply, left);
+    double wait = fmin(update->wait, left - apply);
+    double transfer = fmin(update->published - update->packed, left - apply - wait);
     const double costs[PHASES] = {
         [EXTRACT] = update->started - update->began + update->extracted - update->waited,
         [PACK] = update->packed - update->extracted,
@@ -258,8 +259,7 @@ PyObject *ArenaWriter_fast_update(ArenaWriter *writer, PyObject *args)
         return NULL;
     self->call = (vectorcallfunc)call;
     self->writer = (ArenaWriter *)Py_NewRef(writer);
-    self->plans = Py_NewRef(plans);
-    self->descriptors = Py_NewRef(descriptors);
+    self->plans = Py_NewRef(plans), self->descriptors = Py_NewRef(descriptors);
     self->nbytes = nbytes, self->watch = -1;
     if (acknowledge || !watch_peers(self))
         return (PyObject *)self;
