@@ -50,8 +50,8 @@ class SchemeBase(ABC):
         send_transform, receive_transform: as given; may be assigned before init.
     """
 
-    name: ClassVar[str]
-    """The backend's name: in configs, in reports."""
+    name: ClassVar[str] = ""
+    """The backend's name in reports; by default the class's name."""
     collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single")
     """Values of ``collector=`` in ``train.py`` that work with this scheme, the default first; empty if none does."""
     sends_weights: ClassVar[bool] = True
@@ -96,7 +96,7 @@ class SchemeBase(ABC):
         self.send_transform = send_transform
         self.receive_transform = receive_transform
         self.checksum: bool | None = None  # whether updates have one; None: only those that travel by a transport
-        self.metrics = SyncMetrics(self.name)
+        self.metrics = SyncMetrics(self.name or type(self).__name__)
 
     def __init_subclass__(cls) -> None:
         """Have ``inspect.signature`` name every option of a scheme."""
@@ -104,7 +104,7 @@ class SchemeBase(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return options and address, without weights, model, role; for workers also without ``send_transform``."""
-        state = {**self.__dict__, "_role": Role(), "metrics": SyncMetrics(self.name)}
+        state = {**self.__dict__, "_role": Role(), "metrics": SyncMetrics(self.name or type(self).__name__)}
         return state if self._address is None else {**state, "send_transform": None}
 
     # --- what a backend overrides ---

@@ -93,3 +93,11 @@ def test_a_scheme_that_another_thread_shuts_down_at_any_point_is_not_connected(a
 def test_options_of_workers_that_fetch(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         wsync.SharedMemWeightSyncScheme(**options)
+
+
+def test_without_a_name_a_scheme_is_called_by_its_class_in_reports() -> None:
+    class Postal(wsync.WeightSyncScheme):
+        def create_transport(self, worker_idx: int | None = None) -> wsync.TransportBackend:
+            return wsync.SharedMemTransport()
+
+    assert Postal().metrics.scheme == "Postal"
