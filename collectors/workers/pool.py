@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from multiprocessing.process import BaseProcess
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -38,6 +39,14 @@ class WorkerHandle(ABC):
     @abstractmethod
     def sentinel(self) -> int:
         """A descriptor that is readable once the worker has ended."""
+
+    @property
+    def process_or_sentinel(self) -> BaseProcess | int:
+        """Its process, if this process has started it, or else ``sentinel``: as ``WeightSyncScheme.readmit`` takes it.
+
+        A descriptor may be equal to the id of another process, and is ambiguous then.
+        """
+        return self.sentinel
 
     def set_ready(self, layout: BatchLayout, buffers: list[torch.Tensor], num_envs: int) -> None:
         """Store what the worker reports when its environments are built."""

@@ -94,8 +94,9 @@ class WorkerSupervisor(Generic[W]):
             raise wsync.SyncTimeout("asked to stop, and the batch under way is not complete")
 
     def _poll(self, timeout: float | None) -> list[Event[W]]:
-        """Receive events, to be handled later."""
-        workers = [record.worker for record in self._records if record.worker is not None]
+        """Receive events, to be handled later; none of a worker whose end is still to be handled."""
+        ended = {event.worker for event in self._events if event.kind in _ENDED}
+        workers = [one.worker for one in self._records if one.worker is not None and one.worker not in ended]
         events = self.pool.poll(workers, self._lock.wakeup_fd, timeout)
         self._lock.clear_wakeup()
         self._events.extend(events)
@@ -227,7 +228,7 @@ class WorkerSupervisor(Generic[W]):
         index = record.index
         try:
             for scheme in self.schemes.values():
-                scheme.readmit(index, worker.sentinel, _REJOIN_TIMEOUT)
+                scheme.readmit(index, worker.process_or_sentinel, _REJOIN_TIMEOUT)
         except (wsync.WeightSyncError, OSError) as error:
             raised = self._traceback_of(worker)  # the worker's own error is the better cause
             cause = FailureCause(wsync.WorkerDied, f"worker {index} could not rejoin: {error}", str(error))

@@ -396,6 +396,31 @@ def test_a_stopped_worker_does_not_hold_up_an_update_for_ever(events):
         assert told(until_there(collector, 2, True), "weight") == {2}
 
 
+@pytest.mark.parametrize("failure", ["drop", "raise"])
+def test_an_update_without_a_stopped_worker_ends_while_the_death_of_another_one_is_not_handled(failure, events):
+    scheme = wsync.SharedMemWeightSyncScheme(timeout=3.0)
+    with collect("sync", events, failure, workers=3, weight_sync_schemes={"policy": scheme}) as collector:
+        next(collector)
+        kill(collector, 0, signal.SIGSTOP)
+        kill(collector, 1)
+        if failure == "raise":
+            with pytest.raises(wsync.WeightSyncError, match="worker"):
+                update(collector, 2)
+        else:
+            update(collector, 2)
+            assert told(next(collector), "weight") == {2}
+        assert collector.failures.failed == {0: 1, 1: 1}
+
+
+def test_a_replacement_may_have_a_sentinel_that_is_equal_to_the_id_of_a_child(events, monkeypatch):
+    with collect("sync", events) as collector:
+        next(collector)
+        monkeypatch.setattr("wsync.control.processes._is_child", lambda number: True)  # ids are small in a container
+        kill(collector, 1)
+        until_there(collector, 2, True)
+        assert collector.failures.restarted == {1: 1}
+
+
 def test_refused_weights_are_an_error_whatever_the_policy(events):
     scheme = wsync.SharedMemWeightSyncScheme()
     with collect("sync", events, weight_sync_schemes={"policy": scheme}) as collector:
