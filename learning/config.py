@@ -40,6 +40,8 @@ from wsync import WeightSyncError, WorkerDied
 
 _OF_HYDRA = (HydraException, OmegaConfBaseException, YAMLError)
 _EXPECTED = (*_OF_HYDRA, ConfigError, CheckpointError, Diverged, FolderError, WeightSyncError)
+CLAIM = ".claim"
+"""A file in the folder of a run or sweep whose process has not ended; a process that was killed leaves it."""
 
 
 class SweepReport(Callback):
@@ -49,22 +51,43 @@ class SweepReport(Callback):
     """
 
     _pending: ClassVar[list[Path]] = []
+    _claims: ClassVar[list[Path]] = []
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Refuse a folder that has the files of another run, before Hydra writes into it."""
         HydraConfig.instance().set_config(config)  # the default folder's name has ${hydra:…}; Hydra sets it later
         folder = Path(config.hydra.run.dir)
         resume = config.get("resume")
-        if (folder / "metrics.jsonl").exists() and not (resume and Path(resume).resolve() == folder.resolve()):
-            raise _used(f"hydra.run.dir={folder} has a run already", f"continue that one by resume={folder}")
+        if not (resume and Path(resume).resolve() == folder.resolve()):
+            refused = _used(f"hydra.run.dir={folder} has a run already", f"continue that one by resume={folder}")
+            self._claim(folder, "metrics.jsonl", refused)
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Refuse a folder that has runs of another sweep; prepare for the end of this one."""
         folder = Path(config.hydra.sweep.dir)
-        if any(folder.glob("*/metrics.jsonl")):
-            raise _used(f"hydra.sweep.dir={folder} has runs already", "leave it out for a new folder")
+        refused = _used(f"hydra.sweep.dir={folder} has runs already", "leave it out for a new folder")
+        self._claim(folder, "*/metrics.jsonl", refused)
         interrupt_by_signals()
-        self._pending.append(Path(config.hydra.sweep.dir))
+        self._pending.append(folder)
+
+    @classmethod
+    def _claim(cls, folder: Path, files: str, refused: SystemExit) -> None:
+        """Raise `refused` if `folder` has `files`, or another process, which may have begun this second, has it."""
+        claim = folder / CLAIM
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            claim.open("x").close()
+        except OSError as error:  # Hydra turns an ``Exception`` of a callback into a warning
+            raise refused if claim.exists() else SystemExit(f"{Path(sys.argv[0]).name}: {error}") from error
+        cls._claims.append(claim)
+        if any(folder.glob(files)):
+            raise refused
+
+    @classmethod
+    def release(cls) -> None:
+        """Remove the claims of this process, at its end: from then on the files of its runs are the sign of use."""
+        while cls._claims:
+            cls._claims.pop().unlink(missing_ok=True)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Report on the sweep."""
@@ -86,7 +109,7 @@ class SweepReport(Callback):
 
 
 def _used(what: str, instead: str) -> SystemExit:
-    """Return the error of a used folder: Hydra turns an ``Exception`` of a callback into a warning."""
+    """Return the error of a used folder."""
     return SystemExit(
         f"{Path(sys.argv[0]).name}: {what}: its files would be overwritten; name another one, or {instead}"
     )
@@ -106,7 +129,10 @@ def run_hydra(main: Callable[[], Any]) -> NoReturn:
             given = [argument for argument in sys.argv[1:] if is_override(argument)]
             print_help(CONF, given, config_folders(sys.argv[1:]))
 
-    run_command(command, describe_error, on_error=SweepReport.write)
+    try:
+        run_command(command, describe_error, on_error=SweepReport.write)
+    finally:
+        SweepReport.release()
 
 
 def describe_error(error: BaseException) -> str | None:

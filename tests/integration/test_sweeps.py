@@ -11,9 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
 from programs import run_program
 from stopping import left_of
 
+from learning.config import SweepReport, register_configs
 from learning.summary import check_objective, objective_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +55,32 @@ def test_a_used_folder_is_refused_before_anything_is_written(tmp_path: Path) -> 
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"train.py: hydra.run.dir={tmp_path} has a run already: ")
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_of_two_runs_or_sweeps_that_begin_at_once_in_one_folder_the_second_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the first one ends; it has no metrics.jsonl yet."""
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
+    register_configs()
+    callback, folders = SweepReport(), [f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep"]
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("train", overrides=folders, return_hydra_config=True)
+    callback.on_run_start(config)
+    with pytest.raises(SystemExit, match="run has a run already"):
+        callback.on_run_start(config)
+    config.resume = f"{tmp_path}/run"
+    callback.on_run_start(config)
+    config.resume = None
+    callback.release()
+    callback.on_run_start(config)
+    monkeypatch.setattr("learning.config.interrupt_by_signals", lambda: None)
+    monkeypatch.setattr(SweepReport, "_pending", [])
+    callback.on_multirun_start(config)
+    with pytest.raises(SystemExit, match="sweep has runs already"):
+        callback.on_multirun_start(config)
+    callback.release()
+    assert not [*tmp_path.glob("*/*")]
 
 
 @pytest.mark.slow
