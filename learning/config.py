@@ -152,7 +152,10 @@ def _own_parameters(chosen: Mapping[str, str], folders: Sequence[Path]) -> Param
     found: dict[str, tuple[str, list[str]]] = {}
     files = [(group, folder / group / f"{option}.yaml") for group, option in chosen.items() for folder in folders]
     for group, path in files:
-        content = OmegaConf.load(path) if path.is_file() else None
+        try:
+            content = OmegaConf.load(path) if path.is_file() else None
+        except _OF_HYDRA:  # which is reported when the file is used
+            continue
         target = content.get("_target_") if isinstance(content, DictConfig) else None
         if target is not None:
             try:

@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from hydra import compose, initialize_config_dir
 from hydra.conf import HydraConf
 from omegaconf import DictConfig, OmegaConf
 
@@ -58,7 +59,8 @@ def _folders_named(run: HydraConf | DictConfig) -> list[str]:
 def stored_overrides(argv: Sequence[str]) -> list[str]:
     """Return the command line `argv` with the overrides of the run that it resumes (``resume=<folder>``) inserted.
 
-    They stand before those in `argv`, which take precedence. The groups that the earlier run chose are chosen again.
+    They stand before those in `argv`, which take precedence. The groups that the earlier run chose are chosen again. The
+    earlier settings of a group are left out if its option is another one now.
 
     Raises:
         ConfigError: the folder is not that of a run; or that run had a config folder, and `argv` has none; or a group
@@ -82,8 +84,32 @@ def stored_overrides(argv: Sequence[str]) -> list[str]:
         replaced |= _also_set(group, values[group])
     twice = {override_name(one) for one in given if one[0] == "~"}  # Hydra refuses to delete a setting twice
     kept = [one for one in earlier if override_name(one) not in (replaced | twice if one[0] == "~" else replaced)]
+    chosen = [one for one in (*kept, *given) if override_name(one) in groups]
+    changed = _changed_groups(folder, chosen, config_folders(argv))
+    kept = [one for one in kept if one in chosen or override_name(one).partition(".")[0] not in changed]
     first = next(i for i, argument in enumerate(argv) if is_override(argument))
     return [*argv[:first], *kept, *argv[first:]]
+
+
+def _changed_groups(folder: str, chosen: Sequence[str], folders: Sequence[Path]) -> set[str]:
+    """Return the groups of which another option is chosen than in the run in `folder`.
+
+    Args:
+        folder: of that run.
+        chosen: the overrides that choose options, on which the options of further groups depend; of a group that is
+            swept over, the option is taken to be another one.
+        folders: config folders of the user.
+    """
+    swept = {one for one in chosen if "," in one or "(" in one}
+    searched = [f"hydra.searchpath=['{one.resolve()}']" for one in folders]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        now = compose("train", [*searched, *(one for one in chosen if one not in swept)], return_hydra_config=True)
+    stored, before = _settings_of(folder)
+    changed = {name for name, option in now.hydra.runtime.choices.items() if before.get(name) != option}
+    defaults = all(str(one["collector"]).startswith("for/") for one in (before, now.hydra.runtime.choices))
+    if defaults and stored["collector"]["_target_"] == now.collector._target_:  # of two schemes
+        changed -= {"collector"}
+    return changed | {override_name(one) for one in swept}
 
 
 def _check_config_folder(folder: str, argv: Sequence[str]) -> None:

@@ -484,7 +484,7 @@ def test_resuming_a_run_with_a_config_folder_without_the_folder_names_it(tmp_pat
     stored_run(tmp_path, config_folder="/home/me/my")
     with pytest.raises(ConfigError, match=r"made with a config folder; add it: --config-dir /home/me/my$"):
         resumed(f"resume={tmp_path}")
-    assert stored_overrides(["-cd", "elsewhere", f"resume={tmp_path}"])[:2] == ["-cd", "elsewhere"]
+    assert stored_overrides(["-cd", f"{tmp_path}", f"resume={tmp_path}"])[:2] == ["-cd", f"{tmp_path}"]
 
 
 def test_an_option_that_a_resumed_run_chooses_anew_brings_along_what_belongs_to_it(tmp_path: Path) -> None:
@@ -493,6 +493,32 @@ def test_an_option_that_a_resumed_run_chooses_anew_brings_along_what_belongs_to_
     assert (alone.num_workers, alone.num_envs, alone.frames_per_batch) == (1, 8, 512)
     pendulum = resumed(f"resume={tmp_path}", "env=pendulum", "num_envs=2")
     assert (pendulum.num_workers, pendulum.num_envs, pendulum.algorithm.gamma) == (4, 2, 0.9)
+
+
+def test_an_option_that_a_resumed_run_chooses_anew_has_none_of_the_earlier_settings_of_its_group(
+    tmp_path: Path,
+) -> None:
+    ray, cartpole, mountain = (tmp_path / name for name in ("ray", "cartpole", "mountain"))
+    for folder in (ray, cartpole, mountain):
+        folder.mkdir()
+    stored_run(ray, "weight_sync=ray", "weight_sync.transport=object_store", "collector.max_staleness=3", "seed=5")
+    shared = resumed(f"resume={ray}", "weight_sync=multiprocess")
+    assert (shared.collector._target_, shared.seed) == ("collectors.MultiSyncCollector", 5)
+    again = resumed(f"resume={ray}", "weight_sync=ray", "seed=6")
+    assert (again.weight_sync.transport, again.collector.max_staleness, again.seed) == ("object_store", 3, 6)
+
+    stored_run(cartpole, "algorithm.lr=0.01", "collector.max_restarts=3")
+    assert resumed(f"resume={cartpole}", "algorithm=ppo_mujoco").algorithm.lr == 3e-4
+    assert (
+        resumed(f"resume={cartpole}", "env=acrobot").algorithm.lr == 1e-3
+    )  # whose option chooses algorithm=ppo_acrobot
+    same_collector = resumed(f"resume={cartpole}", "weight_sync=multiprocess")
+    assert (same_collector.algorithm.lr, same_collector.collector.max_restarts) == (0.01, 3)
+    assert "algorithm.lr=0.01" not in stored_overrides(["-m", f"resume={cartpole}", "algorithm=ppo,impala"])
+
+    stored_run(mountain, "env.id=MountainCar-v0")
+    assert resumed(f"resume={mountain}", "env=pendulum").env.id == "Pendulum-v1"
+    assert resumed(f"resume={mountain}", "env=cartpole", "~callbacks").env.id == "MountainCar-v0"
 
 
 def test_a_learner_or_a_reporter_that_the_loop_cannot_use_is_refused() -> None:

@@ -103,7 +103,7 @@ def test_a_registered_backend_needs_no_yaml_file(folder: Path, monkeypatch: pyte
     ],
 )
 def test_an_error_is_one_line(folder: Path, overrides: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["train.py", *overrides.split()])
+    monkeypatch.setattr("sys.argv", ["train.py", "--config-dir", str(folder), *overrides.split()])
     with pytest.raises((HydraException, OmegaConfBaseException, YAMLError, ConfigError)) as caught:
         cfg = composed(folder, *overrides.split())
         config = OmegaConf.to_object(cfg)
