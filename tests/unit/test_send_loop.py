@@ -157,7 +157,11 @@ class Returning(FromMemory):
 
 @pytest.mark.parametrize(
     ("returned", "message"),
-    [(None, "receive_weights returned None"), (nn.Linear(2, 2), "receive_weights returned weights with another")],
+    [
+        (None, "receive_weights returned None"),
+        (nn.Linear(2, 2), "receive_weights returned weights with another"),
+        (7, r"Returning\.receive_weights raised, or did not return weights"),
+    ],
 )
 def test_what_receive_weights_has_returned_is_in_the_error(returned: Any, message: str) -> None:
     Returning.returned[0] = returned

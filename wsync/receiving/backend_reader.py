@@ -62,6 +62,7 @@ class BackendReader(TransportReader):
     ) -> None:
         super().__init__(torch.device("cpu"), binds=binds, timeout=timeout)
         self._transport = transport
+        self._method = f"{type(transport).__name__}.receive_weights"  # as errors name it
         self._strategy = strategy
         self._arriving: dict[int, _Arriving] = {}  # by version; at most one
         # Weights that arrived for a version that was then aborted, and do not have its checksum. A transport that is a
@@ -117,7 +118,7 @@ class BackendReader(TransportReader):
             if received is not own:  # its extra state is not used: that came with the announcement
                 copy_all(buffer.views, layout.order(Snapshot(snapshot(received).tensors)))
         except Exception:  # noqa: BLE001  a transport may raise anything; the trainer raises it as WorkerFailed
-            arriving.error = traceback.format_exc()
+            arriving.error = f"{self._method} raised, or did not return weights:\n{traceback.format_exc()}"
             return False
         arriving.filled = True
         arriving.check()
@@ -136,11 +137,9 @@ class BackendReader(TransportReader):
             self._received = version
             return Update(version, buffer.views, arriving.extra, buffer.slot)
         self._free(buffer.slot)
-        returned = (
-            "weights with another checksum: they are corrupt, or of another version" if arriving.filled else "None"
-        )
-        name = f"{type(self._transport).__name__}.receive_weights"
-        return Failed(version, arriving.error or f"version {version} did not arrive: {name} returned {returned}")
+        returned = "weights with another checksum: they are corrupt, or of another version"
+        reason = f"did not arrive: {self._method} returned {returned if arriving.filled else None}"
+        return Failed(version, arriving.error or f"version {version} {reason}")
 
     def close(self) -> None:
         """See ``TransportReader``."""
