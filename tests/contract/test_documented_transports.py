@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import queue
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +85,44 @@ def test_a_shared_memory_transport_without_a_scheme() -> None:
     transport.send_weights(model)
     assert follow_shared(own, transport) == [True, False, [2.0, 2.0]]
     assert [list(weights["bias"]) for weights in transport.unique_weights] == [[2.0, 2.0]]
+
+
+def report_versions(transport: wsync.SharedMemTransport, reports: Connection) -> None:
+    """Be a worker: receive each version, and report its value."""
+    while (received := transport.receive_weights(timeout=TIMEOUT)) is not None:
+        reports.send(received["bias"].tolist())
+
+
+def is_asleep(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+
+
+def test_the_death_of_a_worker_that_waits_in_a_shared_memory_transport_blocks_no_other_process() -> None:
+    context, model, transport = multiprocessing.get_context("forkserver"), nn.Linear(4, 2), wsync.SharedMemTransport()
+    transport.register_weights(model)
+    pipes = [context.Pipe(duplex=False) for _ in range(2)]
+    workers = [context.Process(target=report_versions, args=(transport, writing)) for _, writing in pipes]
+
+    def send(value: float) -> None:
+        nn.init.constant_(model.bias, value)
+        transport.send_weights(model)
+
+    try:
+        for worker in workers:
+            worker.start()
+        send(1.0)
+        assert [reading.recv() for reading, _ in pipes] == [[1.0, 1.0], [1.0, 1.0]]
+        while not is_asleep(workers[0].pid or 0):
+            os.sched_yield()
+        workers[0].kill()
+        workers[0].join()
+        for value in (2.0, 3.0):
+            send(value)
+            assert pipes[1][0].recv() == [value, value]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
 
 
 def test_a_transport_keeps_no_model_and_no_strategy() -> None:

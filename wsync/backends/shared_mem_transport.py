@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
@@ -11,8 +14,11 @@ from torch import nn
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected
 from wsync.legacy.names import weights_of
+from wsync.loops.mutex import SIZE, Mutex
 from wsync.transport import apply_received
 from wsync.weights.strategy import WeightStrategy
+
+_MUTEX_TIMEOUT = 60.0  # seconds; a process holds the mutex while it copies the weights
 
 
 class SharedMemTransport:
@@ -20,14 +26,32 @@ class SharedMemTransport:
 
     ``SharedMemTransport()`` is handed to worker processes as an argument. Each call of ``receive_weights`` there waits
     for the next version and copies it. A scheme's ``shared_transport`` is a ``SharedMemSenderTransport``.
+
+    The death of a process blocks no other one: the mutex can be locked after its owner has died, and a dead worker
+    leaves a semaphore one too high, so that another worker wakes once for nothing. (A ``Condition`` of
+    ``multiprocessing`` would wait for the dead worker.)
     """
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self._changed = context.Condition()
-        self._counter = context.Value("q", 0, lock=False)
+        self._memory = context.RawArray("c", SIZE)
+        self._mutex().initialise()
+        self._counter = context.Value("q", 0, lock=False)  # grows by 2 with each version; odd while one is written
+        self._waiting, self._wake = context.Semaphore(0), context.Semaphore(0)  # counts: of waiting workers, of wakeups
         self._weights: TensorDictBase | None = None
         self._seen = 0
+
+    def _mutex(self) -> Mutex:
+        return Mutex(ctypes.addressof(self._memory), self._memory)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        mutex = self._mutex()
+        try:
+            mutex.lock(_MUTEX_TIMEOUT)
+            yield
+        finally:
+            mutex.unlock()
 
     def register_weights(self, weights: Any) -> None:
         """Define the shared buffers, before the transport is handed to a process.
@@ -50,11 +74,16 @@ class SharedMemTransport:
         Raises:
             NotConnected: before ``register_weights``.
             LayoutMismatch: the weights do not fit.
+            SyncTimeout: a worker that is stopped holds the mutex.
         """
-        with self._changed:
-            WeightStrategy().apply_weights(self._buffers(), weights_of(weights, older_weights))
+        given, strategy = weights_of(weights, older_weights), WeightStrategy()
+        with self._locked():
+            strategy.check(self._buffers(), given)  # so that what follows does not fail
+            self._counter.value |= 1  # it is odd already if the last sender was killed here
+            strategy.apply_weights(self._buffers(), given)
             self._counter.value += 1
-            self._changed.notify_all()
+        while self._waiting.acquire(block=False):
+            self._wake.release()
 
     def check_connection(self) -> bool:
         """Return whether there are buffers. Of the older API."""
@@ -68,14 +97,28 @@ class SharedMemTransport:
         model: nn.Module | None = None,
         strategy: WeightStrategy | None = None,
     ) -> Any | None:
-        """Wait for the next version; return a copy, applied to ``weights`` and ``model`` if given."""
+        """Wait for the next version; return a copy, applied to ``weights`` and ``model`` if given.
+
+        Raises:
+            SyncTimeout: a process that is stopped holds the mutex.
+        """
         deadline = deadline_in(timeout)
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._counter.value > self._seen, remaining(deadline)):
+        while (received := self._copy_newer()) is None:
+            self._waiting.release()
+            # Another version may have come before this worker was counted.
+            if not self._is_newer() and not self._wake.acquire(timeout=remaining(deadline)):
+                return None
+        return apply_received(received, weights, model, strategy)
+
+    def _is_newer(self) -> bool:
+        return self._counter.value > self._seen and self._counter.value % 2 == 0
+
+    def _copy_newer(self) -> TensorDictBase | None:
+        with self._locked():
+            if not self._is_newer():
                 return None
             self._seen = self._counter.value
-            received = self._buffers().clone()
-        return apply_received(received, weights, model, strategy)
+            return self._buffers().clone()
 
     def _buffers(self) -> TensorDictBase:
         if self._weights is None:
