@@ -20,8 +20,6 @@ from wsync.weights.layout import Layout
 from wsync.weights.snapshot import Snapshot, describe, no_weights, snapshot
 from wsync.weights.strategy import WeightStrategy
 
-_PARTIAL = -1  # the key in ``_chains`` of the transform for partial updates
-
 DeviceMap = Callable[[int, Any], Any]
 """``(worker_idx, weights) -> weights`` for that worker."""
 
@@ -103,7 +101,7 @@ class Source:
         self._device_map_fn = device_map_fn
         self._own_buffers = own_buffers
         self._transform = transform
-        self._chains: dict[int, Chain] = {}  # by worker, where workers get different weights
+        self._partial_transform = copy.deepcopy(transform)  # its buffers are those of other weights
         self._reader = Reader()
         self._optional = frozenset[str]()  # the non-persistent buffers of the first weights
         self._fallback_reader = Reader()  # reads ``weights``, for those that an update lacks
@@ -133,13 +131,11 @@ class Source:
             fallback = None if per_worker(self.weights) is not None else self._fallback_reader.read(self.weights)
         return weights.with_optional(self._optional, fallback)
 
-    def _transformed(self, weights: Snapshot, worker: int = 0) -> Snapshot:
-        """Return ``weights`` as they are sent. A chain's result is valid until its next call: one chain per worker."""
-        if self._transform is None:
+    def _transformed(self, weights: Snapshot) -> Snapshot:
+        """Return ``weights`` as they are sent; valid until the next call."""
+        transform = self._transform
+        if transform is None:
             return weights
-        if worker not in self._chains:
-            self._chains[worker] = copy.deepcopy(self._transform)
-        transform = self._chains[worker]
         extra = None if transform.selects else weights.extra
         return Snapshot(transform(weights.tensors), extra, weights.optional, transform.selects)
 
@@ -176,7 +172,7 @@ class Source:
         layout: Layout,
         rest: Sequence[Tensor] | None = None,
     ) -> Iterable[Part]:
-        """Return the weights of each worker, checked. Those that ``device_map_fn`` makes are made one by one.
+        """Return the weights of each worker, checked. A part is valid until the next one is made.
 
         Args:
             weights: the update; None reads the source's own.
@@ -198,7 +194,7 @@ class Source:
             wrong = sorted((by_worker.keys() ^ set(workers)) - set(absent))
             if wrong:
                 raise ValueError(f"weights per worker must be for workers {list(workers)}; worker(s) {wrong} differ")
-            return [self._part([worker], own, layout) for worker, own in by_worker.items()]
+            return (self._part([worker], own, layout) for worker, own in by_worker.items())
         everyone = [*workers, *absent] if absent else workers
         if rest is not None:
             return [self._completed(everyone, given, layout, rest)]
@@ -235,7 +231,9 @@ class Source:
         """Return a part of a model, completed by ``rest``."""
         if self.mirror is not None or self._device_map_fn is not None or self._own_buffers:
             raise ValueError("a partial update needs a scheme without registered buffers or weights per worker")
-        some = self._transformed(snapshot(given), _PARTIAL).tensors
+        some = snapshot(given).tensors
+        if self._partial_transform is not None:
+            some = self._partial_transform(some)
         unknown = [name for name in some if name not in layout.names]
         if unknown:
             raise LayoutMismatch(f"a partial update has weights that are not the model's: unknown {describe(unknown)}")
@@ -250,5 +248,5 @@ class Source:
         return self._ordered(workers, self._reader.read(given), layout) if known is None else Part(workers, *known)
 
     def _ordered(self, workers: Sequence[int], weights: Snapshot, layout: Layout) -> Part:
-        weights = self._transformed(self._with_first_buffers(weights), workers[0])
+        weights = self._transformed(self._with_first_buffers(weights))
         return Part(workers, layout.order(weights), weights.extra)
