@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -94,10 +95,9 @@ class BaseCollector(WeightUpdates, ABC):
         self._hosted_schemes = hosted  # of models that no worker has
         self._worker_schemes = {key: one for key, one in self.weight_sync_schemes.items() if key not in hosted}
         self.track_policy_version = track_policy_version
-        self.frames = self._batches = 0
+        self.frames = self._batches = self._number_at_shutdown = 0
         self._seconds = 0.0  # spent in waiting for batches
-        self._version_at_shutdown = 0
-        self.closed = False
+        self.closed, self._process = False, os.getpid()
         self.failures, self.staleness = Failures(), staleness
         self.weight_updater = None if weight_updater is None else make_updater(weight_updater, self, policy)
 
@@ -123,9 +123,12 @@ class BaseCollector(WeightUpdates, ABC):
         return self
 
     def __next__(self) -> TensorDictBase:
-        """Return the next batch."""
-        if self.closed:
-            raise RuntimeError("this collector has been shut down")
+        """Return the next batch.
+
+        Raises:
+            wsync.NotConnected: the collector was shut down; or this is a forked child of the process that has made it.
+        """
+        self._require_open()
         if self.total_frames != -1 and self.frames >= self.total_frames:
             raise StopIteration
         started = time.perf_counter()
@@ -143,15 +146,6 @@ class BaseCollector(WeightUpdates, ABC):
     def next(self) -> TensorDictBase | None:
         """Return the next batch; None when ``total_frames`` were collected."""
         return next(self, None)
-
-    @property
-    def policy_version(self) -> int:
-        """The newest version of the policy that was sent to the workers; 0 if it has no scheme that carries weights.
-
-        Without a scheme for ``"policy"``, it is the version of the first scheme that sends weights to the workers.
-        """
-        scheme = policy_scheme(self._worker_schemes)
-        return self._version_at_shutdown if self.closed or scheme is None else scheme.version
 
     def stats(self) -> dict[str, Any]:
         """Return plain values, for a log.
@@ -199,6 +193,7 @@ class BaseCollector(WeightUpdates, ABC):
             ValueError: it is negative.
         """
         check_count("seed", seed)
+        self._require_open()
         first = int(np.random.SeedSequence(int(seed)).generate_state(1)[0] >> 1)
         return seed + self._seed_from(first) - first
 
@@ -209,15 +204,21 @@ class BaseCollector(WeightUpdates, ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the counters, the policy's version and its weights. The state of environments is not saved.
 
-        ``frames``; ``policy_version``; and, if the scheme for ``"policy"`` carries weights and this process has the
-        policy, ``policy_state_dict``: its weights now, whether they have been sent or not.
+        ``frames``; ``policy_version``, the newest number that was used, also by an update that failed; and, if the
+        scheme for ``"policy"`` carries weights and this process has the policy, ``policy_state_dict``: its weights now,
+        whether they have been sent or not.
         """
-        state: dict[str, Any] = {"frames": self.frames, "policy_version": self.policy_version}
+        state: dict[str, Any] = {"frames": self.frames, "policy_version": self._newest_number}
         policy = self._policy_with_scheme()
         if policy is not None:
             with wsync.gate():  # of one version, if it is the one that acts
                 state["policy_state_dict"] = copy.deepcopy(policy.state_dict())
         return state
+
+    @property
+    def _newest_number(self) -> int:
+        scheme = policy_scheme(self._worker_schemes)
+        return self._number_at_shutdown if self.closed or scheme is None else scheme.version
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue where ``state_dict`` was taken: its frames count, and its random frames are not repeated.
@@ -231,6 +232,7 @@ class BaseCollector(WeightUpdates, ABC):
             wsync.LayoutMismatch: the weights do not fit the policy; nothing changed.
             wsync.WeightSyncError: as ``update_policy_weights_``.
         """
+        self._require_open()
         frames, version = int(state_dict["frames"]), int(state_dict.get("policy_version", 0))
         if frames < 0 or version < 0:
             raise ValueError(f"frames and policy_version are at least 0, not {frames} and {version}")
@@ -268,12 +270,16 @@ class BaseCollector(WeightUpdates, ABC):
     # --- end ---
 
     def shutdown(self) -> None:
-        """End workers, schemes and environments. Idempotent; after an error, another call ends what is left."""
+        """End workers, schemes and environments. Idempotent; after an error, another call ends what is left.
+
+        In a forked child it ends nothing: they are its parent's.
+        """
         if not self.closed:
-            self._version_at_shutdown = max(self._version_at_shutdown, self.policy_version)
+            self._number_at_shutdown = max(self._number_at_shutdown, self._newest_number)
             self.closed = True
             try:
-                self._close()
+                if os.getpid() == self._process:
+                    self._close()
             except BaseException:  # also Ctrl-C: another call has to end what is left
                 self.closed = False
                 raise

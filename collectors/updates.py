@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 from tensordict import TensorDict
@@ -10,7 +11,7 @@ from torch import nn
 
 import wsync
 from collectors import arguments
-from collectors.rollouts.acting import TrainedModels, find_in
+from collectors.rollouts.acting import TrainedModels, find_in, policy_scheme
 from collectors.updaters import WeightUpdaterBase
 
 T = TypeVar("T")
@@ -24,6 +25,38 @@ class WeightUpdates:
     closed: bool
     weight_sync_schemes: dict[str, wsync.WeightSyncScheme]
     weight_updater: WeightUpdaterBase | None
+    _worker_schemes: dict[str, wsync.WeightSyncScheme]  # without those of models that no worker has
+    _published_version: int = 0  # the newest version of the policy that workers were given, as far as was noted
+    _process: int  # that has made the collector
+
+    @property
+    def policy_version(self) -> int:
+        """The newest version of the policy that was sent to the workers; 0 if it has no scheme that carries weights.
+
+        Without a scheme for ``"policy"``, it is the version of the first scheme that sends weights to the workers.
+        """
+        scheme = policy_scheme(self._worker_schemes)
+        last = None if scheme is None else scheme.metrics.last  # also of an update that was sent by the scheme itself
+        return max(self._published_version, 0 if last is None else last.version)
+
+    def _note_published(self, schemes: Collection[wsync.WeightSyncScheme]) -> None:
+        """Note that workers were given the newest versions of ``schemes``."""
+        scheme = policy_scheme(self._worker_schemes)
+        if scheme is not None and scheme in schemes:
+            self._published_version = max(self._published_version, scheme.version)
+
+    def _require_open(self) -> None:
+        """Check that this process may use the workers.
+
+        Raises:
+            NotConnected: the collector was shut down; or this is a forked child of the process that has made it.
+        """
+        if os.getpid() != self._process:
+            raise wsync.NotConnected(
+                "this process is a forked child, and its parent has made this collector: make one of its own here"
+            )
+        if self.closed:
+            raise wsync.NotConnected("this collector has been shut down")
 
     @overload
     def update_policy_weights_(
@@ -79,11 +112,10 @@ class WeightUpdates:
             ValueError: arguments contradict each other, or a worker is unknown.
             TypeError: the weights, or ``weights_dict``, have no known form.
             KeyError: the model has no scheme; names the models that have one.
-            wsync.NotConnected: the collector was shut down.
+            wsync.NotConnected: the collector was shut down; or this is a forked child of the process that has made it.
             wsync.WeightSyncError: as ``WeightSyncScheme.send``.
         """
-        if self.closed:
-            raise _shut_down()
+        self._require_open()
         source = policy_or_weights
         if policy is not None or weights is not None:
             source = arguments.the_one(
@@ -119,16 +151,29 @@ class WeightUpdates:
 
         Raises:
             KeyError: the model has no scheme; names the models that have one.
-            wsync.NotConnected: the collector was shut down.
+            wsync.NotConnected: as ``update_policy_weights_``.
             wsync.WeightSyncError: as ``WeightSyncScheme.send``.
         """
-        if self.closed:
-            raise _shut_down()
+        self._require_open()
         scheme = self._scheme(model_id)
         send = scheme.send if wait else scheme.send_async
         if scheme.sender_driven:
             return send(weights, worker_ids)
-        return self._deliver(send, weights, arguments.addressed_workers([weights], worker_ids, self.num_workers))
+        workers = arguments.addressed_workers([weights], worker_ids, self.num_workers)
+        return self._publish([scheme], send, weights, workers)
+
+    def _publish(
+        self, schemes: Collection[wsync.WeightSyncScheme], send: Callable[[Any, Any], T], weights: Any, worker_ids: Any
+    ) -> T | None:
+        """Call ``_deliver``, and note the versions, unless no worker was given them."""
+        try:
+            result = self._deliver(send, weights, worker_ids)
+        except (wsync.WorkerDied, wsync.WorkerFailed, wsync.SyncTimeout) as error:
+            if error.version is not None:  # the other workers have it
+                self._note_published(schemes)
+            raise
+        self._note_published(schemes)
+        return result
 
     def _deliver(self, send: Callable[[Any, Any], T], weights: Any, worker_ids: int | Sequence[int] | None) -> T | None:
         """Return ``send(weights, worker_ids)``; overridden where a worker may fail."""
@@ -150,7 +195,7 @@ class WeightUpdates:
                 self._check_mixed_update(worker_ids)
             return wsync.synchronize(schemes, worker_ids)
         workers = arguments.addressed_workers(weights_dict.values(), worker_ids, self.num_workers)
-        return self._deliver(wsync.synchronize, schemes, workers)
+        return self._publish(schemes, wsync.synchronize, schemes, workers)
 
     def _check_mixed_update(self, worker_ids: object) -> None:
         """Check whether models of workers and of actors outside them can be updated together.
@@ -199,7 +244,3 @@ class WeightUpdates:
             weights = wsync.WeightStrategy().extract_weights(self.get_model(model_id))
             weights = weights.clone() if isinstance(weights, TensorDict) else weights
         self.update_policy_weights_(weights, model_id=model_id)
-
-
-def _shut_down() -> wsync.NotConnected:
-    return wsync.NotConnected("this collector has been shut down: it has no workers to update")

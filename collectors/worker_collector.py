@@ -187,6 +187,7 @@ class WorkerCollector(BaseCollector):
             self._gathering.check_shapes(self.remote_workers)
             connect_hosted(self._hosted_schemes, self._find_in_workers)
             self._group.connect()
+            self._note_published(self._worker_schemes.values())
         except BaseException:  # also Ctrl-C: the workers that have been started are ended
             self.shutdown()
             raise
@@ -217,16 +218,17 @@ class WorkerCollector(BaseCollector):
 
     def _deliver(self, send: Callable[[Any, Any], T], weights: Any, worker_ids: int | Sequence[int] | None) -> T | None:
         """See BaseCollector; deaths and timeouts are handled as ``on_worker_failure`` says."""
-        raises = self._group.failure_policy.on_failure == "raise"
         try:
-            return send(weights, worker_ids) if raises else self._group.deliver(send, weights, worker_ids)
-        except wsync.WeightSyncError as error:
+            if self._group.failure_policy.on_failure != "raise":
+                return self._group.deliver(send, weights, worker_ids)
             try:
-                if raises and isinstance(error, wsync.WorkerDied | wsync.SyncTimeout):
-                    self._group.raise_worker_error(error)
-            finally:
-                if self._group.over:
-                    self.shutdown()
+                return send(weights, worker_ids)
+            except (wsync.WorkerDied, wsync.SyncTimeout) as error:
+                self._group.raise_worker_error(error)
+                raise
+        except BaseException as error:
+            if self._group.ended_by_failure or not isinstance(error, Exception):  # Ctrl-C: events may have been lost
+                self.shutdown()
             raise
 
     def interrupt(self) -> None:

@@ -147,26 +147,26 @@ class Rollout:
         """
         source, stepper = self._action_source(), self.stepper
         columns = Columns(batch, source.outputs, self._batched)
-        first = columns.steps  # step of this batch from which on the policy acts
+        policy_from = columns.steps  # step of this batch from which on the policy acts
         versions = np.full(columns.steps, NO_VERSION)
         if not stepper.is_reset:
             stepper.reset()
         with torch.no_grad():
             for t in range(columns.steps):
-                if t < first and self.policy is not None and self.frames >= self.init_random_frames:
-                    first = t
-                    source.begin(columns.steps - first, after_random=self._ended_at_random or first > 0)
+                if t < policy_from and self.policy is not None and self.frames >= self.init_random_frames:
+                    policy_from = t
+                    source.begin(columns.steps - policy_from, after_random=self._ended_at_random or policy_from > 0)
                 columns.observation[t] = stepper.observation
-                action, versions[t] = (self._at_random if t < first else source).act(columns, t)
+                action, versions[t] = (self._at_random if t < policy_from else source).act(columns, t)
                 stepper.step(action)
                 columns.write_result(t, stepper)
                 self.frames += stepper.num_envs
                 if stepper.reset_step is not None:
                     self.frames -= int(stepper.reset_step.sum())
                 stepper.reset_ended()
-            if first < columns.steps:
-                source.finish(columns, first)
-        self._ended_at_random = first == columns.steps
+            if policy_from < columns.steps:
+                source.finish(columns, policy_from)
+        self._ended_at_random = policy_from == columns.steps
         columns.version[:] = versions[:, None]
         return batch
 

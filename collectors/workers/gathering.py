@@ -79,26 +79,27 @@ class SyncGathering:
             WorkerDied, WorkerFailed, SyncTimeout: a failure that the group's policy raises.
             RuntimeError: as ``admits``.
         """
-        while True:  # again, if all workers that were asked have failed
-            asked = missing = group.wait_for_workers()
+        while True:  # again, if all participants have failed
+            participants = missing = group.wait_for_workers()
             arrived: set[WorkerHandle] = set()
             joined: JoinedBatch | None = None
             while missing:
                 for worker in missing:
                     group.collect(worker, 0)
-                joined = joined or self._begin(asked)  # while the workers collect
-                while not arrived >= set(asked).intersection(group.active_workers):
+                joined = joined or self._begin(participants)  # while the workers collect
+                while not arrived >= set(participants).intersection(group.active_workers):
                     received = group.next_batch()
-                    if received is not None and received[0] in asked:  # others are of an earlier batch's failed workers
+                    # Other batches are those of workers that failed within an earlier batch.
+                    if received is not None and received[0] in participants:
                         arrived.add(received[0])
                         joined.add(received[0])
-                present = [worker for worker in asked if worker in arrived]
+                present = [worker for worker in participants if worker in arrived]
                 missing = [worker for worker in present if not admits(worker.batches[0], worker.worker_idx)]
                 arrived.difference_update(missing)
-            if joined is not None and len(arrived) == len(asked):
+            if joined is not None and len(arrived) == len(participants):
                 return joined.batch
             if arrived:
-                return join([worker.batches[0] for worker in asked if worker in arrived], self._cat_results)
+                return join([worker.batches[0] for worker in participants if worker in arrived], self._cat_results)
 
     def _begin(self, workers: list[WorkerHandle]) -> JoinedBatch:
         if self._joiner is None or self._joiner.workers != workers:

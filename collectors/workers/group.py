@@ -192,15 +192,16 @@ class WorkerGroup(WorkerSupervisor[W]):
     def raise_worker_error(self, error: wsync.WorkerDied | wsync.SyncTimeout) -> None:
         """Raise the error of a worker that an update did not reach, if the worker has reported one.
 
-        For the policy ``raise``; returns if no worker has reported an error.
+        For the policy ``raise``; returns if no worker has reported an error. A death ends the collector.
 
         Raises:
             WorkerFailed: the worker's own error, which is the better cause.
         """
-        if error.version is not None:
+        died = isinstance(error, wsync.WorkerDied)
+        if died or error.version is not None:
             self.failures.failed |= Counter(error.workers.keys() - error.refused)  # each once
         with self._lock.updating():
-            if self.over or self._lock.closed:
+            if self.ended_by_failure or self._lock.closed:
                 return  # another thread has raised it, or has shut the collector down
             for index in error.workers:
                 record = self._records[index]
@@ -208,6 +209,7 @@ class WorkerGroup(WorkerSupervisor[W]):
                     raised = self._traceback_of(record.worker, _patience_after(error))
                     if raised is not None:
                         self._fail(record, FailureCause.of(index, "error", raised))
+            self.ended_by_failure = died
 
     # --- for any thread ---
 

@@ -185,7 +185,7 @@ class WorkerRecord(Generic[W]):
         worker: the current worker, if there is one.
         state: see the module's docstring.
         pending: number of answers that the worker owes.
-        since: when the worker last answered, or began to owe an answer; ``time.monotonic``.
+        waiting_since: when the worker last answered, or began to owe an answer; ``time.monotonic``.
         restart_at: when a waiting worker is restarted; ``time.monotonic``.
         gets_updates: whether an update for all workers goes to this one.
         num_envs: number of environments of one worker.
@@ -198,7 +198,7 @@ class WorkerRecord(Generic[W]):
     worker: W | None
     state: WorkerState = WorkerState.BUILDING
     pending: int = 0
-    since: float = 0.0
+    waiting_since: float = 0.0
     restart_at: float = 0.0
     gets_updates: bool = False
     num_envs: int = 0

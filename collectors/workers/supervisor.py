@@ -31,7 +31,7 @@ class WorkerSupervisor(Generic[W]):
         failures: is updated.
 
     Attributes:
-        over: whether a failure was raised; the collector cannot be used any more.
+        ended_by_failure: whether a failure was raised; the collector cannot be used any more.
         closing: whether the workers are being ended, or have been.
     """
 
@@ -43,7 +43,7 @@ class WorkerSupervisor(Generic[W]):
         failures: Failures,
     ) -> None:
         self.pool, self.failure_policy, self.schemes, self.failures = pool, failure_policy, schemes, failures
-        self.over = self.closing = False
+        self.ended_by_failure = self.closing = False
         self.pool.message_timeout = failure_policy.worker_timeout
         self._records: list[WorkerRecord[W]] = []
         self._events: deque[Event[W]] = deque()  # received, and not yet handled
@@ -64,7 +64,7 @@ class WorkerSupervisor(Generic[W]):
         record = self._records[worker.worker_idx]
         if record.worker is worker:
             if not record.pending:
-                record.since = time.monotonic()
+                record.waiting_since = time.monotonic()
             record.pending += 1
             self.pool.send([worker], command, argument)
 
@@ -77,7 +77,7 @@ class WorkerSupervisor(Generic[W]):
         """
         if self.closing:
             raise wsync.NotConnected("this collector has been shut down")
-        if self.over:
+        if self.ended_by_failure:
             raise wsync.NotConnected("a worker's failure was raised in another thread, and has ended this collector")
         for record in self._records:
             if record.state is WorkerState.WAITING and record.restart_at <= time.monotonic():
@@ -120,14 +120,15 @@ class WorkerSupervisor(Generic[W]):
     def _time_left(self) -> float | None:
         """Seconds until the next deadline or restart; None if there is none."""
         limit = self.failure_policy.worker_timeout
-        times = [record.since + limit for record in self._records if record.pending and limit is not None]
+        times = [record.waiting_since + limit for record in self._records if record.pending and limit is not None]
         times += [record.restart_at for record in self._records if record.state is WorkerState.WAITING]
         times += [] if self._stop_at is None else [self._stop_at]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _late(self) -> list[WorkerRecord[W]]:
         now, limit = time.monotonic(), self.failure_policy.worker_timeout
-        return [] if limit is None else [one for one in self._records if one.pending and now >= one.since + limit]
+        waiting = [record for record in self._records if record.pending]
+        return [] if limit is None else [record for record in waiting if now >= record.waiting_since + limit]
 
     def _handle_events(self) -> None:
         while self._events:
@@ -139,7 +140,7 @@ class WorkerSupervisor(Generic[W]):
     def _handle(self, record: WorkerRecord[W], event: Event[W]) -> None:
         worker, kind, value = event
         record.pending -= 1
-        record.since = time.monotonic()
+        record.waiting_since = time.monotonic()
         if kind == "batch":
             record.backoff.delivered()
             index: int = value
@@ -177,7 +178,7 @@ class WorkerSupervisor(Generic[W]):
         index = record.index
         if final or not self._started or self.failure_policy.on_failure == "raise":
             self.failures.failed |= Counter([index])  # an update may have counted this failure already
-            self.over = True
+            self.ended_by_failure = True
             raise cause.error(index)
         self.failures.failed[index] += 1
         worker, record.worker, record.pending, record.gets_updates = record.worker, None, 0, False
@@ -198,14 +199,14 @@ class WorkerSupervisor(Generic[W]):
         self.failures.dropped[record.index] += 1
         left = [other.index for other in self._records if other.state is not WorkerState.DROPPED]
         if not left:
-            self.over = True
+            self.ended_by_failure = True
             raise cause.error(record.index, "no worker is left; the last one: ")
         return f"it is dropped, and {left} go on"
 
     def _schedule_restart(self, record: WorkerRecord[W], cause: FailureCause) -> str:
         pause = record.backoff.failed()
         if pause is None:
-            self.over = True
+            self.ended_by_failure = True
             window = f"{self.failure_policy.restart_window:g} s"
             often = f"more than {self.failure_policy.max_restarts} times within {window} or since its last batch"
             raise cause.error(record.index, f"worker {record.index} has failed {often}; the last time: ")

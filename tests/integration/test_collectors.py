@@ -38,6 +38,7 @@ from collectors.workers.connections import WorkerConnection
 from collectors.workers.processes import hidden_main, join_or_kill, start
 from wsync.control import Listener
 from wsync.gate import process_gate
+from wsync.testing.faults import in_forked_child
 from wsync.testing.shutdowns import shared_memory_files
 
 SCHEMES = ["shared_mem", "multiprocess"]
@@ -593,6 +594,17 @@ def test_an_interrupted_shutdown_of_a_collector_can_be_repeated():
     assert collector.closed and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
+@pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector, Collector])
+def test_a_forked_child_uses_and_ends_nothing_of_its_parents_collector(cls):
+    with multi(cls, workers=1 if cls is Collector else 2) as collector:
+        next(collector)
+        for use in (lambda: next(collector), collector.update_policy_weights_, lambda: collector.set_seed(0)):
+            assert "NotConnected" in in_forked_child(use)
+        assert in_forked_child(collector.shutdown) == ""
+        assert next(collector).numel() == 16
+        collector.update_policy_weights_()
+
+
 class Nudging(Broken):
     """Signals its trainer in the middle of the second batch, and goes on."""
 
@@ -779,17 +791,18 @@ def test_wrong_weights_are_refused_whole(scheme):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_killed_worker_is_named_by_the_update_and_by_the_batch(scheme):
+@pytest.mark.parametrize("where", ["update", "batch"])
+def test_a_killed_worker_is_named_and_no_other_one_is_left(where, scheme):
     with multi(scheme=scheme) as collector:
         next(collector)
+        pids = [worker.process.pid for worker in collector.remote_workers]
         victim = collector.remote_workers[1].process
         os.kill(victim.pid, signal.SIGKILL)
         victim.join(10)
         with pytest.raises(wsync.WorkerDied, match="worker 1"):
-            collector.update_policy_weights_()
-        collector.update_policy_weights_()  # the other one goes on
-        with pytest.raises(wsync.WorkerDied, match="worker 1"):
-            next(collector)
+            collector.update_policy_weights_() if where == "update" else next(collector)
+        assert collector.closed and collector.failures.failed == {1: 1}
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
 def test_rounds_of_start_and_stop_leave_nothing():

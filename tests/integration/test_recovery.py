@@ -412,6 +412,19 @@ def test_an_update_without_a_stopped_worker_ends_while_the_death_of_another_one_
         assert collector.failures.failed == {0: 1, 1: 1}
 
 
+@pytest.mark.parametrize("failure", ["drop", "raise"])
+def test_an_interrupted_update_ends_the_collector(failure, events):
+    def interrupt() -> int:
+        raise KeyboardInterrupt
+
+    with collect("sync", events, failure) as collector:
+        next(collector)
+        collector.policy.module.get_extra_state = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            collector.update_policy_weights_()
+        assert collector.closed
+
+
 def test_a_replacement_may_have_a_sentinel_that_is_equal_to_the_id_of_a_child(events, monkeypatch):
     with collect("sync", events) as collector:
         next(collector)
@@ -520,18 +533,6 @@ def test_seeds_are_never_used_twice(events):
         kill(collector, 1)
         used |= seeds(until_there(collector, 2, True))
         assert sorted(used) == list(range(min(used), min(used) + 3))
-
-
-def test_a_death_that_an_update_comes_upon_is_counted_once(events):
-    with collect("sync", events, "raise") as collector:
-        next(collector)
-        kill(collector, 1)
-        with pytest.raises(wsync.WorkerDied, match="worker 1"):
-            collector.update_policy_weights_()
-        assert collector.failures.failed == {1: 1}
-        with pytest.raises(wsync.WorkerDied, match="worker 1"):
-            next(collector)
-        assert collector.failures.failed == {1: 1}
 
 
 def test_interrupt_ends_a_wait_for_workers_that_do_not_come_back(events):
