@@ -61,6 +61,19 @@ def test_every_kind_of_tensor_in_bounded_bodies() -> None:
         torch.testing.assert_close(loaded[name], tensor, rtol=0, atol=0, equal_nan=True)
 
 
+def test_many_small_tensors_with_a_long_header() -> None:
+    """The names alone take more than a body may have besides its tensors."""
+    weights = {f"{index:0700}": torch.full((1,), float(index)) for index in range(2000)}
+    loaded = dict[str, Tensor]()
+    app = wsync.engine_app(load=lambda pairs: loaded.update({name: one.clone() for name, one in pairs}), token=None)
+    with serve(app) as url:
+        transport = wsync.HTTPWeightSyncScheme(url).create_transport()
+        transport.setup_connection_and_weights_on_sender()
+        transport.send_weights(weights)
+        transport.close()
+    assert len(loaded) == 2000 and all(torch.equal(loaded[name], weights[name]) for name in weights)
+
+
 def count_bodies(app: Any, sizes: list[int]) -> Callable[..., Awaitable[None]]:
     """Return the application, and note the sizes of bodies with weights."""
 

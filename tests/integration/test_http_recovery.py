@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -197,3 +198,37 @@ def test_the_number_of_workers_is_that_of_the_urls() -> None:
             with pytest.raises(ValueError, match="urls"):
                 scheme.init_on_sender("policy", model=Small(), num_workers=count)
         scheme.init_on_sender("policy", model=Small(), num_workers=2)
+
+
+def test_a_request_that_ends_while_it_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ending(http.client.HTTPConnection):
+        """While ``aborting``, its request ends as soon as another thread has looked at its socket."""
+
+        aborting = False
+        looks = 0
+
+        @property
+        def sock(self) -> Any:
+            self.looks += self.aborting
+            return None if self.looks > 1 and self.aborting else self._sock
+
+        @sock.setter
+        def sock(self, sock: Any) -> None:
+            self._sock = sock
+
+    monkeypatch.setattr("wsync.engine.client.HTTPConnection", Ending)
+    app = wsync.engine_app(Small(), token=None)
+    with serve(app) as url, closing(EngineClient(url)) as client:
+        assert client.get_world_size() == 1
+        monkeypatch.setattr(Ending, "aborting", True)
+        client.abort()
+        monkeypatch.setattr(Ending, "aborting", False)
+
+
+def test_a_port_that_is_in_use_is_an_error_of_the_test_server() -> None:
+    with serve(like_nothing) as url, pytest.raises(OSError, match="in use"):
+        serve(like_nothing, port=int(url.rsplit(":", 1)[1])).__enter__()
+
+
+async def like_nothing(*_: Any) -> None:
+    raise AssertionError("there is no request")

@@ -235,9 +235,10 @@ class EngineClient:
         """End the request in progress with an error. Called by another thread, at the deadline."""
         self.deadline = time.monotonic()
         connection = self._connection
-        if connection is not None and connection.sock is not None:
+        sock = None if connection is None else connection.sock  # read once: the other thread may set it to None
+        if sock is not None:
             with suppress(OSError):  # it has ended meanwhile
-                connection.sock.shutdown(SHUT_RDWR)
+                sock.shutdown(SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection; the next request opens another one."""

@@ -67,6 +67,7 @@ PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 
 HEADER_BYTES = 1 << 20
 """The largest size of what a body has besides its tensors' bytes."""
+_METADATA_BYTES = 1 << 10  # the most that a header has besides its tensors
 _SMALL = 64 << 10  # smaller tensors are copied together, to be sent by one call
 
 
@@ -79,17 +80,26 @@ def require_valid_token(token: str | None) -> None:
 def groups_of(layout: Layout, chunk_bytes: int) -> Iterator[list[int]]:
     """Return the entries of ``layout`` that travel in each body: at most ``chunk_bytes`` bytes, or one tensor.
 
-    Tied entries travel once.
+    The header of a body has at most ``HEADER_BYTES``. Tied entries travel once.
     """
-    group, size, places = list[int](), 0, layout.places
+    group, size, header = list[int](), 0, 0
     for index in layout.leaders:
-        nbytes = places[index][1]
-        if group and size + nbytes > chunk_bytes:
+        nbytes = layout.places[index][1]
+        entry = len(json.dumps(_header_entry(layout, index, chunk_bytes)))
+        if group and (size + nbytes > chunk_bytes or header + entry > HEADER_BYTES - _METADATA_BYTES):
             yield group
-            group, size = [], 0
+            group, size, header = [], 0, 0
         group.append(index)
         size += nbytes
+        header += entry
     yield group
+
+
+def _header_entry(layout: Layout, index: int, begin: int) -> dict[str, Any]:
+    """Return the field of a header for one tensor."""
+    dtype, shape = DTYPES[layout.dtypes[index]], list(layout.shapes[index])
+    offsets = [begin, begin + layout.places[index][1]]
+    return {layout.names[index]: {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
 
 
 def body_limit(layout: Layout, chunk_bytes: int) -> int:
@@ -112,10 +122,8 @@ def make_body(
     header: dict[str, Any] = {"__metadata__": {"session": session, "weight_version": version}}
     at = 0
     for index in group:
-        end = at + layout.places[index][1]
-        dtype, shape = DTYPES[layout.dtypes[index]], list(layout.shapes[index])
-        header[layout.names[index]] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
-        at = end
+        header |= _header_entry(layout, index, at)
+        at += layout.places[index][1]
     pieces: list[bytes | memoryview] = []
     small = bytearray(_packed_header(header))
     for index in group:

@@ -74,7 +74,8 @@ class EngineThread:
         self._thread: threading.Thread | None = None
         self._transfer: tuple[Layout, VersionSource, Transfer] | None = None  # the thread's own
         self._disconnected = False  # since the thread began the last job
-        self._delivered: Job | None = None  # the version that the engine has, if differences to it may be sent
+        # the last version this engine installed, the base of the next difference; None: send it whole
+        self._delivered: Job | None = None
 
     @property
     def jobs(self) -> Sequence[Job]:

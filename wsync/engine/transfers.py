@@ -71,7 +71,7 @@ class VersionSource:
             yield name, view if self.device is None else view.to(self.device)
 
     def held_names(self) -> None:
-        """Return None: this process has all tensors. vLLM asks for the names of those that it has."""
+        """Return None. vLLM asks which tensors this process holds; None means all."""
 
 
 MakeTransfer = Callable[[EngineClient, VersionSource], Transfer]
@@ -96,8 +96,8 @@ class BodyTransfer:
         self._client = client
         self._source = source
         self._session = secrets.token_hex(8)
-        self._groups = list(protocol.groups_of(source.layout, chunk_bytes))
         check_dtypes(source.layout)
+        self._groups = list(protocol.groups_of(source.layout, chunk_bytes))
         if source.layout.extra:
             raise LayoutMismatch(f"extra state cannot be sent over HTTP: {', '.join(sorted(source.layout.extra))}")
         client.init_weight_transfer_engine(

@@ -57,8 +57,9 @@ class _Session:
         self.indices = {layout.names[index]: index for index in layout.leaders}
         self.version: str | None = None  # that is being received
         self.missing: set[str] = set()
-        self.complete: str | None = None  # the version that ``flat`` has, if it has all of one
-        self.base: str | None = None  # the version to which there may be differences in the one that is being received
+        self.complete: str | None = None  # the version that ``flat`` holds whole; None while it mixes two
+        # the version that this update's differences are relative to; None: only full tensors are accepted
+        self.base: str | None = None
 
     def keep(self, content: Tensor, entries: Mapping[str, Entry]) -> None:
         """Copy the tensors of a checked body from its bytes, ``content``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -21,14 +22,21 @@ def serve(app: Application, host: str = "127.0.0.1", port: int = 0) -> Iterator[
         app: an ASGI application.
         host: to listen on.
         port: 0: one that the system chooses.
+
+    Raises:
+        OSError: the port is in use, or there is no such host.
     """
-    loop, ready, listening = asyncio.new_event_loop(), threading.Event(), list[Any]()
+    loop, listening = asyncio.new_event_loop(), Future[asyncio.Server]()
 
     def run() -> None:
         asyncio.set_event_loop(loop)
-        server = loop.run_until_complete(asyncio.start_server(lambda r, w: _serve_one(app, r, w), host, port))
-        listening.append(server)
-        ready.set()
+        try:
+            server = loop.run_until_complete(asyncio.start_server(lambda r, w: _serve_one(app, r, w), host, port))
+        except BaseException as error:  # noqa: BLE001  the calling thread raises it
+            loop.close()
+            listening.set_exception(error)
+            return
+        listening.set_result(server)
         loop.run_forever()
         server.close()
         for task in asyncio.all_tasks(loop):
@@ -39,9 +47,9 @@ def serve(app: Application, host: str = "127.0.0.1", port: int = 0) -> Iterator[
 
     thread = threading.Thread(target=run, name="asgi-server", daemon=True)
     thread.start()
-    ready.wait()
+    server = listening.result()
     try:
-        yield f"http://{host}:{listening[0].sockets[0].getsockname()[1]}"
+        yield f"http://{host}:{server.sockets[0].getsockname()[1]}"
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
