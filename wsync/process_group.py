@@ -72,6 +72,7 @@ class GroupTransport:
         store: without a scheme, a store by which the two processes find each other; None: the default group is used.
         rank: without a scheme, the worker's rank in the default group; with ``store``, any number that both processes
             give for the worker.
+        host: without a scheme, with ``store``: this process's address, by which the other one reaches it.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class GroupTransport:
         weights_buffer: Any = None,
         store: TorchStore | None = None,
         rank: int = 1,
+        host: str = "127.0.0.1",
     ) -> None:
         self.device = device_of(backend)
         self.receives_ahead = backend == "gloo" and group is None
@@ -94,6 +96,7 @@ class GroupTransport:
         self._tag = 0
         self._store = store
         self._rank = rank
+        self._host = host
         self._pid = os.getpid()
         self._receiving: tuple[PackedWeights, PendingTransfer] | None = None  # begun, and not yet returned
         self._packed = None if weights_buffer is None else PackedWeights(weights_buffer, self.device)
@@ -181,7 +184,7 @@ class GroupTransport:
         if self._group is not None:
             return
         if self._store is not None:
-            self.connect(PrefixStore(f"wsync/{self._rank}", self._store), rank, 0, "127.0.0.1", None)
+            self.connect(PrefixStore(f"wsync/{self._rank}", self._store), rank, 0, self._host, None)
             return
         self._group = distributed.distributed_c10d._get_default_group()
         self._peer = self._rank if rank == 0 else 0
@@ -276,5 +279,6 @@ class PackedWeights:
         Packer(self._layout).pack(self._layout.order(snapshot(weights)), self._buffer)
 
     def apply(self, weights: Any, model: nn.Module | None, strategy: WeightStrategy | None) -> Any:
-        """Apply the buffer's weights: see ``apply_received``."""
-        return apply_received(dict(zip(self._layout.names, self._buffer.views, strict=True)), weights, model, strategy)
+        """Apply a copy of the buffer's weights: see ``apply_received``. The next version may overwrite the buffer."""
+        copies = [view.clone() for view in self._buffer.views]
+        return apply_received(dict(zip(self._layout.names, copies, strict=True)), weights, model, strategy)

@@ -26,6 +26,14 @@ def test_formats_cross(taken: Any, given: Any, inplace: bool) -> None:
     assert (model.wide.data_ptr() == memory) is inplace
 
 
+@pytest.mark.parametrize("destination", ["tensordict", "state_dict"])
+def test_non_persistent_buffers_are_left_out_where_the_destination_lacks_them(destination: Any) -> None:
+    source, lacking = nn.Linear(2, 2), WeightStrategy(destination).extract_weights(nn.Linear(2, 2).state_dict())
+    source.register_buffer("inv_freq", torch.ones(2), persistent=False)
+    WeightStrategy().apply_weights(lacking, source)
+    assert torch.equal(lacking["weight"], source.weight) and {*lacking.keys()} == {"weight", "bias"}
+
+
 def test_weights_that_do_not_fit_change_nothing() -> None:
     model = nn.Linear(2, 3)
     before = model.weight.detach().clone()

@@ -82,11 +82,13 @@ def test_parts_that_cannot_be_joined_or_taken_apart() -> None:
         Split({"x": ["y", "z"]}, dim=1)({"x": random(4)})
 
 
-@pytest.mark.parametrize("groups", [{"*.z.*": ["*.x.*"]}, {"z": []}])
+@pytest.mark.parametrize("groups", [{"*.z.*": ["*.x.*"]}, {"z": []}, {"z": ["*.x", "*.y"]}, {"*.z": ["x"]}])
 def test_groups_that_mean_nothing(groups: dict[str, list[str]]) -> None:
     for kind in (Fuse, Split):
         with pytest.raises(ValueError, match=r"'\*'|at least one"):
             kind(groups)
+    with pytest.raises(ValueError, match=r"two parts of 'x' have one name: 'y', 'y'"):
+        Split({"x": ["y", "y"]})
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -113,7 +113,7 @@ class MPTransport:
         error = ""
         try:
             return apply_received(received, weights, model, strategy)
-        except Exception:  # of any model; raised again here, and sent to the sender
+        except BaseException:  # of any model, or of a signal handler; raised again here, and sent to the sender
             error = traceback.format_exc()
             raise
         finally:

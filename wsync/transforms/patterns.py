@@ -53,12 +53,15 @@ def checked_groups(groups: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, 
     """Return the groups of ``Fuse`` or ``Split``.
 
     Raises:
-        ValueError: a name has more than one ``*``, or a group is empty.
+        ValueError: a group is empty; a name has more than one ``*``; or only some names of a group have one.
     """
     for one, several in groups.items():
         if not several:
             raise ValueError(f"the group of '{one}' is empty; it has at least one name")
-        wrong = [name for name in (one, *several) if name.count("*") > 1]
+        names = (one, *several)
+        if len({"*" in name for name in names}) > 1:
+            raise ValueError(f"in a group all names have a '*', or none has: not {listing(names)}")
+        wrong = [name for name in names if name.count("*") > 1]
         if wrong:
             raise ValueError(f"a name in a group has at most one '*', which stands for any text: not {listing(wrong)}")
     return {one: tuple(several) for one, several in groups.items()}

@@ -23,7 +23,7 @@ class Fuse(Buffered):
         dim: along which they are joined.
 
     Raises:
-        ValueError: a name has more than one ``*``, or a group is empty.
+        ValueError: a group is empty; a name has more than one ``*``; or only some names of a group have one.
     """
 
     def __init__(self, groups: Mapping[str, Sequence[str]], dim: int = 0) -> None:
@@ -78,11 +78,15 @@ class Split:
         dim: along which they were joined.
 
     Raises:
-        ValueError: a name has more than one ``*``, or a group is empty.
+        ValueError: a group is empty; a name has more than one ``*``; only some names of a group have one; or
+            two parts have one name.
     """
 
     def __init__(self, groups: Mapping[str, Sequence[str]], sizes: Sequence[int] | None = None, dim: int = 0) -> None:
         self.groups = checked_groups(groups)
+        for old, new in self.groups.items():
+            if len({*new}) < len(new):
+                raise ValueError(f"two parts of '{old}' have one name: {listing(new)}")
         self.sizes = None if sizes is None else tuple(sizes)
         self.dim = dim
 

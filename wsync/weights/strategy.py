@@ -118,7 +118,7 @@ class WeightStrategy:
 
 
 def _ordered_for(own: Snapshot, given: Snapshot) -> list[Tensor]:
-    return Layout.of(own).order(Snapshot(given.tensors))
+    return Layout.of(own).order(Snapshot(given.tensors, optional=given.optional))
 
 
 def _is_stacked(destination: object) -> bool:
