@@ -15,7 +15,7 @@ from learning.recurrent import STATE, RecurrentPolicy
 
 
 class Diverged(FloatingPointError):
-    """The statistics of an update are not finite; the networks are unusable."""
+    """A loss or a gradient is not finite, and the networks are unusable; or what they would learn from is not."""
 
 
 class ActorCritic(ABC):
@@ -59,7 +59,7 @@ class ActorCritic(ABC):
         """Learn from one batch ``[*B, T]`` of a collector (time last); return statistics.
 
         Raises:
-            Diverged: the statistics are not finite; the networks are unusable.
+            Diverged: a loss or the gradient is not finite; the networks are unusable.
             ValueError: an action mask in the batch allows no action.
         """
 
@@ -95,8 +95,9 @@ class ActorCritic(ABC):
         return grad_norm
 
     def _check_finite(self, stats: dict[str, float], batch: TensorDictBase, lr: float) -> None:
-        """Raise Diverged if a statistic is not finite; the message names the cause."""
-        wrong = [f"{name} is {value}" for name, value in stats.items() if not math.isfinite(value)]
+        """Raise Diverged if a loss or the norm of the gradient is not finite; the message names the cause."""
+        needed = {name: stats[name] for name in ("loss_policy", "loss_value", "grad_norm")}
+        wrong = [f"{name} is {value}" for name, value in needed.items() if not math.isfinite(value)]
         if not wrong:
             return
         if inputs := _not_finite(batch):
@@ -143,6 +144,21 @@ def zero_gaps(batch: TensorDictBase) -> TensorDictBase:
             zeroed[~mask] = 0
             copy.set(key, zeroed)
     return copy
+
+
+def rows(x: Tensor, dimensions: int) -> Tensor:
+    """Return `x` ``[*B, T, ...]``, where B and T have so many `dimensions`, as ``[n, T, ...]``."""
+    return x.flatten(0, dimensions - 2) if dimensions > 1 else x.unsqueeze(0)
+
+
+def kl_divergence(log_ratio: Tensor) -> Tensor:
+    """Return an estimate in nats with low variance, never negative: http://joschu.net/blog/kl-approx.html."""
+    return (log_ratio.exp() - 1.0 - log_ratio).mean()
+
+
+def explained_variance(error: Tensor, target: Tensor) -> Tensor:
+    """Return the part of the variance of `target` that predictions with the variance `error` of errors explain."""
+    return 1.0 - error / target.var(correction=0).clamp_min(1e-8)
 
 
 def _not_finite(batch: TensorDictBase) -> list[str]:

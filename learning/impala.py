@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from learning.actor_critic import ActorCritic, zero_gaps
+from learning.actor_critic import ActorCritic, explained_variance, kl_divergence, rows, zero_gaps
 from learning.networks import Policy
 from learning.vtrace import vtrace
 
@@ -52,7 +52,7 @@ class IMPALA(ActorCritic):
         lr: learning rate of Adam, at the start.
         lr_final: the same, at the end of the schedule.
         anneal_frames: length of the schedules; after it the final values stay.
-        value_coef: weight of the value loss.
+        value_coef: weight of the value loss, which is half the mean of the squared errors.
         entropy_coef: weight of the entropy bonus.
         max_grad_norm: the gradient is scaled down to this norm, over all parameters.
         adam_eps: Adam's epsilon.
@@ -104,7 +104,7 @@ class IMPALA(ActorCritic):
         Where a batch has a bool "mask" ``[*B, T]``, only its true entries are frames.
 
         Raises:
-            Diverged: the statistics are not finite; the networks are unusable.
+            Diverged: a loss or the gradient is not finite; the networks are unusable.
 
         """
         batch = zero_gaps(batch)
@@ -129,9 +129,8 @@ class IMPALA(ActorCritic):
             step.get("done").squeeze(-1),
             torch.ones(batch.batch_size, dtype=torch.bool, device=batch.device) if mask is None else mask,
         )
-        leading = batch.ndim - 1
-        rows = Trajectories(*(x.flatten(0, leading - 1) if leading else x.unsqueeze(0) for x in columns))
-        return Trajectories(*(x[rows.mask.any(-1)] for x in rows))
+        flat = Trajectories(*(rows(x, batch.ndim) for x in columns))
+        return Trajectories(*(x[flat.mask.any(-1)] for x in flat))
 
     def _epoch(self, trajectories: Trajectories) -> list[Tensor]:
         """Pass once over all trajectories in random order; return the statistics of each gradient step."""
@@ -159,9 +158,6 @@ class IMPALA(ActorCritic):
 
         with torch.no_grad():
             log_ratio, target = log_ratio[x.mask], target[x.mask]
-            ratio = log_ratio.exp()
-            kl = (ratio - 1.0 - log_ratio).mean()  # low variance, never negative: http://joschu.net/blog/kl-approx.html
-            clip_fraction = (ratio > self.clip_rho).float().mean()
-            explained = 1.0 - 2.0 * loss_value / target.var(correction=0).clamp_min(1e-8)
-            mean = value[x.mask].mean()
+            kl, clip_fraction = kl_divergence(log_ratio), (log_ratio.exp() > self.clip_rho).float().mean()
+            explained, mean = explained_variance(2.0 * loss_value, target), value[x.mask].mean()
             return torch.stack([loss_policy, loss_value, entropy, kl, clip_fraction, grad_norm, explained, mean])

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from learning.actor_critic import ActorCritic, zero_gaps
+from learning.actor_critic import ActorCritic, explained_variance, kl_divergence, rows, zero_gaps
 from learning.gae import gae
 from learning.networks import Policy, evaluate
 from learning.recurrent import STATE, RecurrentCritic, RecurrentPolicy
@@ -60,12 +60,13 @@ class PPO(ActorCritic):
         clip: the probability ratio counts between ``1 - clip`` and ``1 + clip``, at the start.
         clip_final: the same, at the end of the schedule.
         anneal_frames: length of the schedules; after it the final values stay.
-        value_coef: weight of the value loss.
+        value_coef: weight of the value loss, which is half the mean of the squared errors; ``vf_coef`` of
+            Stable-Baselines3 weighs the whole mean.
         value_clip: largest change of a value prediction that its loss rewards, in scaled reward; None: no limit.
         entropy_coef: weight of the entropy bonus.
         max_grad_norm: the gradient is scaled down to this norm, over all parameters.
         target_kl: no further pass over a batch once the policy has moved by this much, in nats; None: no early stop.
-        normalize_advantage: give a batch's advantages mean 0 and standard deviation 1.
+        normalize_advantage: give a minibatch's advantages mean 0 and standard deviation 1.
         adam_eps: Adam's epsilon.
 
     Raises:
@@ -116,7 +117,7 @@ class PPO(ActorCritic):
         Where a batch has a bool "mask" ``[*B, T]``, only its true entries are frames.
 
         Raises:
-            Diverged: the statistics are not finite; the networks are unusable.
+            Diverged: a loss or the gradient is not finite; the networks are unusable.
 
         """
         batch = zero_gaps(batch)
@@ -149,20 +150,17 @@ class PPO(ActorCritic):
         log_prob = batch.get("action_log_prob")
         columns = (observation, batch.get("action"), log_prob, advantage, advantage + value, value)
         mask = batch.get("mask", None)
-        state, last = batch.get(STATE, None), batch.ndim - 1
+        state = batch.get(STATE, None)
         if state is None:
-            frames = Frames(*(x.flatten(0, last) if mask is None else x[mask] for x in columns))
+            frames = Frames(*(x.flatten(0, batch.ndim - 1) if mask is None else x[mask] for x in columns))
         else:
             valid = torch.ones_like(advantage, dtype=torch.bool) if mask is None else mask
             sequences = Frames(*columns, state, batch.get("is_init").squeeze(-1), valid)
             present = valid.reshape(-1, valid.shape[-1]).any(-1)  # a minibatch without a frame would have no mean
-            frames = sequences.map(lambda x: (x.flatten(0, last - 1) if last else x.unsqueeze(0))[present])
+            frames = sequences.map(lambda x: rows(x, batch.ndim)[present])
         flat = _flat(frames)
-        explained = 1.0 - flat.advantage.var(correction=0) / flat.target.var(correction=0).clamp_min(1e-8)
+        explained = explained_variance(flat.advantage.var(correction=0), flat.target)
         summary = {"explained_variance": explained.item(), "value": flat.value.mean().item()}
-        if self.normalize_advantage:
-            mean, std = flat.advantage.mean(), flat.advantage.std(correction=0)
-            frames = frames._replace(advantage=(frames.advantage - mean) / (std + 1e-8))
         self.frames += len(flat.value)
         return frames, summary
 
@@ -191,18 +189,18 @@ class PPO(ActorCritic):
         parts = [[None] * len(minibatches) if x is None else x for x in shuffled]
         steps = [self._step(Frames(*minibatch), clip) for minibatch in zip(*parts, strict=True)]
         means, log_ratio = torch.stack([one for one, _ in steps]).mean(0), torch.cat([one for _, one in steps])
-        ratio = log_ratio.exp()
-        kl = (ratio - 1.0 - log_ratio).mean()  # low variance, never negative: http://joschu.net/blog/kl-approx.html
-        clip_fraction = ((ratio - 1.0).abs() > clip).float().mean()
-        return torch.cat([means, torch.stack([kl, clip_fraction])])
+        clip_fraction = ((log_ratio.exp() - 1.0).abs() > clip).float().mean()
+        return torch.cat([means, torch.stack([kl_divergence(log_ratio), clip_fraction])])
 
     def _step(self, frames: Frames, clip: float) -> tuple[Tensor, Tensor]:
         """Do one gradient step; return the first four of `STATS`, and the log-ratios of the probabilities."""
         distribution, value, frames = self._evaluate(frames)
         log_ratio = distribution.log_prob(frames.action) - frames.log_prob
         ratio = log_ratio.exp()
-        unclipped, clipped = frames.advantage * ratio, frames.advantage * ratio.clamp(1.0 - clip, 1.0 + clip)
-        loss_policy = -torch.min(unclipped, clipped).mean()
+        advantage = frames.advantage
+        if self.normalize_advantage and len(advantage) > 1:
+            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        loss_policy = -torch.min(advantage * ratio, advantage * ratio.clamp(1.0 - clip, 1.0 + clip)).mean()
 
         squared_error = (value - frames.target).square()
         if self.value_clip is not None:

@@ -5,7 +5,7 @@
 A process of its own, which ``bench_returns.py`` and ``bench_train.py`` start with settings as train.py has them. The
 environments, with their wrappers, and the settings of PPO are the same; the networks are those of ``MlpPolicy`` and
 ``CnnPolicy`` (the same as ``policy=mlp_tanh`` and ``policy=cnn``), and of ``MlpLstmPolicy`` for a recurrent policy.
-The factor ``reward_scale`` is not passed on: Stable-Baselines3 has no such setting. With ``stop_when_solved`` it ends
+The settings ``reward_scale`` and ``epochs_final`` are not passed on: Stable-Baselines3 has none such. With ``stop_when_solved`` it ends
 when the mean of the last 100 returns reaches ``env.solved_at``. Seconds count from the first step of an environment.
 """
 
@@ -89,7 +89,8 @@ def make_model(settings: Settings, made: VecEnv) -> PPO:
         algorithm = RecurrentPPO
     return algorithm(
         policy, made, n_steps=settings["frames_per_batch"] // made.num_envs, batch_size=ppo["minibatch_size"],
-        n_epochs=ppo["epochs"], gamma=ppo["gamma"], gae_lambda=ppo["gae_lambda"], vf_coef=ppo["value_coef"],
+        n_epochs=ppo["epochs"], gamma=ppo["gamma"], gae_lambda=ppo["gae_lambda"],
+        vf_coef=ppo["value_coef"] / 2, normalize_advantage=ppo["normalize_advantage"],  # no half in its value loss
         ent_coef=ppo["entropy_coef"], max_grad_norm=ppo["max_grad_norm"], seed=settings["seed"], device="cpu",
         learning_rate=falling(ppo["lr"], ppo["lr_final"], *schedule),
         clip_range=falling(ppo["clip"], ppo["clip_final"], *schedule),

@@ -124,6 +124,14 @@ def test_resumes_where_it_was(tmp_path: Any) -> None:
     assert stats[0] == stats[1] and stats[0]["lr"] == 0.75 * learner_of().lr
 
 
+def test_a_kl_divergence_without_bound_does_not_end_a_run() -> None:
+    """The ratios in the losses are clipped; a version that would never have taken an action may have acted."""
+    learner = learner_of()
+    batch = batch_of(learner.policy, 2, 8)
+    batch["action_log_prob"][0, 3] = -200.0
+    assert math.isinf(learner.update(batch)["kl"])
+
+
 def test_what_is_not_finite_is_named() -> None:
     learner = learner_of()
     batch = batch_of(learner.policy, 2, 8)

@@ -44,10 +44,11 @@ def batch_of(learner: PPO, *batch: int, seed: int = 0) -> TensorDict:
 
 
 def textbook_loss(learner: PPO, frames: Frames, clip: float) -> torch.Tensor:
-    """The loss as the paper writes it."""
+    """The loss as the paper writes it, with the minibatch's advantages normalised as in Stable-Baselines3."""
     distribution = learner.policy.distribution(frames.observation)
     ratio = (distribution.log_prob(frames.action) - frames.log_prob).exp()
-    surrogate = torch.min(ratio * frames.advantage, ratio.clamp(1 - clip, 1 + clip) * frames.advantage).mean()
+    advantage = (frames.advantage - frames.advantage.mean()) / (frames.advantage.std() + 1e-8)
+    surrogate = torch.min(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage).mean()
     value = learner.critic(frames.observation)
     error = (value - frames.target).square()
     if learner.value_clip is not None:
