@@ -105,7 +105,7 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> tuple[int, float]:
             cfg.total_frames,
             solved_at=goal.solved_at,
             resumed=training.resumed_in_words,
-            resume_command=resume_command(__file__, HydraConfig.get()),
+            resume_command=resume_command(__file__, HydraConfig.get()) if scheme.sends_weights else "",
             prefix=line_prefix(HydraConfig.get()),
         ),
         Pictures(),

@@ -34,7 +34,7 @@ from learning.help import print_help
 from learning.options import CNNConfig, MLPConfig, NoLoggerConfig, RNNConfig, TrainConfig, WandbConfig
 from learning.reporting.files import FolderError, writing
 from learning.reporting.sweep import report
-from learning.resuming import config_folders, is_override, override_name, resumed, store, stored_overrides
+from learning.resuming import config_folders, is_override, override_name, resumed, store, with_earlier_overrides
 from learning.run import interrupt_by_signals, run_command
 from wsync import WeightSyncError, WorkerDied
 
@@ -123,7 +123,7 @@ def run_hydra(main: Callable[[], Any]) -> NoReturn:
         register_configs(config_folders(sys.argv[1:]))
         if {"--help", "-h"}.isdisjoint(sys.argv):
             # Options first: argparse takes overrides only in one piece.
-            sys.argv[1:] = sorted(stored_overrides(sys.argv[1:]), key=is_override)
+            sys.argv[1:] = sorted(with_earlier_overrides(sys.argv[1:]), key=is_override)
             main()
         else:
             given = [argument for argument in sys.argv[1:] if is_override(argument)]

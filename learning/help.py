@@ -101,14 +101,14 @@ def _print_settings(console: Console, prefix: str, cfg: DictConfig) -> None:
         if isinstance(node, DictConfig) and not prefix:
             groups[name] = node
         elif not name.startswith("_"):
-            table.add_row(f"{prefix}{name}={shown(value)}", explained.get(name, ""))
+            table.add_row(f"{prefix}{name}={as_override(value)}", explained.get(name, ""))
     if prefix in _COMMON and target and OmegaConf.get_type(cfg) is dict:  # of a YAML file of the user's
         common = _COMMON[prefix]
         texts = _unmarked(common)
         for field in fields(common):
             if field.name in texts and field.name not in plain and field.name not in _NOT_BESIDE_A_TARGET:
                 default = field.default_factory() if field.default is MISSING else field.default  # pyright: ignore
-                table.add_row(f"+{prefix}{field.name}={shown(default)}", texts[field.name])
+                table.add_row(f"+{prefix}{field.name}={as_override(default)}", texts[field.name])
     console.print(Padding(table, (0, 0, 1, 2)))
     for group, node in groups.items():
         called = OmegaConf.select(node, "_target_") or ("gymnasium.make" if group == "env" else "")
@@ -116,7 +116,7 @@ def _print_settings(console: Console, prefix: str, cfg: DictConfig) -> None:
         _print_settings(console, f"{group}.", node)
 
 
-def shown(value: Any) -> str:
+def as_override(value: Any) -> str:
     """Return a value as the command line takes it: as YAML, on one line."""
     return " ".join(yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").split())
 

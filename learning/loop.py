@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from collectors.errors import ConfigError
 from learning import checkpoint
-from learning.actor_critic import ActorCritic, Diverged
+from learning.actor_critic import ActorCritic, Diverged, zero_gaps
 from learning.delay import WeightDelay
 from learning.normalization import ObservationNormalizer, RewardNormalizer
 from learning.progress import Progress
@@ -58,7 +59,7 @@ class Goal:
     solved_at: float | None = None
     stop_when_solved: bool = True
 
-    def reached(self, progress: Progress) -> str | None:
+    def outcome(self, progress: Progress) -> str | None:
         """Return "solved" or "finished" if the run has reached its goal, else None."""
         if self.stop_when_solved and progress.solved(self.solved_at):
             return "solved"
@@ -154,19 +155,19 @@ class Training:
 
     def _loop(self, collector: Collector, stop: StopRequest) -> str:
         progress, scheme, saved_at = self.progress, self.scheme, time.monotonic()
-        batches, unsent = iter(collector), 0  # updates that workers lack for good: the scheme carries nothing
+        batches, missed = iter(collector), 0  # updates that workers lack for good: the scheme carries nothing
         progress.begin(scheme.version)
         self.delay.acting(self.learner.policy)  # before the first update
-        while (status := self.goal.reached(progress)) is None:
+        while (status := self.goal.outcome(progress)) is None:
             if stop.requested:
                 return "interrupted"
             batch = next(batches)
-            progress.collected(batch, scheme.version + len(self.delay) + unsent, collector.staleness)
+            progress.collected(batch, scheme.version + len(self.delay) + missed, collector.staleness)
             progress.note_solved(self.goal.solved_at)
             learning = self._learn(batch)
             if (due := self.delay.exchange(self.learner.policy)) is not None:
                 collector.update_policy_weights_(due)
-                unsent += not scheme.sends_weights
+                missed += not scheme.sends_weights
             failed = sum(self._counted(collector.failures).as_dict()["failed"].values())
             row = progress.synchronised(learning, scheme.metrics, scheme.version, failed)
             for reporter in self.reporters:
@@ -185,6 +186,8 @@ class Training:
         observations, mask = self.observations, batch.get("mask", None)
         if mask is not None and not mask.any():  # of one step, in which all environments were reset
             return {}
+        if observations is not None and not zero_gaps(batch).get("observation").isfinite().all():  # they are clipped
+            raise Diverged(f"the batch has observations that are not finite: check {self.facts.get('env')}")
         first = observations is not None and observations.is_new
         if observations is not None and first:
             observations.update(batch.get("observation"), mask)
@@ -211,15 +214,20 @@ class Training:
 
         Raises:
             CheckpointError: there is no checkpoint, it is damaged, or it belongs to another model or learner.
+            ConfigError: the scheme sends no weights.
         """
+        if not self.scheme.sends_weights:
+            raise ConfigError(
+                f"resume={folder}: with weight_sync={self.scheme.name}, workers keep the weights that they begin with, "
+                "and those of a resumed run have been learnt: it would be no control; choose another weight_sync"
+            )
         state = checkpoint.load(folder)
         try:
             self.learner.load_state_dict(state["learner"])
             self.progress.load_state_dict(state["progress"])
             self.rewards.load_state_dict(state["rewards"])
-            if "delay" in state:  # not in a checkpoint of an earlier version
-                self.delay.load_state_dict(state["delay"], self.learner.policy)
-            self.earlier_failures = state.get("worker_failures", {})
+            self.delay.load_state_dict(state["delay"], self.learner.policy)
+            self.earlier_failures = state["worker_failures"]
             if state["env"] != self.facts.get("env"):
                 self.progress.forget_returns()  # returns in another environment do not count
         except (KeyError, RuntimeError, TypeError, ValueError) as error:

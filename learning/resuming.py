@@ -16,9 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 from collectors.errors import ConfigError
 from learning.config_errors import CONF
 from learning.options import TrainConfig
-from learning.reporting.files import shown, writing
+from learning.reporting.files import relative_path, writing
 
-_SETTINGS = "resume.yaml"  # in the folder .hydra of a run; see ``store``
+_SETTINGS = "resume"  # with .yaml, in the folder .hydra of a run; see ``store``
 
 
 def is_override(argument: str) -> bool:
@@ -47,8 +47,8 @@ def resume_command(script: str, run: HydraConf) -> str:
     """
     if "collector.launcher=join" in run.overrides.task:
         return "the command that started it on each machine, on the first one with resume="
-    folders = [word for folder in _folders_named(run) for word in ("--config-dir", shown(folder))]
-    return shlex.join(["python", shown(script), *folders]) + " resume="
+    folders = [word for folder in _folders_named(run) for word in ("--config-dir", relative_path(folder))]
+    return shlex.join(["python", relative_path(script), *folders]) + " resume="
 
 
 def _folders_named(run: HydraConf | DictConfig) -> list[str]:
@@ -56,11 +56,11 @@ def _folders_named(run: HydraConf | DictConfig) -> list[str]:
     return [source.path for source in run.runtime.config_sources if source.provider == "command-line"]
 
 
-def stored_overrides(argv: Sequence[str]) -> list[str]:
+def with_earlier_overrides(argv: Sequence[str]) -> list[str]:
     """Return the command line `argv` with the overrides of the run that it resumes (``resume=<folder>``) inserted.
 
-    They stand before those in `argv`, which take precedence. The groups that the earlier run chose are chosen again. The
-    earlier settings of a group are left out if its option is another one now.
+    They stand before those in `argv`, which take precedence. The groups that the earlier run chose are chosen again.
+    The earlier settings of a group are left out if its option is another one now.
 
     Raises:
         ConfigError: the folder is not that of a run; or that run had a config folder, and `argv` has none; or a group
@@ -124,7 +124,7 @@ def resumed(cfg: DictConfig, overrides: Sequence[str], choices: Mapping[str, str
 
     Args:
         cfg: composed from the current defaults.
-        overrides: those that `cfg` was composed with, including `stored_overrides`.
+        overrides: those that `cfg` was composed with, including `with_earlier_overrides`.
         choices: the chosen option of each group.
     """
     if cfg.resume is None:
@@ -153,7 +153,7 @@ def store(folder: Path, cfg: DictConfig, choices: Mapping[str, str | None]) -> N
     Raises:
         FolderError: the file cannot be written.
     """
-    path = folder / ".hydra" / _SETTINGS
+    path = folder / ".hydra" / f"{_SETTINGS}.yaml"
     with writing(path):
         path.parent.mkdir(exist_ok=True)
         OmegaConf.save(OmegaConf.create({"choices": dict(choices), "config": cfg}), path)
@@ -161,16 +161,10 @@ def store(folder: Path, cfg: DictConfig, choices: Mapping[str, str | None]) -> N
 
 def _settings_of(folder: str) -> tuple[dict[Any, Any], Mapping[str, str | None]]:
     """Return the config of the run in `folder`, with its interpolations, and the chosen option of each group."""
-    path = Path(folder) / ".hydra" / _SETTINGS
-    if path.is_file():
-        stored = OmegaConf.load(path)
-        config, choices = stored.config, stored.choices
-    else:  # an earlier version of train.py, or a run that ended before its config was checked
-        config = OmegaConf.load(_stored(folder, "config"))
-        choices = OmegaConf.load(_stored(folder, "hydra")).hydra.runtime.choices
-    content = OmegaConf.to_container(config, resolve=False)
+    stored = OmegaConf.load(_stored(folder, _SETTINGS))
+    content = OmegaConf.to_container(stored.config, resolve=False)
     assert isinstance(content, dict)
-    return content, choices
+    return content, stored.choices
 
 
 def _delete(tree: dict[Any, Any], name: str) -> None:

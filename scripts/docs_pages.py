@@ -144,7 +144,7 @@ def _plain(config: DictConfig, name: str) -> str:
     """Return a default as YAML has it, on one line."""
     value = OmegaConf.to_container(config, resolve=False)
     assert isinstance(value, dict)
-    return _cell(shown(value[name]))
+    return _cell(as_override(value[name]))
 
 
 def _type(annotation: Any) -> str:

@@ -17,7 +17,7 @@ from rich.text import Text
 from learning import checkpoint
 from learning.progress import WINDOW, Row
 from learning.reporting import Reporter
-from learning.reporting.files import shown
+from learning.reporting.files import relative_path
 from learning.summary import return_text
 from wsync.types import PHASES
 
@@ -102,7 +102,7 @@ class ConsoleReporter(Reporter):
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
         """Show the title and the folder."""
         self._folder = folder
-        self._print(Text.assemble((self.title, "bold"), f" → {shown(folder)}"))
+        self._print(Text.assemble((self.title, "bold"), f" → {relative_path(folder)}"))
         if self.resumed:
             self._print(Text(self.resumed))
         if self.console.is_terminal and not self.console.is_dumb_terminal and not self.prefix:
@@ -152,10 +152,10 @@ class ConsoleReporter(Reporter):
         self.console.print(table)
         style = "bold red" if summary["status"] == "failed" else "bold green" if summary["solved"] else "bold yellow"
         self._print(Text(summary["verdict"], style=style))
-        self._print(Text(f"files: {shown(self._folder)}"))
+        self._print(Text(f"files: {relative_path(self._folder)}"))
         cut_off = summary["status"] in ("interrupted", "failed") and (self._folder / checkpoint.FILE).is_file()
         if cut_off and self.resume_command:
-            self._print(Text(f"continue it by: {self.resume_command}{shlex.quote(shown(self._folder))}"))
+            self._print(Text(f"continue it by: {self.resume_command}{shlex.quote(relative_path(self._folder))}"))
 
 
 def summary_table(summary: dict[str, Any]) -> Table:

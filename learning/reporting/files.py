@@ -27,7 +27,7 @@ class FolderError(OSError):
     """A file in a run's folder cannot be written (a full disk, for example) or read."""
 
 
-def shown(path: str | Path) -> str:
+def relative_path(path: str | Path) -> str:
     """Return a path as it is printed: relative to the current folder if it lies inside."""
     path, here = Path(path), Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
@@ -129,8 +129,9 @@ class RunFiles(Reporter):
         self._metrics: TextIOWrapper | None = None
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
-        """Open ``metrics.jsonl``."""
-        history = list(read_rows(self._resumed_from, self._frames)) if self._resumed_from else []
+        """Open ``metrics.jsonl``; that of the earlier run may be missing."""
+        earlier = self._resumed_from
+        history = list(read_rows(earlier, self._frames)) if earlier and (earlier / METRICS).exists() else []
         self._folder = folder
         with writing(folder / METRICS):
             self._metrics = open(folder / METRICS, "w", encoding="utf-8", buffering=1)  # noqa: SIM115  (closed by finish)

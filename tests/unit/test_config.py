@@ -27,7 +27,7 @@ from learning.config_errors import one_line
 from learning.options import CNNConfig, MLPConfig, PolicyConfig, RNNConfig, TrainConfig, WandbConfig
 from learning.reporting import Reporter
 from learning.reporting.wandb_logger import WandbLogger
-from learning.resuming import stored_overrides
+from learning.resuming import with_earlier_overrides
 from learning.validation import LIMITS
 from wsync.config import config_of
 from wsync.registry import import_string, load_backend
@@ -402,19 +402,21 @@ def choices(overrides: list[str]) -> DictConfig:
         return compose("train", overrides=overrides, return_hydra_config=True).hydra.runtime.choices
 
 
-def stored_run(folder: Path, *overrides: str, config_folder: str | None = None) -> None:
-    """Leave in `folder` what Hydra leaves of a run."""
+def stored_run(folder: Path, *overrides: str, config_folder: str | None = None, begun: bool = True) -> None:
+    """Leave in `folder` what Hydra leaves of a run, and the settings of one that has `begun`."""
     (folder / ".hydra").mkdir(exist_ok=True)
     sources = [{"path": str(CONF), "schema": "file", "provider": "main"}]
     if config_folder is not None:
         sources.append({"path": config_folder, "schema": "file", "provider": "command-line"})
     chosen = {"hydra": {"runtime": {"choices": choices(list(overrides)), "config_sources": sources}}}
-    for name, content in (("hydra", chosen), ("config", composed(*overrides)), ("overrides", list(overrides))):
+    if begun:
+        resuming.store(folder, composed(*overrides), choices(list(overrides)))
+    for name, content in (("hydra", chosen), ("overrides", list(overrides))):
         OmegaConf.save(OmegaConf.create(content), folder / ".hydra" / f"{name}.yaml")
 
 
 def resumed(*argv: str) -> TrainConfig:
-    overrides = stored_overrides(argv)
+    overrides = with_earlier_overrides(argv)
     result = OmegaConf.to_object(resuming.resumed(composed(*overrides), overrides, choices(overrides)))
     assert isinstance(result, TrainConfig)
     return result
@@ -422,9 +424,9 @@ def resumed(*argv: str) -> TrainConfig:
 
 def test_a_resumed_run_has_its_old_config_and_overrides_win(tmp_path: Path) -> None:
     stored_run(tmp_path, "weight_sync=multiprocess", "seed=5", "algorithm.lr=0.5", "timeout=9")
-    path = tmp_path / ".hydra/config.yaml"
+    path = tmp_path / ".hydra/resume.yaml"
     older = OmegaConf.load(path)
-    older.algorithm.gamma = 0.5  # as if today's default were another
+    older.config.algorithm.gamma = 0.5  # as if today's default were another
     OmegaConf.save(older, path)
 
     same = resumed(f"resume={tmp_path}")
@@ -439,8 +441,8 @@ def test_a_resumed_run_has_its_old_config_and_overrides_win(tmp_path: Path) -> N
 def run_into(folder: Path, *argv: str) -> TrainConfig:
     """Do what Hydra and train.py do with the config of a run in `folder`; return the config."""
     folder.mkdir(exist_ok=True)
-    overrides = stored_overrides(argv)
-    stored_run(folder, *overrides)
+    overrides = with_earlier_overrides(argv)
+    stored_run(folder, *overrides, begun=False)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         hydra = compose("train", overrides=overrides, return_hydra_config=True).hydra
     return learning.config.resolved(composed(*overrides), hydra, folder)
@@ -450,9 +452,9 @@ def test_the_old_config_is_kept_by_a_second_resume_and_by_one_into_the_same_fold
     first, second, third = (tmp_path / name for name in "123")
     first.mkdir()
     stored_run(first, "seed=5", "timeout=9")
-    path = first / ".hydra/config.yaml"
+    path = first / ".hydra/resume.yaml"
     older = OmegaConf.load(path)
-    older.num_envs, older.algorithm.gamma = 3, 0.5  # as if today's defaults were others
+    older.config.num_envs, older.config.algorithm.gamma = 3, 0.5  # as if today's defaults were others
     OmegaConf.save(older, path)
 
     runs = [run_into(second, f"resume={first}"), run_into(third, f"resume={second}", "timeout=4")]
@@ -484,7 +486,7 @@ def test_resuming_a_run_with_a_config_folder_without_the_folder_names_it(tmp_pat
     stored_run(tmp_path, config_folder="/home/me/my")
     with pytest.raises(ConfigError, match=r"made with a config folder; add it: --config-dir /home/me/my$"):
         resumed(f"resume={tmp_path}")
-    assert stored_overrides(["-cd", f"{tmp_path}", f"resume={tmp_path}"])[:2] == ["-cd", f"{tmp_path}"]
+    assert with_earlier_overrides(["-cd", f"{tmp_path}", f"resume={tmp_path}"])[:2] == ["-cd", f"{tmp_path}"]
 
 
 def test_an_option_that_a_resumed_run_chooses_anew_brings_along_what_belongs_to_it(tmp_path: Path) -> None:
@@ -509,12 +511,10 @@ def test_an_option_that_a_resumed_run_chooses_anew_has_none_of_the_earlier_setti
 
     stored_run(cartpole, "algorithm.lr=0.01", "collector.max_restarts=3")
     assert resumed(f"resume={cartpole}", "algorithm=ppo_mujoco").algorithm.lr == 3e-4
-    assert (
-        resumed(f"resume={cartpole}", "env=acrobot").algorithm.lr == 1e-3
-    )  # whose option chooses algorithm=ppo_acrobot
+    assert resumed(f"resume={cartpole}", "env=acrobot").algorithm.lr == 1e-3  # it chooses algorithm=ppo_acrobot
     same_collector = resumed(f"resume={cartpole}", "weight_sync=multiprocess")
     assert (same_collector.algorithm.lr, same_collector.collector.max_restarts) == (0.01, 3)
-    assert "algorithm.lr=0.01" not in stored_overrides(["-m", f"resume={cartpole}", "algorithm=ppo,impala"])
+    assert "algorithm.lr=0.01" not in with_earlier_overrides(["-m", f"resume={cartpole}", "algorithm=ppo,impala"])
 
     stored_run(mountain, "env.id=MountainCar-v0")
     assert resumed(f"resume={mountain}", "env=pendulum").env.id == "Pendulum-v1"
@@ -533,12 +533,12 @@ def test_a_learner_or_a_reporter_that_the_loop_cannot_use_is_refused() -> None:
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_group_that_is_to_be_null_is_named(group: str) -> None:
     with pytest.raises(ConfigError, match=f"{group}=null: say one of the options that --help lists"):
-        stored_overrides(["seed=1", f"{group}=null"])
+        with_earlier_overrides(["seed=1", f"{group}=null"])
 
 
 def test_resuming_from_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run is stored there"):
-        stored_overrides([f"resume={tmp_path}"])
+        with_earlier_overrides([f"resume={tmp_path}"])
     with pytest.raises(learning.config.ConfigError, match="not swept over"):
-        stored_overrides(["-m", f"resume={tmp_path},{tmp_path / 'other'}"])
-    assert stored_overrides(["seed=1", "resume=null"]) == ["seed=1", "resume=null"]
+        with_earlier_overrides(["-m", f"resume={tmp_path},{tmp_path / 'other'}"])
+    assert with_earlier_overrides(["seed=1", "resume=null"]) == ["seed=1", "resume=null"]

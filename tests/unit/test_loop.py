@@ -13,6 +13,7 @@ from torch import nn
 
 import collectors.workers.records
 from collectors.environments.specs import Spec
+from collectors.errors import ConfigError
 from collectors.staleness import Staleness
 from learning import PPO, checkpoint, make_critic, make_policy
 from learning.actor_critic import Diverged
@@ -21,7 +22,7 @@ from learning.normalization import ObservationNormalizer
 from learning.reporting import Reporter
 from learning.reporting.files import RunFiles
 from learning.run import StopRequest
-from wsync import NoWeightSyncScheme
+from wsync import NoWeightSyncScheme, SharedMemWeightSyncScheme, WeightSyncScheme
 
 
 class FakeCollector:
@@ -67,10 +68,12 @@ class RecordingReporter(Reporter):
         self.concluded = True
 
 
-def training(folder: Path, *reporters: Reporter, env: str = "CartPole-v1") -> Training:
+def training(
+    folder: Path, *reporters: Reporter, env: str = "CartPole-v1", scheme: type[WeightSyncScheme] = NoWeightSyncScheme
+) -> Training:
     policy = make_policy(4, Spec(torch.Size([2]), torch.int64, n=2), (8,))
     learner, facts = PPO(policy, make_critic(4, (8,))), {"env": env}
-    return Training(learner, NoWeightSyncScheme(), Goal(1000), folder, 0.0, reporters=reporters, facts=facts)
+    return Training(learner, scheme(), Goal(1000), folder, 0.0, reporters=reporters, facts=facts)
 
 
 def training_with(collector: type[FakeCollector], folder: Path, *reporters: Reporter) -> dict[str, Any]:
@@ -109,7 +112,8 @@ def test_returns_of_another_environment_do_not_count(tmp_path: Path) -> None:
     before = training(tmp_path)
     before.progress.window.extend([500.0] * 100)
     checkpoint.save(tmp_path, before.state_dict())
-    same, other = training(tmp_path), training(tmp_path, env="CartPole-v0")
+    scheme = SharedMemWeightSyncScheme
+    same, other = training(tmp_path, scheme=scheme), training(tmp_path, env="CartPole-v0", scheme=scheme)
     same.resume(tmp_path)
     other.resume(tmp_path)
     assert same.progress.solved(475.0) and not other.progress.solved(195.0)
@@ -134,6 +138,28 @@ def test_statistics_are_set_before_the_first_batch_is_learnt_from_and_resumed(tm
     assert seen[:2] == [16, 16] and seen[2] == 32  # afterwards a batch is learnt from as it was acted on
     one.rewards.moments.count.fill_(7)
     checkpoint.save(tmp_path, one.state_dict())
-    again = training(tmp_path)
+    again = training(tmp_path, scheme=SharedMemWeightSyncScheme)
     again.resume(tmp_path)
     assert again.rewards.moments.count.item() == 7
+
+
+def test_a_control_is_not_resumed_with_weights_that_were_learnt(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, training(tmp_path).state_dict())
+    with pytest.raises(ConfigError, match="workers keep the weights that they begin with"):
+        training(tmp_path).resume(tmp_path)
+
+
+def test_an_infinite_observation_is_reported_before_it_changes_the_statistics(tmp_path: Path) -> None:
+    one = training(tmp_path)
+    one.observations = ObservationNormalizer(Spec(torch.Size([4]), torch.float32))
+
+    class Collector(FakeCollector):
+        def __iter__(self) -> Iterator[TensorDict]:
+            for number, batch in enumerate(super().__iter__()):
+                if number == 1:
+                    batch["observation"][0, 3, 2] = torch.inf
+                yield batch
+
+    with pytest.raises(Diverged, match="observations that are not finite: check CartPole-v1"):
+        one.run(Collector(one.learner.policy), StopRequest(), {})
+    assert one.observations.moments[0].mean.isfinite().all() and int(one.observations.moments[0].count) == 16
