@@ -7,6 +7,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import wsync
 from wsync.checksum import checksum_of
 from wsync.control.settings import SenderSettings
 from wsync.engine import protocol
+from wsync.testing.asgi import serve
 from wsync.testing.models import Small
 from wsync.weights.layout import Layout
 from wsync.weights.snapshot import snapshot
@@ -180,17 +182,27 @@ def test_nothing_is_read_before_the_token() -> None:
             assert sent[-2]["status"] == 401
 
 
-def test_uvicorn_serves_it() -> None:
+@contextmanager
+def serve_by_uvicorn(app: Any) -> Iterator[str]:
     uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed")
-    loaded = dict[str, torch.Tensor]()
-    app = wsync.engine_app(load=lambda pairs: loaded.update({n: t.clone() for n, t in pairs}), token="t")
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
         while not server.started:
             threading.Event().wait(0.01)
-        url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def test_uvicorn_serves_it() -> None:
+    """No thread of the application is left when the server has ended."""
+    before = {*threading.enumerate()}
+    loaded = dict[str, torch.Tensor]()
+    app = wsync.engine_app(load=lambda pairs: loaded.update({n: t.clone() for n, t in pairs}), token="t")
+    with serve_by_uvicorn(app) as url:
         with wsync.HTTPWeightSyncScheme(url, token="t", pause="wait", chunk_bytes=1 << 20) as scheme:
             model = torch.nn.Linear(1000, 1000)
             scheme.init_on_sender("policy", model=model)
@@ -203,9 +215,9 @@ def test_uvicorn_serves_it() -> None:
         ):
             scheme.init_on_sender("policy", model=Small())
             scheme.connect()
-    finally:
-        server.should_exit = True
-        thread.join()
+    for thread in {*threading.enumerate()} - before:
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 def test_weights_before_init_are_told_what_is_missing() -> None:
@@ -216,3 +228,15 @@ def test_weights_before_init_are_told_what_is_missing() -> None:
 
 def test_a_small_version_takes_little_memory_whatever_the_size_of_a_chunk() -> None:
     assert protocol.body_limit(LAYOUT, 1 << 40) == LAYOUT.nbytes + protocol.HEADER_BYTES
+
+
+@pytest.mark.parametrize("served_by", ["uvicorn", "the test server"])
+def test_a_large_body_that_is_refused_gets_its_answer(served_by: str) -> None:
+    """Also if the trainer reads the answer only when it has sent all of the body."""
+    engine = Engine()
+    with serve_by_uvicorn(engine.app) if served_by == "uvicorn" else serve(engine.app) as engine.url:
+        for _ in range(2):
+            status, answer = engine.update(bytes(64 << 20))
+            assert (status, answer["reason"]) == (409, "not_initialised")
+        engine.begin()
+        assert engine.update(bytes(64 << 20))[0] == 413

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import threading
@@ -177,3 +178,34 @@ def test_an_engine_whose_pause_fails_is_not_said_to_be_paused() -> None:
     with serve(wsync.engine_app(Small(), token=None, pause=pause, resume=lambda: None)) as url:
         assert "ArithmeticError" in ask(url, "POST", "/pause")["error"]
         assert ask(url, "GET", "/is_paused") == {"is_paused": False}
+
+
+def test_paused_generations_in_all_threads_of_the_event_loop_do_not_stop_an_update() -> None:
+    """An update takes no thread of those that an engine generates in; it loads weights in one thread."""
+    loading, waits = set[int](), threading.Event()
+    app = wsync.engine_app(load=lambda pairs: loading.add(threading.get_ident()), token=None)
+
+    def generate_one() -> None:
+        waits.set()
+        with app.generation():
+            return
+
+    async def engine(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] != "/generate":
+            await app(scope, receive, send)
+            return
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        await asyncio.to_thread(generate_one)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    with serve(engine) as url, wsync.HTTPWeightSyncScheme(url) as scheme, ThreadPoolExecutor(1) as threads:
+        scheme.init_on_sender("policy", model=fill(Small(), 1))
+        scheme.connect()
+        assert ask(url, "POST", "/pause?mode=keep") == {"status": "paused"}
+        running = threads.submit(ask, url, "POST", "/generate")
+        assert waits.wait(30)
+        scheme.send()
+        assert ask(url, "POST", "/resume") == {"status": "resumed"}
+        assert running.result() == {}
+    assert len(loading) == 1

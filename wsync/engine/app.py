@@ -8,7 +8,8 @@ import inspect
 import json
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -31,6 +32,7 @@ Resume = Callable[[], Awaitable[object] | object]
 _LAYOUT_BYTES = 64 << 20  # largest body of /init_weight_transfer_engine, which has the layout
 _FIELDS_BYTES = 64 << 10  # largest body of the other requests with JSON
 _STALLED = 60.0  # longest time without a byte of a body, in seconds
+_DROPPING = 1.0  # the same, for a body that is refused
 
 
 class EngineApp:
@@ -59,17 +61,24 @@ class EngineApp:
         self._generations = generations
         self._paused = False
         self._updating = asyncio.Lock()  # one body at a time is in memory
-        self._routes: Mapping[str, tuple[str, Callable[..., Awaitable[Mapping[str, Any]]]]] = {
-            protocol.INIT: ("POST", self._init),
-            protocol.START: ("POST", self._start),
-            protocol.UPDATE: ("POST", self._update),
-            protocol.FINISH: ("POST", self._finish),
-            protocol.PAUSE: ("POST", self._pause_generation),
-            protocol.RESUME: ("POST", self._resume_generation),
-            protocol.IS_PAUSED: ("GET", self._is_paused),
-            protocol.WEIGHT_INFO: ("GET", self._weight_info),
-            protocol.WORLD_SIZE: ("GET", self._world_size),
-            protocol.HEALTH: ("GET", self._health),
+        # Not the event loop's own threads: an engine may keep all of those busy with generations that are paused.
+        self._loading = ThreadPoolExecutor(1, "wsync-engine-load")
+        self._pausing = ThreadPoolExecutor(thread_name_prefix="wsync-engine-pause")
+        self._phases: Mapping[str, tuple[Callable[[Any], Mapping[str, Any] | None], str]] = {
+            protocol.INIT: (weights.initialise, "Weight transfer initialized"),
+            protocol.START: (weights.start, "Weight update started"),
+            protocol.UPDATE: (weights.add, "Weights updated"),
+            protocol.FINISH: (lambda fields: weights.finish(fields, generations.installed), "Weight update finished"),
+        }
+        self._controls: Mapping[str, Callable[[Mapping[str, Sequence[str]]], Awaitable[Mapping[str, Any]]]] = {
+            protocol.PAUSE: self._pause_generation,
+            protocol.RESUME: self._resume_generation,
+        }
+        self._questions: Mapping[str, Callable[[], Mapping[str, Any]]] = {
+            protocol.IS_PAUSED: lambda: {"is_paused": self._is_paused()},
+            protocol.WEIGHT_INFO: lambda: {"weight_version": self.version},
+            protocol.WORLD_SIZE: lambda: {"world_size": 1},
+            protocol.HEALTH: dict,
         }
 
     @property
@@ -98,12 +107,20 @@ class EngineApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request (an ASGI application)."""
         if scope["type"] == "lifespan":
-            await _lifespan(receive, send)
+            await self._lifespan(receive, send)
             return
         if scope["type"] != "http":
             raise NotImplementedError(f"this application serves HTTP, not {scope['type']}")
+        unread = True
+
+        async def receive_part() -> Mapping[str, Any]:
+            nonlocal unread
+            message = await receive()
+            unread = message.get("more_body", False)
+            return message
+
         try:
-            answer, status = await self._answer(scope, receive), 200
+            answer, status = await self._answer(scope, receive_part), 200
         except Refused as error:
             answer, status = {"error": str(error), "reason": error.reason}, error.status
         except Exception:  # noqa: BLE001  whatever the engine raised goes to the trainer, which raises it
@@ -111,9 +128,13 @@ class EngineApp:
         content = json.dumps(answer).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
         if status != 200:
-            headers.append((b"connection", b"close"))  # the body may not have been read
+            headers.append((b"connection", b"close"))  # a part of the body may not have been read
         await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": content})
+        drops = unread and status not in (200, 401)  # without the token nothing is read
+        await send({"type": "http.response.body", "body": content, "more_body": drops})
+        if drops:
+            await _drop_body(receive)
+            await send({"type": "http.response.body"})
 
     async def _answer(self, scope: Scope, receive: Receive) -> Mapping[str, Any]:
         """Authenticate, then find the route, and only then read the body."""
@@ -123,78 +144,75 @@ class EngineApp:
         guarded = self._authorization is not None and path != protocol.HEALTH
         if guarded and not hmac.compare_digest(given, self._authorization or b""):
             raise Refused(401, "the token is missing or wrong")
-        if path not in self._routes:
-            raise Refused(404, f"there is no {path}; there are {', '.join(self._routes)}")
-        method, function = self._routes[path]
+        routes = [*self._phases, *self._controls, *self._questions]
+        if path not in routes:
+            raise Refused(404, f"there is no {path}; there are {', '.join(routes)}")
+        method = "GET" if path in self._questions else "POST"
         if scope["method"] != method:
             raise Refused(405, f"{path} takes {method}")
-        if method == "GET":
-            return await function()
-        query = parse_qs(scope.get("query_string", b"").decode(errors="replace"))
-        if path in (protocol.PAUSE, protocol.RESUME):
-            return await function(query)
+        if path in self._questions:
+            return self._questions[path]()
+        if path in self._controls:
+            return await self._controls[path](parse_qs(scope.get("query_string", b"").decode(errors="replace")))
         async with self._updating:
             if path != protocol.UPDATE:
                 limit = _LAYOUT_BYTES if path == protocol.INIT else _FIELDS_BYTES
-                return await function(_fields(bytes(await _body(headers, receive, limit))))
+                return await self._load(path, _fields(bytes(await _body(headers, receive, limit))))
             if headers.get(b"content-type", b"").split(b";")[0].strip() != protocol.SAFETENSORS.encode():
                 raise Refused(415, f"{path} takes {protocol.SAFETENSORS} here (transfer '{protocol.TRANSFER}')")
             buffer = self._weights.body_buffer()
-            return await function(await _body(headers, receive, len(buffer), buffer))
+            return await self._load(path, await _body(headers, receive, len(buffer), buffer))
 
-    # --- the routes; weights are loaded in a thread, so that the server goes on answering ---
-
-    async def _init(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        await asyncio.to_thread(self._weights.initialise, fields)
-        return {"message": "Weight transfer initialized"}
-
-    async def _start(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        await asyncio.to_thread(self._weights.start, fields)
-        return {"message": "Weight update started"}
-
-    async def _update(self, body: memoryview) -> Mapping[str, Any]:
-        await asyncio.to_thread(self._weights.add, body)
-        return {"message": "Weights updated"}
-
-    async def _finish(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        cost = await asyncio.to_thread(self._weights.finish, fields, self._generations.installed)
-        return {"message": "Weight update finished", "weight_version": self.version, **cost}
+    async def _load(self, path: str, content: Any) -> Mapping[str, Any]:
+        """Take a phase of an update in the thread that loads weights, so that the server goes on answering."""
+        function, message = self._phases[path]
+        return {"message": message, **(await _in(self._loading, function, content) or {})}
 
     async def _pause_generation(self, query: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
         mode = query.get("mode", ["abort"])[-1]
         if mode not in protocol.PAUSE_MODES:
             raise Refused(400, f"mode is one of {', '.join(protocol.PAUSE_MODES)}, not {mode!r}")
-        await _call(self._pause, mode)
+        await self._call(self._pause, mode)
         self._paused = True
         return {"status": "paused"}
 
     async def _resume_generation(self, query: Mapping[str, Sequence[str]]) -> Mapping[str, Any]:
-        await _call(self._resume)
+        await self._call(self._resume)
         self._paused = False
         return {"status": "resumed"}
 
-    async def _is_paused(self) -> Mapping[str, Any]:
+    def _is_paused(self) -> bool:
         own = self._pause == self._generations.pause
-        return {"is_paused": self._generations.paused if own else self._paused}
+        return self._generations.paused if own else self._paused
 
-    async def _weight_info(self) -> Mapping[str, Any]:
-        return {"weight_version": self.version}
+    async def _call(self, function: Callable[..., Any], *arguments: object) -> None:
+        """Call a function that may block in a thread; await one that is asynchronous."""
+        if inspect.iscoroutinefunction(function):
+            await function(*arguments)
+            return
+        result = await _in(self._pausing, function, *arguments)
+        if inspect.isawaitable(result):
+            await result
 
-    async def _world_size(self) -> Mapping[str, Any]:
-        return {"world_size": 1}
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        while True:
+            phase = (await receive())["type"]
+            await send({"type": f"{phase}.complete"})
+            if phase == "lifespan.shutdown":
+                self._loading.shutdown(wait=False)
+                self._pausing.shutdown(wait=False)
+                return
 
-    async def _health(self) -> Mapping[str, Any]:
-        return {}
+
+def _in(threads: ThreadPoolExecutor, function: Callable[..., Any], *arguments: object) -> Awaitable[Any]:
+    return asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
 
 
-async def _call(function: Callable[..., Any], *arguments: object) -> None:
-    """Call a function that may block in a thread; await one that is asynchronous."""
-    if inspect.iscoroutinefunction(function):
-        await function(*arguments)
-        return
-    result = await asyncio.to_thread(function, *arguments)
-    if inspect.isawaitable(result):
-        await result
+async def _drop_body(receive: Receive) -> None:
+    """Read the rest of a body: a connection that is closed with unread bytes is reset, and its answer may be lost."""
+    with suppress(TimeoutError):
+        while (await asyncio.wait_for(receive(), _DROPPING)).get("more_body", False):
+            pass
 
 
 async def _body(
@@ -231,14 +249,6 @@ def _fields(body: bytes) -> Mapping[str, Any]:
     return found
 
 
-async def _lifespan(receive: Receive, send: Send) -> None:
-    while True:
-        phase = (await receive())["type"]
-        await send({"type": f"{phase}.complete"})
-        if phase == "lifespan.shutdown":
-            return
-
-
 def engine_app(
     model: nn.Module | TensorDictBase | Mapping[str, Any] | None = None,
     *,
@@ -261,8 +271,8 @@ def engine_app(
 
     Args:
         model: a module (its forwards are gated), or a mapping of tensors, into which weights are copied.
-        load: for an inference engine: see ``WeightSyncScheme.init_on_receiver``. Called in a worker thread, not always
-            the same: it has to set the CUDA device, if it needs one.
+        load: for an inference engine: see ``WeightSyncScheme.init_on_receiver``. Always called in the same thread,
+            which is not the main one: it has to set the CUDA device, if it needs one.
         token: requests without this bearer token are refused before their bodies are read, except ``/health``. None:
             any process that reaches the port can change the weights.
         pause: called with the mode (``"abort"``, ``"wait"`` or ``"keep"``) for ``/pause``; returns, or is awaited, when

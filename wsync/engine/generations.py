@@ -54,13 +54,25 @@ class Generation:
         Raises:
             GenerationAborted: the trainer has paused with ``mode=abort``.
         """
-        with self._owner.running_step(self) as version:
-            yield
+        owner = self._owner
+        with owner._changed:
+            owner._wait_while(lambda: owner._mode == "keep")  # "wait" lets generations in flight go on
+            if self.aborted:
+                raise GenerationAborted("generation was paused with mode=abort, to change the weights")
+            owner._steps += 1
+        try:
+            with process_gate().hold():
+                version = owner._version
+                yield
             spans, start = self.weight_versions, self._steps
             self._steps += 1
             if not spans or spans[-1].version != version:
                 spans.append(Span(version, start, self._steps))
             spans[-1].end = self._steps
+        finally:
+            with owner._changed:
+                owner._steps -= 1
+                owner._changed.notify_all()
 
 
 class Generations:
@@ -104,22 +116,6 @@ class Generations:
         finally:
             with self._changed:
                 self._running.discard(one)
-                self._changed.notify_all()
-
-    @contextmanager
-    def running_step(self, one: Generation) -> Iterator[str]:
-        """Make a step; gives the version. See ``Generation.step``."""
-        with self._changed:
-            self._wait_while(lambda: self._mode == "keep")  # "wait" lets generations in flight go on
-            if one.aborted:
-                raise GenerationAborted("generation was paused with mode=abort, to change the weights")
-            self._steps += 1
-        try:
-            with process_gate().hold():
-                yield self._version
-        finally:
-            with self._changed:
-                self._steps -= 1
                 self._changed.notify_all()
 
     def _wait_while(self, waits: Callable[[], bool]) -> None:

@@ -200,7 +200,7 @@ class EngineWeights:
             installed: called inside the gate with the version's name, after it has been loaded.
 
         Returns:
-            ``wait_seconds`` for the gate, and ``apply_seconds``.
+            ``weight_version``, ``wait_seconds`` for the gate, and ``apply_seconds``.
 
         Raises:
             Refused: it is not whole, or damaged; nothing was loaded.
@@ -227,7 +227,8 @@ class EngineWeights:
         session.target.install(session.views)
         self.version = version
         installed(version)
-        return {"wait_seconds": began - asked, "apply_seconds": time.perf_counter() - began}
+        seconds = {"wait_seconds": began - asked, "apply_seconds": time.perf_counter() - began}
+        return {"weight_version": version, **seconds}
 
     def _require_session(self) -> _Session:
         session = self._session
