@@ -181,8 +181,8 @@ def _announced(store: Store, model_id: str, worker: int, deadline: float | None)
             store.wait([key], time_until(deadline))
         except (RuntimeError, TimeoutError) as error:
             former = f" ({number - 1} before it have ended, or were used)" if number > 1 and not foreign else ""
-            message = f"{foreign}no sender has announced itself as '{key}' in time{former}"
-            raise SyncTimeout(f"worker {worker}: {message}") from error
+            message = f"no {'other ' if foreign else ''}sender has announced itself as '{key}' in time{former}"
+            raise SyncTimeout(f"worker {worker}: {foreign}{message}") from error
         try:
             yield unseal(store.get(key))
         except ValueError as error:  # another program has written it, or a process with another secret

@@ -182,7 +182,7 @@ class Binding:
             problems.append(f"extra state differs: {describe(odd)}")
         if problems:
             raise LayoutMismatch(f"the weights do not fit the worker's model: {describe(problems)}")
-        self._layout.check([own[name] for name in self._layout.names], ties=False)
+        self._layout.check([own[name] for name in self._layout.names], "the worker's model")
         require_apart({name: own[name] for name in self._layout.names}, "the worker's model")
 
     def install(self, views: Sequence[Tensor], extra: Mapping[str, Any] | None = None) -> None:

@@ -141,8 +141,12 @@ class Layout:
             raise LayoutMismatch(f"the weights differ from the first ones in their extra state: {describe(odd)}")
         return tensors
 
-    def check(self, tensors: Sequence[Tensor], *, ties: bool = True) -> None:
+    def check(self, tensors: Sequence[Tensor], receiving: str = "") -> None:
         """Check that ``tensors``, in the order of ``names``, are plain and have the layout's shapes, dtypes and ties.
+
+        Args:
+            tensors: weights to be sent, or those of ``receiving``.
+            receiving: what receives weights of the layout, for the error; its ties may be others.
 
         Raises:
             LayoutMismatch: naming each that has not.
@@ -150,7 +154,7 @@ class Layout:
         shapes, dtypes = self.shapes, self.dtypes
         fit = shapes == tuple([one.shape for one in tensors]) and dtypes == tuple([one.dtype for one in tensors])
         odd = [i for i, tensor in enumerate(tensors) if defect_of(tensor)]
-        if fit and not odd and not (ties and self.ties):
+        if fit and not odd and (receiving or not self.ties):
             return
         problems = [f"'{self.names[i]}' {defect_of(tensors[i])}" for i in odd]
         problems += [
@@ -161,13 +165,13 @@ class Layout:
         problems += [
             f"'{self.names[follower]}' and '{self.names[leader]}' were one tied tensor, and now differ"
             for follower, leader in self.ties
-            if ties
+            if not receiving
             and not problems
             and tensors[follower].data_ptr() != tensors[leader].data_ptr()
             and not same_bits(tensors[follower], tensors[leader])
         ]
         if problems:
-            raise _mismatch(problems)
+            raise _mismatch(problems, receiving)
 
     def tied_elsewhere(self, own: Iterable[tuple[Tensor, int]]) -> list[tuple[int, int]]:
         """Return the pairs of entries that have one memory in a receiving model, and two places in this layout.
@@ -226,7 +230,9 @@ def defect_of(tensor: Tensor) -> str:
     return "has no values: it is on the meta device" if tensor.is_meta else ""
 
 
-def _mismatch(problems: Sequence[str]) -> LayoutMismatch:
+def _mismatch(problems: Sequence[str], receiving: str = "") -> LayoutMismatch:
+    if receiving:
+        return LayoutMismatch(f"{receiving} cannot take the weights that are sent: {describe(problems)}")
     return LayoutMismatch(f"the weights do not fit the model, or the first ones that were sent: {describe(problems)}")
 
 

@@ -118,7 +118,7 @@ class Tensors:
         if problems:
             raise LayoutMismatch(f"the weights do not fit the worker's tensors: {describe(problems)}")
         tensors = [own[name] for name in layout.names]
-        layout.check(tensors, ties=False)
+        layout.check(tensors, "the worker's tensors")
         require_apart({name: own[name] for name in layout.names}, "the worker's tensors")
         expanded = [name for name, tensor in zip(layout.names, tensors, strict=True) if _is_expanded(tensor)]
         if expanded:

@@ -113,56 +113,45 @@ def find_misfit(entries: Mapping[str, Entry], layout: Layout, indices: Mapping[s
     return ""
 
 
-class TensorFile:
-    """A safetensors file that is read into packed weights.
+def read_entries(file: io.RawIOBase | io.BufferedIOBase, layout: Layout) -> Mapping[str, Entry]:
+    """Read the header of a file that is open in binary mode; return its tensors, which are those of ``layout``.
 
-    Args:
-        file: open for reading, in binary mode.
+    Raises:
+        ValueError: they are not; or the file is malformed, or too short.
+        OSError: it cannot be read.
     """
+    size = file.seek(0, SEEK_END) - LENGTH_BYTES
+    file.seek(0)
+    length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+    if length > min(size, LONGEST_HEADER):
+        raise ValueError("it is not a safetensors file: it ends within its header")
+    entries, _ = parse_header(file.read(length), size - length)
+    indices = {layout.names[index]: index for index in layout.leaders}
+    misfit = find_misfit(entries, layout, indices)
+    missing = sorted(indices.keys() - entries.keys())
+    if misfit or missing:
+        raise ValueError(f"it has other tensors than its layout: {misfit or f'there is no {missing[0]!r}'}")
+    return entries
 
-    def __init__(self, file: io.RawIOBase | io.BufferedIOBase) -> None:
-        self._file = file
 
-    def check(self, layout: Layout) -> Mapping[str, Entry]:
-        """Read the header; return its tensors, which are those of ``layout``.
+def read_tensors(
+    file: io.RawIOBase | io.BufferedIOBase, layout: Layout, flat: Tensor, entries: Mapping[str, Entry]
+) -> None:
+    """Read the tensors into a flat buffer ``uint8[nbytes]``. Called once, after ``read_entries`` returned ``entries``.
 
-        Raises:
-            ValueError: they are not; or the file is malformed, or too short.
-            OSError: it cannot be read.
-        """
-        file = self._file
-        size = file.seek(0, SEEK_END) - LENGTH_BYTES
-        file.seek(0)
-        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        if length > min(size, LONGEST_HEADER):
-            raise ValueError("it is not a safetensors file: it ends within its header")
-        entries, _ = parse_header(file.read(length), size - length)
-        indices = {layout.names[index]: index for index in layout.leaders}
-        misfit = find_misfit(entries, layout, indices)
-        missing = sorted(indices.keys() - entries.keys())
-        if misfit or missing:
-            raise ValueError(f"it has other tensors than its layout: {misfit or f'there is no {missing[0]!r}'}")
-        return entries
-
-    def read_into(self, layout: Layout, flat: Tensor, entries: Mapping[str, Entry]) -> None:
-        """Read the tensors into a flat buffer ``uint8[nbytes]``. Called once, after ``check`` has returned ``entries``.
-
-        Raises:
-            ValueError: the file has become shorter.
-            OSError: it cannot be read.
-        """
-        indices, views = {name: index for index, name in enumerate(layout.names)}, layout.views(flat)
-        for name in entries:  # in the order of their bytes
-            view = views[indices[name]]
-            dense = view if view.is_contiguous() else torch.empty(view.shape, dtype=view.dtype)
-            self._read_exactly(dense)
-            if dense is not view:
-                view.copy_(dense)
-
-    def _read_exactly(self, into: Tensor) -> None:
-        rest: Any = into.reshape(-1).view(torch.uint8).numpy().data if into.numel() else memoryview(b"")
+    Raises:
+        ValueError: the file has become shorter.
+        OSError: it cannot be read.
+    """
+    indices, views = {name: index for index, name in enumerate(layout.names)}, layout.views(flat)
+    for name in entries:  # in the order of their bytes
+        view = views[indices[name]]
+        dense = view if view.is_contiguous() else torch.empty(view.shape, dtype=view.dtype)
+        rest: Any = dense.reshape(-1).view(torch.uint8).numpy().data if dense.numel() else memoryview(b"")
         while rest:
-            count = self._file.readinto(rest)
+            count = file.readinto(rest)
             if not count:
                 raise ValueError("the file ends within its tensors")
             rest = rest[count:]
+        if dense is not view:
+            view.copy_(dense)
