@@ -151,18 +151,6 @@ def device_of_each(device: Any, workers: int) -> list[str | None]:
     return [str(one) for one in device]
 
 
-def the_one(forms: Mapping[str, Any]) -> Any:
-    """Return the only value that is not None.
-
-    Raises:
-        ValueError: there are several; names them.
-    """
-    given = {name: source for name, source in forms.items() if source is not None}
-    if len(given) > 1:
-        raise ValueError(f"weights were given more than once: {' and '.join(given)}")
-    return next(iter(given.values()))
-
-
 def check_weights_dict(weights_dict: Any) -> None:
     """Check that ``weights_dict`` is ``{model_id: weights}``.
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Self
 
 import gymnasium
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
@@ -173,11 +174,11 @@ class GymEnv:
             raise KeyError(f'step needs an "action"; there are {sorted(td.keys())}')
         stepper.step(to_numpy(action))
         successor: dict[str, Any] = {
-            name: self._tensor(getattr(stepper, name)[:, None].astype(dtype)) for name, dtype in RESULTS.items()
+            name: self._tensor(getattr(stepper, name)[:, None], dtype) for name, dtype in RESULTS.items()
         }
         successor["observation"] = self._observation()
         if stepper.reset_step is not None:
-            td.set("mask", self._tensor(~stepper.reset_step))
+            td.set("mask", self._tensor(~stepper.reset_step, np.bool_))
         td.set("next", TensorDict(successor, self.batch_size))
         stepper.reset_ended()
         return td
@@ -203,6 +204,6 @@ class GymEnv:
         ).clone()  # the array is written again in the next step
         return observation if self.batch_size else observation[0]
 
-    def _tensor(self, array: Any) -> torch.Tensor:
-        tensor = torch.tensor(array)  # a copy: the array is written again in the next step
+    def _tensor(self, array: Any, dtype: Any) -> torch.Tensor:
+        tensor = torch.from_numpy(array.astype(dtype))  # a copy: the array is written again in the next step
         return tensor if self.batch_size else tensor[0]

@@ -93,11 +93,6 @@ class WeightUpdaterBase:
             ValueError: there are no weights, or a worker is unknown.
             wsync.WeightSyncError: as ``WeightSyncScheme.send``.
         """
-        self._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
-        for hook in self.post_hooks:
-            hook()
-
-    def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
         if self._outbox is not None:
             which = f"a hook of {type(self).__name__} has started another update"
             raise RuntimeError(f"{which}: deliver by super()._sync_weights_with_worker(worker_id=…, server_weights=…)")
@@ -118,6 +113,8 @@ class WeightUpdaterBase:
             self._outbox = None
         if outbox:
             self._deliver(outbox)
+        for hook in self.post_hooks:
+            hook()
 
     def _get_server_weights(self) -> Any:
         """Hook: return the weights of a push without any; by default the current ones of the collector's policy."""

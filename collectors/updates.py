@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar, overload
 
 from tensordict import TensorDict
@@ -11,7 +12,7 @@ from torch import nn
 
 import wsync
 from collectors import arguments
-from collectors.rollouts.acting import TrainedModels, find_in, policy_scheme
+from collectors.rollouts.acting import find_in, policy_scheme
 from collectors.updaters import WeightUpdaterBase
 
 T = TypeVar("T")
@@ -116,11 +117,11 @@ class WeightUpdates:
             wsync.WeightSyncError: as ``WeightSyncScheme.send``.
         """
         self._require_open()
-        source = policy_or_weights
-        if policy is not None or weights is not None:
-            source = arguments.the_one(
-                {"the positional argument": policy_or_weights, "policy": policy, "weights": weights}
-            )
+        forms = {"the positional argument": policy_or_weights, "policy": policy, "weights": weights}
+        given = [name for name, form in forms.items() if form is not None]
+        if len(given) > 1:
+            raise ValueError(f"weights were given more than once: {' and '.join(given)}")
+        source = forms[given[0]] if given else None
         if weights_dict is not None:
             if source is not None or model_id is not None:
                 raise ValueError("weights_dict cannot be combined with policy, weights or model_id")
@@ -232,7 +233,7 @@ class WeightUpdates:
         if self.policy is None:
             raise LookupError(f"no '{model_id}' here: this collector was given no policy")
         return find_in(
-            {"the trainer": TrainedModels(self.policy), "its policy": self.policy}, model_id, wsync.find_model
+            {"the trainer": SimpleNamespace(policy=self.policy), "its policy": self.policy}, model_id, wsync.find_model
         )
 
     def cascade_weights(self, model_id: str) -> None:

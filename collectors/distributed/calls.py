@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 import traceback
 from abc import abstractmethod
@@ -19,6 +17,7 @@ import torch
 
 from collectors.worker import RolloutWorker, WorkerOptions, error_kind
 from collectors.workers.pool import SHUTDOWN_GRACE, Event, WorkerHandle, WorkerPool
+from collectors.workers.wake_event import WakeEvent
 
 
 @dataclass(frozen=True)
@@ -87,37 +86,6 @@ class CommandExecutor:
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
-
-
-class WakeEvent:
-    """A descriptor that another thread makes readable. ``set`` after ``close`` does nothing."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._descriptor: int | None = os.eventfd(0, os.EFD_CLOEXEC)
-
-    def fileno(self) -> int:
-        """Return the descriptor."""
-        if self._descriptor is None:
-            raise ValueError("this event is closed")
-        return self._descriptor
-
-    def set(self) -> None:
-        """Make the descriptor readable."""
-        with self._lock:
-            if self._descriptor is not None:
-                os.eventfd_write(self._descriptor, 1)
-
-    def clear(self) -> None:
-        """Wait until the descriptor is readable; make it not readable."""
-        os.eventfd_read(self.fileno())
-
-    def close(self) -> None:
-        """Close the descriptor. Idempotent."""
-        with self._lock:
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-                self._descriptor = None
 
 
 class CalledWorker(WorkerHandle):

@@ -26,11 +26,12 @@ try:
 except ModuleNotFoundError as error:
     raise missing_extra(error, "ray") from error
 
-from collectors.distributed.calls import CalledWorker, CallPool, CommandExecutor, Reply, WakeEvent
+from collectors.distributed.calls import CalledWorker, CallPool, CommandExecutor, Reply
 from collectors.distributed.ray_cluster import Cluster, describe_cluster, starts_one
 from collectors.factories import EnvMaker
 from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
 from collectors.workers.pool import SHUTDOWN_GRACE, Event
+from collectors.workers.wake_event import WakeEvent
 
 
 class RayCollector(WorkerCollector):
@@ -200,8 +201,8 @@ class RayPool(CallPool[RayWorker]):
         scheduling_strategy: Any,
         timeout: float,
     ) -> None:
+        self._cluster = Cluster(address)  # first: it may raise, and nothing has to be closed then
         super().__init__()
-        self._cluster = Cluster(address)
         self._placed = False
         self._resources, self._timeout = dict(resources), timeout
         remote: Any = ray.remote

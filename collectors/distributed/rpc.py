@@ -16,13 +16,14 @@ from torch.futures import Future
 
 import wsync
 from collectors.distributed import rpc_worker
-from collectors.distributed.calls import CalledWorker, CallPool, Reply, WakeEvent
+from collectors.distributed.calls import CalledWorker, CallPool, Reply
 from collectors.distributed.rpc_group import host_store, is_member, join_or_end, leave_group
 from collectors.factories import EnvMaker
 from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
 from collectors.workers.pool import SHUTDOWN_GRACE
 from collectors.workers.process_handle import ProcessHandle
 from collectors.workers.processes import exit_reason, join_or_kill, kill, pipe, start
+from collectors.workers.wake_event import WakeEvent
 from wsync import SyncTimeout, WorkerDied
 
 _TIMED_OUT = "RPCErr:1:"  # prefix of torch's message for a call that has timed out
@@ -181,15 +182,15 @@ class RpcPool(CallPool[RpcWorker]):
     """
 
     def __init__(self, count: int, *, names: Sequence[str] | None, host: str, timeout: float) -> None:
-        super().__init__()
-        self._token = secrets.token_hex(8)
-        self._store: Any = None
-        self._joined = False
         if names is None and is_member():
             raise RuntimeError(
                 "this process belongs to an RPC group already: give the names of its workers (workers=[…]), "
                 "or shut the other collector down (rpc.shutdown() ends a group of your own)"
             )
+        super().__init__()
+        self._token = secrets.token_hex(8)
+        self._store: Any = None
+        self._joined = False
         try:
             if names is None:
                 self._start_group(count, host, timeout)

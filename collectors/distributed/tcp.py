@@ -109,10 +109,10 @@ class TcpPool(ConnectionPool):
         self._registered: dict[str, dict[str, SocketConnection]] = {}  # of workers with one connection so far
         by_torchrun = launcher == "join" and torchrun.under_torchrun()
         token = None if launcher == "local" or by_torchrun else key_from_environment(os.environ)
-        if by_torchrun and torchrun.world_size() != count + 1:
+        if by_torchrun and (started := int(os.environ["WORLD_SIZE"])) != count + 1:
             raise ValueError(
-                f"torchrun has started {torchrun.world_size()} processes: a trainer and "
-                f"{torchrun.world_size() - 1} workers, not {count}; set num_workers to that"
+                f"torchrun has started {started} processes: a trainer and {started - 1} workers, not {count}; "
+                "set num_workers to that"
             )
         if not host:
             raise NotConnected("host is empty: it has to be an address of this machine, by which workers reach it")

@@ -45,7 +45,7 @@ def join_trainer(*, timeout: float = 60.0) -> int:
     if TRAINER in os.environ:
         address, worker_idx = _address(os.environ[TRAINER], key_from_environment(os.environ)), -1
     elif is_worker():
-        address, worker_idx = torchrun.look_up(timeout), torchrun.rank() - 1
+        address, worker_idx = torchrun.look_up(timeout), int(os.environ["RANK"]) - 1
     else:
         raise ValueError(f"no trainer is given: start this under torchrun with a rank above 0, or set {TRAINER}")
     join(address, worker_idx, timeout)

@@ -26,16 +26,6 @@ def under_torchrun(env: Mapping[str, str] = os.environ) -> bool:
     return all(name in env for name in _NAMES)
 
 
-def rank() -> int:
-    """Return this process's rank; 0 is the trainer."""
-    return int(os.environ["RANK"])
-
-
-def world_size() -> int:
-    """Return the number of processes: the trainer and its workers."""
-    return int(os.environ["WORLD_SIZE"])
-
-
 def trainer_host() -> str:
     """Return the interface on which workers reach the trainer; rank 0 is on the master's node."""
     one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
@@ -43,13 +33,13 @@ def trainer_host() -> str:
 
 
 def _store(timeout: float) -> Store:
-    hosts = rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    hosts = int(os.environ["RANK"]) == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         store = TCPStore(host, port, is_master=hosts, timeout=timedelta(seconds=timeout), wait_for_workers=False)
     except DistNetworkError as error:
         raise NotConnected(
-            f"rank {rank()}: the store at {host} port {port} (MASTER_ADDR, MASTER_PORT) cannot be "
+            f"rank {os.environ['RANK']}: the store at {host} port {port} (MASTER_ADDR, MASTER_PORT) cannot be "
             f"{'opened' if hosts else 'reached: has rank 0 been started?'} ({error})"
         ) from error
     # After torchrun has restarted the processes, workers must not find the address of the trainer before.
@@ -75,8 +65,8 @@ def look_up(timeout: float) -> Address:
         return unseal(store.get(_KEY))
     except DistStoreError as error:
         raise SyncTimeout(
-            f"rank {rank()}: the trainer (rank 0) did not open a DistributedCollector(launcher='join') "
+            f"rank {os.environ['RANK']}: the trainer (rank 0) did not open a DistributedCollector(launcher='join') "
             f"within {timeout:g} s"
         ) from error
     except ValueError as error:
-        raise NotConnected(f"rank {rank()}: the trainer's address in torchrun's store: {error}") from error
+        raise NotConnected(f"rank {os.environ['RANK']}: the trainer's address in torchrun's store: {error}") from error

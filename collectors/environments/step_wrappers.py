@@ -170,7 +170,8 @@ class RewardedSteps(StepsWrapper):
 
     def _taken(self, action: Array) -> Array:
         """Return an action as the environment takes it, float32 ``[E, *action_spec.shape]``; a choice as one-hot."""
-        taken = self._actions.from_env(self._actions.to_env(without_reset_rows(self, action), self.num_envs))
+        action = without_reset_rows(action, self.done, self.reset_step)
+        taken = self._actions.from_env(self._actions.to_env(action, self.num_envs))
         n = self.action_spec.n
         return taken if n is None else np.eye(n, dtype=np.float32)[taken]
 

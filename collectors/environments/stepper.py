@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -159,7 +158,7 @@ class Stepper:
                 possible action.
         """
         self._check_mask()
-        taken = self._actions.to_env(without_reset_rows(self, action), self.num_envs)
+        taken = self._actions.to_env(without_reset_rows(action, self.done, self.reset_step), self.num_envs)
         self.is_reset = False  # until `reset_ended`
         successor, self.reward[:], self.terminated[:], self.truncated[:] = self.driver.step(taken)
         self._observations.write(successor, self.observation)
@@ -187,22 +186,15 @@ class Stepper:
         self.is_reset = True
 
 
-class _Resetting(Protocol):
-    """The attributes of a ``Stepper`` that tell which rows the next step resets."""
+def without_reset_rows(action: Array, done: Array, reset_step: Array | None) -> Array:
+    """Return ``action`` with zeros in the rows that the next step resets; any action space has that action.
 
-    num_envs: int
-    done: Array
-
-    @property
-    def reset_step(self) -> Array | None: ...
-
-
-def without_reset_rows(stepper: _Resetting, action: Array) -> Array:
-    """Return ``action`` with zeros in the rows that the next step resets; any action space has that action."""
-    if stepper.reset_step is None or not np.count_nonzero(stepper.done) or action.size % stepper.num_envs:
+    The others are attributes of the ``Stepper``.
+    """
+    if reset_step is None or not np.count_nonzero(done) or action.size % len(done):
         return action
-    rows = np.array(action).reshape(stepper.num_envs, -1)
-    rows[stepper.done] = 0
+    rows = np.array(action).reshape(len(done), -1)
+    rows[done] = 0
     return rows.reshape(action.shape)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,21 +11,6 @@ from torch import nn
 
 import wsync
 from collectors.rollouts.rollout import Rollout
-
-
-@dataclass(frozen=True)
-class TrainedModels:
-    """What the path of a model of the trainer begins with: ``"policy"``."""
-
-    policy: Any
-
-
-@dataclass(frozen=True)
-class ActingModels:
-    """What the path of a model begins with: ``"policy"`` or ``"env.transform[0].module"``."""
-
-    policy: Any
-    env: Any
 
 
 class Actor:
@@ -95,7 +80,7 @@ class Actor:
 
     @property
     def _roots(self) -> Mapping[str, object]:
-        models = ActingModels(self.policy, self.env)
+        models = SimpleNamespace(policy=self.policy, env=self.env)  # "policy" and "env.…" are model ids
         return {"the collector": models, "its policy": self.policy, "its environment": self.env}
 
 

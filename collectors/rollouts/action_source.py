@@ -13,6 +13,7 @@ import wsync
 from collectors.environments.probing import without_side_effects
 from collectors.environments.specs import to_numpy
 from collectors.environments.step_wrappers import Steps
+from collectors.environments.stepper import RESULTS
 from collectors.environments.trees import as_tensors
 from collectors.rollouts.columns import Columns, Key
 from collectors.rollouts.recurrence import IS_INIT, RecurrentState, reads_is_init, states_of
@@ -217,6 +218,10 @@ def _outputs(output: TensorDictBase, keys: Collection[Key] | None) -> tuple[dict
     if "mask" in output and (keys is None or "mask" in keys):
         raise ValueError(
             'the policy wrote "mask", which tells the frames of a batch from rows that are none: rename it'
+        )
+    if taken := sorted(states_of(output).keys() & {"observation", "policy_version", IS_INIT, *RESULTS}):
+        raise ValueError(
+            f'the policy wrote ("next", "{taken[0]}"), which is the environment\'s or the collector\'s: rename it'
         )
     outputs: dict[Key, torch.Tensor] = {
         key: value

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
+
+from collectors.workers.wake_event import WakeEvent
 
 
 class GatherLock:
@@ -14,48 +15,20 @@ class GatherLock:
 
     Threads take the lock in the order in which they asked for it: a thread that releases the lock and asks again at
     once stands behind those that wait, so neither continuous updates nor continuous gathering starves the other. A
-    thread that wants to update makes ``wakeup_fd`` readable, so that a gathering thread stops waiting and releases the
-    lock.
+    thread that wants to update sets ``wakeup``, so that a gathering thread stops waiting and releases the lock.
 
     Attributes:
-        wakeup_fd: a descriptor that is readable while the gathering thread has to stop waiting; -1 after ``close``.
+        wakeup: set while the gathering thread has to stop waiting.
     """
 
-    wakeup_fd: int = -1
-
     def __init__(self) -> None:
-        self.wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.wakeup = WakeEvent()
         self._changed = threading.Condition()
         self._owner: int | None = None
         self._waiting: deque[_Waiting] = deque()
 
-    @property
-    def closed(self) -> bool:
-        """Whether ``close`` was called."""
-        return self.wakeup_fd < 0
-
-    def wake(self) -> None:
-        """Make ``wakeup_fd`` readable. May be called from a signal handler."""
-        if not self.closed:
-            os.eventfd_write(self.wakeup_fd, 1)
-
-    def clear_wakeup(self) -> None:
-        """Make ``wakeup_fd`` not readable."""
-        with suppress(BlockingIOError):
-            os.eventfd_read(self.wakeup_fd)
-
-    def close(self) -> None:
-        """Close the descriptor. Idempotent."""
-        descriptor, self.wakeup_fd = self.wakeup_fd, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-    def __del__(self) -> None:
-        """Close the descriptor of a collector that was not shut down."""
-        self.close()
-
     def gathering(self) -> AbstractContextManager[None]:
-        """Hold the lock to gather; the block may wait for workers and for ``wakeup_fd``."""
+        """Hold the lock to gather; the block may wait for workers and for ``wakeup``."""
         return self._held(updates=False)
 
     def updating(self) -> AbstractContextManager[None]:
@@ -64,7 +37,7 @@ class GatherLock:
 
     def ending(self, timeout: float) -> AbstractContextManager[None]:
         """Hold the lock to end the workers, or go on without it after ``timeout`` seconds: its owner may be stuck."""
-        self.wake()
+        self.wakeup.set()
         return self._held(updates=True, timeout=timeout)
 
     @contextmanager
@@ -88,7 +61,7 @@ class GatherLock:
             self._waiting.append(turn)
             try:
                 if updates and self._owner is not None:
-                    self.wake()
+                    self.wakeup.set()
                 if not self._changed.wait_for(lambda: self._owner is None and self._waiting[0] is turn, timeout):
                     return False
                 self._owner = thread
@@ -96,7 +69,7 @@ class GatherLock:
                 self._waiting.remove(turn)
                 self._changed.notify_all()
             if not updates and any(waiting.updates for waiting in self._waiting):
-                self.wake()  # those saw another owner when they asked
+                self.wakeup.set()  # those saw another owner when they asked
             return True
 
 

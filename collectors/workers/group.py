@@ -201,7 +201,7 @@ class WorkerGroup(WorkerSupervisor[W]):
         if died or error.version is not None:
             self.failures.failed |= Counter(error.workers.keys() - error.refused)  # each once
         with self._lock.updating():
-            if self.ended_by_failure or self._lock.closed:
+            if self.ended_by_failure or self.closing:
                 return  # another thread has raised it, or has shut the collector down
             for index in error.workers:
                 record = self._records[index]
@@ -216,7 +216,7 @@ class WorkerGroup(WorkerSupervisor[W]):
     def interrupt(self) -> None:
         """Limit the wait for the current batch to ``_STOP_GRACE`` seconds. May be called from a signal handler."""
         self._stop_at = time.monotonic() + _STOP_GRACE
-        self._lock.wake()
+        self._lock.wakeup.set()
 
     def close(self) -> None:
         """End all workers, those that are being restarted at once. Idempotent.
@@ -230,7 +230,7 @@ class WorkerGroup(WorkerSupervisor[W]):
                     self.pool.discard(record.worker)
                     record.worker = None
             self.pool.close()
-            self._lock.close()
+            self._lock.wakeup.close()
 
 
 def _patience_after(error: wsync.WeightSyncError) -> float:

@@ -115,6 +115,7 @@ def join_or_kill(processes: Collection[BaseProcess]) -> None:
 
 def kill(process: BaseProcess) -> None:
     """Kill a process and release its resources."""
+    process.join(0)  # the fork server may have reaped it, and another process may have its id: no signal is sent then
     process.kill()
     process.join()
     process.close()

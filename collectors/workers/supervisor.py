@@ -97,8 +97,8 @@ class WorkerSupervisor(Generic[W]):
         """Receive events, to be handled later; none of a worker whose end is still to be handled."""
         ended = {event.worker for event in self._events if event.kind in _ENDED}
         workers = [one.worker for one in self._records if one.worker is not None and one.worker not in ended]
-        events = self.pool.poll(workers, self._lock.wakeup_fd, timeout)
-        self._lock.clear_wakeup()
+        events = self.pool.poll(workers, self._lock.wakeup.fileno(), timeout)
+        self._lock.wakeup.clear()
         self._events.extend(events)
         return events
 

@@ -560,8 +560,10 @@ def test_workers_of_a_group_that_there_is_already(tmp_path, monkeypatch):
         other.start()
     member(0, tmp_path / "group")
     try:
+        descriptors = len(os.listdir("/proc/self/fd"))
         with pytest.raises(RuntimeError, match="belongs to an RPC group already"):
             collect_with("rpc")
+        assert len(os.listdir("/proc/self/fd")) == descriptors
         with pytest.raises(RuntimeError, match="absent"):
             collect_with("rpc", workers_of=["mine1", "absent"])
         with pytest.raises(ValueError, match="one twice: mine1, mine1"):

@@ -35,7 +35,7 @@ from collectors.worker import WorkerOptions
 from collectors.workers import processes
 from collectors.workers.connection_pool import _main
 from collectors.workers.connections import WorkerConnection
-from collectors.workers.processes import hidden_main, join_or_kill, start
+from collectors.workers.processes import hidden_main, join_or_kill, kill, start
 from wsync.control import Listener
 from wsync.gate import process_gate
 from wsync.testing.faults import in_forked_child
@@ -630,6 +630,15 @@ def test_what_an_interrupted_batch_was_asked_for_is_in_no_later_one(cls):
         assert collector.closed and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
         with pytest.raises(RuntimeError, match="shut down"):
             next(collector)
+
+
+def test_a_process_that_has_ended_is_sent_no_signal(monkeypatch):
+    process = start(os.getpid, 0)
+    assert wait([process.sentinel], 60)
+    sent = []
+    monkeypatch.setattr(os, "kill", lambda *given: sent.append(given))  # its id may be that of another process
+    kill(process)
+    assert not sent
 
 
 def test_an_interrupted_shutdown_leaves_no_worker_that_is_waited_for_at_exit():

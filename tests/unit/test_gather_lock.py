@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from striking import struck_at
 
 from collectors.workers.gather_lock import GatherLock
 
@@ -21,23 +22,40 @@ PATIENCE = 5.0  # seconds
 def lock() -> Iterator[GatherLock]:
     made = GatherLock()
     yield made
-    made.close()
+    made.wakeup.close()
 
 
 def test_the_descriptor_is_closed_with_a_lock_that_was_not_closed() -> None:
+    before = len(os.listdir("/proc/self/fd"))
     lock = GatherLock()
-    os.close(lock.wakeup_fd)
-    reader, lock.wakeup_fd = os.pipe()  # its other end shows whether it is open
+    assert len(os.listdir("/proc/self/fd")) == before + 1
     del lock
     gc.collect()
-    assert select.select([reader], [], [], PATIENCE)[0] and os.read(reader, 1) == b""
-    os.close(reader)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("method", ["set", "clear", "close"])
+def test_a_signal_handler_may_wake_within_every_call(method: str) -> None:
+    ended, point = False, 0
+    while not ended:
+        point += 1
+        wakeup = GatherLock().wakeup
+        number = wakeup.fileno()
+        ended = struck_at(point, getattr(wakeup, method), wakeup.set)
+        wakeup.close()
+        other = os.eventfd(0, os.EFD_NONBLOCK)
+        assert other == number
+        wakeup.set()  # without effect
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(other)
+        os.close(other)
+    assert point > 2
 
 
 def wait_in(lock: GatherLock) -> bool:
     """Wait as a gathering thread does; return whether it was woken."""
-    woken = bool(select.select([lock.wakeup_fd], [], [], PATIENCE)[0])
-    lock.clear_wakeup()
+    woken = bool(select.select([lock.wakeup], [], [], PATIENCE)[0])
+    lock.wakeup.clear()
     return woken
 
 
@@ -58,7 +76,7 @@ def test_an_update_interrupts_a_gathering_thread_that_waits(lock: GatherLock) ->
         with lock.updating():
             assert inside[0] == 0
     over.set()
-    lock.wake()
+    lock.wakeup.set()
     gathering.join()
     assert all(woken)
 

@@ -459,6 +459,11 @@ def test_bad_input_raises_a_clear_error() -> None:
         Rollout(env, lambda td: td.set("logits", torch.zeros(2))).buffer(2)
     with pytest.raises(ValueError, match='the policy wrote "mask"'):
         Rollout(env, lambda td: td.set("action", torch.zeros(2)).set("mask", torch.ones(2))).buffer(2)
+    for key in ("observation", "reward", "done", "episode_return", "policy_version", "is_init"):
+        with pytest.raises(ValueError, match=rf'the policy wrote \("next", "{key}"\)'):
+            Rollout(env, lambda td, key=key: td.set("action", torch.zeros(2)).set(("next", key), torch.ones(1))).buffer(
+                2
+            )
     with pytest.raises(TypeError, match="the policy returned a NoneType, not the TensorDict"):
         Rollout(env, lambda td: None).buffer(2)
     with pytest.raises(ValueError, match="at least one step"):
