@@ -274,7 +274,7 @@ class WeightSyncScheme(SchemeBase):
         role, self._role = self._role, Role()
         role.close()
         if isinstance(role, SenderRole):
-            self._address = None  # a worker's stays valid: it may connect again
+            self._address = self._sent_model_id = None  # a worker's stay valid: it may connect again
 
     # --- the older API: functions of ``wsync.legacy.api`` as methods ---
 

@@ -77,17 +77,14 @@ def other_dtype(layout: list[Any]) -> None:
 
 WRONG: list[tuple[str, Any, str]] = [
     *(("version", value, "field 'version'") for value in (0, -1, "1", 1.0, True, None, 1 << 40, 1 << 70)),
-    ("version", 7, "field 'file'"),
-    *(("file", value, "field 'file'") for value in ("../../x", "/etc/passwd", "manifest.json", "", 3, "\0", "\ud800")),
+    ("version", 7, r"v00000007-\w+\.safetensors: the file is missing"),
     *(("writer", value, "field 'writer'") for value in ("", "../x", "a" * 65, None, "é")),
-    ("writer", "another", "field 'file'"),
+    ("writer", "another", r"v00000001-another\.safetensors: the file is missing"),
     *(("layout", value, "field 'layout'") for value in ("", "[]", "\ud800", "[" * 100_000, None, "9" * 5000)),
     *(("checksum", value, "field 'checksum'") for value in (-1, 1 << 64, "0", 1.5)),
     ("checksum", 1, "corrupt"),
-    *(("nbytes", value, "field 'nbytes'") for value in (0, -64, 128, 1 << 60)),
-    *(("base", value, "field '(base|delta)'") for value in (-1, 1, 2, "1")),
-    *(("delta", value, "field 'delta'") for value in ("../../x", "/dev/zero", 0)),
-    ("other", 1, "unknown field 'other'"),
+    *(("base", value, "field 'base'") for value in (-1, 1, 2, "1")),
+    ("file", "../../x", "unknown field 'file'"),
 ]
 
 
@@ -96,7 +93,7 @@ def test_a_wrong_field_is_named(tmp_path: Path, field: str, value: Any, said: st
     refuse(tmp_path, lambda fields: fields.update({field: value}), said)
 
 
-@pytest.mark.parametrize("field", ["version", "file", "writer", "layout", "checksum", "nbytes"])
+@pytest.mark.parametrize("field", ["version", "writer", "layout", "checksum"])
 def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
     refuse(tmp_path, lambda fields: fields.pop(field), f"field '{field}' is missing")
 
@@ -104,7 +101,6 @@ def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (larger, "field 'nbytes' is 64, and the layout has"),
         (roomier, "field 'layout'.* take 64 bytes"),
         (stateful, "field 'layout'.*extra state"),
         (other_name, r"'weight' is not in the layout"),
@@ -116,11 +112,7 @@ def test_a_layout_of_other_weights_is_refused(tmp_path: Path, change: Callable[[
 
 
 def test_no_memory_is_allocated_for_more_than_the_file_has(tmp_path: Path) -> None:
-    def huge(fields: Fields) -> None:
-        with_layout(larger)(fields)
-        fields["nbytes"] = 4 << 44
-
-    refuse(tmp_path, huge, r"'weight' is F32\[4\], not F32\[17592186044416\]")
+    refuse(tmp_path, with_layout(larger), r"'weight' is F32\[4\], not F32\[17592186044416\]")
 
 
 def refuse(url: Path, change: Callable[[Fields], Any], said: str) -> None:
@@ -131,7 +123,7 @@ def refuse(url: Path, change: Callable[[Fields], Any], said: str) -> None:
         fields = json.loads(content)
         change(fields)
         path.write_text(json.dumps(fields))
-        with pytest.raises(wsync.WeightSyncError, match=rf"(manifest\.json|v00000001).*{said}"):
+        with pytest.raises(wsync.WeightSyncError, match=rf"(manifest\.json|version \d of|v00000001).*{said}"):
             reader(url, model)
         assert model.weight.eq(9).all()
         path.write_bytes(content)
@@ -219,9 +211,10 @@ def test_a_watching_reader_survives_damage(tmp_path: Path, caplog: pytest.LogCap
     with trainer(tmp_path) as scheme, reader(tmp_path, model := Small()) as receiver:
         content = manifest_of(tmp_path).read_bytes()
         fields = json.loads(content)
-        for number, change in enumerate(({"file": "../../x"}, {"checksum": -1}, {"version": 8}, {"layout": "{"}), 1):
+        changes = ({"file": "../../x"}, {"checksum": -1}, {"version": 8}, {"layout": "{", "writer": "other"})
+        for number, change in enumerate(changes, 1):
             replace(manifest_of(tmp_path), json.dumps({**fields, **change}).encode())
-            while len(caplog.records) < min(number, 3):  # the watching thread does not read the layout
+            while len(caplog.records) < number:
                 assert receiver.receive(0.05) is None
             assert model.weight.eq(1).all()
         replace(manifest_of(tmp_path), content)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar, Unpack
 
-from torch import Tensor, nn
+from torch import nn
 
 from wsync.deadlines import deadline_in
 from wsync.errors import SyncTimeout
@@ -21,7 +21,6 @@ from wsync.store.versions import VersionStore
 from wsync.transforms.chain import compose
 from wsync.transforms.delta import delta_of
 from wsync.transport import apply_received
-from wsync.weights.layout import Layout
 from wsync.weights.packing import packed
 from wsync.weights.strategy import Format, WeightStrategy
 
@@ -69,7 +68,8 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         self.url = url
         self.keep = keep
         self.durable = durable
-        self._first_version = 1  # the oldest that a worker begins with; 0: without weights. Travels in the pickle
+        # workers wait in connect for this version or a newer one; 0: they do not wait. Travels in the pickle
+        self._first_version = 1
 
     @property
     def acknowledges(self) -> bool:
@@ -81,7 +81,16 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         return StoreTransport(self._folder("policy"), keep=self.keep, durable=self.durable)
 
     def _folder(self, model_id: str) -> str:
-        return f"{self.url.rstrip('/')}/{re.sub('[^A-Za-z0-9_.-]', '_', model_id)}"
+        """Return the URL of a model's folder.
+
+        Raises:
+            ValueError: ``model_id`` is no name of a folder.
+        """
+        name = re.sub("[^A-Za-z0-9_.-]", "_", model_id)
+        if name in ("", ".", ".."):
+            raise ValueError(f"model_id is the name of a folder in a store, not {model_id!r}")
+        scheme, separator, path = self.url.rpartition("://")
+        return f"{scheme}{separator}{path.rstrip('/')}/{name}"
 
     def _open_sender(self, model_id: str, source: Source, num_workers: int) -> tuple[Sender, SendChannel]:
         store = VersionStore(self._folder(model_id), self.keep, self.durable)
@@ -92,6 +101,7 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         )
         sender.continue_from(newest)
         self._first_version = newest + 1 if source.weights is not None else 0
+        self._sent_model_id = model_id
         return sender, channel
 
     def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None) -> Source:
@@ -115,23 +125,11 @@ class StoreWeightSyncScheme(WeightSyncScheme):
 class OneVersionSource(Source):
     """A ``Source`` that has the same weights for all workers."""
 
-    def parts(
-        self,
-        weights: object,
-        workers: Sequence[int],
-        absent: Sequence[int],
-        layout: Layout,
-        rest: Sequence[Tensor] | None = None,
-    ) -> Sequence[Part]:
-        """See ``Source``.
-
-        Raises:
-            ValueError: ``weights`` are for several workers, to each its own.
-        """
-        parts = list(super().parts(weights, workers, absent, layout, rest))
-        if len(parts) > 1:
+    def parts(self, weights: object, *arguments: Any, **options: Any) -> Iterable[Part]:
+        """See ``Source``; weights per worker are refused before any are packed."""
+        if len(per_worker(weights) or ()) > 1:
             raise ValueError(f"{ONE_VERSION}: weights per worker cannot be used")
-        return parts
+        return super().parts(weights, *arguments, **options)
 
 
 class StoreTransport:
@@ -146,6 +144,7 @@ class StoreTransport:
     def __init__(self, url: str, *, keep: int = 3, durable: bool = True) -> None:
         self._store = VersionStore(url, keep, durable)
         self._version = 0
+        self._received = ""
 
     def setup_connection_and_weights_on_sender(self) -> None:
         """Make the folder; go on counting from the newest version in it."""
@@ -154,8 +153,8 @@ class StoreTransport:
     def send_weights(self, weights: Any) -> None:
         """Store ``weights`` (a module, a TensorDict or a state dict) as the next version."""
         layout, buffer = packed(weights)
-        publish(self._store, self._version + 1, layout, buffer)
-        self._version += 1
+        self._version += 1  # a number is not used again: a version may have been stored in spite of an error
+        publish(self._store, self._version, layout, buffer)
 
     def setup_connection_and_weights_on_receiver(
         self,
@@ -181,12 +180,12 @@ class StoreTransport:
         Raises:
             WeightSyncError: it cannot be read, or is damaged.
         """
-        channel = StoreReceiveChannel(self._store, self._version + 1, binds=False, watches=False)
+        channel = StoreReceiveChannel(self._store, 1, self._received, binds=False, watches=False)
         try:
             channel.connect(0, deadline_in(timeout))
         except SyncTimeout:
             return None
         update, layout = channel.poll_update(), channel.layout
         assert update is not None and layout is not None, "connect() has read a version"
-        self._version = update.version
+        self._received = channel.newest_name
         return apply_received(dict(zip(layout.names, update.views, strict=True)), weights, model, strategy)

@@ -166,22 +166,31 @@ class ReceiverThread:
                 _log.exception("a receiver raised an error; its connection is shut down")
             if self._handlers.get(socket_fd) != (handler, socket_fd):
                 return False  # the handler has closed its connection; another one may have the descriptor's number
-            with suppress(OSError):  # the peer has closed it
+            with suppress(OSError):  # the peer has closed it, or it is no connection but an eventfd
                 _discard(socket_fd)
         return False
+
+
+@contextmanager
+def _as_socket(descriptor: int) -> Iterator[socket.socket]:
+    sock = socket.socket(fileno=descriptor)  # OSError: a file system is watched, there is no connection
+    try:
+        yield sock
+    finally:
+        sock.detach()  # its owner closes the descriptor
 
 
 def _discard(descriptor: int) -> None:
     """Shut a connection down, and discard unread data."""
     _shut_down(descriptor)
-    with socket.socket(fileno=os.dup(descriptor)) as sock:
+    with _as_socket(descriptor) as sock:
         while sock.recv(1 << 16):
             pass
 
 
 def _shut_down(descriptor: int) -> None:
     """Shut a connection down for both sides; data that has arrived can still be read."""
-    with socket.socket(fileno=os.dup(descriptor)) as sock:
+    with _as_socket(descriptor) as sock:
         sock.shutdown(socket.SHUT_RDWR)
 
 

@@ -1,7 +1,7 @@
 """The manifest of a store: JSON that names the newest version.
 
-Any process that can write to the store may have made it. So every field is checked before it is used: a manifest names
-no file but the version's own, in the store's folder.
+Any process that can write to the store may have made it. So every field is checked before it is used: the names of a
+version's files follow from its number and its writer, and are in the store's folder.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import re
 from dataclasses import MISSING, asdict, dataclass, fields
 from math import prod
 from reprlib import repr as shortened
-from typing import Any
 
 from wsync.control.settings import layout_in
 from wsync.types import LAST_VERSION
@@ -20,12 +19,6 @@ from wsync.weights.layout import ALIGNMENT, Layout
 MANIFEST_BYTES = 64 << 20
 """The largest manifest that is read: it has the layout."""
 _WRITER = re.compile(r"[0-9A-Za-z]{1,64}")
-_LARGEST = 1 << 48  # bytes of a version
-
-
-def version_name(version: int, writer: str) -> str:
-    """Return the name of a version's files, without ``.safetensors`` or ``.delta``."""
-    return f"v{version:08d}-{writer}"
 
 
 @dataclass(frozen=True)
@@ -34,23 +27,32 @@ class Manifest:
 
     Attributes:
         version: the newest.
-        file: its name in the folder.
         writer: a token of the trainer that wrote it.
         layout: names, shapes, dtypes, ties, as JSON (``SenderSettings``).
         checksum: of the packed weights.
-        nbytes: of the packed weights.
-        base: the version to which there is a difference; 0 for none.
-        delta: the name of the difference's file; empty for none.
+        base: the older version that the .delta file is relative to; 0: there is no such file.
     """
 
     version: int
-    file: str
     writer: str
     layout: str
     checksum: int
-    nbytes: int
     base: int = 0
-    delta: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the version's files, without ``.safetensors`` or ``.delta``; no other version has it."""
+        return f"v{self.version:08d}-{self.writer}"
+
+    @property
+    def file(self) -> str:
+        """The name of the file with all weights."""
+        return f"{self.name}.safetensors"
+
+    @property
+    def delta(self) -> str:
+        """The name of the file with the difference to ``base``."""
+        return f"{self.name}.delta"
 
     def dump(self) -> bytes:
         """Return the manifest as bytes."""
@@ -86,19 +88,15 @@ class Manifest:
     def _check(self) -> None:
         _require_range("version", self.version, 1, LAST_VERSION - 1)
         _require_range("checksum", self.checksum, 0, (1 << 64) - 1)
-        _require_range("nbytes", self.nbytes, ALIGNMENT, _LARGEST)
         if not _WRITER.fullmatch(self.writer):
             raise ValueError(f"field 'writer' is {shortened(self.writer)}, not 1 to 64 letters and digits")
-        name = version_name(self.version, self.writer)
-        _require("file", self.file, f"{name}.safetensors")
-        _require("delta", self.delta, f"{name}.delta" if self.base else "")
         _require_range("base", self.base, 0, self.version - 1)
 
     def parse_layout(self) -> Layout:
         """Return the layout of the weights.
 
         Raises:
-            ValueError: it is malformed, has extra state, or is not of ``nbytes`` bytes; names the field.
+            ValueError: it is malformed, or has extra state; names the field.
         """
         try:
             layout = layout_in(self.layout.encode())
@@ -110,16 +108,9 @@ class Manifest:
         end = sum(-(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape, dtype in leaders)
         if layout.nbytes != max(end, ALIGNMENT):
             raise ValueError(f"field 'layout': its tensors take {end} bytes, and it has {layout.nbytes}")
-        if layout.nbytes != self.nbytes:
-            raise ValueError(f"field 'nbytes' is {self.nbytes}, and the layout has {layout.nbytes}")
         return layout
 
 
 def _require_range(field: str, value: int, least: int, largest: int) -> None:
     if not least <= value <= largest:
         raise ValueError(f"field '{field}' is {shortened(value)}, not from {least} to {largest}")
-
-
-def _require(field: str, value: Any, expected: str) -> None:
-    if value != expected:
-        raise ValueError(f"field '{field}' is {shortened(value)}, not {expected!r}")

@@ -16,13 +16,13 @@ from wsync.deadlines import remaining
 from wsync.errors import LayoutMismatch, SyncTimeout, WeightSyncError
 from wsync.receiving.events import Event, Published
 from wsync.store.manifest import Manifest
-from wsync.store.versions import VersionStore
+from wsync.store.versions import File, VersionStore
 from wsync.store.watch import Watch
 from wsync.transforms.delta import apply_difference
 from wsync.types import Ack, Update
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, BufferPool
-from wsync.weights.tensor_file import TensorFile
+from wsync.weights.tensor_file import read_entries, read_tensors
 
 _log = logging.getLogger(__name__)
 
@@ -36,26 +36,29 @@ class StoreReceiveChannel:
     Args:
         store: where.
         oldest: the oldest version that this worker may begin with; 0: begin without weights if there are none.
+        seen: the name of a version that this worker does not begin with; empty for none.
         binds: whether the model may be bound to the memory that a version is read into.
         watches: whether new versions are installed as they appear; otherwise only by ``pull``.
     """
 
     arena = None
 
-    def __init__(self, store: VersionStore, oldest: int, *, binds: bool, watches: bool) -> None:
+    def __init__(self, store: VersionStore, oldest: int, seen: str = "", *, binds: bool, watches: bool) -> None:
         self.layout: Layout | None = None
         self.first_version = 0
         self.binds = binds
         self._store = store
         self._oldest = oldest
+        self._seen = seen
         self._watches = watches
         self._pool = BufferPool(torch.device("cpu"))
         self._reading = threading.Lock()  # held by the receiver thread, or by a thread in pull()
-        self._version = 0  # that was read last
-        self._base: tuple[int, Buffer] | None = None  # the version that was read last, for a difference
+        self._newest: Manifest | None = None  # the version that was read last
+        self._base: Buffer | None = None  # its weights, if they are kept for a difference
+        self._logged = set[str]()  # errors since then
         self._lock = threading.Lock()  # guards the next three, which the thread that holds the gate changes as well
         self._bound = -1  # the buffer that the model uses
-        self._taken = -1  # the buffer of an install that has begun, and may have been interrupted
+        self._installing_slot = -1  # the buffer of an install that has begun, and may have been interrupted
         self._staged: Update | None = None  # the next to be installed; until it is
         self._watch: Watch | None = None
 
@@ -74,9 +77,9 @@ class StoreReceiveChannel:
         pause = 0.005
         while True:
             newest = self._store.newest()
-            if newest is not None and newest.version >= self._oldest:
+            if newest is not None and newest.version >= self._oldest and newest.name != self._seen:
                 self._read()
-                self.first_version = self._version
+                self.first_version = self.newest_version
                 return
             if not self._oldest:
                 return
@@ -89,22 +92,20 @@ class StoreReceiveChannel:
     def _forget(self) -> None:
         """Read the newest version even if an earlier connection has read it."""
         with self._reading, self._lock:
-            self._version, self.first_version, self.layout, self._base, self._staged = 0, 0, None, None, None
-            self._bound = self._taken = -1
+            self._newest, self.first_version, self.layout, self._base, self._staged = None, 0, None, None, None
+            self._bound = self._installing_slot = -1
+            self._logged.clear()
             self._pool.clear()
 
     def _read(self) -> None:
         """Stage the newest version, unless it has been read already."""
         with self._reading:
-            self._read_newer()
+            newest = self._store.newest()
+            if newest is None or newest.name == self.newest_name or self._read_difference(newest):
+                return
+            self._store.read(self._take)
 
-    def _read_newer(self) -> None:
-        newest = self._store.newest()
-        if newest is None or newest.version == self._version or self._read_difference(newest):
-            return
-        self._store.read(self._take)
-
-    def _take(self, manifest: Manifest, file: TensorFile) -> None:
+    def _take(self, manifest: Manifest, file: File) -> None:
         """Stage a version from its file, if it is whole: nothing is staged otherwise.
 
         Raises:
@@ -114,10 +115,10 @@ class StoreReceiveChannel:
             OSError: it cannot be read.
         """
         layout = self._layout_of(manifest)
-        entries = file.check(layout)  # so that no more memory is allocated than the file has bytes
+        entries = read_entries(file, layout)  # so that no more memory is allocated than the file has bytes
         buffer = self._free_buffer(layout)
         try:
-            file.read_into(layout, buffer.flat, entries)
+            read_tensors(file, layout, buffer.flat, entries)
             damage = find_damage(manifest.version, buffer.flat, b"", manifest.checksum)
             if damage:
                 raise ValueError(damage)
@@ -128,37 +129,43 @@ class StoreReceiveChannel:
 
     def _read_difference(self, manifest: Manifest) -> bool:
         """Stage a version that is stored as a difference to the one here; False: the full version has to be read."""
-        layout = self.layout
-        if layout is None or self._base is None or not manifest.base or manifest.base != self._base[0]:
+        newest, base = self._newest, self._base
+        if newest is None or base is None or (newest.version, newest.writer) != (manifest.base, manifest.writer):
             return False
-        self._layout_of(manifest)
-        content = self._store.read_difference(manifest)
+        layout = self._layout_of(manifest)
+        content = self._store.read_difference(manifest, layout.nbytes + 1)
         if content is None:
             return False
         buffer = self._free_buffer(layout)
         try:
-            apply_difference(content, self._base[1].flat, buffer.flat)
+            apply_difference(content, base.flat, buffer.flat)
+            damage: object = find_damage(manifest.version, buffer.flat, b"", manifest.checksum)
         except (ValueError, ImportError) as error:
-            _log.warning("%s in the store %s: %s; the full version is read", manifest.delta, self._store.url, error)
-            return False
-        damage = find_damage(manifest.version, buffer.flat, b"", manifest.checksum)
+            damage = error
         if damage:
-            _log.warning("%s in the store %s: %s; the full version is read", manifest.delta, self._store.url, damage)
+            self._warn(f"{manifest.delta} in the store {self._store.url}: {damage}; the full version is read")
             return False
         self._stage(manifest, layout, buffer)
         return True
 
+    def _warn(self, message: str) -> None:
+        """Log an error, once: a version that cannot be read is tried again and again."""
+        if message not in self._logged:
+            _log.warning("%s", message)
+        self._logged.add(message)
+
     def _stage(self, manifest: Manifest, layout: Layout, buffer: Buffer) -> None:
-        self._version, self.layout = manifest.version, layout
+        self._newest, self.layout = manifest, layout
+        self._logged.clear()
         keeps = self.binds or manifest.base > 0  # a bound buffer is kept in any case
         with self._lock:
-            self._base = (manifest.version, buffer) if keeps else None
+            self._base = buffer if keeps else None
             self._staged = Update(manifest.version, buffer.views, slot=buffer.slot, acknowledge=False)
 
     def _free_buffer(self, layout: Layout) -> Buffer:
         with self._lock:
-            kept = self._base[1].slot if self._base else -1
-            busy = {self._bound, self._taken, self._staged.slot if self._staged else -1, kept}
+            kept = self._base.slot if self._base else -1
+            busy = {self._bound, self._installing_slot, self._staged.slot if self._staged else -1, kept}
         return self._pool.buffer(layout, busy)
 
     def _layout_of(self, manifest: Manifest) -> Layout:
@@ -176,7 +183,7 @@ class StoreReceiveChannel:
         """See ``ReceiveChannel``: begin to watch the store."""
         if not self._watches:
             return
-        self._watch = Watch(self._store, self._version)
+        self._watch = Watch(self._store, self.newest_name)
         receiver_thread().register(handler, self._watch.ready, [self._watch.ready])
 
     def detach(self, handler: MessageHandler) -> None:
@@ -193,18 +200,25 @@ class StoreReceiveChannel:
         return self.fetch_newest()
 
     def fetch_newest(self) -> Event | None:
-        """See ``ReadsStore``. A version that cannot be read is logged."""
+        """See ``ReadsStore``. An error is logged; if the store is watched, the version is read again after a pause."""
         try:
             self._read()
         except WeightSyncError as error:
-            _log.warning("%s; the model keeps version %d", error, self._version)
+            self._warn(f"{error}; the model keeps version {self.newest_version}")
+            if self._watch is not None:
+                self._watch.read_again()
             return None
         return Published()
 
     @property
+    def newest_name(self) -> str:
+        """The name of the version that was read last; empty for none."""
+        return self._newest.name if self._newest else ""
+
+    @property
     def newest_version(self) -> int:
         """See ``RequestChannel``: as far as the store has been looked at."""
-        return self._version
+        return self._newest.version if self._newest else 0
 
     def request_newest(self) -> int:
         """See ``RequestChannel``: readers read."""
@@ -219,13 +233,13 @@ class StoreReceiveChannel:
         with self._lock:
             update = self._staged
             if update is not None:
-                self._taken = update.slot
+                self._installing_slot = update.slot
         return update
 
     def on_installed(self, update: Update, error: str) -> None:
         """See ``ReceiveChannel``."""
         with self._lock:
-            self._taken = -1
+            self._installing_slot = -1
             if self._staged is update:
                 self._staged = None
             if not error:

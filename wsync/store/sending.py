@@ -36,7 +36,7 @@ def publish(
     check_dtypes(layout)
     tensors = {layout.names[index]: buffer.views[index].contiguous() for index in layout.leaders}
     settings = SenderSettings(layout, checksum=True).dump().decode()
-    store.publish(version, tensors, settings, checksum_of(buffer.flat, b""), layout.nbytes, difference)
+    store.publish(version, tensors, settings, checksum_of(buffer.flat, b""), difference)
 
 
 class StoreSendChannel:

@@ -19,30 +19,30 @@ import secrets
 import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
-from safetensors import SafetensorError
 from safetensors.torch import save, save_file
 from torch import Tensor
 
 from wsync.errors import NotConnected, WeightSyncError
-from wsync.store.manifest import MANIFEST_BYTES, Manifest, version_name
-from wsync.weights.tensor_file import TensorFile
+from wsync.store.manifest import MANIFEST_BYTES, Manifest
 
 _log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 _VERSION_FILE = re.compile(r"v(\d+)-\w+\.(safetensors|delta)")
 _READ_ATTEMPTS = 5
-_DELETED = (errno.ENOENT, errno.ESTALE)  # the second one by NFS, while the file is being read
+
+File = io.FileIO | io.BytesIO
+"""A version's file, open for reading."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What a version differs by from an older one.
+    """The difference between a version and an older one.
 
     Attributes:
         base: the older version.
@@ -60,17 +60,24 @@ class VersionStore:
         url: of a folder, as ``fsspec`` reads it: a path, ``s3://bucket/run/policy``, ``memory://policy``.
         keep: how many versions are kept.
         durable: whether a version is flushed to the disk before the manifest names it (local file systems).
+
+    Attributes:
+        url: as given, for messages: without user, password and query.
+
+    Raises:
+        NotConnected: it cannot be opened.
     """
 
     def __init__(self, url: str, keep: int = 3, durable: bool = True) -> None:
-        self.url = url
+        self.url = re.sub(r"(?<=://)[^/]*@|\?.*", "", url) if "://" in url else url
+        self._given_url = url
         self._keep = keep
         self._durable = durable
         self._fs: Any
         try:
             self._fs, self._root = fsspec.core.url_to_fs(url)
-        except (ImportError, ValueError) as error:
-            raise NotConnected(f"the store {url} cannot be opened: {error}") from error
+        except Exception as error:  # besides OSError: whatever the library of the file system raises
+            raise NotConnected(f"the store {self.url} cannot be opened: {self._said(error)}") from error
         self.writer = secrets.token_hex(4)
         self._wrote = False
         self._undeletable: set[str] = set()  # paths that a warning has named
@@ -92,8 +99,8 @@ class VersionStore:
             content = self._fs.cat_file(f"{self._root}/{MANIFEST}", start=0, end=MANIFEST_BYTES + 1)
         except FileNotFoundError:
             return None
-        except Exception as error:  # besides OSError: whatever the library of the file system raises
-            raise WeightSyncError(f"the store {self.url} cannot be read: {type(error).__name__}: {error}") from error
+        except Exception as error:
+            raise WeightSyncError(f"the store {self.url} cannot be read: {self._said(error)}") from error
         try:
             return Manifest.load(content)
         except ValueError as error:
@@ -103,7 +110,10 @@ class VersionStore:
         """Return the error for a manifest in which ``error`` was found."""
         return WeightSyncError(f"the manifest {MANIFEST} of the store {self.url} is damaged: {error}")
 
-    def read(self, take: Callable[[Manifest, TensorFile], None]) -> None:
+    def _said(self, error: Exception) -> str:
+        return f"{type(error).__name__}: {error}".replace(self._given_url, self.url)
+
+    def read(self, take: Callable[[Manifest, File], None]) -> None:
         """Have ``take`` read the newest version, if there is one.
 
         Args:
@@ -111,27 +121,30 @@ class VersionStore:
                 newer versions have been published. Raises ValueError or OSError if the file is damaged.
 
         Raises:
-            WeightSyncError: the store cannot be read, or the file is damaged; names it.
+            WeightSyncError: the store cannot be read, or the file is damaged or missing; names it.
         """
+        missing = ""
         for _ in range(_READ_ATTEMPTS):
             manifest = self.newest()
             if manifest is None:
                 return
+            named = f"version {manifest.version} of the store {self.url} cannot be read: {manifest.file}"
+            if manifest.file == missing:
+                raise WeightSyncError(f"{named}: the file is missing, and the manifest {MANIFEST} names it")
             try:
                 with self._open(manifest.file) as file:
-                    take(manifest, TensorFile(file))
+                    take(manifest, file)
                 return
             except WeightSyncError:
                 raise
-            except Exception as error:  # as in ``newest``
-                if isinstance(error, OSError) and error.errno in _DELETED:
-                    continue
-                raise WeightSyncError(
-                    f"version {manifest.version} of the store {self.url} cannot be read: {manifest.file}: {error}"
-                ) from error
+            except Exception as error:
+                # NFS: ESTALE, if the file is deleted while it is being read
+                if not isinstance(error, FileNotFoundError) and getattr(error, "errno", None) != errno.ESTALE:
+                    raise WeightSyncError(f"{named}: {self._said(error)}") from error
+                missing = manifest.file
         raise WeightSyncError(f"the store {self.url} deletes versions faster than they can be read: raise keep")
 
-    def _open(self, file: str) -> io.FileIO | io.BytesIO:
+    def _open(self, file: str) -> File:
         """Open a file: a local one is read, not mapped, because memory of a file that is cut off cannot be read."""
         path = f"{self._root}/{file}"
         if self.folder is None:
@@ -155,20 +168,19 @@ class VersionStore:
             for path in self._paths():
                 if path.endswith(".unfinished"):
                     self._fs.rm_file(path)
-        except OSError as error:
-            raise WeightSyncError(f"the store {self.url} cannot be written: {error}") from error
+        except Exception as error:
+            raise WeightSyncError(f"the store {self.url} cannot be written: {self._said(error)}") from error
         manifest = self.newest()
         return manifest.version if manifest else 0
 
-    def read_difference(self, manifest: Manifest) -> bytes | None:
-        """Return the difference that a manifest names; None if it cannot be read, or there is none."""
-        if not manifest.delta:
-            return None
+    def read_difference(self, manifest: Manifest, limit: int) -> bytes | None:
+        """Return the difference of a version to its base, cut off after ``limit`` bytes; None if it cannot be read."""
         try:
             self._require_regular(manifest.delta)
-            return self._fs.cat_file(f"{self._root}/{manifest.delta}", start=0, end=manifest.nbytes + 1)
-        except OSError as error:  # newer versions have been published, or: the caller reads the full version
-            _log.debug("the difference %s of the store %s cannot be read: %s", manifest.delta, self.url, error)
+            return self._fs.cat_file(f"{self._root}/{manifest.delta}", start=0, end=limit)
+        except Exception as error:  # noqa: BLE001  as in ``newest``; the caller reads the full version instead
+            said = self._said(error)
+            _log.debug("the difference %s of the store %s cannot be read: %s", manifest.delta, self.url, said)
             return None
 
     def publish(
@@ -177,7 +189,6 @@ class VersionStore:
         tensors: Mapping[str, Tensor],
         layout: str,
         checksum: int,
-        nbytes: int,
         difference: Difference | None = None,
     ) -> None:
         """Write a version, then name it in the manifest; the oldest versions are deleted.
@@ -187,7 +198,6 @@ class VersionStore:
             tensors: contiguous, by name; no two in the same memory.
             layout: see ``Manifest``.
             checksum: see ``Manifest``.
-            nbytes: see ``Manifest``.
             difference: to an older version, for readers that have that one.
 
         Raises:
@@ -201,18 +211,19 @@ class VersionStore:
             raise WeightSyncError(
                 f"another trainer has published version {newest.version} in the store {self.url}: give each its own url"
             )
-        name = version_name(version, self.writer)
-        manifest = Manifest(version, f"{name}.safetensors", self.writer, layout, checksum, nbytes)
-        if difference is not None:
-            manifest = replace(manifest, base=difference.base, delta=f"{name}.delta")
+        manifest = Manifest(version, self.writer, layout, checksum, difference.base if difference else 0)
         try:
             self._write_version(manifest.file, tensors)
             if difference is not None:
                 self._write(manifest.delta, difference.content)
             self._flush_folder()
             self._write_manifest(manifest.dump())
-        except (OSError, SafetensorError) as error:
-            raise WeightSyncError(f"version {version} was not stored in {self.url}: {error}") from error
+        except Exception as error:
+            if self.folder is not None:  # elsewhere the manifest may have been replaced in spite of the error
+                for file in (manifest.file, manifest.delta):
+                    with suppress(OSError):
+                        (self.folder / file).unlink()
+            raise WeightSyncError(f"version {version} was not stored in {self.url}: {self._said(error)}") from error
         self._wrote = True
         self._delete_old(version)
 
@@ -264,8 +275,8 @@ class VersionStore:
         """Delete the files of all but the newest versions up to ``newest``; log what cannot be deleted."""
         try:
             found = [(path, _VERSION_FILE.fullmatch(path.rsplit("/", 1)[-1])) for path in self._paths()]
-        except OSError as error:
-            _log.warning("old versions of the store %s cannot be deleted: %s", self.url, error)
+        except Exception as error:  # noqa: BLE001  readers see the new version already, so it has to count as stored
+            _log.warning("old versions of the store %s cannot be deleted: %s", self.url, self._said(error))
             return
         oldest = sorted({int(match[1]) for _, match in found if match and int(match[1]) <= newest})[-self._keep :][0]
         for path, match in found:
@@ -275,9 +286,9 @@ class VersionStore:
                 self._fs.rm_file(path)
             except FileNotFoundError:
                 continue
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001  likewise
                 if path not in self._undeletable:
-                    _log.warning("an old version of the store %s cannot be deleted: %s", self.url, error)
+                    _log.warning("an old version of the store %s cannot be deleted: %s", self.url, self._said(error))
                 self._undeletable.add(path)
 
 

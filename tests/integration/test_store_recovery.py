@@ -1,0 +1,267 @@
+"""What a store and its readers do after an error, and which errors of a file system have a name."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+import wsync
+from wsync.store.versions import VersionStore
+from wsync.testing.models import Small, fill
+
+
+class Failing(MemoryFileSystem):
+    """A file system whose library raises errors of its own.
+
+    Attributes:
+        fails: errors, by what raises them: ``connect``, a method, or reading a kind of file.
+        blocks: until this is set, nothing is read; ``blocked`` is set then.
+    """
+
+    protocol = "failing"
+    fails: ClassVar[dict[str, Exception]] = {}
+    blocks: ClassVar[threading.Event | None] = None
+    blocked: ClassVar[threading.Event] = threading.Event()
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._raise("connect")
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return MemoryFileSystem._strip_protocol(path.replace("failing://", "memory://"))
+
+    def _raise(self, name: str) -> None:
+        if name in self.fails:
+            raise self.fails[name]
+
+    def ls(self, *arguments: Any, **options: Any) -> Any:
+        self._raise("ls")
+        return super().ls(*arguments, **options)
+
+    def pipe_file(self, path: str, *arguments: Any, **options: Any) -> Any:
+        self._raise("pipe_file")
+        return super().pipe_file(path, *arguments, **options)
+
+    def cat_file(self, path: str, *arguments: Any, **options: Any) -> Any:
+        if self.blocks is not None:
+            self.blocked.set()
+            self.blocks.wait()
+        self._raise(path.rsplit(".", 1)[-1])
+        return super().cat_file(path, *arguments, **options)
+
+
+class LibraryError(Exception):
+    """As botocore's: no OSError."""
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Exception]]:
+    fails = dict[str, Exception]()
+    monkeypatch.setattr(Failing, "fails", fails)
+    fsspec.register_implementation("failing", Failing, clobber=True)
+    Failing.clear_instance_cache()
+    yield fails
+    MemoryFileSystem.store.clear()
+
+
+@contextmanager
+def trainer(url: object, model: Small | None = None, **options: Any) -> Iterator[wsync.StoreWeightSyncScheme]:
+    with wsync.StoreWeightSyncScheme(str(url), timeout=30.0, **options) as scheme:
+        scheme.init_on_sender("policy", model=model or fill(Small(), 1), num_workers=1)
+        scheme.connect()
+        yield scheme
+
+
+@contextmanager
+def reader(url: object, **options: Any) -> Iterator[wsync.StoreWeightSyncScheme]:
+    with wsync.StoreWeightSyncScheme(str(url), **{"timeout": 30.0, **options}) as scheme:
+        scheme.init_on_receiver("policy", model=Small(), worker_idx=0)
+        scheme.connect()
+        yield scheme
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_version_that_could_not_be_read_is_read_again(
+    failing: dict[str, Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    with trainer("failing://run") as scheme, reader("failing://run") as receiver:
+        failing["safetensors"] = LibraryError("the connection was lost")
+        scheme.send(fill(Small(), 2))
+        while caplog.text.count("connection was lost") < 1:
+            assert receiver.receive(0.05) is None
+        assert receiver.receive(0.5) is None  # the error is logged once
+        del failing["safetensors"]
+        assert receiver.receive(30.0) is not None and receiver.version == 2
+        assert receiver.model()[0] == 2
+    assert caplog.text.count("the connection was lost") == 1
+
+
+def test_a_missing_file_of_a_remote_store_is_an_error_that_names_it(failing: dict[str, Exception]) -> None:
+    """Libraries raise FileNotFoundError without an errno."""
+    with trainer("failing://run"):
+        failing["safetensors"] = FileNotFoundError("/run/policy")
+        with pytest.raises(wsync.WeightSyncError, match=r"version 1 .*v00000001-\w+\.safetensors: the file is missing"):
+            wsync.StoreTransport("failing://run/policy").receive_weights(0.0)
+
+
+def test_a_file_that_is_deleted_while_a_newer_version_is_published(
+    failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with trainer("failing://run") as scheme:
+        open_file = VersionStore._open
+
+        def send_first(store: VersionStore, file: str) -> Any:
+            if file.startswith("v00000001"):
+                scheme.send(fill(Small(), 2))
+                raise FileNotFoundError(file)
+            return open_file(store, file)
+
+        monkeypatch.setattr(VersionStore, "_open", send_first)
+        got = wsync.StoreTransport("failing://run/policy").receive_weights(0.0)
+        assert got is not None and got["weight"][0] == 2
+
+
+def test_errors_of_a_library_name_the_store(failing: dict[str, Exception], caplog: pytest.LogCaptureFixture) -> None:
+    error = LibraryError("access to failing://user:secret@run/policy?sig=secret is denied")
+    url, named = "failing://user:secret@run/policy?sig=secret", "failing://run/policy"
+    transport = wsync.StoreTransport(url)
+    transport.setup_connection_and_weights_on_sender()
+    for method, said in (("ls", "cannot be written"), ("pipe_file", "was not stored"), ("json", "cannot be read")):
+        failing[method] = error
+        call = transport.setup_connection_and_weights_on_sender if method == "ls" else transport.send_weights
+        with pytest.raises(wsync.WeightSyncError) as caught:
+            call(*([] if method == "ls" else [Small()]))
+        assert said in str(caught.value) and named in str(caught.value) and "secret" not in str(caught.value)
+        del failing[method]
+    failing["ls"] = error
+    transport.send_weights(fill(Small(), 3))  # it is published: only old versions cannot be deleted
+    del failing["ls"]
+    assert "cannot be deleted" in caplog.text and "secret" not in caplog.text
+    transport.send_weights(fill(Small(), 4))
+    failing["connect"] = error
+    Failing.clear_instance_cache()
+    with pytest.raises(wsync.NotConnected, match=f"the store {named} cannot be opened: LibraryError") as caught:
+        wsync.StoreTransport(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_difference_that_a_library_cannot_read(failing: dict[str, Exception]) -> None:
+    pytest.importorskip("zstandard", reason="the extra wsync[delta] is not installed")
+    with (
+        trainer("failing://run", send_transform=wsync.transforms.Delta()) as scheme,
+        reader("failing://run", initiator="receiver") as receiver,
+    ):
+        scheme.send(fill(Small(), 2))
+        assert receiver.pull() == 2
+        failing["delta"] = LibraryError("no such key")
+        scheme.send(fill(Small(), 3))
+        assert receiver.pull() == 3 and receiver.model()[0] == 3
+
+
+def test_a_reader_that_is_in_a_read_without_an_end_can_be_shut_down(
+    failing: dict[str, Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, blocks = descriptors(), threading.Event()
+    with trainer("failing://run"), reader("failing://run") as receiver:
+        monkeypatch.setattr(Failing, "blocks", blocks)
+        assert Failing.blocked.wait(30.0)
+        receiver.shutdown()
+        blocks.set()
+        for thread in threading.enumerate():
+            if thread.name == "wsync-store-watch":
+                thread.join(30.0)
+    assert descriptors() == before
+
+
+def test_a_watch_without_a_thread_leaves_no_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "wsync-store-watch":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with trainer(tmp_path):
+        before = descriptors()
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="start new thread"), reader(tmp_path):
+            pass
+        assert descriptors() == before
+
+
+def test_a_version_whose_manifest_cannot_be_written_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with trainer(tmp_path) as scheme:
+        replace = Path.replace
+
+        def refuse(path: Path, target: Path) -> Path:
+            if target.name == "manifest.json":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return replace(path, target)
+
+        before = {path.name for path in (tmp_path / "policy").iterdir()}
+        with monkeypatch.context() as patch, pytest.raises(wsync.WeightSyncError, match="No space left"):
+            patch.setattr(Path, "replace", refuse)
+            scheme.send(fill(Small(), 2))
+        assert {path.name for path in (tmp_path / "policy").iterdir()} == before
+
+
+def test_a_trainer_that_begins_again_in_an_emptied_folder(tmp_path: Path) -> None:
+    """Its versions have the numbers of the old ones; readers take them all the same."""
+    transport = wsync.StoreTransport(f"{tmp_path}/policy")
+    with trainer(tmp_path) as scheme, reader(tmp_path) as watching, reader(tmp_path, initiator="receiver") as pulling:
+        assert transport.receive_weights(0.0) is not None
+        scheme.shutdown()
+        shutil.rmtree(tmp_path / "policy")
+        with trainer(tmp_path, model=fill(Small(), 5)) as other:
+            assert other.version == 1
+            got = transport.receive_weights(0.0)
+            assert got is not None and torch.equal(got["weight"], torch.full((4,), 5.0))
+            assert pulling.pull() == 1 and pulling.model()[0] == 5
+            while watching.model()[0] != 5:
+                assert watching.receive(0.05) is None  # that would be a newer version
+
+
+def test_a_pickled_scheme_has_no_send_transform_and_refuses_another_model(tmp_path: Path) -> None:
+    with trainer(tmp_path, send_transform=lambda weights: weights) as scheme:
+        worker = pickle.loads(pickle.dumps(scheme))
+        with pytest.raises(ValueError, match="the sender of this scheme sends 'policy', not 'critic'"):
+            worker.init_on_receiver("critic", model=Small(), worker_idx=0)
+        worker.init_on_receiver("policy", model=Small(), worker_idx=0)
+        worker.connect()
+        worker.shutdown()
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        pickle.dumps(scheme)  # it is no sender any more: it has its options
+
+
+@pytest.mark.parametrize("model_id", ["", ".", ".."])
+def test_a_model_id_that_is_no_folder(tmp_path: Path, model_id: str) -> None:
+    with (
+        wsync.StoreWeightSyncScheme(f"{tmp_path}/run") as scheme,
+        pytest.raises(ValueError, match="model_id is the name of a folder"),
+    ):
+        scheme.init_on_sender(model_id, model=Small(), num_workers=1)
+
+
+def test_a_url_without_a_path() -> None:
+    with trainer("memory://"), reader("memory://") as receiver:
+        assert receiver.version == 1
+    assert MemoryFileSystem().exists("memory://policy/manifest.json")
+    MemoryFileSystem.store.clear()
