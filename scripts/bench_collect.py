@@ -35,6 +35,7 @@ from tensordict.nn import TensorDictModuleBase
 
 import wsync
 from collectors import MultiSyncCollector
+from collectors.batch_layout import frames_of
 from collectors.rollouts.rollout import Rollout
 
 Contender = Callable[[], AbstractContextManager[Turn]]
@@ -68,7 +69,7 @@ def timed(batch: Callable[[], TensorDictBase]) -> Turn:
     def turn(seconds: float) -> tuple[int, float]:
         frames, began = 0, time.perf_counter()
         while (elapsed := time.perf_counter() - began) < seconds:
-            frames += frames_in(batch())
+            frames += frames_of(batch())
         return frames, elapsed
 
     return turn
@@ -97,11 +98,6 @@ def collector(env_id: str, width: int, steps: int, workers: int) -> Iterator[Tur
     ) as batches:
         iterator = iter(batches)
         yield timed(lambda: next(iterator))
-
-
-def frames_in(batch: TensorDictBase) -> int:
-    """Count the frames of a batch; reset steps of Gymnasium's native vector environment are masked."""
-    return int(batch.get("mask").sum()) if "mask" in batch.keys() else batch.numel()  # noqa: SIM118  (not a dict)
 
 
 @contextmanager

@@ -39,6 +39,8 @@ from collectors.workers.connection_pool import ConnectedWorker
 from wsync import WeightSyncScheme
 
 BACKENDS = tuple(name for name in ALL_BACKENDS if name != "rpc")  # RPC's workers cannot be restarted
+WRONG = ("torn", "went back", "stale")
+"""The kinds of error that a frame may have."""
 _TIMEOUT = 60.0  # seconds in which all workers have to be active again at the end
 
 
@@ -64,7 +66,7 @@ class Tally:
     seconds: float = 0.0
     longest: float = 0.0
     newest: dict[int, int] = field(default_factory=dict)
-    wrong: dict[str, int] = field(default_factory=dict)
+    wrong: dict[str, int] = field(default_factory=lambda: dict.fromkeys(WRONG, 0))
 
     def check(self, batch: TensorDictBase, floor: int) -> None:
         """Check a batch: all frames must be acted with version ``floor`` or a newer one."""
@@ -73,16 +75,12 @@ class Tally:
         columns: Any = batch
         versions, indices = columns["policy_version"].flatten(), columns["observation"][..., 0].flatten()
         extremes = columns["reveal"].reshape(-1, 2)
-        self._count("torn", int((extremes != versions.unsqueeze(-1)).any(-1).sum()))
-        self._count("stale", int((versions < floor).sum()))
+        self.wrong["torn"] += int((extremes != versions.unsqueeze(-1)).any(-1).sum())
+        self.wrong["stale"] += int((versions < floor).sum())
         for index in indices.unique().int().tolist():
             mine = versions[indices == index]
-            back = int((mine.diff() < 0).sum()) + int(mine[0] < self.newest.get(index, 0))
-            self._count("went back", back)
+            self.wrong["went back"] += int((mine.diff() < 0).sum()) + int(mine[0] < self.newest.get(index, 0))
             self.newest[index] = int(mine[-1])
-
-    def _count(self, what: str, number: int) -> None:
-        self.wrong[what] = self.wrong.get(what, 0) + number
 
 
 class Killer(threading.Thread):
@@ -210,7 +208,7 @@ def main(
     chosen = backend or ["shared_mem"]
     check_names(chosen, BACKENDS)
     table = Table(title=f"{workers} workers, a kill every {pause:g} s on average")
-    columns = ("backend", "collector", "kills", "batches", "frames", "updates", "torn", "went back", "stale")
+    columns = ("backend", "collector", "kills", "batches", "frames", "updates", *WRONG)
     for column in (*columns, "longest batch", "s"):
         table.add_column(column, justify="left" if column in columns[:2] else "right", no_wrap=True)
     bad, console = 0, Console(width=140)

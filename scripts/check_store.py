@@ -2,7 +2,8 @@
 
     python scripts/check_store.py [--readers 64] [--versions 50] [--kib 64]
 
-Readers are processes that a fork server starts. Prints how long after ``send`` the readers had the last version.
+Readers are processes that a fork server starts. Prints how long after ``send`` the readers had the last version. The
+exit status is 1 if a reader had a torn version, or did not get the last one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import typer
 from torch import nn
 
 import wsync
+
+PATIENCE = 60.0  # seconds
 
 
 class Filled(nn.Module):
@@ -35,19 +38,21 @@ class Filled(nn.Module):
 
 
 def read(url: str, kib: int, last: int, results: Any) -> None:
-    """A reader: forwards until it has the last version."""
+    """A reader: forwards until it has the last version, or no new one has come for a minute."""
     torch.set_num_threads(1)
     model, torn, versions = Filled(kib), 0, set[float]()
     with wsync.StoreWeightSyncScheme(url) as scheme:
         scheme.init_on_receiver("policy", model=model, worker_idx=0)
         scheme.connect()
         results.put("ready")
-        while scheme.version < last:
-            scheme.receive(1.0)
+        until = time.monotonic() + PATIENCE
+        while scheme.version < last and time.monotonic() < until:
+            if scheme.receive(1.0) is not None:
+                until = time.monotonic() + PATIENCE
             values = model()
             torn += len(set(values)) > 1
             versions.add(values[0])
-        results.put((time.time(), torn, len(versions)))
+        results.put((time.time(), torn, len(versions), scheme.version))
 
 
 def main(readers: int = 64, versions: int = 50, kib: int = 64) -> None:
@@ -71,14 +76,18 @@ def main(readers: int = 64, versions: int = 50, kib: int = 64) -> None:
             scheme.send()
             sends.append(time.perf_counter() - began)
         ended = time.time()
-        found = [results.get(timeout=300) for _ in processes]
+        found = [results.get(timeout=5 * PATIENCE) for _ in processes]
         for process in processes:
             process.join()
-    late = sorted(moment - ended for moment, _, _ in found)
+    late = sorted(moment - ended for moment, *_ in found)
     print(f"{readers} readers, {versions} versions of {kib} KiB: send p50 {statistics.median(sends) * 1e3:.1f} ms")
     middle, longest = late[len(late) // 2] * 1e3, late[-1] * 1e3
     print(f"the last version was in the median reader {middle:.0f} ms after send, in the last one {longest:.0f} ms")
-    print(f"torn: {sum(torn for _, torn, _ in found)}; versions seen by a reader: {min(n for *_, n in found)} or more")
+    torn, fewest = sum(torn for _, torn, *_ in found), min(count for *_, count, _ in found)
+    behind = sum(version < versions for *_, version in found)
+    print(f"torn: {torn}; versions seen by a reader: {fewest} or more; readers without the last version: {behind}")
+    if torn or behind:
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

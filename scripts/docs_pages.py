@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 import wsync  # noqa: E402
 from learning.config import register_configs  # noqa: E402
-from learning.help import explanations, shown  # noqa: E402
+from learning.help import as_override, explanations  # noqa: E402
 from learning.options import TrainConfig  # noqa: E402
 
 

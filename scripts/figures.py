@@ -1,7 +1,8 @@
 """All figures of the performance page, by one command: ``make figures``, 20 minutes on an idle machine.
 
 Runs the benchmarks below one after the other, each as a user would, and writes their tables with the commands into
-docs/figures.md, the pictures beside it. A benchmark that fails is on the page as well, with the end of its output.
+docs/figures.md, the pictures beside it. A benchmark that fails is on the page as well, with the end of its output, and
+the exit status is 1.
 
     python scripts/figures.py                       # needs pip install -e '.[bench,mujoco,atari,delta]'
     python scripts/figures.py --only forms --only start
@@ -147,8 +148,8 @@ _PROGRESS = re.compile(r"→|(send|update) .*: p50 |.*, seed \d+: |A\.L\.E|\[Pow
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-def run(benchmark: Benchmark, console: Console) -> str:
-    """Run a benchmark; return its section of the page."""
+def run(benchmark: Benchmark, console: Console) -> tuple[str, bool]:
+    """Run a benchmark; return its section of the page, and whether it has succeeded."""
     console.print(f"{benchmark.title} …", end=" ", highlight=False)
     environment = {**os.environ, "COLUMNS": str(WIDTH), "NO_COLOR": "1", "TERM": "dumb"}
     load, began = os.getloadavg()[0], time.monotonic()
@@ -165,7 +166,8 @@ def run(benchmark: Benchmark, console: Console) -> str:
         lines = [f"exit status {done.returncode}", *lines[-10:], *done.stderr.splitlines()[-10:]]
     table = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
     note = f"`python {benchmark.command}` ({seconds:.0f} s; load before: {load:.1f})"
-    return "\n\n".join(filter(None, [f"## {benchmark.title}", benchmark.text, image, note, f"```text\n{table}\n```"]))
+    parts = [f"## {benchmark.title}", benchmark.text, image, note, f"```text\n{table}\n```"]
+    return "\n\n".join(filter(None, parts)), done.returncode == 0
 
 
 def keep_picture(benchmark: Benchmark, folder: Path) -> str:
@@ -207,10 +209,15 @@ def main(
         "percentile.",
         f"Measured on {machine()}",
     ]
+    failed = False
     for one in chosen:
-        parts.append(run(one, console))
+        section, succeeded = run(one, console)
+        parts.append(section)
+        failed |= not succeeded
         PAGE.write_text("\n\n".join(parts) + "\n")  # after each: an interrupted run leaves a page
     console.print(f"→ {PAGE.relative_to(ROOT)}", highlight=False)
+    if failed:
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ Cost = dict[str, float]
 Costs = tuple[Cost, Cost]
 """Microseconds of each phase, warm and cold."""
 
-_OLDER_NAMES = {"published": "shared_mem-published", "installed": "shared_mem", "distributed, gloo": "distributed-gloo"}
 VARIANTS = {name: make for name, make in variants().items() if not needs_cluster(name)}
 
 
@@ -89,7 +88,6 @@ def main(
     functions: Annotated[int, typer.Option(help="Show so many functions by their own time, for each way.")] = 0,
 ) -> None:
     """Measure, and show."""
-    backend = _OLDER_NAMES.get(backend, backend)
     check([backend], VARIANTS)
     ways = (True, False) if loops.COMPILED else (False,)
     taken: dict[bool, list[Costs]] = {way: [] for way in ways}

@@ -9,6 +9,7 @@ from contextlib import closing
 from multiprocessing.connection import Connection
 
 import gymnasium as gym
+import numpy as np
 import torch
 from gymnasium.vector import SyncVectorEnv, VectorEnv
 
@@ -70,13 +71,15 @@ class BareLoop:
 
     @torch.inference_mode()
     def run(self, seconds: float) -> tuple[int, float]:
-        """Step for so many seconds; return the frames, and the seconds that it took."""
+        """Step for so many seconds; return the frames, and the seconds that it took. A reset is no frame."""
         env, act, observation, frames = self.env, self._act, self._observation, 0
         vector, began = isinstance(env, VectorEnv), time.perf_counter()
         while (elapsed := time.perf_counter() - began) < seconds:
             for _ in range(16):
                 observation, _, terminated, truncated, _ = env.step(act(observation))
-                if not vector and (terminated or truncated):
+                if vector:  # an environment is reset in the step after the end of an episode
+                    frames -= int(np.count_nonzero(terminated | truncated))
+                elif terminated or truncated:
                     observation, _ = env.reset()
             frames += 16 * self.width
         self._observation = observation

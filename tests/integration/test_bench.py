@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import select
 import signal
@@ -12,18 +13,26 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
+import gymnasium
+import numpy as np
 import pytest
+import typer
 from programs import run_program
 from rich.console import Console
 
 import wsync
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import check_kills
+import check_store
+import figures
 from bench import app
 from bench.config import BenchConfig, BenchError, Case
 from bench.results import exit_status
+from harness.bare_loop import BareLoop
 from harness.models import RevealingModel, cartpole_policy, fill
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no process has this file in its path
@@ -61,6 +70,62 @@ def test_a_script_refuses_to_measure_nothing(
         runpy.run_path(str(SCRIPT.with_name(name)), run_name="__main__")
     printed = capsys.readouterr().err
     assert refused.value.code == 2 and f"'{option.partition('=')[0]}'" in printed, printed
+
+
+def test_the_table_of_kills_has_each_count_below_its_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tally = check_kills.Tally()
+    tally.wrong["stale"] += 7
+    monkeypatch.setattr(check_kills, "check", lambda *_, **__: tally)
+    with pytest.raises(typer.Exit):
+        check_kills.main(kills=1, workers=1, pause=1.0, seed=0)
+    lines = [[cell.strip() for cell in re.split("[┃│]", one)] for one in capsys.readouterr().out.splitlines()]
+    header, counts = (next(one for one in lines if name in one) for name in ("backend", "shared_mem"))
+    assert counts[header.index("stale")] == "7"
+
+
+def without_the_last_version(url: str, kib: int, last: int, results: Any) -> None:
+    results.put("ready")
+    results.put((time.time(), 0, 1, last - 1))
+
+
+def test_a_reader_of_a_store_without_the_last_version_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_store.main(readers=1, versions=2, kib=1)
+    monkeypatch.setattr(check_store, "read", without_the_last_version)
+    with pytest.raises(typer.Exit):
+        check_store.main(readers=1, versions=2, kib=1)
+
+
+def test_a_benchmark_that_failed_is_the_exit_status_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = figures.Benchmark("none", "None", "", "-c raise(SystemExit(3))")
+    monkeypatch.setattr(figures, "BENCHMARKS", (failing,))
+    monkeypatch.setattr(figures, "PAGE", tmp_path / "figures.md")
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    with pytest.raises(typer.Exit):
+        figures.main()
+    assert "exit status 3" in (tmp_path / "figures.md").read_text()
+
+
+class EndingEnvs(gymnasium.vector.VectorEnv):
+    """Two environments: the first ends an episode in every other step, and is reset in the steps between."""
+
+    steps = 0
+
+    def step(self, actions: Any) -> Any:
+        self.steps += 1
+        ended, never = np.array([self.steps % 2 == 1, False]), np.zeros(2, dtype=bool)
+        return np.zeros((2, 4), dtype=np.float32), np.zeros(2), ended, never, {}
+
+
+def test_the_bare_loop_counts_no_step_that_only_resets() -> None:
+    loop = BareLoop("CartPole-v1", 2)
+    loop.env.close()
+    loop.env = envs = EndingEnvs()
+    frames, _ = loop.run(0.1)
+    assert frames == 1.5 * envs.steps > 0
 
 
 @pytest.mark.slow
