@@ -12,11 +12,9 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from importlib.util import find_spec
 from multiprocessing import forkserver, util
 
-STARTED = time.perf_counter()
 NEEDED = ("gymnasium", "hydra", "matplotlib", "rich")
 
 if missing := [name for name in NEEDED if find_spec(name) is None]:
@@ -58,7 +56,7 @@ import collectors.config
 from collectors.distributed import is_worker, join_trainer
 from collectors.env_config import env_config, env_factory, solved_at
 from collectors.errors import ConfigError
-from learning.config import describe_error, facts, failure_advice, line_prefix, resolved, run_hydra, typed
+from learning.config import choice_in_words, describe_error, facts, failure_advice, line_prefix, resolved, run_hydra
 from learning.delay import WeightDelay
 from learning.loop import Goal, Training
 from learning.normalization import RewardNormalizer
@@ -71,11 +69,8 @@ from learning.summary import objective_of
 from learning.validation import actor_critic, check_parts, network_settings
 
 
-def train(cfg: TrainConfig, folder: Path, started: float) -> tuple[int, float]:
-    """Run one training into `folder`; return the exit status, and the objective of a sweeper (``cfg.objective``).
-
-    `started` is the start of the clock for the summary.
-    """
+def train(cfg: TrainConfig, folder: Path) -> tuple[int, float]:
+    """Run one training into `folder`; return the exit status, and the objective of a sweeper (``cfg.objective``)."""
     torch.set_num_threads(cfg.threads)
     torch.manual_seed(cfg.seed)
     scheme = instantiate(cfg.weight_sync)
@@ -83,14 +78,16 @@ def train(cfg: TrainConfig, folder: Path, started: float) -> tuple[int, float]:
 
     cfg.env = env_config(cfg.env)
     network, settings = network_settings(cfg.policy)
-    policy, critic, normalizer = actor_critic(instantiate(network, _partial_=True), cfg.env, typed(cfg), **settings)
+    policy, critic, normalizer = actor_critic(
+        instantiate(network, _partial_=True), cfg.env, choice_in_words(cfg), **settings
+    )
     learner = instantiate(cfg.algorithm, policy, critic)
     logger, callbacks = instantiate(cfg.logger, _convert_="all"), instantiate(cfg.callbacks, _convert_="all")
     check_parts(learner, logger, callbacks)
 
     goal = Goal(cfg.total_frames, solved_at(cfg.env), cfg.stop_when_solved)
     delay = WeightDelay(cfg.staleness)
-    training = Training(learner, scheme, goal, folder, cfg.checkpoint_every, delay, started, facts=facts(cfg))
+    training = Training(learner, scheme, goal, folder, cfg.checkpoint_every, delay, facts=facts(cfg))
     training.observations = normalizer
     training.rewards = RewardNormalizer(cfg.env.rewards, getattr(learner, "gamma", 0.99))
     if cfg.resume is not None:
@@ -136,11 +133,10 @@ def main(composed: DictConfig) -> float:
     """Check what Hydra composed, write it into the run's folder, and train; return the objective, for a sweeper."""
     run = HydraConfig.get()
     sweep = run.mode is RunMode.MULTIRUN
-    started = time.perf_counter() if sweep else STARTED
     folder = Path(run.runtime.output_dir)
     with reported_errors(folder, describe_error, sweep=sweep):
         cfg = resolved(composed, run, folder)
-        status, objective = train(cfg, folder, started)
+        status, objective = train(cfg, folder)
     if status:
         raise SystemExit(status)
     return objective
@@ -148,7 +144,10 @@ def main(composed: DictConfig) -> float:
 
 if __name__ == "__main__":
     # Settings may name modules of the current folder and of --config-dir: policy._target_, env.id, …
-    sys.path += [os.getcwd(), *(str(folder.resolve()) for folder in config_folders(sys.argv[1:]))]
+    folders = [str(folder.resolve()) for folder in config_folders(sys.argv[1:])]
+    sys.path += [os.getcwd(), *folders]
+    if folders:  # for the jobs of submitit, which are interpreters of their own
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), *folders]))
     if is_worker():  # torchrun starts all ranks alike: those above 0 collect
         sys.exit(join_trainer())
     run_hydra(main)

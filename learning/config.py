@@ -225,7 +225,7 @@ def failure_advice(collector: Any) -> Iterator[None]:
         raise
 
 
-def typed(cfg: TrainConfig) -> str:
+def choice_in_words(cfg: TrainConfig) -> str:
     """Return the choice of the policy and the environment as in a command line: ``policy=lstm with env=cartpole``."""
     run = HydraConfig.get()
     by_id = any(override_name(one) == "env.id" for one in run.overrides.task)

@@ -77,7 +77,6 @@ class Training:
         folder: for checkpoints.
         checkpoint_every: seconds between two checkpoints; one more is written at the end.
         delay: holds weights back, to measure what a slow weight sync costs.
-        started: when the process started, as of ``time.perf_counter``.
         progress: the counters; in a resumed run they start with those of the checkpoint.
         resumed_from: the folder of that checkpoint.
         reporters: receive the rows and the summary.
@@ -95,7 +94,6 @@ class Training:
     folder: Path
     checkpoint_every: float = 60.0
     delay: WeightDelay = field(default_factory=WeightDelay)
-    started: float = field(default_factory=time.perf_counter)
     progress: Progress = field(default_factory=Progress)
     resumed_from: Path | None = None
     reporters: Sequence[Reporter] = ()
@@ -252,10 +250,7 @@ class Training:
 
     def _summary(self, status: str, collector: Collector) -> dict[str, Any]:
         counts = (self._counted(collector.failures), self.chaos, collector.staleness)
-        summary = summarise(
-            status, self.progress, self.goal.solved_at, self.scheme.metrics, *counts, started=self.started
-        )
-        return summary | self.facts
+        return summarise(status, self.progress, self.goal.solved_at, self.scheme.metrics, *counts) | self.facts
 
 
 _Exit = Callable[[type[BaseException] | None, BaseException | None, "TracebackType | None"], None]

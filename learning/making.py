@@ -98,7 +98,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 _NOT_OF_THE_USER = (str(_ROOT / "learning"), str(_ROOT / "collectors"), sys.prefix, sys.base_prefix, "<")
 
 
-def explained(error: BaseException, observation_spec: SpecTree) -> str:
+def network_error(error: BaseException, observation_spec: SpecTree) -> str:
     """Return in one line why a network could not be made or called, with the line of the user's module that raised."""
     text = " ".join(str(error).split())
     called = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(_NOT_OF_THE_USER)]

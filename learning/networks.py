@@ -72,6 +72,10 @@ class Policy(SampledPolicy):
     def from_parameters(self, parameters: Tensor) -> distributions.Distribution:
         """Return the distribution with these parameters ``[*B, P]``, batch shape ``[*B]``."""
 
+    def log_prob(self, parameters: Tensor, action: Tensor) -> Tensor:
+        """See SampledPolicy."""
+        return self.from_parameters(parameters).log_prob(action)
+
     def distribution(self, observation: Observation) -> distributions.Distribution:
         """Return the distribution of actions at `observation` ``[*B, *obs]``, batch shape ``[*B]``."""
         return self.from_parameters(self.distribution_parameters(observation))
@@ -108,7 +112,7 @@ class CategoricalPolicy(Policy):
         return (parameters if noise is None else parameters + noise).argmax(-1)
 
     def log_prob(self, parameters: Tensor, action: Tensor) -> Tensor:
-        """See SampledPolicy."""
+        """See SampledPolicy: without a distribution, which takes longer to make."""
         return parameters.log_softmax(-1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
 
     def from_parameters(self, parameters: Tensor) -> distributions.Distribution:
@@ -139,9 +143,7 @@ class MultiCategoricalPolicy(CategoricalPolicy):
         scores = parameters if noise is None else parameters + noise
         return self._by_choice(scores, -math.inf).argmax(-1)
 
-    def log_prob(self, parameters: Tensor, action: Tensor) -> Tensor:
-        """See SampledPolicy."""
-        return self.from_parameters(parameters).log_prob(action)
+    log_prob = Policy.log_prob
 
     def from_parameters(self, parameters: Tensor) -> distributions.Independent:
         """See Policy."""
@@ -194,19 +196,10 @@ class GaussianPolicy(Policy):
         mean, std = parameters.chunk(2, -1)
         return mean if noise is None else mean + std * noise
 
-    def log_prob(self, parameters: Tensor, action: Tensor) -> Tensor:
-        """See SampledPolicy."""
-        return _normal(parameters).log_prob(action)
-
     def from_parameters(self, parameters: Tensor) -> distributions.Independent:
         """See Policy; in the environment's units."""
-        return _normal(parameters)
-
-
-def _normal(parameters: Tensor) -> distributions.Independent:
-    """Return independent normal distributions for mean and standard deviation, ``[*B, 2 * dim]``."""
-    mean, std = parameters.chunk(2, -1)
-    return distributions.Independent(distributions.Normal(mean, std, validate_args=False), 1, validate_args=False)
+        mean, std = parameters.chunk(2, -1)
+        return distributions.Independent(distributions.Normal(mean, std, validate_args=False), 1, validate_args=False)
 
 
 class Critic(nn.Module):

@@ -63,7 +63,8 @@ class Row:
         seconds: since the first environment step, interruptions not counted.
         frames_per_second: `frames` by `seconds`.
         episodes: ended so far.
-        episode_return_mean_100: over the last 100 episodes, or all while there are fewer; None before the first.
+        episodes_in_mean: 100, or all while there are fewer; those before a resume in another environment do not count.
+        episode_return_mean_100: over these episodes, the last ones; None before the first.
         episode_returns: of the episodes that ended in this batch, in the order of time.
         version: of the weights last sent; a resumed run counts on.
         staleness: versions between the weights that acted and the learner's when the batch was learnt from, mean over
@@ -81,6 +82,7 @@ class Row:
     seconds: float
     frames_per_second: float
     episodes: int
+    episodes_in_mean: int
     episode_return_mean_100: float | None
     episode_returns: Sequence[float]
     version: int
@@ -116,8 +118,7 @@ class Progress:
     first_mean: float | None = None
     first_solved: tuple[int, float] | None = None  # the frames after which a threshold was first reached, and it
     resumes: int = 0
-    acted_on: tuple[int, int] | None = None  # the oldest and the newest policy version seen in this process's frames
-    first_update_at: float | None = None
+    acted: bool = False  # whether the policy has acted in a frame of this process
     _began: float | None = None
     _staleness: float = 0.0
     _oldest: int = 0  # staleness of the oldest frame of the last batch
@@ -181,10 +182,7 @@ class Progress:
         self.acted_frames += acted.numel()
         self._oldest = 0
         if acted.numel():
-            oldest, newest = int(acted.min()), int(acted.max())
-            before = self.acted_on or (oldest, newest)
-            self.acted_on = min(oldest, before[0]), max(newest, before[1])
-            self._oldest = version - oldest
+            self.acted, self._oldest = True, version - int(acted.min())
         self.staleness_max = max(self.staleness_max, self._oldest)
         if limits is not None:
             batches, frames = self._dropped_before
@@ -203,8 +201,6 @@ class Progress:
         self, learning: Mapping[str, float], metrics: SyncMetrics, version: int, worker_failures: int = 0
     ) -> Row:
         """Return the row of the batch counted last, after it was learnt from and the new weights were sent."""
-        if self.first_update_at is None:
-            self.first_update_at = time.perf_counter()
         report, self.version, sync = metrics.last, version, None
         if report is not None and report is not self._reported:  # a send that does not wait is reported later
             self._reported = report
@@ -215,6 +211,7 @@ class Progress:
             seconds=self.seconds,
             frames_per_second=self.frames_per_second,
             episodes=self.episodes,
+            episodes_in_mean=len(self.window),
             episode_return_mean_100=self.return_mean,
             episode_returns=self._returns,
             version=version,

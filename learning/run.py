@@ -156,14 +156,9 @@ def stop_requests() -> Iterator[StopRequest]:
         except KeyboardInterrupt:
             if not stop.requested:
                 raise
-            exit_now(stop.exit_status)
-
-
-def exit_now(status: int) -> NoReturn:
-    """End the process without exit handlers: those of other libraries may wait for a server."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(stop.exit_status)  # without exit handlers: those of other libraries may wait for a server
 
 
 def resumed_seed(seed: int, frames: int) -> int:

@@ -31,7 +31,6 @@ def summarise(
     failures: Failures | None = None,
     chaos: Mapping[str, int] | None = None,
     limits: Staleness | None = None,
-    started: float = 0.0,
 ) -> dict[str, Any]:
     """Return the content of ``summary.json``.
 
@@ -45,7 +44,6 @@ def summarise(
         failures: failures of workers; None if there are no workers.
         chaos: number of injected faults of each kind.
         limits: of the collector.
-        started: when the process started, as of ``time.perf_counter``.
     """
     sync = {**_NO_UPDATE, **metrics.summary()}
     sentences = [verdict(status, progress, solved_at)]
@@ -75,7 +73,6 @@ def summarise(
         },
         "worker_failures": failures.as_dict() if failures else {},
         "chaos": dict(chaos or {}),
-        "seconds_to_first_update": progress.first_update_at and progress.first_update_at - started,
     }
 
 
@@ -95,7 +92,7 @@ def verdict(status: str, progress: Progress, solved_at: float | None) -> str:
         text += f"; {solved_at:g} counts as solved"
         if status != "solved":
             text += ", and was not reached" if reached is None else f", first reached after {reached:,} frames"
-    if progress.version or progress.acted_on is None:
+    if progress.version or not progress.acted:
         return f"{text}."
     return f"{text}. {_control(progress, solved_at)}"
 

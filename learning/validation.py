@@ -16,7 +16,7 @@ from collectors.environments.specs import SpecTree
 from collectors.errors import ConfigError
 from learning.config_errors import Settings, unknown, unknown_parameter
 from learning.encoders import ACTIVATIONS
-from learning.making import explained, make_actor_critic
+from learning.making import make_actor_critic, network_error
 from learning.normalization import ObservationNormalizer
 from learning.options import MLPConfig, PolicyConfig, RNNConfig, TrainConfig, WandbConfig
 from learning.reporting import Reporter
@@ -253,7 +253,7 @@ def actor_critic(
     try:
         return *make_actor_critic(make_network, observation, action, normalizer=normalizer, **settings), normalizer
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{typed}: {made}: {explained(error, observation)}") from error
+        raise ConfigError(f"{typed}: {made}: {network_error(error, observation)}") from error
 
 
 def _described(make_network: Callable[..., Any]) -> str:

@@ -18,10 +18,14 @@ class Reporter:
         """Take the row of a batch. Called after each batch; may raise FolderError."""
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Take the summary, the content of ``summary.json``. Called once when the run has ended, also without `begin`.
+        """Take the summary, the content of ``summary.json``, and write what must not be lost. May raise FolderError.
 
-        It has to be quick: it is also called after a second request to stop. May raise FolderError.
+        Called once when the run has ended, also without `begin`, after the last checkpoint has been written. It has to
+        be quick: it is also called after a second request to stop.
         """
 
     def conclude(self) -> None:
-        """Do what takes longer. Called once, after `finish` of all reporters; not after a second request to stop."""
+        """Do what takes seconds (pictures, uploads). May raise FolderError.
+
+        Called once, after `finish` of all reporters, but not after a second request to stop.
+        """

@@ -48,7 +48,7 @@ def number(value: float | None, digits: int = 1) -> str:
 def figures(row: Row, solved_at: float | None = None) -> dict[str, str]:
     """Return the figures of a row that are shown, as text; returns as precise as `solved_at`."""
     mean = return_text(row.episode_return_mean_100, solved_at)
-    few = f" ({row.episodes} episodes)" if 0 < row.episodes < WINDOW else ""
+    few = f" ({row.episodes_in_mean} episodes)" if 0 < row.episodes_in_mean < WINDOW else ""
     dropped = {"too old": f"{row.dropped_batches:,} batches"} if row.dropped_batches else {}
     return {
         "frames/s": number(row.frames_per_second, 0),
@@ -164,7 +164,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
     for name in ("training", "sync since resume" if "resumed_from" in summary else "weight sync"):
         table.add_column(name)
         table.add_column(justify="right")
-    latency, phases = sync.get("latency_us") or {}, sync.get("phases_us") or {}
+    latency, phases = sync["latency_us"], sync["phases_us"]
     left = [
         ("status", summary["status"]),
         ("solved", f"after {summary['solved_after_frames']:,}" if summary["solved"] else "no"),
@@ -179,10 +179,10 @@ def summary_table(summary: dict[str, Any]) -> Table:
         ("scheme", str(sync["scheme"])),
         ("updates", f"{sync['updates']:,} (version {sync['version']:,})"),
         ("payload", size(sync["bytes"])),
-        *((f"latency {key}", microseconds(latency.get(key))) for key in ("p50", "p95", "p99", "max")),
-        *((f"  {phase}", microseconds(phases[phase])) for phase in PHASES if phases.get(phase)),
+        *((f"latency {key}", microseconds(latency[key])) for key in ("p50", "p95", "p99", "max")),
+        *((f"  {phase}", microseconds(phases[phase])) for phase in PHASES if phases[phase]),
     ]
-    if sync.get("over_plain_copy"):
+    if sync["over_plain_copy"]:
         right += [
             ("a plain copy of it", microseconds(sync["plain_copy_us"])),
             ("p50 / plain copy", f"{sync['over_plain_copy']:.1f}"),

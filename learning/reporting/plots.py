@@ -53,7 +53,7 @@ def threshold(ax: Axes, solved_at: float, colour: str = ORANGE) -> None:
 def means(rows: Rows) -> tuple[list[tuple[int, float]], bool]:
     """Return ``(index of the row, mean return)`` where 100 episodes have ended; without such rows, all, and True."""
     known = [(i, row) for i, row in enumerate(rows) if row["episode_return_mean_100"] is not None]
-    whole = [(i, row) for i, row in known if row["episodes"] >= WINDOW]
+    whole = [(i, row) for i, row in known if row["episodes_in_mean"] == WINDOW]
     return [(i, row["episode_return_mean_100"]) for i, row in whole or known], not whole
 
 
@@ -121,9 +121,9 @@ def _marks(ax: Axes, rows: Rows) -> None:
 
 
 def sync_latency(rows: Rows, summary: dict[str, Any]) -> Figure:
-    """Draw every update's latency, and the median of its phases."""
+    """Draw every update's latency, of a resumed run since the resume, and the median of its phases."""
     sync = summary["weight_sync"]
-    updates = [row["weight_sync"]["latency_us"] for row in rows if row["weight_sync"]]
+    updates = update_latencies(rows, summary)
     workers = summary.get("num_workers", "?")
     subtitle = f"{sync['scheme']}: {sync['updates']:,} updates of {size(sync['bytes'])}, workers: {workers}"
     figure, (left, right) = new_figure(10.5, 2, "Weight sync latency", subtitle, (1.5, 1))
@@ -135,6 +135,12 @@ def sync_latency(rows: Rows, summary: dict[str, Any]) -> Figure:
             ax.set_axis_off()
         left.text(0, 0.5, "No update was sent to any worker.", fontsize=12, color=INK)
     return figure
+
+
+def update_latencies(rows: Rows, summary: dict[str, Any]) -> list[float]:
+    """Return the latency of each update in µs; of a resumed run, those since the resume, as in the summary."""
+    before = summary["resumed_from"]["frames"] if "resumed_from" in summary else -1
+    return [row["weight_sync"]["latency_us"] for row in rows if row["weight_sync"] and row["frames"] > before]
 
 
 def _latencies(ax: Axes, latencies: Sequence[float]) -> None:

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from learning.reporting.console import microseconds
-from learning.reporting.plots import INK, MUTED, label_durations, means, new_figure, say_instead, threshold
+from learning.reporting.plots import (
+    INK,
+    MUTED,
+    label_durations,
+    means,
+    new_figure,
+    say_instead,
+    threshold,
+    update_latencies,
+)
 from learning.reporting.sweep_runs import common, curves, numeric_setting
 
 if TYPE_CHECKING:
@@ -33,12 +42,14 @@ def returns(groups: Groups) -> Figure:
     figure, (ax,) = new_figure(9, 1, title, subtitle, height=4.6 + 0.2 * _legend_lines(groups))
     colours = _colours(groups)
     for name, group in groups.items():
-        for i, run in enumerate(group):
+        label: str | None = name  # of the first run that is drawn
+        for run in group:
             known, few = means(run.rows)
             if known:
                 line = [(run.rows[i]["seconds"], mean) for i, mean in known]
                 ax.plot(*zip(*line, strict=True), color=colours[name], linewidth=1.8, alpha=0.85,
-                        linestyle="--" if few else "-", label=name if i == 0 else None)  # fmt: skip
+                        linestyle="--" if few else "-", label=label)  # fmt: skip
+                label = None
     if solved_at is not None:
         threshold(ax, solved_at, MUTED)
     ax.set_xlabel("seconds from the first environment step", color=INK)
@@ -136,8 +147,10 @@ def _apart(ax: Axes, values: Sequence[float]) -> list[float]:
 def latencies(groups: Groups) -> Figure:
     """Draw every update's latency in the complete runs, with median, quartiles, p5 and p95 for each group."""
     figure, (ax,) = new_figure(9, 1, "Weight sync latency", "every update; box: quartiles, whiskers: p5 and p95")
-    shown = [(name, [us for run in group if run.complete for us in _latencies(run)]) for name, group in groups.items()]
-    shown = [(name, values) for name, values in shown if values]
+    shown: list[tuple[str, list[float]]] = []
+    for name, group in groups.items():
+        if values := [us for run in group if run.complete for us in update_latencies(run.rows, run.summary)]:
+            shown.append((name, values))
     generator = np.random.default_rng(0)
     colours = _colours(groups)
     for y, (name, values) in enumerate(shown):
@@ -157,10 +170,6 @@ def latencies(groups: Groups) -> Figure:
     label_durations(ax.xaxis)
     ax.set_xlabel("latency of one update (log scale)", color=INK)
     return figure
-
-
-def _latencies(run: Run) -> list[float]:
-    return [row["weight_sync"]["latency_us"] for row in run.rows if row["weight_sync"]]
 
 
 def _colours(groups: Groups) -> dict[str, str]:

@@ -69,7 +69,7 @@ class Run:
 
 def _solved(row: dict[str, Any], goal: float | None) -> bool:
     mean = row["episode_return_mean_100"]
-    return goal is not None and mean is not None and row["episodes"] >= WINDOW and mean >= goal
+    return goal is not None and mean is not None and row["episodes_in_mean"] == WINDOW and mean >= goal
 
 
 Figure = Callable[[Run], Any]

@@ -119,7 +119,8 @@ class WandbLogger(Reporter):
         run.finish(exit_code=1 if self._summary.get("status") == "failed" else 0)
 
     def _start(self, module: Any) -> wandb.Run:
-        settings = module.Settings(console="off", silent=True, init_timeout=self._close_within / 2)
+        limit = {"init_timeout": self._close_within / 2} if self._close_within else {}  # 0: nothing waits for wandb
+        settings = module.Settings(console="off", silent=True, **limit)
         mode = self._mode or os.environ.get("WANDB_MODE") or ("online" if logged_in(settings.base_url) else "offline")
         options = {**self._init, "settings": settings, "reinit": "create_new"}
         try:

@@ -39,7 +39,7 @@ def test_the_objective_is_an_entry_of_the_summary() -> None:
     assert objective_of(summary, "frames") == 5.0
     assert objective_of(summary, "weight_sync.bytes") == 64.0
     assert math.isnan(objective_of(summary, "episode_return_mean_100"))
-    for name in ("seconds_to_first_update", "weight_sync.phases_us.apply", "weight_sync.over_plain_copy"):
+    for name in ("staleness.mean", "weight_sync.phases_us.apply", "weight_sync.over_plain_copy"):
         check_objective(name)
 
 

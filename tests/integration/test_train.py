@@ -269,6 +269,17 @@ def test_a_folder_that_cannot_be_made_is_an_error_in_one_line(tmp_path: Path, sw
     assert done.returncode == 1 and line.startswith("train.py: ") and f"{tmp_path}/file" in line
 
 
+def test_programs_that_a_run_starts_can_import_the_modules_of_its_config_folder(tmp_path: Path) -> None:
+    """Such as the jobs of submitit."""
+    starts = f"import subprocess\nsubprocess.run([{sys.executable!r}, '-c', 'import beside'], check=True)\n"
+    (tmp_path / "my" / "policy").mkdir(parents=True)
+    (tmp_path / "my" / "policy" / "own.yaml").write_text("_target_: own.Network\n")
+    (tmp_path / "my" / "own.py").write_text(f"{starts}class Network: pass\n")
+    (tmp_path / "my" / "beside.py").touch()
+    done = run_program(ROOT / "train.py", "--config-dir", "my", "policy=own", "--help", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def limited(folder: Path, size: int, *overrides: str) -> subprocess.CompletedProcess[str]:
     """A run for which the kernel refuses files beyond `size` as it refuses those for which there is no room."""
     return subprocess.run(
@@ -318,15 +329,15 @@ def test_the_report_of_a_sweep_has_the_figures_of_the_runs(runs: dict[str, tuple
 def test_a_sweep_in_which_a_checkpoint_is_refused_ends_with_a_report_of_the_others(
     runs: dict[str, tuple[Path, str]], tmp_path: Path
 ) -> None:
-    other_model = [f"resume={runs['none'][0]}", "policy.hidden=[32],[64,64]", "total_frames=1280"]
+    other_model = [f"resume={runs['multiprocess'][0]}", "policy.hidden=[32],[64,64]", "total_frames=1280"]
     done = run(tmp_path, *other_model, f"hydra.sweep.dir={tmp_path}", "-m")
     assert done.returncode == 1
     at_once, which, complaint = done.stderr.splitlines()
-    assert at_once.startswith("ERROR: 0-none-s3: ") and "does not fit this run" in at_once
+    assert at_once.startswith("ERROR: 0-multiprocess-s3: ") and "does not fit this run" in at_once
     assert "policy.hidden=[32]" in which
     assert complaint.startswith("train.py: ") and "does not fit this run" in complaint
     with open(tmp_path / "sweep.csv", encoding="utf-8", newline="") as file:
-        assert [row["run"] for row in csv.DictReader(file)] == ["1-none-s3"]
+        assert [row["run"] for row in csv.DictReader(file)] == ["1-multiprocess-s3"]
     assert "1 run " in done.stdout and (tmp_path / "sweep.html").is_file()
 
 

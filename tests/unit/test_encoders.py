@@ -20,7 +20,7 @@ from collectors.environments.trees import as_tensors
 from collectors.rollouts.rollout import Rollout
 from learning import CNN, IMPALA, MLP, PPO, RNN, make_actor_critic, make_policy
 from learning.encoders import feature_size
-from learning.making import explained
+from learning.making import network_error
 from learning.networks import Network
 
 IMAGE = spaces.Box(0, 255, (4, 40, 44), "uint8")
@@ -118,7 +118,7 @@ def test_an_error_about_uint8_says_what_to_do_and_where() -> None:
     network = torch.nn.Sequential(torch.nn.Flatten(-3), torch.nn.Linear(4 * 40 * 44, 8))
     with pytest.raises(RuntimeError) as raised:
         make_actor_critic(lambda _: Calls(network), spec, GymEnv(Bandit).action_spec)
-    said = explained(raised.value, spec)
+    said = network_error(raised.value, spec)
     assert re.search(r"; in \S*test_encoders\.py, line \d+: return self\.network\(observation\); ", said)
     assert said.endswith("observation is uint8, and a network converts it: .float() / 255")
 

@@ -6,6 +6,8 @@ from tensordict import TensorDict
 
 from collectors.staleness import Staleness
 from learning.progress import WINDOW, Progress
+from learning.reporting.console import figures
+from learning.reporting.plots import means
 from learning.summary import return_text, summarise, verdict
 from wsync import SyncMetrics, SyncReport
 from wsync.types import PHASES
@@ -85,7 +87,7 @@ def test_staleness_is_the_mean_over_frames_in_which_a_policy_acted() -> None:
     assert progress.staleness_mean == pytest.approx(1.0)
     progress.collected(batch(torch.full((3,), NAN), 3), 3)
     assert progress.staleness_mean == pytest.approx(0.5)
-    assert progress.acted_on == (1, 3)
+    assert progress.acted
     assert progress.staleness_max == 2  # 1 when version 3 was the newest; a random action is of no version
 
 
@@ -125,6 +127,19 @@ def test_counters_survive_a_checkpoint() -> None:
     assert 0 < again.seconds <= progress.seconds
     assert again.frames_per_second == pytest.approx(150 / again.seconds)  # of the whole run
     assert again.resumes == 1
+
+
+def test_a_row_has_the_number_of_episodes_in_its_mean() -> None:
+    before, progress = Progress(), Progress()
+    before.collected(batch(torch.arange(150.0)), 1)
+    assert before.synchronised({}, SyncMetrics("none"), 1).episodes_in_mean == WINDOW
+    progress.load_state_dict(before.state_dict())
+    progress.forget_returns()  # it is resumed in another environment
+    progress.collected(batch(torch.full((5,), 20.0)), 1)
+    row = progress.synchronised({}, SyncMetrics("none"), 1)
+    assert (row.episodes, row.episodes_in_mean, row.episode_return_mean_100) == (155, 5, 20.0)
+    assert figures(row)["return"] == "20.0 (5 episodes)"
+    assert means([row.as_dict()]) == ([(0, 20.0)], True)
 
 
 def test_the_verdict_on_a_control_names_the_version_that_acted() -> None:

@@ -2,10 +2,12 @@
 
 import io
 import json
+import queue
 import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import wandb
@@ -18,7 +20,7 @@ from learning.progress import Progress, Row, SyncRow
 from learning.reporting import Reporter
 from learning.reporting.console import ConsoleReporter, microseconds, size, staleness_rows
 from learning.reporting.files import Pictures, RunFiles, read_rows, to_json
-from learning.reporting.plots import learning_curve
+from learning.reporting.plots import learning_curve, sync_latency
 from learning.reporting.sweep import report, table_rows
 from learning.reporting.sweep_plots import latencies, over_setting, returns
 from learning.reporting.sweep_runs import columns, groups, numeric_setting, read_runs
@@ -33,8 +35,9 @@ PHASES = {"extract": 1.0, "pack": 2.0, "transfer": 3.0, "wait": 4.0, "apply": 5.
 def row(n: int, sync: bool = True) -> Row:
     cost = SyncRow(100.0 + n, 100.0, 150.0, 200.0, 18432, 0.2, PHASES) if sync else None
     return Row(
-        1024 * n, 0.1 * n, 10240.0, 3 * n, 20.0 * n, [19.0 * n, 21.0 * n], n, 0.5, 2, 3, 96, cost, {"loss_policy": 0.25}
-    )
+        1024 * n, 0.1 * n, 10240.0, 3 * n, min(3 * n, 100), 20.0 * n, [19.0 * n, 21.0 * n], n, 0.5, 2, 3, 96, cost,
+        {"loss_policy": 0.25},
+    )  # fmt: skip
 
 
 def summary(sync: bool = True, status: str = "solved") -> dict:
@@ -87,6 +90,9 @@ def test_a_resumed_run_begins_with_the_rows_up_to_its_checkpoint(tmp_path: Path)
     assert len(list(read_rows(before))) == 3
     told(RunFiles(before, frames=2048), after, [row(4)], summary())
     assert [each["frames"] for each in read_rows(after)] == [1024, 2048, 4096]
+    (before / "metrics.jsonl").unlink()  # a checkpoint is enough
+    told(RunFiles(before, frames=2048), after, [row(4)], summary())
+    assert [each["frames"] for each in read_rows(after)] == [4096]
 
 
 def test_json_has_no_nan() -> None:
@@ -176,6 +182,22 @@ def test_a_picture_says_that_no_episode_has_ended(tmp_path: Path) -> None:
     assert ax.get_xlim() == (0, 1024)
 
 
+def test_the_first_run_that_is_drawn_names_its_group(tmp_path: Path) -> None:
+    swept(tmp_path, "num_workers=2", "seed=0", rows=[replace(row(1), episode_return_mean_100=None)], status="failed")
+    for seed in (1, 2):
+        swept(tmp_path, "num_workers=2", f"seed={seed}", rows=[row(1), row(2)])
+    (ax,) = returns(groups(read_runs(tmp_path)[0])).axes
+    assert ax.get_legend_handles_labels()[1] == ["shared_mem"]
+    assert "No episode has ended." not in [text.get_text() for text in ax.texts]
+
+
+def test_the_latencies_of_a_resumed_run_are_those_since_the_resume(tmp_path: Path) -> None:
+    end = summary() | {"resumed_from": {"folder": "before", "frames": 2048, "version": 2}}
+    left, _ = sync_latency([row(n).as_dict() for n in range(1, 6)], end).axes
+    (points,) = left.collections
+    assert [y for _, y in points.get_offsets()] == [103.0, 104.0, 105.0]
+
+
 def test_the_names_of_many_groups_cover_no_curve(tmp_path: Path) -> None:
     for workers in range(10):
         swept(tmp_path, f"num_workers={workers}", "seed=0", "algorithm.minibatch_size=512", rows=[row(1), row(2)])
@@ -214,6 +236,16 @@ def test_an_error_of_wandb_does_not_end_the_run(
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it raises ImportError
     told(WandbLogger(start_after=0.0), tmp_path, [row(1)], summary())
     assert "logging stopped, the run continues: ModuleNotFoundError" in caplog.text
+
+
+def test_a_run_that_does_not_wait_for_wandb_gives_it_the_usual_time_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: queue.Queue[dict[str, object]] = queue.Queue()
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Settings=lambda **settings: given.put(settings)))
+    for seconds, limit in ((0.0, {}), (8.0, {"init_timeout": 4.0})):
+        WandbLogger(start_after=0.0, close_within=seconds).begin(tmp_path, {})
+        assert given.get(timeout=60) == {"console": "off", "silent": True, **limit}
 
 
 def test_being_logged_in_is_a_key_or_a_netrc_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +360,7 @@ def test_settings_that_all_runs_share_stand_in_the_title_alone(tmp_path: Path) -
 
 
 def test_a_run_is_solved_when_a_hundred_episodes_are_good_whatever_comes_after(tmp_path: Path) -> None:
-    early = replace(row(1), episodes=3, episode_return_mean_100=500.0)
+    early = replace(row(1), episode_return_mean_100=500.0)
     later = [replace(row(100 * n), episode_return_mean_100=mean) for n, mean in enumerate((10.0, 490.0, 10.0), 1)]
     swept(tmp_path, "num_workers=2", "seed=0", rows=[early, *later])
     (run,), _ = read_runs(tmp_path)
