@@ -111,6 +111,7 @@ class WorkerCollector(BaseCollector):
     """
 
     _options: ClassVar[Collection[str]] = tuple(WorkerCollectorOptions.__annotations__)
+    _host: str | None = None  # the interface on which workers reach this process; None: they share its memory
 
     def __init__(
         self,
@@ -175,6 +176,9 @@ class WorkerCollector(BaseCollector):
         schemes, optional = self._worker_schemes, self._scheme_is_tentative
         made = zip(makers, factories, strict=True)
         self._start([WorkerSpec(env, sent_policy, factory, schemes, optional) for env, factory in made], options)
+
+    def _default_scheme(self) -> wsync.WeightSyncScheme:
+        return super()._default_scheme() if self._host is None else wsync.DistributedWeightSyncScheme(host=self._host)
 
     def _start(self, specs: Sequence[WorkerSpec], options: Sequence[WorkerOptions]) -> None:
         try:

@@ -14,7 +14,6 @@ from typing import Any, NoReturn, Unpack
 from torch.distributed import rpc
 from torch.futures import Future
 
-import wsync
 from collectors.distributed import rpc_worker
 from collectors.distributed.calls import CalledWorker, CallPool, Reply
 from collectors.distributed.rpc_group import host_store, is_member, join_or_end, leave_group
@@ -73,9 +72,6 @@ class RPCCollector(WorkerCollector):
         self._host = host
         start = partial(RpcPool, names=workers, host=host, timeout=timeout)
         super().__init__(create_env_fn, policy, sync=sync, start=start, **options)
-
-    def _default_scheme(self) -> wsync.WeightSyncScheme:
-        return wsync.DistributedWeightSyncScheme(host=self._host)
 
 
 class RpcWorker(CalledWorker):

@@ -12,7 +12,6 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import Any, Literal, Unpack
 
-import wsync
 from collectors.distributed import torchrun
 from collectors.distributed.tcp_worker import key_from_environment, resolved
 from collectors.factories import EnvMaker
@@ -78,9 +77,6 @@ class DistributedCollector(WorkerCollector):
         self._host = host
         start = partial(TcpPool, host=host, port=port, launcher=launcher, timeout=timeout)
         super().__init__(create_env_fn, policy, sync=sync, start=start, **options)
-
-    def _default_scheme(self) -> wsync.WeightSyncScheme:
-        return wsync.DistributedWeightSyncScheme(host=self._host)
 
 
 class TcpPool(ConnectionPool):
