@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
@@ -36,6 +37,10 @@ def start_engine(state: WorkerState, port: int = 0, token: str | None = TOKEN) -
 
 def stop_engine(state: WorkerState) -> None:
     state.kept["server"].close()
+    state.kept["app"].close()
+    for thread in threading.enumerate():
+        if thread.name.startswith(("wsync-load", "wsync-pause")):
+            thread.join(30)
 
 
 def refuse_next(state: WorkerState) -> None:

@@ -62,8 +62,8 @@ class EngineApp:
         self._paused = False
         self._updating = asyncio.Lock()  # one body at a time is in memory
         # Not the event loop's own threads: an engine may keep all of those busy with generations that are paused.
-        self._loading = ThreadPoolExecutor(1, "wsync-engine-load")
-        self._pausing = ThreadPoolExecutor(thread_name_prefix="wsync-engine-pause")
+        self._loading = ThreadPoolExecutor(1, "wsync-load")
+        self._pausing = ThreadPoolExecutor(thread_name_prefix="wsync-pause")
         self._phases: Mapping[str, tuple[Callable[[Any], Mapping[str, Any] | None], str]] = {
             protocol.INIT: (weights.initialise, "Weight transfer initialized"),
             protocol.START: (weights.start, "Weight update started"),
@@ -75,7 +75,7 @@ class EngineApp:
             protocol.RESUME: self._resume_generation,
         }
         self._questions: Mapping[str, Callable[[], Mapping[str, Any]]] = {
-            protocol.IS_PAUSED: lambda: {"is_paused": self._is_paused()},
+            protocol.IS_PAUSED: lambda: {"is_paused": self._paused if pause else generations.paused},
             protocol.WEIGHT_INFO: lambda: {"weight_version": self.version},
             protocol.WORLD_SIZE: lambda: {"world_size": 1},
             protocol.HEALTH: dict,
@@ -101,6 +101,11 @@ class EngineApp:
         has paused with ``mode=abort``.
         """
         return self._generations.generation()
+
+    def close(self) -> None:
+        """End the threads that load weights and pause generation, once they are idle. Called at the server's shutdown."""
+        self._loading.shutdown(wait=False)
+        self._pausing.shutdown(wait=False)
 
     # --- ASGI ---
 
@@ -181,10 +186,6 @@ class EngineApp:
         self._paused = False
         return {"status": "resumed"}
 
-    def _is_paused(self) -> bool:
-        own = self._pause == self._generations.pause
-        return self._generations.paused if own else self._paused
-
     async def _call(self, function: Callable[..., Any], *arguments: object) -> None:
         """Call a function that may block in a thread; await one that is asynchronous."""
         if inspect.iscoroutinefunction(function):
@@ -199,8 +200,7 @@ class EngineApp:
             phase = (await receive())["type"]
             await send({"type": f"{phase}.complete"})
             if phase == "lifespan.shutdown":
-                self._loading.shutdown(wait=False)
-                self._pausing.shutdown(wait=False)
+                self.close()
                 return
 
 
