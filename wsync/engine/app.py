@@ -103,7 +103,7 @@ class EngineApp:
         return self._generations.generation()
 
     def close(self) -> None:
-        """End the threads that load weights and pause generation, once they are idle. Called at the server's shutdown."""
+        """End the threads that load weights and pause generation, once they are idle. The server's end calls it."""
         self._loading.shutdown(wait=False)
         self._pausing.shutdown(wait=False)
 
