@@ -37,7 +37,7 @@ class ActorCritic(ABC):
         epochs_final: int | None,
         minibatch_size: int,
         lr: float,
-        lr_final: float | None,
+        lr_end_factor: float,
         anneal_frames: int,
         max_grad_norm: float,
         adam_eps: float,
@@ -47,7 +47,7 @@ class ActorCritic(ABC):
         self.policy, self.critic = policy, critic
         self.epochs, self.epochs_final = epochs, epochs if epochs_final is None else epochs_final
         self.minibatch_size = minibatch_size
-        self.lr, self.lr_final = lr, lr if lr_final is None else lr_final
+        self.lr, self.lr_final = lr, lr * lr_end_factor
         self.anneal_frames, self.max_grad_norm = anneal_frames, max_grad_norm
         self.frames = 0
         unique = dict.fromkeys((*policy.parameters(), *critic.parameters()))  # a shared trunk is listed once

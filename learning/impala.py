@@ -50,7 +50,7 @@ class IMPALA(ActorCritic):
         epochs_final: the same, after `anneal_frames` frames; it falls linearly in between.
         minibatch_size: frames per gradient step, rounded down to whole trajectories of the batch, but at least one.
         lr: learning rate of Adam, at the start.
-        lr_final: the same, at the end of the schedule.
+        lr_end_factor: the learning rate at the end of the schedule, as a fraction of `lr`.
         anneal_frames: length of the schedules; after it the final values stay.
         value_coef: weight of the value loss, which is half the mean of the squared errors.
         entropy_coef: weight of the entropy bonus.
@@ -76,7 +76,7 @@ class IMPALA(ActorCritic):
         epochs_final: int | None = None,
         minibatch_size: int = 512,
         lr: float = 5e-4,
-        lr_final: float | None = None,
+        lr_end_factor: float = 1.0,
         anneal_frames: int = 100_000,
         value_coef: float = 0.5,
         entropy_coef: float = 0.01,
@@ -87,7 +87,7 @@ class IMPALA(ActorCritic):
             raise ValueError("IMPALA learns policies without a state; a recurrent one needs algorithm=ppo")
         super().__init__(
             policy, critic,
-            epochs=epochs, epochs_final=epochs_final, minibatch_size=minibatch_size, lr=lr, lr_final=lr_final,
+            epochs=epochs, epochs_final=epochs_final, minibatch_size=minibatch_size, lr=lr, lr_end_factor=lr_end_factor,
             anneal_frames=anneal_frames, max_grad_norm=max_grad_norm, adam_eps=adam_eps,
         )  # fmt: skip
         self.gamma, self.vtrace_lambda, self.reward_scale = gamma, vtrace_lambda, reward_scale

@@ -56,7 +56,7 @@ class PPO(ActorCritic):
         minibatch_size: frames per gradient step; the last minibatch of a pass may be smaller. Sequences of a recurrent
             policy (the frames of one environment in one batch) are not cut: at least one is a minibatch.
         lr: learning rate of Adam, at the start.
-        lr_final: the same, at the end of the schedule.
+        lr_end_factor: the learning rate at the end of the schedule, as a fraction of `lr`.
         clip: the probability ratio counts between ``1 - clip`` and ``1 + clip``, at the start.
         clip_final: the same, at the end of the schedule.
         anneal_frames: length of the schedules; after it the final values stay.
@@ -86,7 +86,7 @@ class PPO(ActorCritic):
         epochs_final: int | None = None,
         minibatch_size: int = 256,
         lr: float = 3e-4,
-        lr_final: float | None = None,
+        lr_end_factor: float = 1.0,
         clip: float = 0.2,
         clip_final: float | None = None,
         anneal_frames: int = 100_000,
@@ -100,7 +100,7 @@ class PPO(ActorCritic):
     ) -> None:
         super().__init__(
             policy, critic,
-            epochs=epochs, epochs_final=epochs_final, minibatch_size=minibatch_size, lr=lr, lr_final=lr_final,
+            epochs=epochs, epochs_final=epochs_final, minibatch_size=minibatch_size, lr=lr, lr_end_factor=lr_end_factor,
             anneal_frames=anneal_frames, max_grad_norm=max_grad_norm, adam_eps=adam_eps,
         )  # fmt: skip
         self.gamma, self.gae_lambda, self.reward_scale = gamma, gae_lambda, reward_scale

@@ -79,7 +79,7 @@ LIMITS: dict[str, Limit] = {
     "algorithm.epochs_final": COUNT,
     "algorithm.minibatch_size": COUNT,
     "algorithm.lr": FACTOR,
-    "algorithm.lr_final": COEFFICIENT,
+    "algorithm.lr_end_factor": COEFFICIENT,
     "algorithm.clip": FACTOR,
     "algorithm.clip_final": COEFFICIENT,
     "algorithm.anneal_frames": COUNT,
@@ -233,7 +233,11 @@ def network_settings(policy: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def actor_critic(
-    make_network: Callable[[SpecTree], nn.Module], env: EnvConfig, typed: str = "policy", **settings: Any
+    make_network: Callable[[SpecTree], nn.Module],
+    env: EnvConfig,
+    typed: str = "policy",
+    env_option: str | None = None,
+    **settings: Any,
 ) -> tuple[nn.Module, nn.Module, ObservationNormalizer | None]:
     """Make the policy, the critic and their normaliser, if any, for an environment; makes one for its specs.
 
@@ -241,19 +245,22 @@ def actor_critic(
         make_network: makes a network for the spec of an observation.
         env: the environment.
         typed: what the user has chosen, for errors: "policy=lstm with env=cartpole".
+        env_option: see ``collectors.env_config.sample``.
         **settings: see ``learning.make_actor_critic``.
 
     Raises:
         ConfigError: there is no such environment, or the network does not suit it or has no parameter of that name.
     """
     made = _described(make_network)
-    with closing(sample(env)) as one:
+    with closing(sample(env, env_option)) as one:
         observation, action = one.observation_spec["observation"], one.action_spec
     normalizer = ObservationNormalizer(observation) if env.normalize_observations else None
     try:
         return *make_actor_critic(make_network, observation, action, normalizer=normalizer, **settings), normalizer
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{typed}: {made}: {network_error(error, observation)}") from error
+    except Exception as error:  # of any class, if the network is the user's own
+        if (described := network_error(error, f"{typed}: {made}", observation)) is None:
+            raise
+        raise described from error
 
 
 def _described(make_network: Callable[..., Any]) -> str:

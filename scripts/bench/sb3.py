@@ -93,7 +93,7 @@ def make_model(settings: Settings, made: VecEnv) -> PPO:
         n_epochs=ppo["epochs"], gamma=ppo["gamma"], gae_lambda=ppo["gae_lambda"],
         vf_coef=ppo["value_coef"] / 2, normalize_advantage=ppo["normalize_advantage"],  # no half in its value loss
         ent_coef=ppo["entropy_coef"], max_grad_norm=ppo["max_grad_norm"], seed=settings["seed"], device="cpu",
-        learning_rate=falling(ppo["lr"], ppo["lr_final"], *schedule),
+        learning_rate=falling(ppo["lr"], ppo["lr"] * ppo["lr_end_factor"], *schedule),
         clip_range=falling(ppo["clip"], ppo["clip_final"], *schedule),
     )  # fmt: skip
 

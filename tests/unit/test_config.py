@@ -249,7 +249,7 @@ def test_what_a_class_says_of_its_settings_is_said_once(override: str, said: str
         (["algorithm.max_grad_norm=-1"], "algorithm.max_grad_norm has to be more than 0, not -1"),
         (["algorithm.value_coef=-1"], "algorithm.value_coef has to be at least 0"),
         (["algorithm.lr=inf"], "algorithm.lr has to be more than 0, and finite, not inf"),
-        (["algorithm.lr_final=-1"], "algorithm.lr_final has to be at least 0"),
+        (["algorithm.lr_end_factor=-1"], "algorithm.lr_end_factor has to be at least 0"),
         (["collector.worker_timeout=inf"], "collector.worker_timeout has to be more than 0, and finite, not inf"),
         (["algorithm.clip=inf"], "algorithm.clip has to be more than 0, and finite, not inf"),
         (["algorithm.entropy_coef=nan"], "algorithm.entropy_coef has to be finite, not nan"),
@@ -326,7 +326,7 @@ def test_a_batch_may_be_joined_along_a_dimension() -> None:
 
 def test_the_numbers_that_have_a_limit_are_settings_and_infinity_is_possible_where_it_is_a_limit_itself() -> None:
     assert {name for name in LIMITS if name not in learning.config.settings()} == set()
-    check(config("timeout=inf", "algorithm.max_grad_norm=inf", "algorithm.lr_final=0"))
+    check(config("timeout=inf", "algorithm.max_grad_norm=inf", "algorithm.lr_end_factor=0"))
 
 
 def test_an_impossible_pair_is_refused() -> None:

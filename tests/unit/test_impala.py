@@ -111,7 +111,7 @@ def test_a_batch_of_one_environment_has_no_leading_dimension() -> None:
 
 
 def test_resumes_where_it_was(tmp_path: Any) -> None:
-    options: dict[str, Any] = {"lr_final": 0.0, "anneal_frames": 512, "minibatch_size": 32}
+    options: dict[str, Any] = {"lr_end_factor": 0.0, "anneal_frames": 512, "minibatch_size": 32}
     first = learner_of(**options)
     first.update(batch_of(first.policy, 8, 16))
     torch.save(first.state_dict(), tmp_path / "learner.pt")

@@ -140,7 +140,7 @@ def test_masked_entries_of_a_batch_are_not_learnt_from() -> None:
 
 
 def test_schedules_fall_on_a_line_and_stay() -> None:
-    schedules: dict[str, Any] = {"lr": 1e-2, "lr_final": 0.0, "clip": 0.3, "clip_final": 0.1, "epochs": 3}
+    schedules: dict[str, Any] = {"lr": 1e-2, "lr_end_factor": 0.0, "clip": 0.3, "clip_final": 0.1, "epochs": 3}
     learner = learner_of(**schedules, epochs_final=1, anneal_frames=64, minibatch_size=16)
     rows = [learner.update(batch_of(learner, 32, 1)) for _ in range(4)]
     assert [row["lr"] for row in rows] == [1e-2, 5e-3, 0.0, 0.0]
@@ -156,7 +156,7 @@ def test_the_kl_stop_ends_the_passes() -> None:
 
 
 def test_resumes_where_it_was(tmp_path: Any) -> None:
-    options: dict[str, Any] = {"lr_final": 0.0, "anneal_frames": 512, "epochs": 2, "minibatch_size": 32}
+    options: dict[str, Any] = {"lr_end_factor": 0.0, "anneal_frames": 512, "epochs": 2, "minibatch_size": 32}
     first = learner_of(**options)
     first.update(batch_of(first, 8, 16))
     torch.save(first.state_dict(), tmp_path / "learner.pt")
