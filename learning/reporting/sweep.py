@@ -163,8 +163,8 @@ p {{ color: #52606d }}
 <div class="wide"><table><thead><tr>{head}</tr></thead><tbody>
 {body}</tbody></table></div>
 <p>Latency is from the call of <code>send</code> until later forwards use the weights. With
-<code>weight_sync.acknowledge=published</code> (<code>shared_mem</code> in <code>train.py</code>) no worker has to wake for that;
-with all others, and with <code>acknowledge=installed</code>, every worker has installed them. Seconds are counted from the
+<code>weight_sync.acknowledge=published</code>, as <code>train.py</code> uses <code>shared_mem</code>, no worker has to
+wake for that; otherwise every worker has installed them. Seconds are counted from the
 first environment step. Medians, and the picture of latencies, are of the runs that were solved or finished. The same
 figures are in <code>sweep.csv</code> and in each run's <code>summary.json</code>.</p>
 {missing}{images}</body></html>
