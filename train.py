@@ -56,12 +56,21 @@ import collectors.config
 from collectors.distributed import is_worker, join_trainer
 from collectors.env_config import env_config, env_factory, solved_at
 from collectors.errors import ConfigError
-from learning.config import choice_in_words, describe_error, facts, failure_advice, line_prefix, resolved, run_hydra
+from learning.config import (
+    choice_in_words,
+    describe_error,
+    env_option,
+    facts,
+    failure_advice,
+    line_prefix,
+    resolved,
+    run_hydra,
+)
 from learning.delay import WeightDelay
 from learning.loop import Goal, Training
 from learning.normalization import RewardNormalizer
 from learning.options import TrainConfig
-from learning.reporting.console import ConsoleReporter
+from learning.reporting.console import ConsoleReporter, worker_pids
 from learning.reporting.files import Pictures, RunFiles
 from learning.resuming import config_folders, resume_command
 from learning.run import reported_errors, resumed_seed, stop_requests
@@ -79,7 +88,7 @@ def train(cfg: TrainConfig, folder: Path) -> tuple[int, float]:
     cfg.env = env_config(cfg.env)
     network, settings = network_settings(cfg.policy)
     policy, critic, normalizer = actor_critic(
-        instantiate(network, _partial_=True), cfg.env, choice_in_words(cfg), **settings
+        instantiate(network, _partial_=True), cfg.env, choice_in_words(cfg), env_option(), **settings
     )
     learner = instantiate(cfg.algorithm, policy, critic)
     logger, callbacks = instantiate(cfg.logger, _convert_="all"), instantiate(cfg.callbacks, _convert_="all")
@@ -95,16 +104,17 @@ def train(cfg: TrainConfig, folder: Path) -> tuple[int, float]:
     seed = resumed_seed(cfg.seed, training.progress.frames)
     torch.manual_seed(seed)
     title = f"{cfg.env.id}, {scheme.name}, {cfg.num_workers} × {cfg.num_envs} environments, seed {cfg.seed}"
+    console = ConsoleReporter(
+        title,
+        cfg.total_frames,
+        solved_at=goal.solved_at,
+        resumed=training.resumed_in_words,
+        resume_command=resume_command(__file__, HydraConfig.get()) if scheme.sends_weights else "",
+        prefix=line_prefix(HydraConfig.get()),
+    )
     training.reporters = [
         RunFiles(training.resumed_from, training.progress.frames),
-        ConsoleReporter(
-            title,
-            cfg.total_frames,
-            solved_at=goal.solved_at,
-            resumed=training.resumed_in_words,
-            resume_command=resume_command(__file__, HydraConfig.get()) if scheme.sends_weights else "",
-            prefix=line_prefix(HydraConfig.get()),
-        ),
+        console,
         Pictures(),
         logger,
         *callbacks,
@@ -119,6 +129,7 @@ def train(cfg: TrainConfig, folder: Path) -> tuple[int, float]:
                 weight_sync_schemes={"policy": scheme},
             )
             running.enter_context(collector)
+            console.worker_pids = worker_pids(collector)
             training.chaos = running.enter_context(instantiate(cfg.chaos, _partial_=True)(collector)).counts
         except (OSError, ValueError) as error:  # an unknown address, or settings that contradict each other
             raise ConfigError(str(error)) from error

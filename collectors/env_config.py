@@ -89,8 +89,12 @@ def env_factory(env: EnvConfig, num_envs: int | None) -> Callable[[], GymEnv]:
     return partial(GymEnv, source, num_envs, max_frames_per_traj=env.max_episode_steps, **kwargs)
 
 
-def sample(env: EnvConfig) -> GymEnv:
+def sample(env: EnvConfig, option: str | None = None) -> GymEnv:
     """Make one environment, for its specs.
+
+    Args:
+        env: the environment.
+        option: of the config group ``env``, for errors; None: the environment was chosen by ``env.id``.
 
     Raises:
         ConfigError: there is no such environment, a package is missing, or it does not take the arguments.
@@ -112,7 +116,8 @@ def sample(env: EnvConfig) -> GymEnv:
         return env_factory(env, None)()
     except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
         detail = " ".join(str(error).split()).rstrip(".?")
-        raise ConfigError(f"env.id={env.id}: {detail}{_extra(error)}") from error
+        chosen = f"env.id={env.id}" if option is None else f"env={option} ({env.id})"
+        raise ConfigError(f"{chosen}: {detail}{_extra(error)}") from error
 
 
 def _extra(error: BaseException) -> str:

@@ -225,12 +225,17 @@ def failure_advice(collector: Any) -> Iterator[None]:
         raise
 
 
-def choice_in_words(cfg: TrainConfig) -> str:
-    """Return the choice of the policy and the environment as in a command line: ``policy=lstm with env=cartpole``."""
+def env_option() -> str | None:
+    """Return the option of ``env`` that was chosen; None if ``env.id`` was given."""
     run = HydraConfig.get()
     by_id = any(override_name(one) == "env.id" for one in run.overrides.task)
-    env = f"env.id={cfg.env.id}" if by_id else f"env={run.runtime.choices['env']}"
-    return f"policy={run.runtime.choices['policy']} with {env}"
+    return None if by_id else run.runtime.choices["env"]
+
+
+def choice_in_words(cfg: TrainConfig) -> str:
+    """Return the choice of the policy and the environment as in a command line: ``policy=lstm with env=cartpole``."""
+    env = f"env.id={cfg.env.id}" if (option := env_option()) is None else f"env={option}"
+    return f"policy={HydraConfig.get().runtime.choices['policy']} with {env}"
 
 
 def _as_typed(overrides: Sequence[str]) -> list[str]:

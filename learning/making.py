@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from collectors.environments.specs import ACTION_MASK, Spec, SpecTree
+from collectors.errors import ConfigError
 from learning.encoders import Observation, feature_size, leaves, linear
 from learning.networks import Critic, Network, Policy, policy_for
 from learning.normalization import ObservationNormalizer
@@ -98,13 +99,31 @@ _ROOT = Path(__file__).resolve().parents[1]
 _NOT_OF_THE_USER = (str(_ROOT / "learning"), str(_ROOT / "collectors"), sys.prefix, sys.base_prefix, "<")
 
 
-def network_error(error: BaseException, observation_spec: SpecTree) -> str:
-    """Return in one line why a network could not be made or called, with the line of the user's module that raised."""
-    text = " ".join(str(error).split())
+def network_error(error: Exception, made: str, observation_spec: SpecTree) -> ConfigError | None:
+    """Return the error for a network that could not be made or called; None if it is no error of the network.
+
+    Its notes are the lines of the user's modules that were being executed, the innermost last, and the observation.
+
+    Args:
+        error: what was raised; of any class, if in a module of the user's.
+        made: the options and the network, for the message: "policy=wide with env=gate: mine.Wide(width=256)".
+        observation_spec: what the network was made for.
+    """
     called = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(_NOT_OF_THE_USER)]
-    if called:
-        text += f"; in {called[-1].filename}, line {called[-1].lineno}: {called[-1].line}"
-    of_uint8 = [".".join(path) or "observation" for path, spec in leaves(observation_spec) if spec.dtype == torch.uint8]
+    usual = type(error) in (RuntimeError, TypeError, ValueError)
+    if not (called or isinstance(error, RuntimeError | TypeError | ValueError)):
+        return None
+    text = " ".join(str(error).split())
+    if not text or not usual:  # the text of a KeyError is only the key
+        text = f"{type(error).__name__}: {text}".removesuffix(": ")
+    specs = {".".join(path): spec for path, spec in leaves(observation_spec)}
+    of_uint8 = [name or "observation" for name, spec in specs.items() if spec.dtype == torch.uint8]
     if of_uint8 and any(word in text for word in ("Byte", "unsigned char")):
         text += f"; {', '.join(of_uint8)} is uint8, and a network converts it: .float() / 255"
-    return text
+    described = ConfigError(f"{made}: {text}")
+    for one in called:
+        described.add_note(f"  {one.filename}, line {one.lineno}, in {one.name}: {one.line}")
+    if called:
+        shapes = ", ".join(f"{name} {list(spec.shape)}".lstrip() for name, spec in specs.items())
+        described.add_note(f"  observation: {shapes}")
+    return described

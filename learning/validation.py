@@ -25,7 +25,6 @@ from learning.summary import check_objective
 if TYPE_CHECKING:
     from torch import nn
 
-
 Limit = tuple[str, Callable[[float], bool]]
 """A range in words, and whether a number is in it; NaN is in none."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,12 @@ def figures(row: Row, solved_at: float | None = None) -> dict[str, str]:
     }
 
 
+def worker_pids(collector: object) -> list[int]:
+    """Return the process ids of a collector's workers that this process has started, in the order of their indices."""
+    processes = [getattr(worker, "process", None) for worker in getattr(collector, "remote_workers", ())]
+    return [process.pid for process in processes if process is not None]
+
+
 class ConsoleReporter(Reporter):
     """Shows a run in `console`: live if that is a terminal, else a plain line every `interval` seconds at most.
 
@@ -93,6 +100,7 @@ class ConsoleReporter(Reporter):
         self.title, self.total_frames = title, total_frames
         self.solved_at, self.resumed, self.resume_command, self.prefix = solved_at, resumed, resume_command, prefix
         self.console = console or Console(highlight=False)
+        self.worker_pids: Sequence[int] = ()  # set when the workers have been started, before `begin`
         self.interval, self._shown_at = interval, -interval
         self._latest: Row | None = None
         self._printed: Row | None = None
@@ -100,11 +108,13 @@ class ConsoleReporter(Reporter):
         self._live: Live | None = None
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
-        """Show the title and the folder."""
+        """Show the title, the folder and the ids of the workers' processes."""
         self._folder = folder
         self._print(Text.assemble((self.title, "bold"), f" → {relative_path(folder)}"))
         if self.resumed:
             self._print(Text(self.resumed))
+        if self.worker_pids:
+            self._print(Text(f"worker processes: {', '.join(map(str, self.worker_pids))}"))
         if self.console.is_terminal and not self.console.is_dumb_terminal and not self.prefix:
             self._bar = Progress(
                 TextColumn("[bold]frames"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn()

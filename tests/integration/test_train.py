@@ -86,6 +86,7 @@ def test_a_run_leaves_everything_in_its_folder(runs: dict[str, tuple[Path, str]]
     assert told["chaos"] == told["worker_failures"] == {} and "purpose" not in printed
     assert "\x1b" not in printed  # no terminal, no control characters
     assert "frames 1,024/1,024" in printed
+    assert re.search(r"^worker processes: \d+, \d+$", printed, re.MULTILINE)
 
 
 @pytest.mark.parametrize("scheme", ["shared_mem", "multiprocess"])

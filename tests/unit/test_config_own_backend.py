@@ -122,6 +122,10 @@ class Wide(nn.Sequential):
 
 def free(spec, **sizes):
     return Wide(spec, **sizes)
+
+class Unknown(nn.Module):
+    def __init__(self, spec):
+        raise KeyError("pos")
 """
 
 
@@ -139,6 +143,7 @@ def free(spec, **sizes):
         ("policy.width=wide", "own_network.Wide(width='wide'): "),
         ("policy=free policy.widht=3", "say +policy.widht=… to add it"),
         ("policy=free +policy.widht=3", "own_network.free(widht=3): Wide.__init__() got an unexpected keyword"),
+        ("policy=unknown", "policy: own_network.Unknown(): KeyError: 'pos'"),
     ],
 )
 def test_an_error_in_a_setting_of_a_network_of_ones_own_names_its_class(
@@ -149,6 +154,7 @@ def test_an_error_in_a_setting_of_a_network_of_ones_own_names_its_class(
     (folder / "policy").mkdir()
     (folder / "policy" / "wide.yaml").write_text("_target_: own_network.Wide\nwidth: 8\n")
     (folder / "policy" / "free.yaml").write_text("_target_: own_network.free\n")
+    (folder / "policy" / "unknown.yaml").write_text("_target_: own_network.Unknown\n")
     given = ["policy=wide", *overrides.split()] if "policy=" not in overrides else overrides.split()
     monkeypatch.setattr("sys.argv", ["train.py", "--config-dir", str(folder), *given])
     with pytest.raises((HydraException, ConfigError)) as caught:
@@ -157,4 +163,7 @@ def test_an_error_in_a_setting_of_a_network_of_ones_own_names_its_class(
         network, settings = learning.validation.network_settings(config.policy)
         learning.validation.actor_critic(instantiate(network, _partial_=True), config.env, **settings)
     message = learning.config.describe_error(caught.value)
-    assert message is not None and said in message and "\n" not in message
+    assert message is not None
+    first, *others = message.splitlines()
+    assert said in first and all("own_network.py, line " in line for line in others[:-1])
+    assert others[-1:] == (["  observation: [4]"] if "policy: own_network" in first else [])  # the network has raised

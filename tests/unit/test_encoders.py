@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 from collectors import ActionMask, GymEnv, PartialObservation
 from collectors.environments.actions import action_codec
-from collectors.environments.specs import observation_codec
+from collectors.environments.specs import Spec, observation_codec
 from collectors.environments.stepper import sample_allowed
 from collectors.environments.trees import as_tensors
 from collectors.rollouts.rollout import Rollout
@@ -118,9 +118,22 @@ def test_an_error_about_uint8_says_what_to_do_and_where() -> None:
     network = torch.nn.Sequential(torch.nn.Flatten(-3), torch.nn.Linear(4 * 40 * 44, 8))
     with pytest.raises(RuntimeError) as raised:
         make_actor_critic(lambda _: Calls(network), spec, GymEnv(Bandit).action_spec)
-    said = network_error(raised.value, spec)
-    assert re.search(r"; in \S*test_encoders\.py, line \d+: return self\.network\(observation\); ", said)
-    assert said.endswith("observation is uint8, and a network converts it: .float() / 255")
+    error = network_error(raised.value, "policy=mine", spec)
+    assert error is not None
+    assert str(error).startswith("policy=mine: ") and "\n" not in str(error)
+    assert str(error).endswith("; observation is uint8, and a network converts it: .float() / 255")
+    line = r"^  \S*test_encoders\.py, line \d+, in forward: return self\.network\(observation\)$"
+    assert re.search(line, error.__notes__[-2]) and error.__notes__[-1] == "  observation: [4, 40, 44]"
+
+
+def test_an_error_of_another_class_is_one_of_the_network_only_in_a_module_of_the_users() -> None:
+    spec: Any = {"position": Spec(torch.Size([3]), torch.float32), "goal": Spec(torch.Size([2]), torch.float32)}
+    with pytest.raises(KeyError) as raised:
+        spec["pos"]
+    error = network_error(raised.value, "policy=mine", spec)
+    assert error is not None and str(error) == "policy=mine: KeyError: 'pos'"
+    assert error.__notes__[-1] == "  observation: position [3], goal [2]"
+    assert network_error(KeyError("pos"), "policy=mlp", spec) is None
 
 
 class Calls(torch.nn.Module):

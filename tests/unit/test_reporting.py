@@ -18,7 +18,7 @@ from rich.console import Console
 from collectors.staleness import Staleness
 from learning.progress import Progress, Row, SyncRow
 from learning.reporting import Reporter
-from learning.reporting.console import ConsoleReporter, microseconds, size, staleness_rows
+from learning.reporting.console import ConsoleReporter, microseconds, size, staleness_rows, worker_pids
 from learning.reporting.files import Pictures, RunFiles, read_rows, to_json
 from learning.reporting.plots import learning_curve, sync_latency
 from learning.reporting.sweep import report, table_rows
@@ -134,6 +134,18 @@ def test_the_table_has_the_limits_of_the_collector_and_what_was_dropped() -> Non
         "dropped, too old": "3 (1,536 frames)",
     }
     assert dict(staleness_rows(end["staleness"] | {"max_staleness": None})).keys() == rows.keys() - {"dropped, too old"}
+
+
+def test_the_process_ids_of_the_workers_are_shown_once(tmp_path: Path) -> None:
+    started, elsewhere = SimpleNamespace(process=SimpleNamespace(pid=26770)), SimpleNamespace(process=None)
+    last = SimpleNamespace(process=SimpleNamespace(pid=26773))
+    mixed = SimpleNamespace(remote_workers=[started, elsewhere, SimpleNamespace(), last])
+    for collector, shown in ((mixed, ["worker processes: 26770, 26773"]), (SimpleNamespace(), [])):  # in process
+        out = io.StringIO()
+        reporter = ConsoleReporter("CartPole", 4096, Console(file=out, width=100), interval=0.0)
+        reporter.worker_pids = worker_pids(collector)
+        told(reporter, tmp_path, [row(1), row(2)], summary())
+        assert [line for line in out.getvalue().splitlines() if line.startswith("worker processes")] == shown
 
 
 def test_a_live_display_in_a_terminal(tmp_path: Path) -> None:
