@@ -4,7 +4,6 @@
 
 #include <math.h>
 #include <poll.h>
-#include <sched.h>
 #include <sys/epoll.h>
 
 #include "arena_writer.h"
@@ -39,10 +38,10 @@ typedef struct {
 } Update;
 
 /* Wait until a connection has something to read: 1. Return 0 when its process has ended, or at the deadline; -1 for a
- * signal. The thread does not sleep before `spin_until`, and lets other threads run. */
+ * signal. The thread does not sleep before `spin_until`. */
 static int await_message(int connection, int process, int64_t deadline, int64_t spin_until)
 {
-    for (char first; nanoseconds() < spin_until; sched_yield())
+    for (char first; nanoseconds() < spin_until;)
         if (recv(connection, &first, 1, MSG_PEEK | MSG_DONTWAIT) == 1)
             return 1;
     struct pollfd polls[2] = {{.fd = connection, .events = POLLIN}, {.fd = process, .events = POLLIN}};
