@@ -41,7 +41,7 @@ from wsync import WeightSyncError, WorkerDied
 _OF_HYDRA = (HydraException, OmegaConfBaseException, YAMLError)
 _EXPECTED = (*_OF_HYDRA, ConfigError, CheckpointError, Diverged, FolderError, WeightSyncError)
 CLAIM = ".claim"
-"""A file in the folder of a run or sweep whose process has not ended; a process that was killed leaves it."""
+"""A file in the folder of a run or sweep that has not ended; a process that was killed leaves it."""
 
 
 class SweepReport(Callback):

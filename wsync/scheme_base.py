@@ -42,7 +42,7 @@ class SchemeBase(ABC):
         initiator: ``"sender"``: ``send`` has workers install each version. ``"receiver"``: it only makes the version
             available, and a worker installs the newest one when it calls ``pull``. With either value ``connect``
             installs the first weights, if the sender has any by then.
-        max_staleness: with ``initiator="receiver"``: a worker whose model is more than this many versions behind
+        max_staleness: with ``initiator="receiver"``: a worker with a model more than this many versions behind
             fetches the newest before its next forward; None for no limit.
 
     Attributes:

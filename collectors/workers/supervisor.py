@@ -94,7 +94,7 @@ class WorkerSupervisor(Generic[W]):
             raise wsync.SyncTimeout("asked to stop, and the batch under way is not complete")
 
     def _poll(self, timeout: float | None) -> list[Event[W]]:
-        """Receive events, to be handled later; none of a worker whose end is still to be handled."""
+        """Receive events, to be handled later; none of a worker that has ended and is not handled yet."""
         ended = {event.worker for event in self._events if event.kind in _ENDED}
         workers = [one.worker for one in self._records if one.worker is not None and one.worker not in ended]
         events = self.pool.poll(workers, self._lock.wakeup.fileno(), timeout)

@@ -27,7 +27,7 @@ from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer, BufferPool
 
 _LOCK_TIMEOUT = 2.0  # seconds; while this process exits, a daemon thread may hold the lock until its deadline
-_JOIN_TIMEOUT = 2.0  # seconds; a thread whose transport is closed ends at once, unless the transport does not return
+_JOIN_TIMEOUT = 2.0  # seconds; with a closed transport a thread ends at once, unless the transport does not return
 
 
 class SenderSideChannel:
