@@ -60,6 +60,16 @@ def pickled(value: Any, name: str, remedy: str = MAKE_THERE) -> bytes:
         ) from error
 
 
+def check_picklable(**arguments: Any) -> None:
+    """Check each argument alone, before workers are started: the error names it.
+
+    Raises:
+        TypeError: one cannot be pickled.
+    """
+    for name, value in arguments.items():
+        pickled(value, name)
+
+
 def copy_of(policy: Any) -> Any:
     """Return a copy of ``policy`` that shares no memory with it.
 

@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 import wsync
 from collectors import arguments
 from collectors.base import BaseCollector, UpdaterOrFactory
-from collectors.factories import LEAVE_OUT, EnvMaker, PolicyFactory, pickled
+from collectors.factories import LEAVE_OUT, EnvMaker, PolicyFactory, check_picklable, pickled
 from collectors.hosted import connect_hosted
 from collectors.staleness import Staleness
 from collectors.worker import WorkerOptions, WorkerSpec
@@ -167,15 +167,17 @@ class WorkerCollector(BaseCollector):
         devices = enumerate(arguments.device_of_each(device, count))
         options = [replace(common, worker_idx=i, device=device) for i, device in devices]
         sent_policy = None if policy_factory is not None else policy
-        for value, name in ((sent_policy, "policy"), (policy_factory, "policy_factory"), (makers, "create_env_fn")):
-            pickled(value, name)  # each alone and before workers are started: the error names the argument
-        pool = start(count)
-        # At exit (in the order of wsync's own finalizers), or when the collector is garbage.
-        self._finalizer = util.Finalize(self, _finalize, args=(weakref.ref(self), pool), exitpriority=1)
+        check_picklable(policy=sent_policy, policy_factory=policy_factory, create_env_fn=makers)
+        pool = self._started(start(count))
         self._group = WorkerGroup(pool, failure_policy, self._worker_schemes, self.failures)
         schemes, optional = self._worker_schemes, self._scheme_is_tentative
         made = zip(makers, factories, strict=True)
         self._start([WorkerSpec(env, sent_policy, factory, schemes, optional) for env, factory in made], options)
+
+    def _started(self, pool: WorkerPool[Any]) -> WorkerPool[Any]:
+        """Have the workers end at exit (in the order of wsync's own finalizers), or when the collector is garbage."""
+        self._finalizer = util.Finalize(self, _finalize, args=(weakref.ref(self), pool), exitpriority=1)
+        return pool
 
     def _default_scheme(self) -> wsync.WeightSyncScheme:
         return super()._default_scheme() if self._host is None else wsync.DistributedWeightSyncScheme(host=self._host)

@@ -138,12 +138,7 @@ class Updates:
 
     @contextmanager
     def packing(
-        self,
-        weights: object,
-        workers: Sequence[int],
-        absent: Sequence[int],
-        *,
-        rest: Sequence[Tensor] | None = None,
+        self, weights: object, workers: Sequence[int], absent: Sequence[int], *, rest: Sequence[Tensor] | None = None
     ) -> Iterator[tuple[InFlight, Sequence[Packed]]]:
         """Check the next version, and copy it into buffers that no worker reads; they are released if the block raises.
 
