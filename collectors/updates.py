@@ -117,11 +117,13 @@ class WeightUpdates:
             wsync.WeightSyncError: as ``WeightSyncScheme.send``.
         """
         self._require_open()
-        forms = {"the positional argument": policy_or_weights, "policy": policy, "weights": weights}
-        given = [name for name, form in forms.items() if form is not None]
-        if len(given) > 1:
-            raise ValueError(f"weights were given more than once: {' and '.join(given)}")
-        source = forms[given[0]] if given else None
+        source = policy_or_weights
+        if policy is not None or weights is not None:
+            forms = {"the positional argument": policy_or_weights, "policy": policy, "weights": weights}
+            given = [name for name, form in forms.items() if form is not None]
+            if len(given) > 1:
+                raise ValueError(f"weights were given more than once: {' and '.join(given)}")
+            source = forms[given[0]]
         if weights_dict is not None:
             if source is not None or model_id is not None:
                 raise ValueError("weights_dict cannot be combined with policy, weights or model_id")
