@@ -23,7 +23,7 @@ from wsync.testing.models import Small, fill
 
 
 class Failing(MemoryFileSystem):
-    """A file system whose library raises errors of its own.
+    """A file system that raises errors of its library.
 
     Attributes:
         fails: errors, by what raises them: ``connect``, a method, or reading a kind of file.

@@ -14,7 +14,7 @@ from torch import nn
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import NotConnected
 from wsync.legacy.names import weights_of
-from wsync.loops.mutex import SIZE, Mutex
+from wsync.loops.mutex import SIZE, Mutex, wait_while_equal, wake_all
 from wsync.transport import apply_received
 from wsync.weights.strategy import WeightStrategy
 
@@ -27,9 +27,8 @@ class SharedMemTransport:
     ``SharedMemTransport()`` is handed to worker processes as an argument. Each call of ``receive_weights`` there waits
     for the next version and copies it. A scheme's ``shared_transport`` is a ``SharedMemSenderTransport``.
 
-    The death of a process blocks no other one: the mutex can be locked after its owner has died, and a dead worker
-    leaves a semaphore one too high, so that another worker wakes once for nothing. (A ``Condition`` of
-    ``multiprocessing`` would wait for the dead worker.)
+    The death of a process blocks no other one: the mutex can be locked after its owner has died, and workers wait by
+    futex(2) until the version counter has changed. (A ``Condition`` of ``multiprocessing`` waits for dead workers.)
     """
 
     def __init__(self) -> None:
@@ -37,7 +36,6 @@ class SharedMemTransport:
         self._memory = context.RawArray("c", SIZE)
         self._mutex().initialise()
         self._counter = context.Value("q", 0, lock=False)  # grows by 2 with each version; odd while one is written
-        self._waiting, self._wake = context.Semaphore(0), context.Semaphore(0)  # counts: of waiting workers, of wakeups
         self._weights: TensorDictBase | None = None
         self._seen = 0
 
@@ -82,8 +80,7 @@ class SharedMemTransport:
             self._counter.value |= 1  # it is odd already if the last sender was killed here
             strategy.apply_weights(self._buffers(), given)
             self._counter.value += 1
-        while self._waiting.acquire(block=False):
-            self._wake.release()
+        wake_all(ctypes.addressof(self._counter))
 
     def check_connection(self) -> bool:
         """Return whether there are buffers. Of the older API."""
@@ -103,21 +100,22 @@ class SharedMemTransport:
             SyncTimeout: a process that is stopped holds the mutex.
         """
         deadline = deadline_in(timeout)
-        while (received := self._copy_newer()) is None:
-            self._waiting.release()
-            # Another version may have come before this worker was counted.
-            if not self._is_newer() and not self._wake.acquire(timeout=remaining(deadline)):
+        while True:
+            before, left = self._counter.value, remaining(deadline)  # read before: a later change ends the wait at once
+            received = self._copy_newer()
+            if received is not None:
+                break
+            if left == 0.0:
                 return None
+            wait_while_equal(ctypes.addressof(self._counter), before, left)
         return apply_received(received, weights, model, strategy)
-
-    def _is_newer(self) -> bool:
-        return self._counter.value > self._seen and self._counter.value % 2 == 0
 
     def _copy_newer(self) -> TensorDictBase | None:
         with self._locked():
-            if not self._is_newer():
+            version = self._counter.value
+            if version <= self._seen or version % 2:
                 return None
-            self._seen = self._counter.value
+            self._seen = version
             return self._buffers().clone()
 
     def _buffers(self) -> TensorDictBase:

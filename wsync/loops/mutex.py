@@ -1,4 +1,4 @@
-"""A mutex in shared memory that can be locked again after its owner has died.
+"""A mutex in shared memory that can be locked again after its owner has died, and waits for a word to change.
 
 POSIX robust, process-shared, error-checking mutexes, by way of ``ctypes``: an uncontended lock or unlock is one
 atomic instruction and no system call (about a quarter of a microsecond from Python). Robust: if a worker is killed
@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import platform
 import time
 from collections.abc import Callable
 from functools import partial
@@ -101,3 +102,26 @@ class Mutex:
             raise SyncTimeout(f"the worker's process has held its mutex for {timeout} s: is it stopped?")
         elif code:
             raise OSError(code, f"cannot lock a shared mutex: {os.strerror(code)}")
+
+
+_FUTEX = {"x86_64": 202, "aarch64": 98}  # the number of the system call futex(2)
+_FUTEX_WAIT, _FUTEX_WAKE, _ALL = 0, 1, 2**31 - 1
+
+
+def wait_while_equal(address: int, value: int, timeout: float | None) -> None:
+    """Wait until ``wake_all`` is called, a signal comes, or the time is over; return at once if the word has changed.
+
+    Args:
+        address: of a word in shared memory, of which the lower 32 bits are compared.
+        value: that the word had.
+        timeout: seconds; None for no limit.
+    """
+    moment = None if timeout is None else ctypes.byref(_Timespec(int(timeout), int(timeout % 1 * 1e9)))
+    number, expected = _FUTEX[platform.machine()], ctypes.c_uint32(value & 0xFFFFFFFF)
+    _blocking.syscall(ctypes.c_long(number), ctypes.c_void_p(address), _FUTEX_WAIT, expected, moment, None, 0)
+
+
+def wake_all(address: int) -> None:
+    """Wake all threads, of any process, that wait for a change of the word at ``address``."""
+    number = ctypes.c_long(_FUTEX[platform.machine()])
+    _blocking.syscall(number, ctypes.c_void_p(address), _FUTEX_WAKE, _ALL, None, None, 0)
