@@ -232,8 +232,8 @@ class WorkerCollector(BaseCollector):
             except (wsync.WorkerDied, wsync.SyncTimeout) as error:
                 self._group.raise_worker_error(error)
                 raise
-        except BaseException as error:
-            if self._group.ended_by_failure or not isinstance(error, Exception):  # Ctrl-C: events may have been lost
+        except BaseException as error:  # also Ctrl-C: messages of workers may have been lost
+            if self._group.ended_by_failure or not isinstance(error, Exception):
                 self.shutdown()
             raise
 

@@ -104,7 +104,7 @@ class SchemeBase(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return options and address, without weights, model, role; for workers also without ``send_transform``."""
-        state = {**self.__dict__, "_role": Role(), "metrics": SyncMetrics(self.name or type(self).__name__)}
+        state = {**self.__dict__, "_role": Role(), "metrics": SyncMetrics(self.metrics.scheme)}
         return state if self._sent_model_id is None else {**state, "send_transform": None}
 
     # --- what a backend overrides ---

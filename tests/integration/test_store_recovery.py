@@ -23,7 +23,7 @@ from wsync.testing.models import Small, fill
 
 
 class Failing(MemoryFileSystem):
-    """A file system that raises errors of its library.
+    """A file system that raises other errors than OSError.
 
     Attributes:
         fails: errors, by what raises them: ``connect``, a method, or reading a kind of file.
