@@ -276,6 +276,7 @@ class BaseCollector(WeightUpdates, ABC):
         """
         if not self.closed:
             self._number_at_shutdown = max(self._number_at_shutdown, self._newest_number)
+            self._version_at_shutdown = max(self._version_at_shutdown, self.policy_version)
             self.closed = True
             try:
                 if os.getpid() == self._process:

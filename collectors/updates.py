@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar, overload
 
@@ -27,7 +27,7 @@ class WeightUpdates:
     weight_sync_schemes: dict[str, wsync.WeightSyncScheme]
     weight_updater: WeightUpdaterBase | None
     _worker_schemes: dict[str, wsync.WeightSyncScheme]  # without those of models that no worker has
-    _published_version: int = 0  # the newest version of the policy that workers were given, as far as was noted
+    _version_at_shutdown: int = 0
     _process: int  # that has made the collector
 
     @property
@@ -37,14 +37,7 @@ class WeightUpdates:
         Without a scheme for ``"policy"``, it is the version of the first scheme that sends weights to the workers.
         """
         scheme = policy_scheme(self._worker_schemes)
-        last = None if scheme is None else scheme.metrics.last  # also of an update that was sent by the scheme itself
-        return max(self._published_version, 0 if last is None else last.version)
-
-    def _note_published(self, schemes: Collection[wsync.WeightSyncScheme]) -> None:
-        """Note that workers were given the newest versions of ``schemes``."""
-        scheme = policy_scheme(self._worker_schemes)
-        if scheme is not None and scheme in schemes:
-            self._published_version = max(self._published_version, scheme.version)
+        return self._version_at_shutdown if self.closed or scheme is None else scheme.sent_version
 
     def _require_open(self) -> None:
         """Check that this process may use the workers.
@@ -116,7 +109,6 @@ class WeightUpdates:
             wsync.NotConnected: the collector was shut down; or this is a forked child of the process that has made it.
             wsync.WeightSyncError: as ``WeightSyncScheme.send``.
         """
-        self._require_open()
         source = policy_or_weights
         if policy is not None or weights is not None:
             forms = {"the positional argument": policy_or_weights, "policy": policy, "weights": weights}
@@ -129,6 +121,7 @@ class WeightUpdates:
                 raise ValueError("weights_dict cannot be combined with policy, weights or model_id")
             return self._update_together(weights_dict, worker_ids)
         if self.weight_updater is not None and model_id in (None, self.default_model_id):
+            self._require_open()
             self.weight_updater.update_weights(source, worker_ids)
             return None
         return self.send_weights(source, worker_ids, model_id=model_id)
@@ -158,25 +151,13 @@ class WeightUpdates:
             wsync.WeightSyncError: as ``WeightSyncScheme.send``.
         """
         self._require_open()
-        scheme = self._scheme(model_id)
+        scheme = self.weight_sync_schemes.get(model_id or "policy") or self._scheme(model_id)
         send = scheme.send if wait else scheme.send_async
         if scheme.sender_driven:
             return send(weights, worker_ids)
-        workers = arguments.addressed_workers([weights], worker_ids, self.num_workers)
-        return self._publish([scheme], send, weights, workers)
-
-    def _publish(
-        self, schemes: Collection[wsync.WeightSyncScheme], send: Callable[[Any, Any], T], weights: Any, worker_ids: Any
-    ) -> T | None:
-        """Call ``_deliver``, and note the versions, unless no worker was given them."""
-        try:
-            result = self._deliver(send, weights, worker_ids)
-        except (wsync.WorkerDied, wsync.WorkerFailed, wsync.SyncTimeout) as error:
-            if error.version is not None:  # the other workers have it
-                self._note_published(schemes)
-            raise
-        self._note_published(schemes)
-        return result
+        if weights is not None and wsync.per_worker(weights) is not None:
+            worker_ids = arguments.addressed_workers([weights], worker_ids, self.num_workers)
+        return self._deliver(send, weights, worker_ids)
 
     def _deliver(self, send: Callable[[Any, Any], T], weights: Any, worker_ids: int | Sequence[int] | None) -> T | None:
         """Return ``send(weights, worker_ids)``; overridden where a worker may fail."""
@@ -185,6 +166,7 @@ class WeightUpdates:
     def _update_together(
         self, weights_dict: Mapping[str, Any], worker_ids: int | Sequence[int] | None
     ) -> dict[str, wsync.SyncReport] | None:
+        self._require_open()
         arguments.check_weights_dict(weights_dict)
         if self.weight_updater is not None and self.default_model_id in weights_dict:
             raise ValueError(
@@ -198,7 +180,7 @@ class WeightUpdates:
                 self._check_mixed_update(worker_ids)
             return wsync.synchronize(schemes, worker_ids)
         workers = arguments.addressed_workers(weights_dict.values(), worker_ids, self.num_workers)
-        return self._publish(schemes, wsync.synchronize, schemes, workers)
+        return self._deliver(wsync.synchronize, schemes, workers)
 
     def _check_mixed_update(self, worker_ids: object) -> None:
         """Check whether models of workers and of actors outside them can be updated together.

@@ -193,7 +193,6 @@ class WorkerCollector(BaseCollector):
             self._gathering.check_shapes(self.remote_workers)
             connect_hosted(self._hosted_schemes, self._find_in_workers)
             self._group.connect()
-            self._note_published(self._worker_schemes.values())
         except BaseException:  # also Ctrl-C: the workers that have been started are ended
             self.shutdown()
             raise

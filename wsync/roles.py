@@ -98,6 +98,11 @@ class Role:
         return 0
 
     @property
+    def sent_version(self) -> int:
+        """The newest version that workers were given; the same as ``version`` if this is no sender."""
+        return self.version
+
+    @property
     def installed_version(self) -> int:
         """The version of this process's model; 0 if it has none."""
         return self.version
@@ -187,6 +192,11 @@ class SenderRole(Role):
     def version(self) -> int:
         """See ``Role``."""
         return self.sender.version
+
+    @property
+    def sent_version(self) -> int:
+        """See ``Role``."""
+        return self.sender.sent_version
 
     @property
     def installed_version(self) -> int:

@@ -228,6 +228,14 @@ class SchemeBase(ABC):
         return self._role.version
 
     @property
+    def sent_version(self) -> int:
+        """On a sender the newest version that workers were given: ``version`` also counts numbers that none was given.
+
+        On a receiver the same as ``version``. 0 before the first.
+        """
+        return self._role.sent_version
+
+    @property
     def installed_version(self) -> int:
         """On a receiver the same as ``version``. On a sender 0, unless ``init_in_process`` put the model here."""
         return self._role.installed_version

@@ -82,6 +82,12 @@ class Sender:
         return self._updates.version
 
     @property
+    def sent_version(self) -> int:
+        """The newest version that workers were given; 0 before the first."""
+        report = self._last_fast_report
+        return self._members.sent_version if report is None else report.version
+
+    @property
     def connected(self) -> bool:
         """Whether all workers have connected once, even if one of them then refused the first weights."""
         return self._members.connected
@@ -263,6 +269,7 @@ class Sender:
         self._fast = None
         if self._last_fast_report is not None:
             self._members.expected_version.update(self._last_fast_report.workers)
+            self._members.sent_version = self._last_fast_report.version
             self._last_fast_report = None
 
     @contextmanager

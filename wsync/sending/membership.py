@@ -24,6 +24,7 @@ class Membership:
         early: workers with a replacement that connected while ``readmit`` waited for another one's, and the version
             that it was given then.
         expected_version: the version that each worker, or its replacement, should have.
+        sent_version: the newest version that was published; 0 before the first.
         extra_states: each worker's extra state, as last sent.
         connected: whether all workers have connected once, and the sender was not closed since.
     """
@@ -34,6 +35,7 @@ class Membership:
         self.absent: Sequence[int] = ()
         self.early: dict[int, int] = {}
         self.expected_version: dict[int, int] = {}
+        self.sent_version = 0
         self.extra_states: dict[int, bytes] = {}
         self.connected = False
 
@@ -81,6 +83,7 @@ class Membership:
 
     def note_sent(self, version: int, extra: Sequence[tuple[Sequence[int], bytes]]) -> None:
         """Record a published version, with the extra state of each group of workers."""
+        self.sent_version = version
         for workers, blob in extra:
             self.expected_version.update(dict.fromkeys(workers, version))
             if blob or self.extra_states:
