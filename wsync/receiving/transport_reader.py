@@ -22,7 +22,8 @@ class TransportReader(ABC):
 
     The receiver thread (before, the thread that connects) receives into a buffer that is not in use. The thread that
     installs the update, inside the gate, frees the buffer. ``_pending`` needs no lock: the sender sends the next
-    version only after the answer to this one.
+    version only after the answer to this one, and the receiver thread enters the gate after each message, so it reads
+    none while another thread answers.
 
     Args:
         device: where the receive buffers are.
