@@ -23,6 +23,7 @@ from wsync.control.messages import why_ended
 from wsync.deadlines import deadline_in, remaining, wait_readable
 from wsync.errors import NotConnected, SyncTimeout
 from wsync.transport import Closable, FlatTransport, TransportBackend
+from wsync.weights.strategy import WeightStrategy
 
 _log = logging.getLogger(__name__)
 _KEY_LENGTH = struct.Struct("<H")
@@ -121,7 +122,7 @@ class TransportSetup:
         transport: to set up.
         rank: 0 on the sender, 1 in the worker.
         connection_number: see ``SenderSettings``.
-        set_up: sets up a ``TransportBackend``; a ``FlatTransport`` is set up by its ``connect``.
+        strategy: in the worker, the format in which a ``TransportBackend`` is given a buffer.
 
     Attributes:
         thread: the set-up thread. After ``wait`` has raised it may still run for a short time.
@@ -135,7 +136,7 @@ class TransportSetup:
         transport: TransportBackend | FlatTransport,
         rank: int,
         connection_number: int,
-        set_up: Callable[[], Any],
+        strategy: WeightStrategy | None = None,
     ) -> None:
         self._connection = connection
         self._worker = worker
@@ -149,8 +150,13 @@ class TransportSetup:
         self._early: list[Message] = []
         latest = deadline_in(_LONGEST) if deadline is None else deadline + _LATER
         self._store = RelayStore(self._relay, latest)
+        set_up: Callable[[], Any]
         if isinstance(transport, FlatTransport):
             set_up = partial(transport.connect, self._store, rank, connection_number, connection.local_host, latest)
+        elif rank == 0:
+            set_up = transport.setup_connection_and_weights_on_sender
+        else:
+            set_up = partial(transport.setup_connection_and_weights_on_receiver, worker_idx=worker, strategy=strategy)
         self.thread = threading.Thread(target=self._run, args=(set_up,), name="wsync-transport-setup", daemon=True)
         self.thread.start()
 

@@ -22,7 +22,7 @@ from wsync.receiving.flat_reader import FlatReader
 from wsync.receiving.transport_reader import TransportReader
 from wsync.shm.arena import WorkerArena, open_handle
 from wsync.transforms.delta import require_zstandard
-from wsync.transport import FlatTransport, TransportBackend, TransportFactory, require_transport
+from wsync.transport import FlatTransport, TransportFactory, require_transport
 from wsync.transport_setup import TransportSetup
 from wsync.types import Ack
 from wsync.weights.strategy import WeightStrategy
@@ -120,15 +120,9 @@ class ReaderFactory:
             except ImportError as error:
                 raise NotConnected(f"worker {worker}: {error}") from error
         transport = require_transport(self.create_transport(worker))
-
-        def set_up() -> None:
-            assert isinstance(transport, TransportBackend), "called unless it is a FlatTransport"
-            transport.setup_connection_and_weights_on_receiver(worker_idx=worker, strategy=self.strategy)
-
         try:
-            arrived = TransportSetup(
-                connection, worker, deadline, transport, 1, settings.connection_number, set_up
-            ).wait()
+            number = settings.connection_number
+            arrived = TransportSetup(connection, worker, deadline, transport, 1, number, self.strategy).wait()
         except WeightSyncError:
             raise
         except Exception as error:

@@ -168,11 +168,16 @@ class BackendDelivery(Delivery):
             return True
         return False
 
-    def end_call(self) -> str | None:
-        """If the call of ``send_weights`` has ended, send ``UPDATE`` or ``PREPARE``; or return its error."""
+    @property
+    def error(self) -> str | None:
+        """The traceback of the call, once its end was noticed; None if it has raised nothing."""
+        return self._thread.error if self._ended else None
+
+    def end_call(self) -> None:
+        """If the call of ``send_weights`` has ended, send ``UPDATE`` or ``PREPARE``, or ``ABORT`` if it has raised."""
         update = self.update
         if self._thread.busy or not self._begun or self._ended:
-            return None
+            return
         if self._thread.error is not None:
             self._send(Kind.ABORT, update.version, b"")
         else:
@@ -180,4 +185,3 @@ class BackendDelivery(Delivery):
             if self._aborted:
                 self._send(Kind.ABORT, update.transaction, b"")
         self._ended = True  # last: if a signal handler raises before, all is sent once more, which is harmless
-        return self._thread.error

@@ -30,6 +30,7 @@ class WorkerQueue:
         connections: to all workers.
         in_format: ``(update) -> weights`` in the strategy's format, views of the update's buffer.
         difference: makes what is sent in place of weights; None: the full weights are sent.
+        checksum: whether updates have a checksum; None: they have. What a ``TransportBackend`` carries always has one.
         on_request: whether an update waits until the worker requests it.
 
     Attributes:
@@ -38,7 +39,6 @@ class WorkerQueue:
             uses the arena, or is not connected and there is an arena: its published word then names that version.
         transport: the transport of this connection, if it is a ``FlatTransport``; the thread that calls its
             ``send_weights``, if it is a ``TransportBackend``; None if the worker is not connected, or uses the arena.
-        checked: whether updates have a checksum.
         connection_number: of the newest connection that was accepted with this index, from 1; 0 before the first.
         current: the update that is being sent.
         waiting: those that follow.
@@ -52,20 +52,20 @@ class WorkerQueue:
         in_format: Callable[[QueuedUpdate], Any],
         difference: Difference | None,
         *,
+        checksum: bool | None,
         on_request: bool,
     ) -> None:
         self.latest: QueuedUpdate | None = None
         self.transport: FlatTransport | TransferThread | None = None
-        self.checked = False
         self.connection_number = 0
         self.current: Delivery | None = None
         self.waiting: deque[QueuedUpdate] = deque()
         self.overdue = False
         self.worker = worker
-        self._failure: tuple[Delivery, Ack] | None = None  # of ``send_weights``, until it is reported
         self._connections = connections
         self._weights_for_transport = in_format
         self._difference = difference
+        self._checksum = checksum
         self._on_request = on_request
         self._base: QueuedUpdate | None = None  # what the worker has installed last, if differences are sent
         # With initiator="receiver": whether the worker has requested a version and was sent none yet. The first version
@@ -170,11 +170,12 @@ class WorkerQueue:
     def _delivery_to(self, transport: FlatTransport | TransferThread, update: QueuedUpdate) -> Delivery:
         difference = update.difference_to(self._base, self._difference)
         update.carried = max(update.carried, update.buffer.flat.numel() if difference is None else len(difference))
+        checked = self._checksum is not False or isinstance(transport, TransferThread)
         if difference is not None:
-            return DifferenceDelivery(update, self._send, difference, checked=self.checked)
+            return DifferenceDelivery(update, self._send, difference, checked=checked)
         if isinstance(transport, TransferThread):
-            return BackendDelivery(update, self._send, transport, self._weights_for_transport, checked=self.checked)
-        return FlatDelivery(update, self._send, transport, self._on_broken, checked=self.checked)
+            return BackendDelivery(update, self._send, transport, self._weights_for_transport, checked=checked)
+        return FlatDelivery(update, self._send, transport, self._on_broken, checked=checked)
 
     def _on_broken(self, error: object) -> None:
         """Disconnect the worker, because its transport has broken."""
@@ -182,31 +183,27 @@ class WorkerQueue:
         if self.worker in self._connections.workers:
             self._connections.mark_dead(self.worker, f"its transport has broken: {error}")
 
-    def call_ended(self) -> bool:
+    @property
+    def failure(self) -> str | None:
+        """The error of ``send_weights``, from ``call_ended`` until ``report_failure``; None if there is none."""
+        return self.current.error if isinstance(self.current, BackendDelivery) else None
+
+    def call_ended(self) -> None:
         """Called when ``send_weights`` of some worker has returned; if of this one, go on with its update.
 
-        Returns:
-            Whether it has failed. ``report_failure`` is called next, once a death would have been noticed.
+        If it has failed, ``report_failure`` is called next, once a death would have been noticed.
         """
-        delivery = self.current
-        error = delivery.end_call() if isinstance(delivery, BackendDelivery) else None
-        if delivery is None or error is None:
-            return False
-        version = delivery.update.version
-        _log.debug("worker %d: send_weights of version %d failed", self.worker, version)
-        if isinstance(self.transport, TransferThread) and self.transport.broken:
-            self._on_broken(error)
-            return False
-        self._failure = delivery, Ack(self.worker, version, error=f"its transport could not send:\n{error}")
-        return True
+        if isinstance(self.current, BackendDelivery):
+            self.current.end_call()
+        if self.failure is not None and isinstance(self.transport, TransferThread) and self.transport.broken:
+            self._on_broken(self.failure)
 
     def report_failure(self) -> None:
-        """Record that ``send_weights`` has failed, unless the worker has died; send the next update."""
-        failure, self._failure = self._failure, None
-        if failure is None or self.worker not in self._connections.workers:
+        """Record that ``send_weights`` has failed, if it has and the worker has not died; send the next update."""
+        if self.failure is None or self.current is None:
             return
-        delivery, ack = failure
-        self._connections.record(ack)
-        if self.current is delivery:
-            self.current = None
-            self.advance()
+        version = self.current.update.version
+        _log.debug("worker %d: send_weights of version %d failed", self.worker, version)
+        self._connections.record(Ack(self.worker, version, error=f"its transport could not send:\n{self.failure}"))
+        self.current = None
+        self.advance()

@@ -10,6 +10,7 @@ from wsync.control.messages import Kind, Message
 from wsync.control.settings import SenderSettings
 from wsync.control.workers import WorkerConnections
 from wsync.sending.queued_update import QueuedUpdate, check_extra
+from wsync.sending.queues import WorkerQueue
 from wsync.sending.slots import Slots
 from wsync.sending.transfers import Transfers
 from wsync.shm.arena import PREPARE
@@ -69,16 +70,12 @@ class Routes:
         connections = self.connections = WorkerConnections(source, num_workers, self)
         spare = 2 if binds_arena or on_request else 1  # a worker that updates on request may copy at any time
         self.slots = Slots(connections, num_workers, spare=spare, checksum=checksum) if arena else None
-        difference = None if delta is None else self._difference
-        self.transfers = Transfers(
-            connections,
-            num_workers,
-            create_transport,
-            self._weights_for_transport,
-            checksum,
-            difference,
-            on_request=on_request,
-        )
+        in_format, difference = self._weights_for_transport, None if delta is None else self._difference
+        queues = [
+            WorkerQueue(worker, connections, in_format, difference, checksum=checksum, on_request=on_request)
+            for worker in range(num_workers)
+        ]
+        self.transfers = Transfers(connections, queues, create_transport)
 
     def _weights_for_transport(self, update: QueuedUpdate) -> Any:
         assert self.layout is not None, "set_layout() comes first"

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection, Sequence
 
 from wsync.control.workers import WorkerConnections
 from wsync.deadlines import deadline_in
 from wsync.errors import NotConnected, SyncTimeout
 from wsync.sending.deliveries import FlatDelivery
-from wsync.sending.queued_update import Difference, QueuedUpdate
+from wsync.sending.queued_update import QueuedUpdate
 from wsync.sending.queues import WorkerQueue
 from wsync.sending.transfer_thread import TransferThread
-from wsync.transport import FlatTransport, TransportBackend, TransportFactory, require_transport
+from wsync.transport import FlatTransport, TransportFactory, require_transport
 from wsync.transport_setup import TransportSetup
 
 _GRACE = 0.5  # seconds in which the death of a worker is noticed after its transport has failed
@@ -25,37 +24,24 @@ class Transfers:
 
     Args:
         connections: to all workers.
-        num_workers: the number of workers.
+        queues: by worker; kept as an attribute.
         create_transport: the scheme's; None if every worker must use the arena: no update is then sent here.
-        checksum: whether updates have a checksum; None: they have.
-        in_format, difference, on_request: see ``WorkerQueue``.
 
     Attributes:
-        queues: by worker.
         ending: threads that end soon: of closed transports, and of set-ups that have failed.
     """
 
     def __init__(
         self,
         connections: WorkerConnections,
-        num_workers: int,
+        queues: Sequence[WorkerQueue],
         create_transport: TransportFactory | None,
-        in_format: Callable[[QueuedUpdate], Any],
-        checksum: bool | None,
-        difference: Difference | None,
-        *,
-        on_request: bool,
     ) -> None:
-        self.queues = [
-            WorkerQueue(worker, connections, in_format, difference, on_request=on_request)
-            for worker in range(num_workers)
-        ]
+        self.queues = queues
         self.ending: list[threading.Thread] = []
         self._connections = connections
         self._create_transport = create_transport
-        self._checksum = checksum
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
-        self._failed: list[WorkerQueue] = []  # with a failed ``send_weights`` that is not reported yet
         self._noticing_deaths = False
         self._abandoned: set[int] = set()  # slots that a transfer to a former worker may still read: never reused
         connections.watch(self._wake, self._calls_ended)
@@ -87,14 +73,9 @@ class Transfers:
         except BaseException:  # without a transport, it would wait for updates that are never sent
             self._connections.disconnect(worker)
             raise
-
-        def set_up() -> None:
-            assert isinstance(transport, TransportBackend), "called unless it is a FlatTransport"
-            transport.setup_connection_and_weights_on_sender()
-
         try:
             with self._connections.reading_directly(worker) as connection:
-                setup = TransportSetup(connection, worker, deadline, transport, 0, queue.connection_number, set_up)
+                setup = TransportSetup(connection, worker, deadline, transport, 0, queue.connection_number)
                 try:
                     early = setup.wait()
                 finally:
@@ -107,10 +88,7 @@ class Transfers:
             message = f"worker {worker}: the set-up of its transport raised {type(error).__name__}: {error}"
             message = str(error) if isinstance(error, SyncTimeout) else message
             raise SyncTimeout(message, {worker: str(error)}) from error
-        if isinstance(transport, FlatTransport):
-            queue.transport, queue.checked = transport, self._checksum is not False
-        else:
-            queue.transport, queue.checked = TransferThread(transport, self._wake), True
+        queue.transport = transport if isinstance(transport, FlatTransport) else TransferThread(transport, self._wake)
         queue.advance()
         for message in early:
             self._connections.process(worker, message)
@@ -155,9 +133,9 @@ class Transfers:
     def _calls_ended(self) -> None:
         try:
             os.eventfd_read(self._wake)
-            if failed := [queue for queue in self.queues if queue.call_ended()]:
-                self._failed += failed
-                self._report_failures()
+            for queue in self.queues:
+                queue.call_ended()
+            self._report_failures()
         except BaseException:  # a signal handler raised: look again
             os.eventfd_write(self._wake, 1)
             raise
@@ -171,12 +149,11 @@ class Transfers:
             return
         self._noticing_deaths, deadline = True, deadline_in(_GRACE)
         try:
-            while any(queue.worker in self._connections.workers for queue in self._failed):
-                if not self._connections.read(deadline):
-                    break
+            while any(queue.failure is not None for queue in self.queues) and self._connections.read(deadline):
+                pass
         finally:
-            failed, self._failed, self._noticing_deaths = self._failed, [], False
-            for queue in failed:
+            self._noticing_deaths = False
+            for queue in self.queues:
                 queue.report_failure()
 
     def give_up(self, workers: Collection[int]) -> None:
