@@ -84,10 +84,9 @@ def make_sender(
 
 def _transport_factory(scheme: SchemeBase) -> TransportFactory | None:
     """Return the scheme's factory without a reference to the scheme, which is closed when it is garbage-collected."""
-    method = scheme._transport_factory()
-    if method is None:
+    if scheme.arena_only:
         return None
-    reference = WeakMethod(method)
+    reference = WeakMethod(scheme.create_transport)
 
     def create(worker_idx: int) -> TransportBackend | FlatTransport:
         factory = reference()
@@ -109,7 +108,7 @@ def make_receive_channel(scheme: SchemeBase, model_id: str) -> WorkerSideChannel
     return WorkerSideChannel(
         lambda worker, deadline: rendezvous.dial(address, model_id, worker, deadline),
         ReaderFactory(
-            create_transport=scheme._transport_factory(),
+            create_transport=None if scheme.arena_only else scheme.create_transport,
             strategy=scheme.strategy,
             arena=scheme._uses_arena(),
             binds_arena=scheme.binds_arena and scheme.bind,  # parameters to slots of the arena

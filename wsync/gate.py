@@ -27,7 +27,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -89,17 +89,12 @@ class Gate:
     def attach(self, hook: GateHook) -> None:
         """Call ``hook`` from now on, after those that are attached already. Called by the thread that connects."""
         with self.gate_lock.lock:
-            self.gate_lock.hooks = (*self.hooks, hook)
+            self.gate_lock.hooks = (*self.gate_lock.hooks, hook)
 
     def detach(self, hook: GateHook) -> None:
         """Stop calling ``hook``. Called by the thread that shuts down."""
         with self.gate_lock.lock:
-            self.gate_lock.hooks = tuple(other for other in self.hooks if other is not hook)
-
-    @property
-    def hooks(self) -> Sequence[GateHook]:
-        """The attached hooks."""
-        return self.gate_lock.hooks
+            self.gate_lock.hooks = tuple(other for other in self.gate_lock.hooks if other is not hook)
 
 
 _gate = Gate()

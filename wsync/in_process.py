@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from wsync.control.receiver_thread import MessageHandler
@@ -55,7 +54,7 @@ class InProcessChannel:
     def set_layout(self, layout: Layout) -> None:
         """See ``SendChannel``."""
         self.layout = layout
-        self._buffer = Buffer.over(layout, torch.zeros(layout.nbytes, dtype=torch.uint8))
+        self._buffer = Buffer.new(layout)
 
     def wait_for_workers(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
         """See ``SendChannel``: connect the receiver, unless that has been done."""

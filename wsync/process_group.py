@@ -7,9 +7,12 @@ Instead, weights may go through a group that the user has made.
 
 from __future__ import annotations
 
+import concurrent.futures
 import hmac
 import os
 import secrets
+import threading
+from concurrent.futures import Future
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,10 +27,9 @@ from torch.distributed import Store as TorchStore  # pyright: ignore[reportPriva
 
 from wsync.deadlines import as_timedelta, as_timeout, remaining, time_until
 from wsync.errors import NotConnected
-from wsync.pending_transfer import PendingTransfer
 from wsync.transport import Transfer, apply_received
 from wsync.weights.layout import Layout
-from wsync.weights.packing import Buffer, Packer
+from wsync.weights.packing import Buffer
 from wsync.weights.snapshot import snapshot
 from wsync.weights.strategy import WeightStrategy
 
@@ -98,8 +100,8 @@ class GroupTransport:
         self._rank = rank
         self._host = host
         self._pid = os.getpid()
-        self._receiving: tuple[PackedWeights, PendingTransfer] | None = None  # begun, and not yet returned
-        self._packed = None if weights_buffer is None else PackedWeights(weights_buffer, self.device)
+        self._receiving: tuple[Buffer, Future[None]] | None = None  # begun, and not yet returned
+        self._buffer = None if weights_buffer is None else _buffer_like(weights_buffer, self.device)
 
     # --- under a scheme: FlatTransport ---
 
@@ -196,10 +198,15 @@ class GroupTransport:
             LayoutMismatch: the weights are not like ``weights_buffer``.
             RuntimeError: the group has broken.
         """
+        flat = self._packed(weights)
+        self._group.send([flat], self._peer, self._tag).wait()
+
+    def _packed(self, weights: Any) -> Tensor:
+        """Return ``weights`` as they are sent, in ``weights_buffer``; set the transport up."""
         self._set_up(0)
-        packed = self._require_packed()
-        packed.pack(weights)
-        self._group.send([packed.flat], self._peer, self._tag).wait()
+        buffer = self._require_buffer()
+        buffer.pack(buffer.layout.order(snapshot(weights)))
+        return buffer.flat
 
     def receive_weights(
         self,
@@ -216,21 +223,46 @@ class GroupTransport:
         """
         self._set_up(1)
         if self._receiving is None:
-            packed = self._require_packed() if weights is None else PackedWeights(weights, self.device)
-            transfer = self._group.recv([packed.flat], self._peer, self._tag)
-            self._receiving = packed, PendingTransfer(transfer, self.device)
-        packed, pending = self._receiving
-        if not pending.wait(as_timeout(timeout)):
+            buffer = self._require_buffer() if weights is None else _buffer_like(weights, self.device)
+            transfer = self._group.recv([buffer.flat], self._peer, self._tag)
+            self._receiving = buffer, _end_of(transfer, self.device)
+        buffer, ended = self._receiving
+        if not concurrent.futures.wait([ended], as_timeout(timeout)).done:
             return None
+        ended.result()
         self._receiving = None
-        return packed.apply(weights, model, strategy)
+        copies = [view.clone() for view in buffer.views]  # the next version may overwrite the buffer
+        return apply_received(dict(zip(buffer.layout.names, copies, strict=True)), weights, model, strategy)
 
-    def _require_packed(self) -> PackedWeights:
-        if self._packed is None:
+    def _require_buffer(self) -> Buffer:
+        if self._buffer is None:
             raise RuntimeError(
                 "without a scheme this transport needs weights_buffer=, weights like those that are sent"
             )
-        return self._packed
+        return self._buffer
+
+
+def _end_of(transfer: Transfer, device: torch.device) -> Future[None]:
+    """Return the end of a transfer, which a thread waits for: gloo gives a group up when a wait of its own times out.
+
+    Args:
+        transfer: in progress.
+        device: of the buffer that is received into.
+    """
+    ended = Future[None]()
+
+    def wait() -> None:
+        try:
+            transfer.wait()
+            if device.type == "cuda":  # nccl's wait is one of this thread's stream
+                torch.cuda.synchronize(device)
+        except BaseException as error:  # noqa: BLE001  raised by the caller of ``result``
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+    threading.Thread(target=wait, name="wsync-pending-transfer", daemon=True).start()
+    return ended
 
 
 def _exchange_proofs(store: TorchStore, group: Any, rank: int, deadline: float | None) -> None:
@@ -261,24 +293,6 @@ def _exchange_proofs(store: TorchStore, group: Any, rank: int, deadline: float |
         )
 
 
-class PackedWeights:
-    """A flat buffer with the layout of some weights.
-
-    Args:
-        like: a module, a TensorDict or a state dict, which defines the layout.
-        device: where the buffer is.
-    """
-
-    def __init__(self, like: Any, device: torch.device) -> None:
-        self._layout = Layout.of(snapshot(like))
-        self.flat = torch.zeros(self._layout.nbytes, dtype=torch.uint8, device=device)
-        self._buffer = Buffer.over(self._layout, self.flat)
-
-    def pack(self, weights: Any) -> None:
-        """Copy weights of the same layout into the buffer."""
-        Packer(self._layout).pack(self._layout.order(snapshot(weights)), self._buffer)
-
-    def apply(self, weights: Any, model: nn.Module | None, strategy: WeightStrategy | None) -> Any:
-        """Apply a copy of the buffer's weights: see ``apply_received``. The next version may overwrite the buffer."""
-        copies = [view.clone() for view in self._buffer.views]
-        return apply_received(dict(zip(self._layout.names, copies, strict=True)), weights, model, strategy)
+def _buffer_like(weights: Any, device: torch.device) -> Buffer:
+    """Return a buffer with the layout of a module, a TensorDict or a state dict."""
+    return Buffer.new(Layout.of(snapshot(weights)), device=device)

@@ -63,8 +63,8 @@ class SchemeBase(ABC):
     """
     delivers_at_connect: ClassVar[bool] = True
     """Whether the first weights are delivered by ``connect``; otherwise by the first ``send``."""
-    arena: ClassVar[bool] = False
-    """Whether workers on the sender's machine take weights from the arena (``shm/arena.py``), not from a transport."""
+    arena_only: ClassVar[bool] = False
+    """Whether all workers take weights from the arena (``shm/arena.py``): they are on the sender's machine."""
     binds_arena: ClassVar[bool] = False
     """Whether models of workers that use the arena are bound to its slots; otherwise the weights are copied out."""
 
@@ -131,16 +131,12 @@ class SchemeBase(ABC):
         return torch.device("cpu")
 
     def _uses_arena(self) -> bool:
-        """Return whether this instance uses the arena; overridden where an option turns it off."""
-        return self.arena
+        """Return whether workers on the sender's machine use the arena; overridden where an option turns it off."""
+        return self.arena_only
 
     def _workers_by_option(self) -> Mapping[str, int]:
         """Return ``{option: number of workers}`` for options of this scheme that imply the number, e.g. ``urls``."""
         return {}
-
-    def _transport_factory(self) -> Any:
-        """Return the factory of transports; a subclass returns None if all its workers use the arena."""
-        return self.create_transport
 
     def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None) -> Source:
         return Source(

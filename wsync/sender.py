@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from wsync.deadlines import deadline_in
 from wsync.errors import in_forked_child
 from wsync.fast_path import FastCalls, UnfinishedUpdate
+from wsync.sending.channel import SenderSideChannel
 from wsync.sending.forking import fork_aware
 from wsync.sending.membership import Membership, single_worker
-from wsync.sending.protocols import FastChannel, SendChannel
+from wsync.sending.protocols import SendChannel
 from wsync.sending.source import Source
 from wsync.sending.tensor_finders import TensorFinders
 from wsync.sending.transactions import Transaction
@@ -70,7 +71,6 @@ class Sender:
         self._in_forked_child = False
         fork_aware.add(self)
         self._finders = TensorFinders(source.weights)  # of weights of a known form, for the fast path
-        self._fast_channel = channel if isinstance(channel, FastChannel) else None  # once: ``isinstance`` takes 9 µs
         self._fast: FastCalls | None = None  # the fast path, while it is enabled
         # The report of the newest fast update. Its versions are copied to `_members` only when the fast path is
         # disabled, which keeps the fast path short.
@@ -241,8 +241,10 @@ class Sender:
 
     def _enable_fast(self, weights: object) -> None:
         """Enable the fast path for sends like this one, which went to all workers."""
-        channel, layout, members = self._fast_channel, self.layout, self._members
-        if channel is None or layout is None or self._updates.in_flight or members.absent or members.extra_states:
+        channel, layout, members = self._channel, self.layout, self._members
+        if not isinstance(channel, SenderSideChannel) or layout is None:
+            return
+        if self._updates.in_flight or members.absent or members.extra_states:
             return
         fast = channel.fast_calls(acknowledge=not self._finishes_on_publish)
         finder = None if fast is None else self.source.finder(weights, layout)

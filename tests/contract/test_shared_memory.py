@@ -23,7 +23,7 @@ from wsync.testing import WorkerError, WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, fill
 from wsync.testing.updates import TwoProducts, TwoReads
-from wsync.weights.packing import Buffer, Packer
+from wsync.weights.packing import Buffer
 
 
 @pytest.fixture
@@ -700,12 +700,12 @@ def test_a_replacement_does_not_get_weights_that_were_packed_in_part(
         session.send(2)
         session.send(3)
 
-        def interrupted(_: Packer, tensors: object, buffer: Buffer) -> None:
+        def interrupted(buffer: Buffer, tensors: object) -> None:
             buffer.views[0].fill_(4)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(Packer, "pack", interrupted)
+            patch.setattr(Buffer, "pack", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 session.send(4, worker_ids=0)  # not on the fast path
         session.workers[0].kill()

@@ -12,7 +12,7 @@ import wsync
 from wsync.transforms import Cast, Delta, compose
 from wsync.transforms.delta import apply_difference, base_of, delta_of
 from wsync.weights.layout import Layout
-from wsync.weights.packing import Buffer, Packer
+from wsync.weights.packing import Buffer
 from wsync.weights.snapshot import Snapshot
 
 pytest.importorskip("zstandard", reason="the extra [delta] is not installed")
@@ -20,8 +20,8 @@ pytest.importorskip("zstandard", reason="the extra [delta] is not installed")
 
 def packed(weights: dict[str, Tensor]) -> tuple[Layout, Tensor]:
     layout = Layout.of(Snapshot(weights))
-    buffer = Buffer.over(layout, torch.zeros(layout.nbytes, dtype=torch.uint8))
-    Packer(layout).pack(layout.order(Snapshot(weights)), buffer)
+    buffer = Buffer.new(layout)
+    buffer.pack(layout.order(Snapshot(weights)))
     return layout, buffer.flat
 
 

@@ -32,7 +32,7 @@ from wsync.control import Address, Kind, Listener, Message, SocketConnection, co
 from wsync.control.settings import SenderSettings
 from wsync.testing.models import Small, fill
 from wsync.weights.layout import Layout, same_bits
-from wsync.weights.packing import Buffer, Packer
+from wsync.weights.packing import Buffer
 from wsync.weights.snapshot import Snapshot
 
 quick = settings(deadline=None)
@@ -118,7 +118,7 @@ def test_a_layout_survives_its_dump_and_its_views_are_the_weights(weights: Snaps
     loaded = SenderSettings.load(handshake.dump())
     assert loaded == handshake and loaded.layout is not None
     flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    Packer(layout).pack(layout.order(weights), Buffer.over(layout, flat))
+    Buffer.over(layout, flat).pack(layout.order(weights))
     for name, view in zip(loaded.layout.names, loaded.layout.views(flat), strict=True):
         assert view.shape == weights.tensors[name].shape and same_bits(view, weights.tensors[name])
     with suppress(ValueError):

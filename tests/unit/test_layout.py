@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wsync import LayoutMismatch
 from wsync.weights.layout import Layout
-from wsync.weights.packing import Buffer, Packer
+from wsync.weights.packing import Buffer
 from wsync.weights.snapshot import Snapshot
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
@@ -40,8 +40,8 @@ def raw(tensor: Tensor) -> bytes:
 def test_round_trip(given_: list[Tensor]) -> None:
     snapshot = Snapshot({f"t{i}": tensor for i, tensor in enumerate(given_)})
     layout = Layout.of(snapshot)
-    buffer = Buffer.over(layout, torch.zeros(layout.nbytes, dtype=torch.uint8))
-    Packer(layout).pack(layout.order(snapshot), buffer)
+    buffer = Buffer.new(layout)
+    buffer.pack(layout.order(snapshot))
     for name, view in zip(layout.names, buffer.views, strict=True):
         original = snapshot.tensors[name]
         assert view.shape == original.shape and view.dtype == original.dtype
@@ -81,11 +81,11 @@ def test_small_weights_are_copied_from_where_they_lie_now() -> None:
     state: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
     layout = Layout.of(Snapshot(state))
     flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    buffer, packer = Buffer.over(layout, flat), Packer(layout)
+    buffer = Buffer.over(layout, flat)
 
     def packed(weight: Tensor) -> bytes:
         given_ = {**state, "weight": weight}
-        packer.pack([given_[name] for name in layout.names], buffer)
+        buffer.pack([given_[name] for name in layout.names])
         return raw(buffer.views[layout.names.index("weight")])
 
     weight = state["weight"]

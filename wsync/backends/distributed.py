@@ -44,7 +44,6 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
     """
 
     name = "distributed"
-    arena = True
     collectors: ClassVar[tuple[str, ...]] = (
         "distributed",
         "distributed_async",

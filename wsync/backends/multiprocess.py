@@ -146,7 +146,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
     """
 
     name = "multiprocess"
-    arena = True
+    arena_only = True
     collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single")
 
     def __init__(
@@ -190,9 +190,6 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
             return SenderTransport(role.sender, self.connect, workers, role.model_id)
         chosen = self.timeout if timeout is None else timeout
         return MPTransport(queue.Queue() if weight_queue is None else weight_queue, ack_queue, chosen)
-
-    def _transport_factory(self) -> None:
-        return None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options and the sender's address; pipes belong to this process."""

@@ -86,7 +86,6 @@ class RayWeightSyncScheme(WeightSyncScheme):
     """
 
     name = "ray"
-    arena = True
     collectors: ClassVar[tuple[str, ...]] = ("ray", "ray_async", "single")
 
     def __init__(

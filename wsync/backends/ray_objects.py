@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from wsync.control.settings import SenderSettings, layout_in
 from wsync.gate import process_gate
 from wsync.weights.layout import Layout
-from wsync.weights.packing import Buffer, Packer
+from wsync.weights.packing import Buffer
 from wsync.weights.snapshot import snapshot
 from wsync.weights.strategy import WeightStrategy
 
@@ -79,7 +79,7 @@ class ObjectPublisher:
         self.mailbox: Any = ray.remote(mailbox_class()).options(name=name, num_cpus=0, max_concurrency=1000).remote()
         self._lock = threading.Lock()
         self._recent: deque[tuple[Any, Any]] = deque(maxlen=_RECENT)  # weights as they were given, reference
-        self._packed: tuple[Layout, bytes, Packer] | None = None
+        self._packed: tuple[Layout, bytes] | None = None
 
     def reference(self, weights: Any) -> Any:
         """Return the reference of ``weights``; the same object again has the same reference."""
@@ -96,13 +96,14 @@ class ObjectPublisher:
         given = snapshot(weights)
         if self._packed is None or set(self._packed[0].names) != given.tensors.keys():
             layout = Layout.of(given)
-            self._packed = layout, SenderSettings(layout, checksum=True).dump(), Packer(layout)
-        layout, settings, packer = self._packed
+            self._packed = layout, SenderSettings(layout, checksum=True).dump()
+        layout, settings = self._packed
         tensors = layout.order(given)
         flat = _packed_already(layout, tensors)
         if flat is None:
-            flat = torch.zeros(layout.nbytes, dtype=torch.uint8)
-            packer.pack(tensors, Buffer.over(layout, flat))
+            buffer = Buffer.new(layout)
+            buffer.pack(tensors)
+            flat = buffer.flat
         return settings, flat.numpy()
 
     def close(self) -> None:

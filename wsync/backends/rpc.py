@@ -101,7 +101,6 @@ class RPCWeightSyncScheme(WeightSyncScheme):
 
     name = "rpc"
     delivers_at_connect = False
-    arena = True
     collectors: ClassVar[tuple[str, ...]] = ("rpc", "rpc_async", "single")
 
     def __init__(

@@ -103,7 +103,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     """
 
     name = "shared_mem"
-    arena = True
+    arena_only = True
     binds_arena = True
     collectors: ClassVar[tuple[str, ...]] = ("multi_sync", "multi_async", "single")
 
@@ -225,9 +225,6 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     def acknowledges(self) -> bool:
         """See ``WeightSyncScheme``."""
         return self.acknowledge == "installed" and super().acknowledges
-
-    def _transport_factory(self) -> None:
-        return None
 
     def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None) -> Source:
         mirror = self._registered.get(model_id)

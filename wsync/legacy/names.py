@@ -54,10 +54,7 @@ class OlderGroupTransport(GroupTransport):
             RuntimeError: the group has broken.
         """
         self.wait_ack()  # the buffer is the same
-        self._set_up(0)
-        packed = self._require_packed()
-        packed.pack(weights_of(weights, older_weights))
-        self.begin_send(packed.flat, self._sent)
+        self.begin_send(self._packed(weights_of(weights, older_weights)), self._sent)
 
     def wait_ack(self) -> None:
         """Wait until what ``send_weights_async`` has begun to send has been sent.

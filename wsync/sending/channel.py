@@ -20,7 +20,7 @@ from wsync.sending.forking import fork_aware
 from wsync.sending.queued_update import QueuedUpdate
 from wsync.sending.routes import Routes
 from wsync.sending.send_loop import SendLoop
-from wsync.sending.transport_fast_path import TransportFastPath
+from wsync.sending.transport_fast_path import transport_fast_calls
 from wsync.shm.registered import RegisteredBuffers
 from wsync.types import Ack
 from wsync.weights.layout import Layout
@@ -31,7 +31,7 @@ _JOIN_TIMEOUT = 2.0  # seconds; with a closed transport a thread ends at once, u
 
 
 class SenderSideChannel:
-    """The channel of one sender to its workers: a ``FastChannel`` and a ``TransactionChannel``.
+    """The channel of one sender to its workers: a ``TransactionChannel`` with a fast path.
 
     Used by the thread that calls the scheme, and by the send-loop thread. ``_lock`` keeps their calls apart.
 
@@ -92,13 +92,10 @@ class SenderSideChannel:
             self._reserved.add(buffer.slot)
             return buffer
 
-    def release(self, buffers: Sequence[Buffer]) -> None:
+    def release(self, buffers: Iterable[Buffer]) -> None:
         """See ``SendChannel``."""
         with self._lock:
-            self._end_reservation(buffers)
-
-    def _end_reservation(self, buffers: Iterable[Buffer]) -> None:
-        self._reserved.difference_update(buffer.slot for buffer in buffers)
+            self._reserved.difference_update(buffer.slot for buffer in buffers)
 
     def newest_views(self) -> Sequence[Tensor] | None:
         """See ``SendChannel``."""
@@ -131,10 +128,13 @@ class SenderSideChannel:
             update = QueuedUpdate(Kind.UPDATE, version, buffer, extra)
             self._routes.store_extra_and_checksum(update)
             self._routes.publish(update, workers, acknowledge)
-            self._end_reservation([buffer])
+            self.release([buffer])
 
     def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
-        """See ``FastChannel``."""
+        """Return the calls of the fast path; None if it cannot be used now.
+
+        Called after an update to all workers. The result is valid until another method is called.
+        """
         with self._lock:  # the send-loop thread may disconnect a worker
             slots, num_workers = self._routes.slots, self._routes.num_workers
             if self._reserved or self._routes.layout is None:
@@ -144,7 +144,7 @@ class SenderSideChannel:
                 return self._locked(calls) if calls is not None and self._routes.needs_send_loop() else calls
             if not acknowledge:
                 return None
-            return TransportFastPath(self, num_workers, self._connections.record).calls()
+            return transport_fast_calls(self, num_workers, self._connections.record)
 
     def _locked(self, calls: FastCalls) -> FastCalls:
         """Return ``calls`` for use beside the send-loop thread, which may disconnect a worker between two updates."""
@@ -182,14 +182,14 @@ class SenderSideChannel:
                 raise
             finally:
                 del self._prepared[transaction]
-                self._end_reservation(update.buffer for update in prepared.values())
+                self.release(update.buffer for update in prepared.values())
 
     def abort(self, transaction: int) -> None:
         """See ``TransactionChannel``."""
         with self._lock:
             prepared = self._prepared.pop(transaction, {})
             self._routes.abort(prepared, transaction)
-            self._end_reservation(update.buffer for update in prepared.values())
+            self.release(update.buffer for update in prepared.values())
 
     # --- acknowledgements ---
 

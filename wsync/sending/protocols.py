@@ -7,7 +7,6 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from wsync.fast_path import FastCalls
 from wsync.types import Ack
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
@@ -20,7 +19,7 @@ class SendChannel(Protocol):
 
     All methods are called by the thread that calls the scheme, under the sender's lock; ``close`` also at exit.
     ``reserve``, ``publish`` and ``wait_acks`` are called once per update outside the fast path. What only some channels
-    can do is in ``FastChannel`` and ``TransactionChannel``.
+    can do is in ``TransactionChannel`` and ``SenderSideChannel.fast_calls``.
     """
 
     @property
@@ -108,18 +107,6 @@ class SendChannel(Protocol):
 
         Args:
             finished: whether workers are told that the sender shuts down; otherwise they take it for dead.
-        """
-        ...
-
-
-@runtime_checkable
-class FastChannel(Protocol):
-    """A channel that can do all steps of an update in one call: ``SenderSideChannel``."""
-
-    def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
-        """Return the calls of the fast path; None if it cannot be used now.
-
-        Called after an update to all workers. The result is valid until another method is called.
         """
         ...
 

@@ -42,7 +42,6 @@ class Slots:
         self.arena = SenderArena(num_workers)
         self.workers: set[int] = set()
         self._connections = connections
-        self._num_workers = num_workers
         self._spare = spare
         self._checksum = checksum
 
@@ -133,8 +132,8 @@ class Slots:
         return message.version == 1  # see ``Kind.ROUTE``
 
     def fast_calls(self, *, acknowledge: bool) -> FastCalls | None:
-        """See ``FastChannel``: it needs all workers in the arena, and updates without checksum."""
-        if self._checksum or len(self.workers) < self._num_workers:
+        """See ``SenderSideChannel``. All workers use the arena; None if updates have a checksum."""
+        if self._checksum:
             return None
         descriptors = self._connections.descriptors
         if not descriptors:

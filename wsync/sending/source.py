@@ -229,7 +229,7 @@ class Source:
 
     def _completed(self, workers: Sequence[int], given: object, layout: Layout, rest: Sequence[Tensor]) -> Part:
         """Return a part of a model, completed by ``rest``."""
-        if self.mirror is not None or self._device_map_fn is not None or self._own_buffers:
+        if not self._alike:
             raise ValueError("a partial update needs a scheme without registered buffers or weights per worker")
         some = snapshot(given).tensors
         if self._partial_transform is not None:

@@ -20,7 +20,7 @@ from wsync.sending.user_buffers import UserBuffers
 from wsync.types import Ack, SyncReport
 from wsync.weights.binding import dump_extra
 from wsync.weights.layout import Layout
-from wsync.weights.packing import Buffer, Packer
+from wsync.weights.packing import Buffer
 
 Packed = tuple[Part, Buffer, bytes]
 """Weights for some workers, the buffer that they were copied into, and their extra state.
@@ -45,6 +45,7 @@ class Updates:
         version: the newest version sent; 0 before the first.
         acks: of the workers.
         user_buffers: those that the user has registered.
+        layout: that the first weights have defined; None before.
         transaction_channel: the channel; None if the workers cannot keep an update that may be aborted.
         in_flight: the updates that were sent without waiting, oldest first.
     """
@@ -61,6 +62,7 @@ class Updates:
     ) -> None:
         self.timeout = timeout
         self.version = 0
+        self.layout: Layout | None = None
         self.channel = channel
         self.members = members
         self.acks = Acknowledgements(channel, members)
@@ -75,7 +77,6 @@ class Updates:
         self._process = os.getpid()
         self._source = source
         self._record = record
-        self._packer: Packer | None = None  # of the layout that the first weights have defined
         # Workers that connected before the layout was known. They may not have mapped the arena yet, so their first
         # update must be acknowledged.
         self._not_yet_mapped: set[int] = set()
@@ -108,22 +109,17 @@ class Updates:
 
     # --- packing ---
 
-    @property
-    def layout(self) -> Layout | None:
-        """The layout that the first weights have defined; None before."""
-        return None if self._packer is None else self._packer.layout
-
-    def define_layout(self, weights: object) -> Packer:
-        """Return what packs weights of the layout. The first call makes it, and sends the layout to the workers.
+    def define_layout(self, weights: object) -> Layout:
+        """Return the layout. The first call makes it, and sends it to the workers.
 
         Args:
             weights: the first weights; None reads the source.
         """
-        if self._packer is None:
+        if self.layout is None:
             layout = Layout.of(self._source.first(weights))
             self.channel.set_layout(layout)
-            self._packer = Packer(layout)
-        return self._packer
+            self.layout = layout
+        return self.layout
 
     def _agree_on_layout(self, weights: object, deadline: float | None) -> None:
         """Ask the workers to check the first weights' layout: the sender may have no model to check it against."""
@@ -157,14 +153,14 @@ class Updates:
             self.finish_all()
             if self.user_buffers.lack_update(weights):
                 raise self.user_buffers.error()
-        if self._packer is None and self.members.connected:
+        if self.layout is None and self.members.connected:
             self._agree_on_layout(weights, deadline)
         packed: list[Packed] = []
         try:
             started = time.perf_counter()
-            packer = self.define_layout(weights)
+            layout = self.define_layout(weights)
             waited, packing, recipients = 0.0, 0.0, [*workers, *absent]
-            for part in self._source.parts(weights, workers, absent, packer.layout, rest):
+            for part in self._source.parts(weights, workers, absent, layout, rest):
                 for group, extra in self._extra_of(part):
                     before = time.perf_counter()
                     buffer = self.channel.reserve(recipients, deadline)
@@ -172,7 +168,7 @@ class Updates:
                     # What was made for a worker is freed before the next worker's is made.
                     kept = [] if self._source.changes_weights else part.tensors
                     packed.append((Part(group, kept, part.extra), buffer, extra))
-                    packer.pack(part.tensors, buffer)
+                    buffer.pack(part.tensors)
                     waited, packing = waited + reserved - before, packing + time.perf_counter() - reserved
                 del part
             if os.getpid() != self._process:
@@ -187,7 +183,7 @@ class Updates:
                 wait=waited,
                 pack=packing,
             )
-            self.user_buffers.prepare(update, weights, [part.tensors for part, *_ in packed], packer.layout, recipients)
+            self.user_buffers.prepare(update, weights, [part.tensors for part, *_ in packed], layout, recipients)
             self.version += 1
             yield update, packed
         except BaseException:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from wsync.checksum import checksum_of
@@ -64,7 +63,7 @@ class StoreSendChannel:
     def set_layout(self, layout: Layout) -> None:
         """See ``SendChannel``."""
         self._layout = layout
-        self._buffer = Buffer.over(layout, torch.zeros(layout.nbytes, dtype=torch.uint8))
+        self._buffer = Buffer.new(layout)
 
     def wait_for_workers(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
         """See ``SendChannel``: workers come and go without notice."""

@@ -20,6 +20,7 @@ class Buffer:
     """Room for one version, lent by a sender's end until it is published or dropped.
 
     Attributes:
+        layout: of the weights.
         flat: all of it, ``uint8[nbytes]``.
         views: one tensor per entry of the layout, to be packed into.
         slot: what the end knows it by.
@@ -28,6 +29,7 @@ class Buffer:
         address: where ``flat`` lay when this was made.
     """
 
+    layout: Layout
     flat: Tensor
     views: Sequence[Tensor]
     slot: int
@@ -43,7 +45,21 @@ class Buffer:
     def over(cls, layout: Layout, flat: Tensor, slot: int = -1, *, shared: bool = False) -> Buffer:
         """The flat buffer ``uint8[nbytes]`` as room for weights of ``layout``; ``shared`` with other processes."""
         views = layout.views(flat)
-        return cls(flat, views, slot, loops.PackPlan(views, shared), flat.data_ptr())
+        return cls(layout, flat, views, slot, loops.PackPlan(views, shared), flat.data_ptr())
+
+    @classmethod
+    def new(cls, layout: Layout, slot: int = -1, device: torch.device | str = "cpu") -> Buffer:
+        """Return a buffer in private memory."""
+        return cls.over(layout, torch.zeros(layout.nbytes, dtype=torch.uint8, device=device), slot)
+
+    def pack(self, tensors: Sequence[Tensor]) -> None:
+        """Copy ``tensors`` (in the layout's order, and checked) into this buffer."""
+        if self.plan.fill(tensors):
+            return
+        views, layout = self.views, self.layout
+        if layout.ties:
+            tensors, views = [tensors[i] for i in layout.leaders], [views[i] for i in layout.leaders]
+        copy_all(views, tensors)
 
 
 class BufferPool:
@@ -62,8 +78,7 @@ class BufferPool:
         for buffer in self._buffers:
             if buffer.slot not in busy:
                 return buffer
-        flat = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self._device)
-        self._buffers.append(Buffer.over(layout, flat, len(self._buffers)))
+        self._buffers.append(Buffer.new(layout, len(self._buffers), self._device))
         return self._buffers[-1]
 
     def at(self, slot: int) -> Buffer:
@@ -75,31 +90,6 @@ class BufferPool:
         self._buffers.clear()
 
 
-class Packer:
-    """Copies weights of one layout into buffers.
-
-    Args:
-        layout: of the weights.
-
-    Attributes:
-        layout: as given.
-    """
-
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self._leaders = layout.leaders
-        self._tied = bool(layout.ties)
-
-    def pack(self, tensors: list[Tensor], buffer: Buffer) -> None:
-        """Copy ``tensors`` (in the layout's order, and checked) into ``buffer``."""
-        if buffer.plan.fill(tensors):
-            return
-        views = buffer.views
-        if self._tied:
-            tensors, views = [tensors[i] for i in self._leaders], [views[i] for i in self._leaders]
-        copy_all(views, tensors)
-
-
 def packed(weights: Any) -> tuple[Layout, Buffer]:
     """Return the layout of ``weights`` (a module, a TensorDict or a state dict), and a new buffer with them.
 
@@ -108,6 +98,6 @@ def packed(weights: Any) -> tuple[Layout, Buffer]:
     """
     given = snapshot(weights)
     layout = Layout.of(given)
-    buffer = Buffer.over(layout, torch.zeros(layout.nbytes, dtype=torch.uint8))
-    Packer(layout).pack(layout.order(given), buffer)
+    buffer = Buffer.new(layout)
+    buffer.pack(layout.order(given))
     return layout, buffer
