@@ -49,10 +49,8 @@ def model_and_weights(
     return model, params_map or (model if weights is None else weights)
 
 
-def make_sender(
-    scheme: SchemeBase, source: Source, num_workers: int, connections: ConnectionSource
-) -> tuple[Sender, SenderSideChannel]:
-    """Return the sender to ``num_workers`` workers, which connect through ``connections``, and its channel.
+def make_sender(scheme: SchemeBase, source: Source, num_workers: int, connections: ConnectionSource) -> Sender:
+    """Return the sender to ``num_workers`` workers, which connect through ``connections``.
 
     Workers are accepted during ``connect`` and ``readmit``, by the calling thread.
     """
@@ -68,9 +66,8 @@ def make_sender(
         delta=delta_of(scheme.send_transform),
         on_request=on_request,
     )
-    channel = SenderSideChannel(routes, scheme.device)
-    sender = Sender(
-        channel,
+    return Sender(
+        SenderSideChannel(routes, scheme.device),
         source,
         num_workers,
         scheme.timeout,
@@ -79,7 +76,6 @@ def make_sender(
         on_request=on_request,
         record=scheme.metrics.record,
     )
-    return sender, channel
 
 
 def _transport_factory(scheme: SchemeBase) -> TransportFactory | None:
@@ -155,4 +151,4 @@ def connect_in_process(scheme: SchemeBase, model_id: str, model: nn.Module, sour
     source = scheme._make_source(model_id, source, None)
     sender = Sender(channel, source, 1, scheme.timeout, record=scheme.metrics.record)
     sender.connect(None, {})
-    return SenderRole(model_id=model_id, model=model, sender=sender, channel=channel, in_process_receiver=receiver)
+    return SenderRole(model_id=model_id, model=model, sender=sender, in_process_receiver=receiver)

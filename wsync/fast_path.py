@@ -28,6 +28,12 @@ class UnfinishedUpdate(NamedTuple):
     others: Sequence[int]
     answered: bytes
 
+    def report_after(self, seconds: float) -> SyncReport:
+        """Return the report of the update, finished after ``seconds``: the rest of them went to the last phase."""
+        phases = dict(self.report.phases)
+        phases["acknowledge"] += seconds - self.report.seconds
+        return self.report._replace(seconds=seconds, phases=phases)
+
 
 FastUpdate = Callable[[Any, int, float | None, float], SyncReport | tuple[SyncReport, int, list[int], bytes] | None]
 """``(tensors, version, timeout, began)`` → report, or fields of an ``UnfinishedUpdate``.

@@ -61,6 +61,10 @@ class InProcessChannel:
         if self._updater is None:
             self._updater = self._connect_updater()
 
+    def claim(self, worker: int) -> int | None:
+        """See ``SendChannel``: this process is the only worker."""
+        return None
+
     def disconnect(self, worker: int) -> None:
         """See ``SendChannel``: this process is not dead."""
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing import util
 from typing import Any, Literal
 
 from wsync.control.processes import Processes, watched
-from wsync.deadlines import deadline_in
 from wsync.errors import NotConnected, in_forked_child
 from wsync.gate import process_gate
 from wsync.paths import find_model
 from wsync.receiver import Receiver
 from wsync.receiving.joining import BackgroundConnect
-from wsync.rendezvous import Rendezvous
 from wsync.sender import Sender
-from wsync.sending.protocols import SendChannel
 from wsync.sending.source import extracted
 from wsync.weights.strategy import WeightStrategy
 
@@ -153,15 +150,12 @@ class SenderRole(Role):
     """A scheme that was initialised on the sender.
 
     Attributes:
-        address: what a worker needs to find the sender; picklable.
         sentinels: by worker, a descriptor that is readable when its process has ended.
         in_process_receiver: the receiver, where both ends are in this process.
     """
 
     side: Literal["sender", "receiver", ""] = "sender"
     sender: Sender
-    channel: SendChannel
-    address: Any = None
     sentinels: Mapping[int, int] = field(default_factory=dict)
     in_process_receiver: Receiver | None = None
 
@@ -170,16 +164,8 @@ class SenderRole(Role):
         self.require_not_forked()
         return self
 
-    def connect(
-        self,
-        create_rendezvous: Callable[[], Rendezvous],
-        weights: Any,
-        processes: Processes | None,
-        timeout: float | None,
-    ) -> None:
-        """Announce the sender's address, if that has not been done, and wait for all workers; see the scheme."""
-        if not self.sender.connected and self.address is not None:
-            create_rendezvous().announce(self.address, str(self.model_id), deadline_in(timeout))
+    def connect(self, weights: Any, processes: Processes | None) -> None:
+        """Wait for all workers; see the scheme."""
         with watched(processes, self.sender.num_workers) as sentinels:
             self.sender.connect(weights, {**self.sentinels, **sentinels})
 
@@ -303,8 +289,8 @@ def prepared_weights(role: Role, weights: Any, model_id: str, strategy: WeightSt
 
 
 def close_when_abandoned(role: SenderRole) -> None:
-    """Close the channel of ``role`` when its scheme is garbage-collected, or this process ends, without ``shutdown``.
+    """Close the channel of the sender when its scheme is garbage-collected, or this process ends, without ``shutdown``.
 
     It runs before ``multiprocessing`` joins the trainer's child processes, and never in a forked child.
     """
-    util.Finalize(role, role.channel.close, exitpriority=0)
+    util.Finalize(role, role.sender.channel.close, exitpriority=0)

@@ -20,6 +20,7 @@ from torch import nn
 
 from wsync import assembly
 from wsync.control.processes import Process, Processes, watched
+from wsync.deadlines import deadline_in
 from wsync.errors import NotConnected
 from wsync.legacy import api as older
 from wsync.legacy.pipes import invite_all, pipes_of
@@ -71,17 +72,11 @@ class WeightSyncScheme(SchemeBase):
         workers = context.remote_workers if isinstance(context, CollectorContext) else ()
         options = {**self._workers_by_option(), **({"pipes": len(pipes)} if pipes else {})}
         count = agreed_count(num_workers, devices, params_map, workers, options)
-        sender, channel = self._open_sender(model_id, self._make_source(model_id, default, device_map_fn), count)
-        self._role = SenderRole(
-            model_id=model_id,
-            context=context,
-            model=model,
-            sender=sender,
-            channel=channel,
-            address=self._address,
-            sentinels={worker.worker_idx: worker.sentinel for worker in workers},
-        )
+        sender = self._open_sender(model_id, self._make_source(model_id, default, device_map_fn), count)
+        sentinels = {worker.worker_idx: worker.sentinel for worker in workers}
+        self._role = SenderRole(model_id=model_id, context=context, model=model, sender=sender, sentinels=sentinels)
         close_when_abandoned(self._role)  # closes the channel if shutdown() is never called
+        self._pipes[:] = pipes or self._pipes  # transports of the older API have this list
         invite_all(self, pipes)  # tell each worker through its pipe where to connect
 
     def init_on_receiver(
@@ -162,7 +157,9 @@ class WeightSyncScheme(SchemeBase):
         role = self._role
         role.require_not_forked()
         if isinstance(role, SenderRole):
-            role.connect(self.create_rendezvous, weights, processes, self.timeout)
+            if self._address is not None and not role.sender.connected:
+                self.create_rendezvous().announce(self._address, str(role.model_id), deadline_in(self.timeout))
+            role.connect(weights, processes)
         elif isinstance(role, ReceiverRole):
             role.connect(worker_idx, processes, self.timeout, acknowledges=self.acknowledges)
         else:

@@ -18,7 +18,6 @@ from wsync.rendezvous import Rendezvous, SocketRendezvous
 from wsync.roles import ReceiverRole, Role, SenderRole, prepared_weights
 from wsync.scheme_transports import ReceiverTransport, SenderTransport
 from wsync.sender import Sender
-from wsync.sending.protocols import SendChannel
 from wsync.sending.source import DeviceMap, Source
 from wsync.transforms.chain import Transform, compose
 from wsync.transport import FlatTransport, TransportBackend
@@ -89,6 +88,7 @@ class SchemeBase(ABC):
         self._role = Role()
         self._address: Any = None  # of the sender; travels in the pickle
         self._sent_model_id: str | None = None  # the model that the sender at this address sends
+        self._pipes: list[Any] = []  # of the older API, by worker: see ``wsync.legacy``
         self._strategy = WeightStrategy(strategy)
         self.sync = sync
         self.timeout = timeout
@@ -104,7 +104,7 @@ class SchemeBase(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return options and address, without weights, model, role; for workers also without ``send_transform``."""
-        state = {**self.__dict__, "_role": Role(), "metrics": SyncMetrics(self.metrics.scheme)}
+        state = {**self.__dict__, "_role": Role(), "_pipes": [], "metrics": SyncMetrics(self.metrics.scheme)}
         return state if self._sent_model_id is None else {**state, "send_transform": None}
 
     # --- what a backend overrides ---
@@ -139,14 +139,10 @@ class SchemeBase(ABC):
         return {}
 
     def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None) -> Source:
-        return Source(
-            weights,
-            self.strategy,
-            device_map_fn=device_map_fn,
-            transform=compose(self.send_transform, "send_transform"),
-        )
+        transform = compose(self.send_transform, "send_transform")
+        return Source(weights, self.strategy, device_map_fn=device_map_fn, transform=transform)
 
-    def _open_sender(self, model_id: str, source: Source, num_workers: int) -> tuple[Sender, SendChannel]:
+    def _open_sender(self, model_id: str, source: Source, num_workers: int) -> Sender:
         """Open the listening socket, and set ``_address`` and ``_sent_model_id``."""
         connections, self._address = self.create_rendezvous().open()
         self._sent_model_id = model_id
@@ -276,7 +272,7 @@ class SchemeBase(ABC):
     def _release_end_of_parent(self) -> None:
         """Release the trainer's end that a forked child has inherited; require that the scheme is not initialised."""
         if isinstance(self._role, SenderRole) and self._role.inherited:
-            self._role.channel.close()
+            self._role.sender.close()
             self._role = Role()
         self._role.require_uninitialised()
 

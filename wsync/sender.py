@@ -36,7 +36,7 @@ class Sender:
     what had to wait for a worker's answer (``sending/send_loop.py``).
 
     Args:
-        channel: the connections to the workers, and the memory or transports that carry the weights.
+        channel: the connections to the workers, and the memory or transports that carry the weights; an attribute.
         source: where weights come from when a call is given none; kept as an attribute.
         num_workers: how many workers there are.
         timeout: seconds for ``connect`` and ``send``; None for no limit.
@@ -61,7 +61,7 @@ class Sender:
     ) -> None:
         self.source = source
         self.num_workers = num_workers
-        self._channel = channel
+        self.channel = channel
         self._delivers_at_connect = delivers_at_connect
         self._finishes_on_publish = finishes_on_publish
         self._record = record
@@ -116,8 +116,7 @@ class Sender:
             WorkerDied, WorkerFailed: names the worker; a failure carries its traceback.
         """
         with self.exclusive():
-            everyone = range(self.num_workers)
-            update = None
+            everyone, update = range(self.num_workers), None
             if weights is not None or (self._delivers_at_connect and self.source.weights is not None):
                 # Each worker gets it as it connects. Its deadline is that of both waits below.
                 update = self._updates.publish(weights, everyone, absent=(), acknowledge=True)
@@ -125,7 +124,7 @@ class Sender:
                 # Workers are sent the layout, and check it as they connect; the first send brings weights.
                 self._updates.define_layout(None)
             deadline = update.deadline if update else deadline_in(self.timeout)
-            self._channel.wait_for_workers(everyone, sentinels, deadline)
+            self.channel.wait_for_workers(everyone, sentinels, deadline)
             self._members.add(everyone)  # connect may be called again to accept replacements
             self._members.connected = True
             if update:
@@ -138,9 +137,9 @@ class Sender:
         Raises:
             ValueError: there is no such worker.
         """
+        worker = single_worker(worker, self.num_workers)
         with self.exclusive():
-            worker = single_worker(worker, self.num_workers)
-            self._channel.disconnect(worker)
+            self.channel.disconnect(worker)
             self._updates.stop_waiting_for([worker])
             self._members.remove([worker])
 
@@ -159,14 +158,14 @@ class Sender:
         with self.exclusive():
             worker = single_worker(worker, self.num_workers)
             deadline = deadline_in(self.timeout if timeout is None else timeout)
-            if (early := self._members.early.pop(worker, None)) is None:
+            if (given := self.channel.claim(worker)) is None:
                 self.disconnect(worker)
             try:
-                self._channel.wait_for_workers([worker], {} if sentinel is None else {worker: sentinel}, deadline)
+                self.channel.wait_for_workers([worker], {} if sentinel is None else {worker: sentinel}, deadline)
             finally:
-                self._members.readmit(worker, self._channel.workers)
+                self._members.add(self.channel.workers)
             expected = self._members.expected_version.get(worker)
-            if expected and early in (None, expected):  # otherwise a later send has waited for it
+            if expected and given in (None, expected):  # otherwise its answer was awaited already, or none is
                 self._updates.acks.require([worker], expected, deadline)
 
     def continue_from(self, version: int) -> None:
@@ -223,7 +222,7 @@ class Sender:
                 return report
             updates.in_flight.append(update)
             # Reads answers, which may let queued updates go out; starts the send-loop thread if some still wait.
-            self._channel.process_arrived_messages()
+            self.channel.process_arrived_messages()
             return None
 
     def wait(self) -> SyncReport | None:
@@ -241,7 +240,7 @@ class Sender:
 
     def _enable_fast(self, weights: object) -> None:
         """Enable the fast path for sends like this one, which went to all workers."""
-        channel, layout, members = self._channel, self.layout, self._members
+        channel, layout, members = self.channel, self.layout, self._members
         if not isinstance(channel, SenderSideChannel) or layout is None:
             return
         if self._updates.in_flight or members.absent or members.extra_states:
@@ -263,15 +262,12 @@ class Sender:
             self._updates.acks.raise_failures(workers, version)
         else:
             self._updates.acks.require(workers, version, deadline_in(left))
-        report, seconds = unfinished.report, time.perf_counter() - began
-        acknowledge = report.phases["acknowledge"] + seconds - report.seconds
-        return report._replace(seconds=seconds, phases={**report.phases, "acknowledge": acknowledge})
+        return unfinished.report_after(time.perf_counter() - began)
 
     def _disable_fast(self) -> None:
         self._fast = None
-        if self._last_fast_report is not None:
-            self._members.expected_version.update(self._last_fast_report.workers)
-            self._members.sent_version = self._last_fast_report.version
+        if (report := self._last_fast_report) is not None:
+            self._members.note_sent(report.version, ((list(report.workers), b""),))
             self._last_fast_report = None
 
     @contextmanager
@@ -293,17 +289,12 @@ class Sender:
         Called in the child by the fork hook in ``sending/forking.py``, before any of the child's own code runs.
         """
         self._in_forked_child = True
-        self._fast = None
-        self._lock = threading.RLock()
+        self._fast, self._lock = None, threading.RLock()
 
     def close(self) -> None:
-        """Tell the workers that there will be no more updates, and close all connections.
-
-        In a forked child, only its copies of the connections are closed.
-        """
+        """Tell the workers that there will be no more updates; close all connections. In a forked child, only close."""
         if self._in_forked_child:
-            self._channel.close()
-            return
+            return self.channel.close()
         with self.exclusive():
             self._members.connected = False
-            self._channel.close(finished=True)
+            self.channel.close(finished=True)

@@ -22,7 +22,7 @@ from wsync.control import Connection, Kind, Message
 from wsync.control.messages import why_ended
 from wsync.deadlines import deadline_in, remaining, wait_readable
 from wsync.errors import NotConnected, SyncTimeout
-from wsync.transport import Closable, FlatTransport, TransportBackend
+from wsync.transport import Closable, FlatTransport, Transfer, TransportBackend
 from wsync.weights.strategy import WeightStrategy
 
 _log = logging.getLogger(__name__)
@@ -88,14 +88,21 @@ class RelayStore(Store):
         return all(key in self._values for key in keys)
 
 
-def close_transport(transport: TransportBackend | FlatTransport) -> None:
-    """Call ``close``, if the transport has it; an error is logged."""
-    if not isinstance(transport, FlatTransport) and not isinstance(transport, Closable):
-        return
+def close_transport(transport: TransportBackend | FlatTransport, pending: Transfer | None = None) -> bool:
+    """Call ``close``, if the transport has it; an error is logged.
+
+    Returns:
+        Whether the ``pending`` transfer of a ``FlatTransport`` may still use its buffer.
+    """
     try:
-        transport.close()
+        if isinstance(transport, FlatTransport):
+            return transport.close(pending)
+        if isinstance(transport, Closable):
+            transport.close()
     except Exception:  # noqa: BLE001  of a user's transport: other workers have to be closed all the same
         _log.exception("%s.close() raised an error, which has no other effect", type(transport).__name__)
+        return pending is not None
+    return False
 
 
 def _key_and_value(message: Message) -> tuple[str, bytes]:

@@ -8,7 +8,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,6 +124,23 @@ def test_shared_memory_needs_no_receive(workers: WorkerGroup) -> None:
         assert worker.call(received, TIMEOUT)
         with pytest.raises(WorkerError, match=r"NotConnected.*has shut down"):
             worker.call(received, TIMEOUT)
+
+
+def test_a_transport_leads_to_the_worker_of_its_pipe_whenever_it_was_made() -> None:
+    pipes = [multiprocessing.Pipe() for _ in range(2)]
+    sender, models = wsync.MultiProcessWeightSyncScheme(), [nn.Linear(4, 2) for _ in range(2)]
+    early = sender.create_transport(pipes[1][0])
+    sender.init_on_sender("policy", pipes=[ours for ours, _ in pipes])
+    with sender, ExitStack() as stack:
+        for (_, theirs), model in zip(pipes, models, strict=True):
+            worker = stack.enter_context(wsync.MultiProcessWeightSyncScheme())
+            worker.init_on_worker("policy", pipe=theirs, model=model)
+        transports = [sender.create_transport(pipes[0][0]), early]
+        for value, transport in enumerate(transports):
+            transport.send_weights(policy_of(float(value + 1)))
+        assert [model(torch.ones(4)).tolist() for model in models] == [
+            policy_of(value)(torch.ones(4)).tolist() for value in (1.0, 2.0)
+        ]
 
 
 def both_ends(make: Make, **options: Any) -> tuple[Any, Any, nn.Module]:

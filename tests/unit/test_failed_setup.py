@@ -115,6 +115,30 @@ def test_an_end_that_is_set_up_too_late_is_closed_then(monkeypatch: pytest.Monke
     assert [one.closed_by for one in made] == [SETUP_THREAD] * 2
 
 
+def test_a_worker_whose_transport_cannot_be_closed_does_not_hinder_the_shutdown(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = set_up(monkeypatch, lambda _: None, lambda _: None)
+    sender = FlatScheme(timeout=TIMEOUT)
+    sender.init_on_sender("policy", model=None, num_workers=2)
+    workers = [pickle.loads(pickle.dumps(sender)) for _ in range(2)]
+    for index, worker in enumerate(workers):
+        worker.init_on_receiver("policy", model=Small(), worker_idx=index)
+    with ThreadPoolExecutor() as pool:
+        connecting = [pool.submit(worker.connect) for worker in workers]
+        sender.connect()
+        for one in connecting:
+            one.result()
+    monkeypatch.setattr(Flat, "error_of_close", OSError("close failed"))
+    sender.shutdown()
+    assert [worker.receive(TIMEOUT) for worker in workers] == [None, None]
+    assert all(worker.finished for worker in workers)
+    for worker in workers:
+        worker.shutdown()
+    assert [one.calls for one in made] == [["connect", "close"]] * 4
+    assert caplog.text.count("Flat.close() raised an error") == 4
+
+
 def test_an_error_of_close_does_not_hide_why_the_set_up_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = set_up(monkeypatch, raises, waits)
     monkeypatch.setattr(Flat, "error_of_close", OSError("close failed"))

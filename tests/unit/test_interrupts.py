@@ -80,7 +80,7 @@ def test_a_decided_transaction_reaches_all_workers_and_models(monkeypatch: pytes
         for name, sender in zip("ab", senders, strict=True):
             sender.init_on_sender(name, model=model_of(1), num_workers=2)
             workers += join(stack, sender, 2)
-        interrupt(monkeypatch, "notify", lambda message: message.kind is Kind.UPDATE)
+        interrupt(monkeypatch, "send", lambda message: message.kind is Kind.UPDATE)
         with pytest.raises(KeyboardInterrupt):
             wsync.synchronize({sender: model_of(2) for sender in senders})
         assert [worker.model.bias.item() for worker in workers] == [2] * 4

@@ -14,7 +14,6 @@ from wsync.engine.transfers import BodyTransfer, MakeTransfer, Transfer, Version
 from wsync.errors import NotConnected, SyncTimeout, WorkerDied, WorkerFailed
 from wsync.scheme import WeightSyncScheme
 from wsync.sender import Sender
-from wsync.sending.protocols import SendChannel
 from wsync.sending.source import Source
 from wsync.transforms.chain import Transform
 from wsync.transforms.delta import Delta, delta_of
@@ -118,9 +117,8 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
     def _open_channel(self) -> EngineSendChannel:
         return EngineSendChannel(self._clients(), self._make_transfer, self.pause, lambda: self.timeout, self._delta())
 
-    def _open_sender(self, model_id: str, source: Source, num_workers: int) -> tuple[Sender, SendChannel]:
-        channel = self._open_channel()
-        return Sender(channel, source, num_workers, self.timeout, record=self.metrics.record), channel
+    def _open_sender(self, model_id: str, source: Source, num_workers: int) -> Sender:
+        return Sender(self._open_channel(), source, num_workers, self.timeout, record=self.metrics.record)
 
     def _workers_by_option(self) -> Mapping[str, int]:
         return {"urls": len(self.urls)}

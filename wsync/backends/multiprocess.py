@@ -160,7 +160,6 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
     ) -> None:
         super().__init__(strategy, sync, timeout=timeout, bind=False, **options)
         self.checksum = checksum
-        self._pipes: list[Any] = []  # of the older API
 
     def create_transport(
         self,
@@ -190,7 +189,3 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
             return SenderTransport(role.sender, self.connect, workers, role.model_id)
         chosen = self.timeout if timeout is None else timeout
         return MPTransport(queue.Queue() if weight_queue is None else weight_queue, ack_queue, chosen)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the options and the sender's address; pipes belong to this process."""
-        return {**super().__getstate__(), "_pipes": []}

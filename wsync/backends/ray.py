@@ -201,8 +201,8 @@ class RayWeightSyncScheme(WeightSyncScheme):
         if processes is not None:
             raise ValueError("Ray reports the end of its actors: leave processes= out")
         with role.sender.exclusive():  # else this could take the acknowledgement that another thread's send waits for
-            role.channel.process_arrived_messages()  # an actor that has gone meanwhile has to join again
-            missing = [worker for worker in range(len(self._actors)) if worker not in role.channel.workers]
+            role.sender.channel.process_arrived_messages()  # an actor that has gone meanwhile has to join again
+            missing = [worker for worker in range(len(self._actors)) if worker not in role.sender.channel.workers]
         with self._joining(self._actors, missing) as sentinels:
             role.sender.connect(weights, sentinels)
 

@@ -190,12 +190,8 @@ class RpcConnection(ABC):
         return self._inbox.get()
 
     @abstractmethod
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, *, may_drop: bool = False) -> None:
         """See ``Connection``."""
-
-    def notify(self, message: Message) -> None:
-        """See ``Connection``."""
-        self.send(message)
 
     def flush(self, deadline: float | None = None) -> None:  # noqa: B027
         """See ``Connection``: no call is lost by ``close``."""

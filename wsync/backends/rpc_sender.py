@@ -42,7 +42,7 @@ class RpcWorkerConnection(RpcConnection):
             return name
         return f"{name} (see its output; garbage that a program sends to its RPC port may have made torch abort it)"
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, *, may_drop: bool = False) -> None:
         """See ``Connection``: call the worker; its answers go into the inbox."""
         self._require_opener()
         self._sent += 1

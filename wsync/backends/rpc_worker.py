@@ -117,7 +117,7 @@ class RpcSenderConnection(RpcConnection):
         with self._serving:
             self._handler = None
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, *, may_drop: bool = False) -> None:
         """See ``Connection``: as an answer to the call that is being processed, or by a call to the sender."""
         data = message.pack()
         with self._sending:

@@ -133,7 +133,6 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         self._registered: dict[str, TensorDictBase] = {}
         for model_id, weights in (policy_weights or {}).items():
             self.register_shared_weights(model_id, weights)
-        self._pipes: list[Any] = []  # of the older API
 
     def register_shared_weights(self, model_id: str, weights: TensorDictBase) -> None:
         """Make ``weights`` the buffers of ``model_id``: they stay the user's own.
@@ -186,10 +185,10 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         role, mirror = self._role, self._registered.get(model_id)
         if mirror is None or self.per_worker_weights or not self.bind:
             return
-        if isinstance(role, SenderRole) and isinstance(role.channel, SenderSideChannel):
+        if isinstance(role, SenderRole) and isinstance(role.sender.channel, SenderSideChannel):
             source = role.sender.source
             if not source.changes_weights:
-                source.registered = role.channel.share_registered(snapshot(mirror).tensors)
+                source.registered = role.sender.channel.share_registered(snapshot(mirror).tensors)
 
     def create_transport(self, worker_idx: Any = None) -> TransportBackend:
         """Return the transport to all workers; before ``init_on_sender``, one without a scheme.
@@ -207,9 +206,9 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     def shared_transport(self) -> SharedMemSenderTransport | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The transport to all workers, on the sender; None in one process, where nothing is shared."""
         role = self._role
-        if not isinstance(role, SenderRole) or not isinstance(role.channel, SenderSideChannel):
+        if not isinstance(role, SenderRole) or not isinstance(role.sender.channel, SenderSideChannel):
             return None
-        return SharedMemSenderTransport(role.sender, role.channel, self.connect, role.model_id)
+        return SharedMemSenderTransport(role.sender, role.sender.channel, self.connect, role.model_id)
 
     @property
     def weights(self) -> Any:
@@ -247,5 +246,5 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             role.sender.source.registered.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the options and the sender's address: registered buffers and pipes stay with the sender."""
-        return {**super().__getstate__(), "_registered": {}, "_pipes": []}
+        """Return the options and the sender's address: registered buffers stay with the sender."""
+        return {**super().__getstate__(), "_registered": {}}

@@ -13,7 +13,6 @@ from wsync.errors import SyncTimeout
 from wsync.options import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.sender import Sender
-from wsync.sending.protocols import SendChannel
 from wsync.sending.source import DeviceMap, Part, Source, per_worker
 from wsync.store.receiving import StoreReceiveChannel
 from wsync.store.sending import ONE_VERSION, StoreSendChannel, publish
@@ -92,7 +91,7 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         scheme, separator, path = self.url.rpartition("://")
         return f"{scheme}{separator}{path.rstrip('/')}/{name}"
 
-    def _open_sender(self, model_id: str, source: Source, num_workers: int) -> tuple[Sender, SendChannel]:
+    def _open_sender(self, model_id: str, source: Source, num_workers: int) -> Sender:
         store = VersionStore(self._folder(model_id), self.keep, self.durable)
         newest = store.open_for_writing()
         channel = StoreSendChannel(store, num_workers, delta_of(self.send_transform))
@@ -102,7 +101,7 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         sender.continue_from(newest)
         self._first_version = newest + 1 if source.weights is not None else 0
         self._sent_model_id = model_id
-        return sender, channel
+        return sender
 
     def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None) -> Source:
         if device_map_fn is not None:

@@ -68,7 +68,7 @@ class SocketConnection:
         self._header: list[bytes] = []
         self._payload: list[bytes] = []
         self._fds: list[int] = []
-        self._outbox = Outbox(self._send_now, self._send_all)
+        self._outbox = Outbox(self._send_some)
         self._finalizer = weakref.finalize(self, close_socket, sock, self._opener)
         self._finalizer.atexit = False
         sock.setblocking(True)
@@ -118,7 +118,7 @@ class SocketConnection:
         """See ``Connection``."""
         return self._socket.fileno()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, *, may_drop: bool = False) -> None:
         """See ``Connection``: if the socket is full, a background thread sends the rest and all later messages."""
         self._require_opener()
         if len(message.payload) > _MAX_PAYLOAD:
@@ -128,12 +128,7 @@ class SocketConnection:
             # In a sendmsg of its own: descriptors arrive with the first byte of a sendmsg, and the peer closes those
             # that arrive while it reads the preamble.
             self._outbox.put(preamble)
-        self._outbox.put(message.pack(), message.fds)
-
-    def notify(self, message: Message) -> None:
-        """See ``Connection``."""
-        self._require_opener()
-        self._outbox.put(message.pack(), may_drop=True)
+        self._outbox.put(message.pack(), message.fds, may_drop=may_drop)
 
     def flush(self, deadline: float | None = None) -> None:
         """See ``Connection``: the messages have then been written to the socket."""
@@ -143,29 +138,15 @@ class SocketConnection:
         if os.getpid() != self._opener:
             raise ConnectionError("this connection belongs to the parent of this forked process")
 
-    def _send_now(self, data: bytes, fds: Sequence[int]) -> int:
+    def _send_some(self, data: memoryview | bytes, fds: Sequence[int], *, wait: bool) -> int:
+        """Send what the socket has room for, see ``Outbox``; with ``wait``, wait for room until the stall timeout."""
+        flags = 0 if wait else socket.MSG_DONTWAIT
         try:
-            if fds:
-                return socket.send_fds(self._socket, [data], list(fds), socket.MSG_DONTWAIT)
-            return self._socket.send(data, socket.MSG_DONTWAIT)
+            return socket.send_fds(self._socket, [data], list(fds), flags) if fds else self._socket.send(data, flags)
         except BlockingIOError:
             return 0
         except OSError as error:
             raise ConnectionError(f"{self.peer} cannot be reached: {error}") from error
-
-    def _send_all(self, data: bytes, fds: Sequence[int]) -> None:
-        """Send without a time limit: the peer may be stopped, and continued later."""
-        view = memoryview(data)
-        while view:
-            try:
-                if fds:
-                    view, fds = view[socket.send_fds(self._socket, [view[:_CHUNK]], list(fds)) :], ()
-                else:
-                    view = view[self._socket.send(view[:_CHUNK]) :]
-            except BlockingIOError:  # no room within the stall timeout
-                continue
-            except OSError as error:
-                raise ConnectionError(f"{self.peer} cannot be reached: {error}") from error
 
     def receive(self) -> Message | None:
         """See ``Connection``.

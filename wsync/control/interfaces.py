@@ -12,10 +12,9 @@ from wsync.control.receiver_thread import MessageHandler
 class Connection(Protocol):
     """One side of the connection between a sender and one worker.
 
-    Any thread may call ``send``, ``notify`` and ``flush``; a lock inside keeps messages whole. One thread at a time
-    calls ``receive``: on the sender the thread that holds the channel's lock (``SenderSideChannel``); in a worker the
-    thread that connects, and afterwards the receiver thread. The first message must go by ``send``, not ``notify``:
-    only ``send`` puts the proof of the token before it.
+    Any thread may call ``send`` and ``flush``; a lock inside keeps messages whole. One thread at a time calls
+    ``receive``: on the sender the thread that holds the channel's lock (``SenderSideChannel``); in a worker the thread
+    that connects, and afterwards the receiver thread.
     """
 
     @property
@@ -47,19 +46,17 @@ class Connection(Protocol):
         """Return the descriptor that is readable when ``receive`` has something to return."""
         ...
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, *, may_drop: bool = False) -> None:
         """Send one message, without waiting for the peer to read it.
+
+        Args:
+            message: the message.
+            may_drop: drop it if the peer reads too slowly. For an ``UPDATE`` that only wakes the peer, which then reads
+                the arena: earlier messages, which it has not read yet, wake it as well. Also for an ``ABORT``: without
+                a commit nothing is installed.
 
         Raises:
             ConnectionError: the peer has disconnected; or this is a forked child of the process that connected.
-        """
-        ...
-
-    def notify(self, message: Message) -> None:
-        """As ``send``, for a message without payload that may be lost: it is dropped if the peer reads too slowly.
-
-        Used for an ``UPDATE`` that only wakes the peer, which then reads the arena: earlier messages, which it has not
-        read yet, wake it as well. Also for an ``ABORT``: without a commit nothing is installed.
         """
         ...
 

@@ -90,6 +90,21 @@ class Message(NamedTuple):
         return header + self.payload if self.payload else header
 
 
+def why_refused(hello: Message, num_workers: int, taken_by: str) -> str:
+    """Return why a sender refuses the worker that has sent ``hello``; empty if it does not.
+
+    Args:
+        hello: the first message of a worker.
+        num_workers: the number of workers.
+        taken_by: the process that is connected under the worker's index; empty if there is none.
+    """
+    if hello.version != PROTOCOL:
+        return f"it has protocol {hello.version}, the sender {PROTOCOL}: two versions of wsync"
+    if not 0 <= hello.worker < num_workers:
+        return f"worker_idx {hello.worker} is out of range: there are {num_workers} workers"
+    return f"worker_idx {hello.worker} is taken by {taken_by}" if taken_by else ""
+
+
 def why_ended(peer: str, message: Message | None) -> str:
     """Return why a connection has ended: ``message`` was received last, None if it just ended."""
     if message is None:

@@ -5,11 +5,21 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from wsync.deadlines import remaining
 
+_CHUNK = 1 << 20  # bytes that are sent at once
 _DROP_FROM = 1000  # with this many messages queued, a message that may be dropped is dropped
+
+
+class Send(Protocol):
+    """See ``Outbox``."""
+
+    def __call__(self, data: memoryview | bytes, fds: Sequence[int], *, wait: bool) -> int:
+        """Return the number of bytes sent."""
+        ...
 
 
 class Outbox:
@@ -18,17 +28,13 @@ class Outbox:
     Any thread may call ``put`` and ``flush``, also while another thread is in one of them.
 
     Args:
-        send_now: sends what the socket has room for, without waiting; returns the number of bytes sent.
-        send_all: sends data and descriptors; returns when all is sent.
-
-    Both raise ConnectionError if the connection has broken.
+        send: ``(data, fds, wait=…)`` sends what the socket has room for, the descriptors with the first byte, and
+            returns the number of bytes; with ``wait``, it waits for room for some time. It raises ConnectionError if
+            the connection has broken.
     """
 
-    def __init__(
-        self, send_now: Callable[[bytes, Sequence[int]], int], send_all: Callable[[bytes, Sequence[int]], None]
-    ) -> None:
-        self._send_now = send_now
-        self._send_all = send_all
+    def __init__(self, send: Send) -> None:
+        self._send = send
         self._lock = threading.Lock()
         self._waiting: deque[tuple[bytes, Sequence[int]]] = deque()
         self._thread: threading.Thread | None = None
@@ -54,18 +60,18 @@ class Outbox:
             if self._error is not None:
                 raise self._error
             if self._thread is None:
-                sent = self._send_now(data, fds)
+                sent = self._send(data, fds, wait=False)
                 if sent == len(data) or (may_drop and not sent):
                     return
                 # If a part was sent, the descriptors went with its first byte.
                 self._waiting.append((data[sent:], [] if sent else _duplicates(fds)))
-                thread = threading.Thread(target=self._run, name="wsync-outbox", daemon=True)
+                # Stored before ``start``, in which a signal handler may raise while the thread begins to send.
+                self._thread = threading.Thread(target=self._run, name="wsync-outbox", daemon=True)
                 try:
-                    thread.start()
+                    self._thread.start()
                 except RuntimeError as error:  # the limit of threads; what was sent may be half a message
-                    self._error = ConnectionError(f"no thread could be started to send a message: {error}")
+                    self._thread, self._error = None, ConnectionError(f"no thread could be started to send: {error}")
                     raise self._error from error
-                self._thread = thread  # after start(): ``flush`` may join it at once
             elif not may_drop or len(self._waiting) < _DROP_FROM:
                 self._waiting.append((data, _duplicates(fds)))
 
@@ -74,11 +80,17 @@ class Outbox:
             while (waiting := self._next()) is not None:
                 data, fds = waiting
                 try:
-                    self._send_all(data, fds)
+                    self._send_all(memoryview(data), fds)
                 finally:
                     _close_all(fds)
         except ConnectionError as error:
             self._error = error
+
+    def _send_all(self, left: memoryview, fds: Sequence[int]) -> None:
+        """Send without a time limit: the peer may be stopped, and continued later."""
+        while left:
+            sent = self._send(left[:_CHUNK], fds, wait=True)
+            left, fds = left[sent:], () if sent else fds
 
     def _next(self) -> tuple[bytes, Sequence[int]] | None:
         with self._lock:
@@ -93,7 +105,8 @@ class Outbox:
         Raises:
             ConnectionError: it could not be sent.
         """
-        thread = self._thread
+        with self._lock:  # a thread that ``put`` is starting cannot be joined yet
+            thread = self._thread
         if thread is not None:
             thread.join(remaining(deadline))
         if self._error is not None:
@@ -101,7 +114,8 @@ class Outbox:
 
     def close(self) -> None:
         """Wait for the thread, which ends because the caller has shut the socket down. No ``put`` may follow."""
-        thread = self._thread
+        with self._lock:
+            thread = self._thread
         if thread is not None and thread is not threading.current_thread():  # it may run a finalizer that closes this
             thread.join()
         while self._waiting:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from wsync.control.interfaces import Connection, ConnectionCallbacks, ConnectionSource
-from wsync.control.messages import PROTOCOL, Kind, Message, why_ended
+from wsync.control.messages import Kind, Message, why_ended, why_refused
 from wsync.deadlines import NOW, deadline_in, milliseconds, wait_readable
 from wsync.errors import SyncTimeout, WorkerDied, join_indices
 from wsync.types import Ack
@@ -39,6 +39,7 @@ class WorkerConnections:
         self._callbacks = callbacks
         self._connections: dict[int, Connection] = {}
         self._joined: set[int] = set()  # workers that are or were connected
+        self._unclaimed: dict[int, int] = {}  # see ``claim``
         self._worker_of: dict[int, int] = {}  # descriptor -> worker
         self._callback_of: dict[int, Callable[[], None]] = {}  # descriptor -> callback, see watch()
         # Not epoll: a connection that a forked child keeps open would stay in its set after close().
@@ -97,7 +98,7 @@ class WorkerConnections:
             if not {*self._worker_of, *self._callback_of}.isdisjoint(ready):  # workers that have connected already
                 self.read(NOW)
             if self._source.fileno() in ready:
-                missing.discard(self._accept(deadline))
+                missing.discard(self._accept(workers, deadline))
             # A dead worker that has answered is left out: wait_acks reports its answer, usually a traceback, instead.
             gone = {
                 worker: death.error
@@ -111,7 +112,15 @@ class WorkerConnections:
             if dead and self._source.fileno() not in ready:  # accept first: it may have connected before it ended
                 raise WorkerDied(f"worker(s) {join_indices(dead)} died before they had connected", dead)
 
-    def _accept(self, deadline: float | None) -> int:
+    def claim(self, worker: int) -> int | None:
+        """Return what a worker was given that has connected while only others were awaited; None for any other worker.
+
+        Returns:
+            The version that it was given then; 0 if there was none, or ``wait_acks`` has returned its answer since.
+        """
+        return self._unclaimed.pop(worker, None)
+
+    def _accept(self, awaited: Collection[int], deadline: float | None) -> int:
         """Register the worker of one new connection; return its index, or -1 if it was refused or has disconnected."""
         arrival = self._source.accept()
         if arrival is None:
@@ -122,7 +131,8 @@ class WorkerConnections:
             connection.close()
             return -1
         self.process_arrived_messages()  # notices the death of the worker that it replaces
-        if reason := self._refusal(hello):
+        taken_by = self._connections[worker].peer if worker in self._connections else ""
+        if reason := why_refused(hello, self._num_workers, taken_by):
             _log.debug("refused worker %d: %s", worker, reason)
             with suppress(ConnectionError):  # it has disconnected
                 connection.send(Message(Kind.REFUSED, worker, payload=reason.encode()))
@@ -143,6 +153,8 @@ class WorkerConnections:
                 self.disconnect(worker)
                 return -1
             self._joined.add(worker)
+            if worker not in awaited:
+                self._unclaimed[worker] = accepted.version
             _log.debug("worker %d %s as %s", worker, "rejoined" if rejoined else "joined", connection.peer)
             self._callbacks.on_accepted(worker, deadline)
         except BaseException:  # also KeyboardInterrupt: it is not set up
@@ -151,24 +163,17 @@ class WorkerConnections:
             raise
         return worker
 
-    def _refusal(self, hello: Message) -> str:
-        if hello.version != PROTOCOL:
-            return f"it has protocol {hello.version}, the sender {PROTOCOL}: two versions of wsync"
-        if not 0 <= hello.worker < self._num_workers:
-            return f"worker_idx {hello.worker} is out of range: there are {self._num_workers} workers"
-        if hello.worker in self._connections:
-            return f"worker_idx {hello.worker} is taken by {self._connections[hello.worker].peer}"
-        return ""
-
     def disconnect(self, worker: int) -> None:
         """Close the connection to a worker; later messages from it are ignored. Idempotent."""
-        if (connection := self._connections.pop(worker, None)) is None:
+        if (connection := self._connections.get(worker)) is None:
             return
-        for fd in connection.descriptors:
-            self._forget(fd)
-        try:
+        try:  # a signal handler may raise after any call
+            del self._connections[worker]
+            self._unclaimed.pop(worker, None)
+            for fd in connection.descriptors:
+                self._forget(fd)
             connection.close()
-        finally:  # a signal handler may raise
+        finally:
             self._callbacks.on_disconnected(worker)
 
     def _forget(self, fd: int) -> None:
@@ -183,19 +188,12 @@ class WorkerConnections:
         self._deaths[worker] = Ack(worker, 0, died=True, error=cause)  # first: a signal handler may raise
         self.disconnect(worker)
 
-    def send(self, worker: int, message: Message) -> None:
-        """Send to a worker; a broken connection is noticed and reported by the next read."""
+    def send(self, worker: int, message: Message, *, may_drop: bool = False) -> None:
+        """Send to a worker, see ``Connection.send``; a broken connection is noticed and reported by the next read."""
         connection = self._connections.get(worker)
         if connection is not None:
             with suppress(ConnectionError):
-                connection.send(message)
-
-    def notify(self, worker: int, message: Message) -> None:
-        """Send a message without payload; it may be dropped, see ``Connection.notify``."""
-        connection = self._connections.get(worker)
-        if connection is not None:
-            with suppress(ConnectionError):
-                connection.notify(message)
+                connection.send(message, may_drop=may_drop)
 
     def record(self, ack: Ack) -> None:
         """Store an acknowledgement or a death that did not come through ``read``, e.g. a failed transfer."""
@@ -216,6 +214,8 @@ class WorkerConnections:
             if len(acks) == len(workers) or not self.read(deadline):
                 for ack in acks:
                     (self._deaths if ack.died else self._answers).pop(ack.worker)
+                    if ack.worker in self._unclaimed:
+                        self._unclaimed[ack.worker] = 0
                 return acks
 
     def _answer_of(self, worker: int, version: int) -> Ack | None:

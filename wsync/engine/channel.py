@@ -120,6 +120,10 @@ class EngineSendChannel:
                 return str(error)
         return ""
 
+    def claim(self, worker: int) -> int | None:
+        """See ``SendChannel``: an engine is only connected when it is awaited."""
+        return None
+
     def disconnect(self, worker: int) -> None:
         """See ``SendChannel``."""
         self._connected.discard(worker)

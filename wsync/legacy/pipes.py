@@ -38,14 +38,14 @@ class PipeTransport(SenderEnd):
 
     Args:
         scheme: initialised by the first call, if it was not, as ``"policy"`` with all pipes that it was given.
-        pipes: of the scheme.
-        worker_ids: the workers; None for all.
+        pipes: of the scheme, by worker; ``init_on_sender`` may change the list.
+        pipe: to the worker; None for all workers.
     """
 
-    def __init__(self, scheme: WeightSyncScheme, pipes: Sequence[Connection], worker_ids: Sequence[int] | None) -> None:
+    def __init__(self, scheme: WeightSyncScheme, pipes: Sequence[Connection], pipe: Connection | None) -> None:
         self._scheme = scheme
         self._pipes = pipes
-        self._worker_ids = worker_ids
+        self._pipe = pipe
 
     def send_weights(self, weights: Any = None, older_weights: Any = None) -> None:
         """Deliver ``weights`` (None: the model's), once all workers are connected.
@@ -54,6 +54,10 @@ class PipeTransport(SenderEnd):
         """
         self.setup_connection_and_weights_on_sender()
         self._scheme.send(weights_of(weights, older_weights, self._scheme.model_id), self._worker_ids)
+
+    @property
+    def _worker_ids(self) -> Sequence[int] | None:
+        return None if self._pipe is None else [_index_of(self._pipe, self._pipes)]
 
     def send_weights_async(self, weights: Any = None, older_weights: Any = None) -> None:
         """Begin to deliver ``weights``, once all workers are connected; ``wait_ack`` waits."""
@@ -97,9 +101,14 @@ def older_transport(scheme: WeightSyncScheme, pipes: list[Connection], given: ob
         return scheme.shared_transport
     if scheme.model_id is None and all(known is not given for known in pipes):
         pipes.append(given)
+    _index_of(given, () if isinstance(role, ReceiverRole) else pipes)
+    return PipeTransport(scheme, pipes, None if shared else given)
+
+
+def _index_of(pipe: Connection, pipes: Sequence[Connection]) -> int:
     for worker, known in enumerate(pipes):
-        if known is given and not isinstance(role, ReceiverRole):
-            return PipeTransport(scheme, pipes, None if shared else [worker])
+        if known is pipe:
+            return worker
     raise ValueError("this scheme was not given that pipe: give init_on_sender() all of them, pipes=[…]")
 
 

@@ -12,7 +12,8 @@ from wsync.deadlines import deadline_in, remaining
 from wsync.loops.tensors import copy_all
 from wsync.receiving.events import Failed
 from wsync.receiving.transport_reader import TransportReader
-from wsync.transport import Closable, TransportBackend
+from wsync.transport import TransportBackend
+from wsync.transport_setup import close_transport
 from wsync.types import Update
 from wsync.weights.packing import Buffer
 from wsync.weights.snapshot import Snapshot, snapshot
@@ -143,6 +144,5 @@ class BackendReader(TransportReader):
 
     def close(self) -> None:
         """See ``TransportReader``."""
-        if isinstance(self._transport, Closable):
-            self._transport.close()
+        close_transport(self._transport)
         super().close()

@@ -8,6 +8,7 @@ from wsync.checksum import find_damage
 from wsync.deadlines import as_timedelta
 from wsync.receiving.transport_reader import TransportReader
 from wsync.transport import FlatTransport, Transfer
+from wsync.transport_setup import close_transport
 from wsync.types import Update
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
@@ -72,6 +73,6 @@ class FlatReader(TransportReader):
 
     def close(self) -> None:
         """See ``TransportReader``."""
-        self._transport.close(self._transfers[0] if self._transfers else None)
+        close_transport(self._transport, self._transfers[0] if self._transfers else None)
         self._incoming, self._transfers = None, []
         super().close()

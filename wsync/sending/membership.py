@@ -21,8 +21,6 @@ class Membership:
     Attributes:
         present: the workers that are sent updates.
         absent: workers that have died or left; updates to all workers are kept for their replacements.
-        early: workers with a replacement that connected while ``readmit`` waited for another one's, and the version
-            that it was given then.
         expected_version: the version that each worker, or its replacement, should have.
         sent_version: the newest version that was published; 0 before the first.
         extra_states: each worker's extra state, as last sent.
@@ -33,7 +31,6 @@ class Membership:
         self.num_workers = num_workers
         self.present: Sequence[int] = range(num_workers)
         self.absent: Sequence[int] = ()
-        self.early: dict[int, int] = {}
         self.expected_version: dict[int, int] = {}
         self.sent_version = 0
         self.extra_states: dict[int, bytes] = {}
@@ -41,19 +38,11 @@ class Membership:
 
     def remove(self, workers: Collection[int]) -> None:
         """Record that workers have died or left."""
-        for worker in workers:
-            self.early.pop(worker, None)
         self._set({*self.absent, *workers})
 
     def add(self, workers: Collection[int]) -> None:
         """Record that workers are connected."""
         self._set({*self.absent}.difference(workers))
-
-    def readmit(self, worker: int, connected: Collection[int]) -> None:
-        """Record which absent workers are connected, after a wait for the replacement of ``worker``."""
-        accepted = {*connected}.intersection(self.absent)
-        self.early.update({one: self.expected_version.get(one, 0) for one in accepted if one != worker})
-        self.add(accepted)
 
     def _set(self, absent: Collection[int]) -> None:
         self.absent = sorted(absent)

@@ -48,6 +48,14 @@ class SendChannel(Protocol):
         """
         ...
 
+    def claim(self, worker: int) -> int | None:
+        """Return the version that a worker was given which connected while only others were awaited.
+
+        0 if it was given none, or has answered since; None if it is not such a worker, or was claimed before. Called by
+        ``readmit``, which does not disconnect such a worker.
+        """
+        ...
+
     def disconnect(self, worker: int) -> None:
         """Close the connection to a worker that is treated as dead. Later messages from it are ignored. Idempotent."""
         ...

@@ -221,7 +221,7 @@ class Routes:
         """Have ``workers`` drop what they have prepared."""
         in_arena, others = self._split(workers)
         for worker in in_arena:  # the message may be lost: only a commit installs
-            self.connections.notify(worker, Message(Kind.ABORT, worker, transaction))
+            self.connections.send(worker, Message(Kind.ABORT, worker, transaction), may_drop=True)
         for worker in others:
             self.transfers.queues[worker].abort(transaction)
 

@@ -94,7 +94,7 @@ class Slots:
             self._connections.record(Ack(worker, ANY_VERSION, error=f"could not be pointed to the update: {error}"))
             return
         if acknowledge or wake:
-            self._connections.notify(worker, Message(Kind.UPDATE, worker, version))
+            self._connections.send(worker, Message(Kind.UPDATE, worker, version), may_drop=True)
 
     def published(self, worker: int) -> QueuedUpdate | None:
         """Return the version that a worker's published word names; None if there is none."""

@@ -14,7 +14,7 @@ from wsync.sending.queued_update import QueuedUpdate
 from wsync.sending.queues import WorkerQueue
 from wsync.sending.transfer_thread import TransferThread
 from wsync.transport import FlatTransport, TransportFactory, require_transport
-from wsync.transport_setup import TransportSetup
+from wsync.transport_setup import TransportSetup, close_transport
 
 _GRACE = 0.5  # seconds in which the death of a worker is noticed after its transport has failed
 
@@ -105,7 +105,7 @@ class Transfers:
             self._keep(transport.close())
         elif transport is not None:
             pending = current.pending if isinstance(current, FlatDelivery) else None
-            if transport.close(pending) and current is not None:
+            if close_transport(transport, pending) and current is not None:
                 self._abandoned.add(current.update.buffer.slot)
 
     def _keep(self, thread: threading.Thread) -> None:

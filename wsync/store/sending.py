@@ -68,6 +68,10 @@ class StoreSendChannel:
     def wait_for_workers(self, workers: Collection[int], sentinels: Mapping[int, int], deadline: float | None) -> None:
         """See ``SendChannel``: workers come and go without notice."""
 
+    def claim(self, worker: int) -> int | None:
+        """See ``SendChannel``: there is no connection."""
+        return None
+
     def disconnect(self, worker: int) -> None:
         """See ``SendChannel``: there is no connection."""
 
