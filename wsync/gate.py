@@ -12,8 +12,8 @@ waits in ``receive``, or if the update has to be acknowledged; otherwise the nex
 
 What bypasses the gate: ``model.forward(...)`` called directly; a submodule called on its own; a copy made by
 ``torch.jit.trace`` or ``torch.export``, which has the model's parameters, but not its gate; and plain reads of
-parameters or of an output that is a view of one. A forward of these may see two versions. Hold the gate explicitly for
-them, and around forward *and* backward in a worker that trains::
+parameters or of an output that is a view of one. Such a forward or read may see two versions. Hold the gate explicitly
+for them, and around forward *and* backward in a worker that trains::
 
     with wsync.gate():
         loss = model(x).sum()
@@ -69,7 +69,8 @@ class Gate:
         """Wait for the gate until ``deadline``, and call ``function`` inside it. None if that was not in time.
 
         Called by the thread in ``receive()``, and never inside the gate. At the end ``release`` is always called, as a
-        signal handler may raise just after ``acquire``; its error, if the lock was not acquired, is ignored.
+        signal handler may raise just after ``acquire``; if the lock was not acquired, the error of ``release`` is
+        ignored.
         """
         lock, left = self.gate_lock.lock, remaining(deadline)
         try:
@@ -195,7 +196,7 @@ def _gated_class(original: type[nn.Module]) -> type[nn.Module]:
     metaclass: Any = type(original)
     gated = metaclass(original.__name__, (nn.Module,), namespace)
     try:
-        # In a second step: an `__init_subclass__` of the user's, which may keep a list of subclasses, is not called.
+        # Set afterwards, so that the user's `__init_subclass__` is not called: it may keep a list of subclasses.
         gated.__bases__ = (original,)
     except TypeError:  # original has another layout in memory (`__slots__`)
         return metaclass(original.__name__, (original,), namespace)

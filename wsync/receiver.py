@@ -28,15 +28,16 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0  # seconds between two looks for a firs
 class Receiver:
     """One model in one worker.
 
-    Its parts: ``updater`` takes an update from the message to the model; its ``state`` has the version, and the threads
-    that wait in ``receive``. ``channel`` is the connection to the sender.
+    Its parts: ``updater`` takes an update from the message to the model; its ``state`` has the version, and wakes the
+    threads that wait in ``receive``. ``channel`` is the connection to the sender.
 
     Threads: the worker's own threads call all methods, with one exception: after ``begin_connect`` the receiver thread
-    calls ``connect`` and ``wake_only_for_receive`` (``BackgroundConnect``) and, if that fails, ``close``. Gate:
+    calls ``connect`` and ``wake_only_for_receive`` (``receiving/joining.py``) and, if that fails, ``close``. Gate:
     ``weights`` and ``make_writable`` are called inside it, the other methods outside; properties are read anywhere.
 
     Args:
-        destination: what takes the weights. A module is gated from ``begin_connect`` or ``connect`` on.
+        destination: what takes the weights: a module, a mapping of tensors, or ``load``. A module is gated from
+            ``begin_connect`` or ``connect`` on.
         strategy: the format in which ``receive`` returns weights.
         channel, make_install_policy, cascade: see ``ModelUpdater``.
 
@@ -60,11 +61,11 @@ class Receiver:
         self._strategy = strategy
         self._channel = channel
         self._store_channel = channel if isinstance(channel, ReadsStore) else None
-        # Handles messages and installs updates: the updater; with the arena, a ``WorkerSlot`` that calls the updater.
+        # Handles messages and installs updates: without the arena the updater itself, with it a ``WorkerSlot``, which
+        # calls the updater.
         self._handler: ModelUpdater | WorkerSlot = self.updater
-        self._hooks: list[
-            GateHook
-        ] = []  # attached to the gate: for the handler, and for registered buffers if there are any
+        # Attached to the gate: for the handler, and for registered buffers (``shm/registered.py``) if there are any.
+        self._hooks: list[GateHook] = []
 
     # --- connect and close ---
 
@@ -102,7 +103,7 @@ class Receiver:
             RuntimeError: this worker is connected already; the existing connection is kept. Or inside the gate, where
                 the first weights could not be installed.
             WeightSyncError: the model raised an error as it took the first weights; has the traceback. The sender gets
-                every such error, too.
+                it and a ``LayoutMismatch`` as the worker's answer, too.
         """
         if process_gate().held_here:
             raise RuntimeError("call connect() outside any forward and any wsync.gate() block")
@@ -121,6 +122,7 @@ class Receiver:
             raise
 
     def _gate_or_refuse(self) -> None:
+        """Gate the model, or send the sender the error."""
         try:
             self.updater.require_fit()
             self._gate_model()
@@ -129,7 +131,7 @@ class Receiver:
             raise
 
     def _gate_model(self) -> None:
-        # Entering the gate runs the hooks of all models, and a hook of another one may wait for a version.
+        # Entering the gate runs the hooks of all models, and the hook of another model may wait for a version.
         with without_waiting_for_versions():
             process_gate().call(gated_models.add, self.updater)
 
@@ -209,7 +211,7 @@ class Receiver:
         return self.version if model is None else self._strategy.extract_weights(model)
 
     def receive(self, timeout: float | None, take: Callable[[], Any] | None = None) -> Any | None:
-        """Wait for the next version; return what ``take()`` returns (by default ``weights``).
+        """Wait for the next version; return what ``take()`` (default: ``weights``), called inside the gate, returns.
 
         See ``VersionState.wait_next``.
         """
@@ -254,12 +256,12 @@ class Receiver:
             raise SyncTimeout(f"worker {self.worker_idx}: the newest version did not come before the deadline")
 
     def wake_only_for_receive(self) -> None:
-        """Have the sender wake this worker only while a thread waits in ``receive``, or to acknowledge an update.
+        """Have the sender wake this worker only while a thread waits in ``receive``, or if the update is acknowledged.
 
         Called once after ``connect``, by the same thread.
         """
         self._state.wake_only_for_receive()
 
     def make_writable(self) -> None:
-        """Copy the model into memory of its own; only the next version may bind it again, not registered buffers."""
+        """Copy the model into memory of its own. Until the next version, registered buffers do not bind it again."""
         self.updater.copy_to_own_memory(stay_unbound=True)

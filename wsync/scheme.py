@@ -56,8 +56,9 @@ class WeightSyncScheme(SchemeBase):
             context: a collector, or any object that has the model.
             model: the model; read again by each ``send()`` without arguments.
             weights: instead of a model, its live weights; likewise read again.
-            devices: one per worker; only their number is used.
-            device_map_fn: ``(worker_idx, weights) -> weights``: makes the weights of one worker, different in any way.
+            devices: one per worker; only their number is used (an argument of TorchRL's).
+            device_map_fn: ``(worker_idx, weights) -> weights``: returns the weights of one worker, which may differ
+                from the others' in values, dtype or device. Called once per worker by the thread that calls ``send``.
             num_workers: how many there are; by default as many as ``devices``, ``params_map`` or the context's workers.
             params_map: ``{worker_idx: weights}``, for workers that are to have different ones.
             pipes: the older API's, one to each worker: see ``wsync.legacy``.
@@ -76,7 +77,7 @@ class WeightSyncScheme(SchemeBase):
         sentinels = {worker.worker_idx: worker.sentinel for worker in workers}
         self._role = SenderRole(model_id=model_id, context=context, model=model, sender=sender, sentinels=sentinels)
         close_when_abandoned(self._role)  # closes the channel if shutdown() is never called
-        self._pipes[:] = pipes or self._pipes  # transports of the older API have this list
+        self._pipes[:] = pipes or self._pipes  # the same list object: transports of the older API refer to it
         invite_all(self, pipes)  # tell each worker through its pipe where to connect
 
     def init_on_receiver(
@@ -94,13 +95,14 @@ class WeightSyncScheme(SchemeBase):
         Args:
             model_id: the model's name, and its path in ``context``.
             context: an object that has the model. If it has workers of its own, its ``cascade_weights(model_id)`` (or
-                ``update_policy_weights_``) is called after each update, before that is acknowledged: outside the gate,
-                by the receiver thread, by the thread in ``connect`` or, with RPC, by the thread of the incoming call.
+                ``update_policy_weights_``) is called after each update is installed and before it is acknowledged:
+                outside the gate, by the receiver thread, the thread in ``connect`` or, with RPC, that of the incoming
+                call.
             model: the model itself, or a mapping of tensors into which weights are copied. A module in memory that is
                 shared with another process gets memory of its own before the first weights are installed.
-            load: for an inference engine: called inside the gate, by the receiver thread or one in ``connect``,
-                ``receive``, ``pull`` or a forward, with an iterator over the ``(name, tensor)`` pairs of each version,
-                valid during the call. ``model`` is then optional.
+            load: for an inference engine: called inside the gate, by the receiver thread or a thread that is in
+                ``connect``, ``receive``, ``pull`` or a forward, with an iterator over the ``(name, tensor)`` pairs of
+                each version, valid during the call. ``model`` is then optional.
             chunk_bytes: call ``load`` several times for one version, with at most so many bytes (or one tensor) each.
             worker_idx: this worker's index; otherwise ``connect`` is given it.
 
@@ -136,7 +138,7 @@ class WeightSyncScheme(SchemeBase):
     def connect(
         self, *, worker_idx: int | None = None, weights: Any = None, processes: Processes | None = None
     ) -> None:
-        """Wait for the other end, which calls this as well; delivers the first weights, if the sender has any.
+        """Wait for the other end, which has to call this as well; then deliver the first weights, if there are any.
 
         A sender may call it again: late workers and replacements are accepted, and all workers get a new version.
 
@@ -198,7 +200,7 @@ class WeightSyncScheme(SchemeBase):
         """Deliver an update. When this returns, every forward that starts later in a worker uses it.
 
         It returns what the update has cost. With ``sync=False`` it is ``send_async``, and returns None.
-        With ``initiator="receiver"`` it makes the version available; with ``store`` it writes one for later readers.
+        With ``initiator="receiver"`` it only makes the version available; the backend ``store`` writes it to a file.
 
         Args:
             weights: module, TensorDict, state dict, or ``{worker: any of these}``; None reads the model (or the
@@ -262,7 +264,8 @@ class WeightSyncScheme(SchemeBase):
         Updates that were sent without waiting may not arrive any more: call ``wait_async`` first. On the sender this
         waits until a call in another thread has ended; then up to five seconds until the workers' sockets have taken
         the queued messages, and up to two for each thread of a transport. In a worker, no other thread may be in a call
-        of the scheme meanwhile, except ``receive`` and ``pull``, which then return.
+        of the scheme meanwhile, except ``receive``, which then returns None, and ``pull``, which returns or raises
+        ``NotConnected``.
 
         Raises:
             RuntimeError: in a worker, inside the gate: the receiver thread may wait for it, so this would deadlock.
@@ -271,7 +274,7 @@ class WeightSyncScheme(SchemeBase):
         role, self._role = self._role, Role()
         role.close()
         if isinstance(role, SenderRole):
-            self._address = self._sent_model_id = None  # a worker's stay valid: it may connect again
+            self._address = self._sent_model_id = None  # a worker keeps both: it may connect again
 
     # --- the older API: functions of ``wsync.legacy.api`` as methods ---
 

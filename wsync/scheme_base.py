@@ -135,7 +135,7 @@ class SchemeBase(ABC):
         return self.arena_only
 
     def _workers_by_option(self) -> Mapping[str, int]:
-        """Return ``{option: number of workers}`` for options of this scheme that imply the number, e.g. ``urls``."""
+        """Return how many workers an option of this scheme implies, by the option's name, e.g. ``{"urls": 2}``."""
         return {}
 
     def _make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None) -> Source:

@@ -36,14 +36,15 @@ class Sender:
     what had to wait for a worker's answer (``sending/send_loop.py``).
 
     Args:
-        channel: the connections to the workers, and the memory or transports that carry the weights; an attribute.
+        channel: to the workers: connections, and memory or transports for weights; kept as an attribute.
         source: where weights come from when a call is given none; kept as an attribute.
         num_workers: how many workers there are.
         timeout: seconds for ``connect`` and ``send``; None for no limit.
         delivers_at_connect: whether the first weights are delivered by ``connect``, or by the first ``send``.
-        finishes_on_publish: whether a send finishes once the update is published, which each later forward then uses
-            (not with ``on_request``). Acknowledgements are awaited only in the cases that ``Updates.publish`` names.
-        on_request: with ``initiator="receiver"``: ``send`` waits for no install; a worker installs when it requests it.
+        finishes_on_publish: whether a send is finished once the update is published: every forward that starts later
+            uses it. Acknowledgements are awaited only in the cases that ``Updates.publish`` names. Not allowed together
+            with ``on_request``.
+        on_request: with ``initiator="receiver"``: ``send`` awaits no install: workers request versions.
         record: called with the report of each finished update, under the sender's lock.
     """
 
@@ -70,10 +71,9 @@ class Sender:
         self._lock = threading.RLock()
         self._in_forked_child = False
         fork_aware.add(self)
-        self._finders = TensorFinders(source.weights)  # of weights of a known form, for the fast path
+        self._finders = TensorFinders(source.weights)  # for arguments of a kind that was sent before, on the fast path
         self._fast: FastCalls | None = None  # the fast path, while it is enabled
-        # The report of the newest fast update. Its versions are copied to `_members` only when the fast path is
-        # disabled, which keeps the fast path short.
+        # The report of the newest fast update. `_members` gets its version when the fast path is disabled.
         self._last_fast_report: SyncReport | None = None
 
     @property
@@ -109,7 +109,7 @@ class Sender:
     # --- connecting ---
 
     def connect(self, weights: object, sentinels: Mapping[int, int]) -> None:
-        """Wait for every worker; deliver the first weights, if there are any.
+        """Wait for every worker; deliver the first weights, if there are any. ``sentinels``: see ``WorkerConnections``.
 
         Raises:
             SyncTimeout: a worker did not connect, or did not install them in time.
@@ -118,7 +118,7 @@ class Sender:
         with self.exclusive():
             everyone, update = range(self.num_workers), None
             if weights is not None or (self._delivers_at_connect and self.source.weights is not None):
-                # Each worker gets it as it connects. Its deadline is that of both waits below.
+                # Each worker gets the update as it connects. The update's deadline also limits the two waits below.
                 update = self._updates.publish(weights, everyone, absent=(), acknowledge=True)
             elif self.source.weights is not None:
                 # Workers are sent the layout, and check it as they connect; the first send brings weights.
@@ -147,7 +147,7 @@ class Sender:
         """Accept a replacement for a dead worker. It gets the newest update sent to this index.
 
         Args:
-            worker: the dead worker's index; updates to all are kept for its replacement.
+            worker: the dead worker's index; updates that were sent to all meanwhile are kept for its replacement.
             sentinel: a descriptor that becomes readable when the replacement's process ends.
             timeout: seconds; None for those of ``connect``.
 
@@ -165,15 +165,12 @@ class Sender:
             finally:
                 self._members.add(self.channel.workers)
             expected = self._members.expected_version.get(worker)
-            if expected and given in (None, expected):  # otherwise its answer was awaited already, or none is
+            # An update that it was given early and has answered, or that was replaced since, is not awaited (again).
+            if expected and given in (None, expected):
                 self._updates.acks.require([worker], expected, deadline)
 
     def continue_from(self, version: int) -> None:
-        """Skip the version numbers up to ``version``.
-
-        Raises:
-            ValueError: it is out of range.
-        """
+        """Skip the version numbers up to ``version``; ValueError if it is out of range."""
         if not 0 <= version < LAST_VERSION:
             raise ValueError(f"a version is from 0 to {LAST_VERSION - 1}, not {version}")
         with self.exclusive():

@@ -38,8 +38,8 @@ from wsync.weights.strategy import WeightStrategy
 class TransportBackend(Protocol):
     """Moves the weights of one model between a sender and one worker.
 
-    Each end has an instance of its own: ``scheme.create_transport(worker_idx)`` is called once per worker on the
-    sender, and once in the worker, each time the worker connects or reconnects.
+    Each end has an instance of its own: ``scheme.create_transport(worker_idx)`` is called on the sender and in the
+    worker each time the worker connects or reconnects, by the thread in ``connect`` or ``readmit``.
 
     A transport keeps no model and no strategy. It may also be used standalone (without a scheme). Under a scheme the
     arguments ``model``, and ``weights`` of ``setup_connection_and_weights_on_receiver``, are always None.
@@ -50,9 +50,9 @@ class TransportBackend(Protocol):
 
         Called once per connection, before any ``send_weights``, in a dedicated thread of the trainer (another thread
         calls ``send_weights``). May wait for the worker's end, which is set up at the same time. If it raises anything,
-        the worker counts as not connected: ``connect`` raises ``SyncTimeout`` (for a ``NotConnected``: ``WorkerDied``),
-        which names the worker and this error. If it has not returned by the deadline of ``connect``, or the worker dies
-        before that, ``close()`` is called, if there is one.
+        the worker counts as not connected: ``connect`` in the trainer raises ``SyncTimeout``, or ``WorkerDied`` if
+        the error was ``NotConnected``. Either names the worker and the error. If the call has not returned by the
+        deadline of ``connect``, or the worker dies before that, ``close()`` is called, if there is one.
         """
         ...
 
@@ -120,13 +120,13 @@ class TransportBackend(Protocol):
         1. The first call comes when the sender announces the update; ``send_weights`` may still run. If it returns the
            update's weights, no other call follows.
         2. Otherwise (it returned None or older weights, or raised) it is called again once ``send_weights`` has
-           returned, and again after each older version: up to eight times.
+           returned, and again after each older version: up to eight more calls.
         3. If one of those calls returns None or raises, or all eight return older weights, the trainer raises
            ``WorkerFailed``.
 
         Args:
-            timeout: seconds; None for no limit. Under a scheme with a timeout: 80 % of that, less the time since the
-                announcement, but at least 10 % of it.
+            timeout: seconds; None for no limit. Under a scheme with a timeout: 80 % of the scheme's timeout, less the
+                time since the announcement; never less than 10 % of the scheme's timeout.
             weights: a buffer in the strategy's format, with the same layout as what ``send_weights`` is given; a
                 transport may copy the received tensors into it and return it, or return tensors of its own.
             model: None under a scheme; otherwise the weights are applied to it, inside ``wsync.gate()``.
@@ -142,8 +142,8 @@ class Closable(Protocol):
     def close(self) -> None:
         """Release the resources, and make a call that blocks in another thread return or raise.
 
-        Called when the worker has gone, at a deadline, at shutdown, and after a set-up that failed. May be called while
-        another thread is inside one of the other methods, and more than once.
+        Called when the worker has gone, at a deadline, at shutdown, and after a set-up that failed: by any thread of
+        the scheme, more than once, and also while another thread is inside one of the other methods.
         """
         ...
 
@@ -154,8 +154,8 @@ class Transfer(Protocol):
     def wait(self, timeout: timedelta = ...) -> bool:
         """Return when the transfer is complete; raises RuntimeError if it failed, or at the timeout.
 
-        Called in the worker, once, by the thread that reads the sender's messages, with the scheme's timeout. On the
-        sender it is not called: the worker's answer shows that the transfer is complete.
+        Called in the worker, once, with the scheme's timeout, by the thread that reads the sender's messages (with RPC
+        that of the incoming call). On the sender it is not called: the worker's answer shows that it is complete.
         """
         ...
 
@@ -226,9 +226,10 @@ class FlatTransport(Protocol):
     def close(self, pending: Transfer | None = None) -> bool:
         """Release the connection, or what a ``connect`` that failed has left.
 
-        Called once for each transport, after a call of its ``connect`` has ended: when the worker has gone, at
-        shutdown, and if the set-up failed at this end or at the other. By the thread that ran ``connect``, if the
-        set-up fails before that has ended; else by any thread. If ``connect`` failed, it may have set no attribute.
+        Called once for each transport, after ``connect`` has returned or raised: when the worker has gone, at shutdown,
+        and if the set-up failed at this end or at the other. If the set-up failed while ``connect`` was running, the
+        thread that ran ``connect`` calls this, otherwise any thread. After a failed ``connect``, attributes that it
+        sets may be missing.
 
         Args:
             pending: a transfer that has not been completed.
@@ -266,7 +267,7 @@ class SenderEnd:
 
 
 def apply_received(received: Any, weights: Any, model: nn.Module | None, strategy: WeightStrategy | None) -> Any:
-    """Apply received weights to ``weights`` and ``model``, if given, inside the gate: for a ``receive_weights``.
+    """Apply received weights to ``weights`` and ``model``, if given, inside the gate. Implements ``receive_weights``.
 
     Returns:
         The received weights, in the format of ``strategy``; a TensorDict if ``strategy`` is None.
@@ -290,7 +291,8 @@ def require_transport(made: object) -> TransportBackend | FlatTransport:
     lacking = [name for name, value in vars(TransportBackend).items() if name[0] != "_" and callable(value)]
     lacking = [name for name in lacking if not callable(getattr(made, name, None))]
     raise TypeError(
-        f"create_transport() returned {made!r}, which has no method {', '.join(lacking)}: one class stands at both ends"
+        f"create_transport() returned {made!r}, which lacks the method(s) {', '.join(lacking)}: the class at each end "
+        "needs all methods; SenderEnd has those of the worker's end"
     )
 
 

@@ -32,7 +32,7 @@ class Address:
 
     @classmethod
     def load(cls, text: str | bytes) -> Address:
-        """Return the address that ``dump`` returned as ``text``; ValueError if it is not such a dump."""
+        """Return the address from which ``dump`` has made ``text``; ValueError if it is not such a dump."""
         try:
             host, port, token = json.loads(text)
             return cls.checked(host, port, bytes.fromhex(token))
@@ -41,7 +41,7 @@ class Address:
 
     @classmethod
     def checked(cls, host: Any, port: Any, token: bytes) -> Address:
-        """Return an address from parsed JSON; ValueError if they are not a valid host and port."""
+        """Return an address; ``host`` and ``port`` come from parsed JSON, ValueError if they are not valid."""
         valid_port = (type(port) is int and 0 < port < 65536) if host else isinstance(port, str)
         if not isinstance(host, str) or not valid_port:
             raise ValueError("host and port are missing or invalid")

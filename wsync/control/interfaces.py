@@ -83,7 +83,10 @@ class Connection(Protocol):
         ...
 
     def attach(self, handler: MessageHandler) -> None:
-        """In a worker: from now on ``handler.on_readable()`` is called for each message, and when the peer exits."""
+        """In a worker: from now on ``handler.on_readable()`` is called for each message, and when the peer exits.
+
+        By the receiver thread; with RPC by the thread of the incoming call.
+        """
         ...
 
     def detach(self, handler: MessageHandler) -> None:
@@ -91,7 +94,7 @@ class Connection(Protocol):
         ...
 
     def peer_is_alive(self) -> bool:
-        """Return whether the peer is alive, where its exit makes no descriptor readable (RPC); else True.
+        """Return whether the peer is alive, if its exit makes no descriptor readable (RPC); otherwise always True.
 
         Polled by threads in ``WeightSyncScheme.receive``.
         """
@@ -130,7 +133,8 @@ class ConnectionSource(Protocol):
 class ConnectionCallbacks(Protocol):
     """Called by ``WorkerConnections`` as workers connect, answer and disconnect.
 
-    Called by the thread that is calling a method of ``WorkerConnections``, under the lock that it holds.
+    Called by the thread that is calling a method of ``WorkerConnections``, under the lock that it holds (see there for
+    the one exception, ``close``).
     """
 
     def accept_message(self, worker: int, rejoined: bool) -> Message:

@@ -14,7 +14,7 @@ _PID = struct.Struct("<i")
 
 @cache
 def _pid_namespace() -> bytes:
-    """Return the machine's boot id and this process's PID namespace: where both are equal, a pid means one process."""
+    """Return the machine's boot id and this process's PID namespace: processes that share both share process ids."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}".encode()
 
@@ -45,7 +45,7 @@ class PeerProcess:
 
     @classmethod
     def of_pid(cls, pid: int) -> PeerProcess:
-        """Return the process with the id ``pid`` from ``SO_PEERCRED``: 0 for a process of another namespace."""
+        """Return the process whose id ``SO_PEERCRED`` gives as ``pid``, which is 0 for one of another namespace."""
         peer = cls()
         if pid > 0:
             peer.pid = pid

@@ -43,7 +43,7 @@ class Kind(IntEnum):
     DELTA = 11  # before the UPDATE or PREPARE of the version; payload: the difference
     NEWEST = 12  # with initiator="receiver": the newest version; payload: number of the REQUEST that it answers, or 0
     # from a worker to the sender
-    HELLO = 16  # the first message; version: PROTOCOL; payload: credentials, the worker's process, the user's payload
+    HELLO = 16  # the first message; version: PROTOCOL; payload: credentials, own_identity(), what connect() was given
     ACK = 17  # a version is installed
     PREPARED = 18  # after PREPARE: the version was checked and kept; after CHECK_LAYOUT: the layout fits
     FAILED = 19  # a version was not installed, or not kept; payload: the traceback

@@ -116,7 +116,7 @@ class Outbox:
         """Wait for the thread, which ends because the caller has shut the socket down. No ``put`` may follow."""
         with self._lock:
             thread = self._thread
-        if thread is not None and thread is not threading.current_thread():  # it may run a finalizer that closes this
+        if thread is not None and thread is not threading.current_thread():  # which may run a finalizer
             thread.join()
         while self._waiting:
             _close_all(self._waiting.popleft()[1])

@@ -17,7 +17,7 @@ _thread_local = threading.local()  # has ``must_not_wait`` in a block of ``witho
 
 @contextmanager
 def without_waiting_for_versions() -> Iterator[None]:
-    """While the block runs, entering the gate in this thread never requests a version and waits for it.
+    """While the block runs, no hook of the gate requests a version in this thread and waits for it.
 
     Outside such a block it may, see ``InstallOnRequest``. The receiver thread is always in such a block (``_run``): the
     version could arrive only by a message that this thread itself has to read. Other threads use it when they
@@ -69,7 +69,7 @@ class ReceiverThread:
 
         Args:
             handler: of the connection.
-            socket_fd: the connection's descriptor.
+            socket_fd: the connection's descriptor; or, for a watched store, that of inotify or an eventfd.
             descriptors: that one, and the peer's pidfd if there is one. Once the peer has exited, the connection is
                 shut down: a forked child of the peer may keep its copy of the socket open.
         """
@@ -166,14 +166,14 @@ class ReceiverThread:
                 _log.exception("a receiver raised an error; its connection is shut down")
             if self._handlers.get(socket_fd) != (handler, socket_fd):
                 return False  # the handler has closed its connection; another one may have the descriptor's number
-            with suppress(OSError):  # the peer has closed it, or it is no connection but an eventfd
+            with suppress(OSError):  # the peer has closed it, or it is no socket
                 _discard(socket_fd)
         return False
 
 
 @contextmanager
 def _as_socket(descriptor: int) -> Iterator[socket.socket]:
-    sock = socket.socket(fileno=descriptor)  # OSError: a file system is watched, there is no connection
+    sock = socket.socket(fileno=descriptor)  # OSError: it is no socket
     try:
         yield sock
     finally:

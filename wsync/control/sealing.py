@@ -81,7 +81,7 @@ def seal(address: Address) -> str:
 
 
 def unseal(text: str | bytes) -> Address:
-    """Return the address that ``seal`` returned as ``text``.
+    """Return the address from which ``seal`` has made ``text``.
 
     Raises:
         ValueError: it is not one, or was made with another secret.

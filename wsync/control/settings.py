@@ -34,10 +34,11 @@ class SenderSettings:
         checksum: which updates have a checksum: True: all; False: none; None, the default: those that a transport
             carries, and not those in the arena.
         workers: the number of workers.
-        connection_number: of this connection among all that were accepted with this index, from 1.
-        arena_handle: where a process on the same machine finds the sender's arena of shared memory: process id, two
-            file-descriptor numbers in that process, and the arena's random name; None if the message carries the
-            descriptors, or there is no arena.
+        connection_number: how many connections were accepted with this index, this one included; 0 where it is not
+            used.
+        arena_handle: where a process on the same machine finds the sender's arena of shared memory: the sender's
+            process id, two descriptor numbers in the sender's process, and the arena's random name; None if the message
+            carries the descriptors, or there is no arena.
         delta: whether versions may come as differences to those that the worker has acknowledged.
     """
 
@@ -56,7 +57,7 @@ class SenderSettings:
 
     @classmethod
     def load(cls, data: bytes) -> SenderSettings:
-        """Return the settings that ``dump`` returned as ``data``.
+        """Return the settings from which ``dump`` has made ``data``.
 
         Raises:
             ValueError: ``data`` is malformed, or the layout exceeds its buffer; says why.

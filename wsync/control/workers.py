@@ -25,7 +25,7 @@ class WorkerConnections:
 
     This object has no thread: messages are read only while one of its methods runs. Its methods are called by a thread
     inside a method of the scheme, or by the send-loop thread (``sending/send_loop.py``); both hold the channel's lock.
-    ``close`` may also be called by a finalizer without the lock, if another thread holds it for long.
+    A finalizer that cannot get the lock within some seconds calls ``close`` without it.
 
     Args:
         source: where workers connect; closed with this object.
@@ -113,10 +113,10 @@ class WorkerConnections:
                 raise WorkerDied(f"worker(s) {join_indices(dead)} died before they had connected", dead)
 
     def claim(self, worker: int) -> int | None:
-        """Return what a worker was given that has connected while only others were awaited; None for any other worker.
+        """Return the version of a worker that connected while only others were awaited, and forget that it did.
 
         Returns:
-            The version that it was given then; 0 if there was none, or ``wait_acks`` has returned its answer since.
+            Its version; 0 if there was none, or ``wait_acks`` has returned its answer since. None: any other worker.
         """
         return self._unclaimed.pop(worker, None)
 
@@ -205,7 +205,7 @@ class WorkerConnections:
             pass
 
     def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
-        """Return an acknowledgement of ``version`` or newer, an error or the death of each of ``workers``.
+        """Return for each of ``workers`` its acknowledgement of ``version`` or newer, its error, or its death.
 
         Waits for them until ``deadline``; workers that have neither answered nor died by then are left out.
         """

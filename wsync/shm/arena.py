@@ -17,15 +17,15 @@ forward locks it to read the published word and to record the slot as used. Ther
    unlocked it, so it reads the new word. The mutex also ensures that it sees the weights that were packed before.
 2. *No slot is written while a forward uses it* (but see "Without protection"). The sender writes a slot ``s`` only when
    it has read, first, that no published word names ``s`` (newer updates have replaced it) and, second, that no worker
-   has recorded ``s`` as used. A forward that read its published word before it was replaced recorded ``s`` under the
-   same lock, so the second step finds the record, until the forward has ended. A later forward reads another slot. (The
-   second step is done without the mutex: ``WorkerSlot.take`` explains why it misses no record.)
-3. *A published slot is whole.* No slot is written while a word names it, even if its worker has copied it: a worker
-   that takes the place of one that has died reads that slot.
-4. *Three slots are enough* while all workers have one version: one published, one older one still in use, one free. If
-   two older ones are in use, the sender waits for a forward to end, or for its worker to die. The arena grows by one
-   slot for each further version in use: if workers were sent different versions (``worker_ids``, weights per worker),
-   or keep an old one to roll back to.
+   has recorded ``s`` as used. A forward that read its published word while that still named ``s`` also recorded ``s``,
+   under the same lock. So the second step finds the record as long as the forward runs. A later forward reads another
+   slot. (The second step is done without the mutex: ``WorkerSlot.take`` explains why it misses no record.)
+3. *A published slot is whole.* No slot is written while a word names it, even if the worker has copied the slot out: a
+   replacement of the worker would read it.
+4. *Three slots are enough* while all workers are sent the same versions: one published, one older one still in use, one
+   free. If forwards use two older ones, the arena does not grow: the sender waits for a forward to end, or for its
+   worker to die. It grows by one slot for each further version that is published or held: if workers were sent
+   different versions (``worker_ids``, weights per worker), or keep an old one to roll back to.
 
 How long a worker uses a slot depends on how its model takes the weights:
 
@@ -41,13 +41,14 @@ How long a worker uses a slot depends on how its model takes the weights:
   the disconnected worker compares, under the mutex, the number of the connection in the words with its own; if they
   differ, it stores nothing. If it was stopped while it held the mutex, it may store once more. That does no harm: the
   replacement needs the mutex for its first forward, and gets it only afterwards.
-- *An install has failed, and the model is bound to a slot that it does not hold.* A model that may refuse an install
-  holds its slot. Another one can fail only if its structure was changed in the worker.
+- *An install has failed, and the model is bound to a slot that it does not hold.* Models whose
+  installs may fail hold their slot (see above). An install of any other model fails only if its structure was changed
+  in the worker.
 
-As soon as the worker finds out, at the begin or end of a forward, it copies its model to memory of its own. Then it
-reads the slot's version word. The sender sets that word to 0 before it writes the slot, and a version is never used
-twice. So if the word still has the model's version, the copy is whole, and so were the forwards before: the model keeps
-it. Otherwise this forward and each later one raise an error, and return nothing, until a version is installed.
+As soon as the worker finds out, at the beginning or the end of a forward, it copies its model to memory of its own.
+Then it reads the slot's version word. The sender sets that word to 0 before it writes the slot, and a version is never
+used twice. So if the word still has the model's version, the copy is whole, and so were the forwards before: the model
+keeps it. Otherwise this forward and each later one raise an error, and return nothing, until a version is installed.
 
 The memory is anonymous (``memfd``). Workers get its file descriptors over a Unix socket. Over another connection, a
 worker of the same user on the same machine opens the files under ``/proc``, and compares the file's random name.
@@ -102,7 +103,7 @@ class Arena:
     Attributes:
         fds: descriptors of file 1 (words and weights) and file 2 (extra state).
         words: the mapped words of file 1.
-        plans: one per slot that is mapped in this process, by slot: it packs weights into the slot, and has its views.
+        plans: for each slot that is mapped in this process, what packs weights into it; it has views of the tensors.
     """
 
     def __init__(self, workers: int, fds: tuple[int, int]) -> None:
@@ -174,7 +175,7 @@ class Arena:
         return bytes(extra)
 
     def close(self) -> None:
-        """Close the files. Idempotent. The memory is freed when its last descriptor and mapping are closed."""
+        """Close the files; mappings stay, and keep the memory. Idempotent."""
         fds, self.fds = self.fds, (NONE, NONE)
         for fd in fds:
             if fd >= 0:
@@ -266,7 +267,7 @@ class WorkerArena(Arena):
             self.buffer(slots - 1)
 
     def published_version(self, worker: int) -> int:
-        """Return the version that a worker is pointed to; 0 for none."""
+        """Return the version that a worker's published word names; 0 for none. Needs no lock: it reads one word."""
         return version_in(Block(self.words, worker)[PUBLISHED])
 
     def slot_version(self, slot: int) -> int:

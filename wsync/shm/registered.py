@@ -1,4 +1,4 @@
-"""The user's own tensors in shared memory, to which a worker's model is bound while their weights are of its version.
+"""The user's own tensors in shared memory. A worker's model is bound to them while they have the model's version.
 
 Otherwise (an update was sent from other weights, and is not copied into them yet) the model is bound to a slot.
 
@@ -14,7 +14,7 @@ then publishes the update. Otherwise the sender publishes the update first, wait
 it, so that no forward uses the buffers, copies the weights into the buffers, and then stores the word.
 
 A worker binds its model to the buffers again on the way into a forward, if the word names the version that the model
-has. ``send`` never changes the buffers during a forward of a connected worker; the user's own writes may.
+has. ``send`` never changes the buffers during a forward of a connected worker; the user's own writes can.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class RegisteredView:
         handle = json.loads(os.pread(arena.fds[1], size - _JSON, _JSON))
         try:
             files = {tuple(file): _map(handle["pid"], fd, file) for file, fd in handle["files"]}
-        except OSError:  # of a process that is not visible here
+        except OSError:  # the sender's process is not visible from here: another container or user
             return None
         word = memoryview(mmap.mmap(arena.fds[1], mmap.PAGESIZE, offset=EXTRA_END)).cast("q")
         return cls(word, in_clean_thread(_views, files, handle["tensors"]))
