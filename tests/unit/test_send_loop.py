@@ -28,7 +28,7 @@ class FailingOnce:
 
     def __init__(self) -> None:
         self.arrived = os.eventfd(1)
-        self.readable_descriptors = [self.arrived]
+        self.awaited_descriptors = [self.arrived]
         self.reads = 0
 
     def read(self, _: float | None) -> bool:

@@ -165,10 +165,10 @@ class SocketConnection:
                 return message
         except (OSError, ValueError):  # disconnected, stalled or garbage: the connection is unusable
             pass
-        self._close_received()
+        self._close_received_fds()
         return None
 
-    def _close_received(self) -> None:
+    def _close_received_fds(self) -> None:
         fds, self._fds = self._fds, []
         for fd in fds:
             os.close(fd)
@@ -231,7 +231,7 @@ class SocketConnection:
             if os.getpid() == self._opener:  # a forked child has no such thread
                 tcp_watch().remove(self._socket)
             close_socket(self._socket, self._opener)
-            self._close_received()
+            self._close_received_fds()
             self._peer.close()
             if os.getpid() == self._opener:
                 self._outbox.close()

@@ -116,12 +116,12 @@ class Listener:
             if (accepted := self._read(fd)) is not None:
                 return accepted
         if own in ready:  # last: a new attempt may reuse the descriptor number of one closed just now
-            self._accept_pending()
+            self._add_pending()
         for fd in [fd for fd, pending in self._pending.items() if pending.until < time.monotonic()]:
             self._drop(fd)
         return None
 
-    def _accept_pending(self) -> None:
+    def _add_pending(self) -> None:
         if len(self._pending) == _MAX_PENDING:
             self._drop(next(iter(self._pending)))  # the oldest
         try:

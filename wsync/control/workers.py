@@ -54,7 +54,7 @@ class WorkerConnections:
         return self._connections.keys()
 
     @property
-    def descriptors(self) -> bytes:
+    def packed_descriptors(self) -> bytes:
         """All stream sockets, then all pidfds, as the bytes of an ``array("i")``, for the fast path.
 
         Empty if a worker is missing, has no stream socket or pidfd, or has a busy connection.
@@ -65,7 +65,7 @@ class WorkerConnections:
         return array("i", [fd for column in zip(*each, strict=True) for fd in column]).tobytes()
 
     @property
-    def readable_descriptors(self) -> Collection[int]:
+    def awaited_descriptors(self) -> Collection[int]:
         """The descriptors that ``read`` waits for."""
         return [*self._worker_of, *self._callback_of]
 
@@ -87,7 +87,7 @@ class WorkerConnections:
         missing = set(workers) - self._connections.keys()
         while missing:
             worker_of = {sentinels[worker]: worker for worker in missing if worker in sentinels}
-            ready = wait_readable([self._source.fileno(), *worker_of, *self.readable_descriptors], deadline)
+            ready = wait_readable([self._source.fileno(), *worker_of, *self.awaited_descriptors], deadline)
             if not ready:
                 _log.debug("workers that did not connect in time: %s", join_indices(missing))
                 raise SyncTimeout(

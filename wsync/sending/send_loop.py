@@ -54,7 +54,7 @@ class SendLoop:
     def _send_what_waits(self) -> None:
         while True:
             with self._lock:
-                descriptors = [self._wake, *self._connections.readable_descriptors]
+                descriptors = [self._wake, *self._connections.awaited_descriptors]
             ready = wait_readable(descriptors, None)
             with self._lock:
                 if self._wake in ready:
