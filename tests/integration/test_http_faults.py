@@ -194,6 +194,26 @@ def test_models_cannot_be_switched_together() -> None:
         wsync.synchronize({scheme: fill(Small(), 2)})
 
 
+def test_a_refused_switch_leaves_the_update_in_flight_alone() -> None:
+    loading, go_on, loaded = threading.Event(), threading.Event(), list[float]()
+
+    def load(pairs: Any) -> None:
+        (weight,) = (tensor.clone() for _, tensor in pairs)
+        loaded.append(float(weight[0]))
+        if weight[0] == 2:
+            loading.set()
+            assert go_on.wait(30.0)
+
+    with serve(wsync.engine_app(load=load, token=None)) as url, trainer(url) as scheme:
+        scheme.send_async(fill(Small(), 2))
+        assert loading.wait(30.0)
+        with pytest.raises(wsync.WeightSyncError, match="one by one"):
+            wsync.synchronize({scheme: fill(Small(), 3)})
+        go_on.set()
+        report = scheme.wait_async()
+        assert report is not None and report.version == 2 and loaded == [1.0, 2.0]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

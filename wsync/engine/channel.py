@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from wsync.checksum import checksum_of
-from wsync.deadlines import deadline_in, remaining, wait_readable
+from wsync.deadlines import NOW, deadline_in, remaining, wait_readable
 from wsync.engine.client import EngineClient, EngineError
 from wsync.engine.differences import Differences
 from wsync.engine.protocol import PauseMode
@@ -182,14 +182,13 @@ class EngineSendChannel:
         """See ``SendChannel``: the threads read the answers."""
 
     def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
-        """See ``SendChannel``. At the deadline, requests that are still unanswered are given up."""
+        """See ``SendChannel``. At the deadline, requests that are still unanswered are given up (not for ``NOW``)."""
         with self._changed:
             while not all(self._answered(worker, version) for worker in workers):
                 if not self._changed.wait(remaining(deadline)):
                     break
             answered = [self._acks[worker] for worker in workers if self._answered(worker, version)]
-        late = set(workers) - {ack.worker for ack in answered}
-        for worker in late:
+        for worker in set() if deadline == NOW else set(workers) - {ack.worker for ack in answered}:
             client = self._engines[worker].client
             cause = f"{client.url}: phase {client.phase}: no answer before the deadline"
             answered.append(Ack(worker, version, cause, late=True))
