@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 import ssl
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from socket import SHUT_RDWR
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -238,7 +238,8 @@ class EngineClient:
         sock = None if connection is None else connection.sock  # read once: the other thread may set it to None
         if sock is not None:
             with suppress(OSError):  # it has ended meanwhile
-                sock.shutdown(SHUT_RDWR)
+                # not SSLSocket's own, which first ends the encryption: the other thread may be between two pieces
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection; the next request opens another one."""
