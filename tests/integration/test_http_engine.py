@@ -152,6 +152,16 @@ def test_requests_that_are_refused(engine: Engine, method: str, route: str, cont
     assert not engine.calls
 
 
+def test_texts_that_cannot_be_encoded_are_refused(engine: Engine) -> None:
+    """JSON can have half of a surrogate pair."""
+    half = "\ud800"
+    assert engine.post(protocol.INIT, {"init_info": {**INIT, "layout": half}})[0] == 400
+    engine.begin()
+    assert engine.post(protocol.START, {**TAGS, "session": half})[0] == 409
+    assert engine.update(body({"one": WEIGHTS["one"]}))[0] == 200 == engine.update(body({"two": WEIGHTS["two"]}))[0]
+    assert engine.finish(checksum=half)[0] == 409 and not engine.calls
+
+
 def test_a_version_that_is_too_large() -> None:
     with Engine(max_bytes=64).serving() as engine:
         assert engine.post(protocol.INIT, {"init_info": {**INIT, "chunk_bytes": 1}})[0] == 413
