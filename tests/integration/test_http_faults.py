@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -126,8 +127,53 @@ def test_a_child_that_a_transform_forks_sends_nothing(pool: WorkerPool) -> None:
 
 def test_nothing_is_left_after_shutdown() -> None:
     with serve(wsync.engine_app(Small(), token=None)) as url, trainer(url):
-        pass
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("wsync-engine")]
+        assert engine_threads()
+    assert not engine_threads()
+
+
+def engine_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("wsync-engine")]
+
+
+def test_nothing_is_left_of_an_abandoned_scheme() -> None:
+    with serve(wsync.engine_app(Small(), token=None)) as url:
+        scheme = wsync.HTTPWeightSyncScheme(url)
+        scheme.init_on_sender("policy", model=Small())
+        scheme.connect()
+        assert engine_threads()
+        del scheme
+        gc.collect()
+        assert not engine_threads()
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_scheme_may_be_collected_by_the_thread_that_sends() -> None:
+    sending, abandoned = threading.Event(), threading.Event()
+
+    class Collecting:
+        def __init__(self, client: Any, source: Any) -> None:
+            pass
+
+        def send_weights(self) -> None:
+            sending.set()
+            assert abandoned.wait(30.0)
+            gc.collect()
+
+    with serve(wsync.engine_app(Small(), token=None)) as url:
+        scheme = wsync.HTTPWeightSyncScheme(url, transfer=Collecting)
+        scheme.init_on_sender("policy", num_workers=1)
+        scheme.connect()
+        scheme.send_async(Small())
+        assert sending.wait(30.0)
+        (thread,) = engine_threads()
+        gc.disable()  # from here on only that thread collects
+        cycle: list[Any] = [scheme]
+        cycle.append(cycle)
+        del scheme, cycle
+        abandoned.set()
+        thread.join(30.0)
+        gc.enable()
+        assert not engine_threads()
 
 
 def test_weights_that_do_not_fit_are_an_error_at_connect() -> None:
