@@ -75,7 +75,7 @@ def test_what_the_engine_raises_reaches_the_trainer(pool: WorkerPool) -> None:
 
 
 def disturbed(app: Any, state: dict[str, Any]) -> Callable[..., Awaitable[None]]:
-    """Return the application; in bodies with weights a bit is flipped, or they break off, as ``state`` has it."""
+    """Return the application; in bodies with weights a bit is flipped, or an answer breaks off, as ``state`` has it."""
 
     async def disturbing(scope: Mapping[str, Any], receive: Any, send: Any) -> None:
         async def changed() -> Mapping[str, Any]:
@@ -86,6 +86,7 @@ def disturbed(app: Any, state: dict[str, Any]) -> Callable[..., Awaitable[None]]
 
         hit = state and scope.get("path") == "/update_weights"
         if hit and state.get("broken"):
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
             raise ConnectionResetError
         await app(scope, changed if hit else receive, send)
 

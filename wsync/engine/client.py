@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -212,6 +212,8 @@ class EngineClient:
         content = response.read(_ANSWER_BYTES)
         if remaining(self.deadline) == 0.0:  # ``abort`` may have ended the answer before it was complete
             raise TimeoutError
+        if response.status == 200 and response.length and len(content) < _ANSWER_BYTES:
+            raise IncompleteRead(content, response.length)  # ``read`` with a limit does not
         if response.will_close or response.read(1):
             self.close()
         return response.status, content
