@@ -22,7 +22,7 @@ from wsync.transforms.delta import Delta
 from wsync.types import Ack
 from wsync.weights.binding import require_no_extra
 from wsync.weights.layout import Layout
-from wsync.weights.packing import Buffer
+from wsync.weights.packing import Buffer, BufferPool
 
 _PROBE = 2.0  # seconds for the first request to an engine, before the next engine is asked
 
@@ -56,7 +56,7 @@ class EngineSendChannel:
         ]
         self._connected: set[int] = set()
         self._layout: Layout | None = None
-        self._buffers: list[Buffer] = []
+        self._pool = BufferPool(torch.device("cpu"))
         self._reserved: set[int] = set()  # slots
         self._latest: dict[int, Job] = {}  # by engine, for one that connects later
         self._changed = threading.Condition()  # guards the next two, which the engines' threads use as well
@@ -129,13 +129,8 @@ class EngineSendChannel:
         """See ``SendChannel``: a buffer that no engine's thread reads, and that is no engine's newest version."""
         assert self._layout is not None, "set_layout() comes first"
         jobs = [*self._latest.values(), *(job for engine in self._engines for job in engine.jobs)]
-        for buffer in self._buffers:
-            if buffer.slot not in self._reserved and all(buffer is not job.buffer for job in jobs):
-                break
-        else:
-            flat = torch.zeros(self._layout.nbytes, dtype=torch.uint8)
-            buffer = Buffer.over(self._layout, flat, len(self._buffers))
-            self._buffers.append(buffer)
+        busy = {job.buffer.slot for job in jobs if job.buffer is not None}
+        buffer = self._pool.buffer(self._layout, busy | self._reserved)
         self._reserved.add(buffer.slot)
         return buffer
 
