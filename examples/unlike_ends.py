@@ -5,7 +5,7 @@
 Trainer: a GPT-2 of ``transformers`` from a config: float32, tied embeddings, weights ``[in, out]`` (without that
 package: the engine's class in float32). Engine: PyTorch's layers, bfloat16, weights ``[out, in]``, other names; it
 generates all the time. Each version's logits are compared with those of a reference in the trainer's process. With
-``-int8`` a quarter of the bytes travel; each weight is then off by at most half a step.
+``-int8`` a quarter of the bytes travel; each weight is then off by at most half a step. http: ``.[engine,testing]``.
 """
 
 import multiprocessing
@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 import wsync
-from wsync.testing.asgi import serve  # in production: uvicorn, or any other ASGI server
 from wsync.transforms import Cast, Chain, Dequantize, Exclude, QuantizeInt8
 
 if find_spec("transformers"):
@@ -66,6 +65,8 @@ def generate(pipe, scheme, receive_transform):
     options = {"model": engine, "load": engine.load_weights}  # its forwards pass through the gate
     end = scheme or wsync.engine_app(**options, token=TOKEN, receive_transform=receive_transform)
     if scheme is None:
+        from wsync.testing.asgi import serve  # in production: uvicorn, or any other ASGI server
+
         server = serve(end)
         pipe.send(server.__enter__())
     else:

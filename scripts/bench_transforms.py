@@ -10,12 +10,11 @@ it. At the end the weights of each worker are compared, bit for bit, with what t
 from __future__ import annotations
 
 import hashlib
-import logging
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
@@ -168,22 +167,14 @@ def start_case(
     return scheme, ask
 
 
-@contextmanager
-def cluster() -> Iterator[None]:
-    """A Ray cluster on this machine."""
-    import ray
-
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
 def measure(backend: str, mib: float, tensors: int, rounds: int, folder: str) -> dict[str, tuple[int, float, bool]]:
     """Return ``{case: (bytes, median seconds, whether the worker's weights are right)}``."""
     source, chosen = model(mib, tensors), cases(tensors)
-    with cluster() if backend.startswith("ray") else nullcontext():
+    with ExitStack() as stack:
+        if backend.startswith("ray"):
+            from collectors.distributed.ray_cluster import Cluster
+
+            stack.callback(Cluster("local").close)
         begun = {
             name: start_case(backend, both, source, f"{folder}/{i}") for i, (name, both) in enumerate(chosen.items())
         }

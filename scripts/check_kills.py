@@ -19,13 +19,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
+from harness import torn
 from harness.backends import BACKENDS as ALL_BACKENDS
 from harness.backends import check as check_names
 from harness.backends import collector_class
@@ -45,42 +46,29 @@ _TIMEOUT = 60.0  # seconds in which all workers have to be active again at the e
 
 
 @dataclass
-class Tally:
-    """Counts of a run.
+class Tally(torn.Tally):
+    """Counts of a run; workers are counted by index.
 
     Attributes:
         kills: workers that were killed.
         batches: batches that were collected.
-        frames: frames of these batches.
-        updates: updates that were delivered.
-        seconds: duration.
         longest: seconds of the longest batch.
-        newest: by worker index, the newest version that acted.
-        wrong: number of wrong frames, by kind of error.
     """
 
     kills: int = 0
     batches: int = 0
-    frames: int = 0
-    updates: int = 0
-    seconds: float = 0.0
     longest: float = 0.0
-    newest: dict[int, int] = field(default_factory=dict)
-    wrong: dict[str, int] = field(default_factory=lambda: dict.fromkeys(WRONG, 0))
 
     def check(self, batch: TensorDictBase, floor: int) -> None:
         """Check a batch: all frames must be acted with version ``floor`` or a newer one."""
         self.batches += 1
-        self.frames += batch.numel()
-        columns: Any = batch
-        versions, indices = columns["policy_version"].flatten(), columns["observation"][..., 0].flatten()
-        extremes = columns["reveal"].reshape(-1, 2)
-        self.wrong["torn"] += int((extremes != versions.unsqueeze(-1)).any(-1).sum())
-        self.wrong["stale"] += int((versions < floor).sum())
-        for index in indices.unique().int().tolist():
-            mine = versions[indices == index]
-            self.wrong["went back"] += int((mine.diff() < 0).sum()) + int(mine[0] < self.newest.get(index, 0))
-            self.newest[index] = int(mine[-1])
+        workers = batch.get("observation").flatten().int().tolist()
+        self.count_batch(batch, [floor] * len(workers), workers)
+
+    @property
+    def wrong(self) -> tuple[int, int, int]:
+        """Numbers of the frames with each of ``WRONG``."""
+        return self.mixed, self.backwards, self.stale
 
 
 class Killer(threading.Thread):
@@ -181,14 +169,14 @@ def check(
             assert time.monotonic() < deadline, f"{killer.done} kills, but {failures}"
         back: set[int] = set()  # workers that have delivered again
         while len(back) < workers:
-            mark = dict(tally.newest)
+            mark = dict(tally.latest)
             turn()
-            back |= {index for index, version in tally.newest.items() if version != mark.get(index)}
+            back |= {index for index, version in tally.latest.items() if version != mark.get(index)}
             assert time.monotonic() < deadline, f"only worker(s) {back} deliver"
         tally.seconds = time.monotonic() - started
         # A replacement that is killed before it has joined is not counted as restarted.
         assert failures.restarted.total() <= failures.failed.total() == killer.done, f"{killer.done} kills: {failures}"
-        assert collector.frames == tally.frames, f"{collector.frames} frames counted, {tally.frames} delivered"
+        assert collector.frames == tally.forwards, f"{collector.frames} frames counted, {tally.forwards} delivered"
         after = open_now()
         # The number of Ray's threads varies.
         less = all(now <= then for now, then in zip(after, before, strict=True))
@@ -219,10 +207,10 @@ def main(
                 task = progress.add_task(f"kills, {name}, {how}", total=kills)
                 tell = partial(progress.update, task)
                 tally = check(name, sync, kills=kills, workers=workers, pause=pause, seed=seed, tell=tell)
-            counts = (tally.kills, tally.batches, tally.frames, tally.updates, *tally.wrong.values())
+            counts = (tally.kills, tally.batches, tally.forwards, tally.updates, *tally.wrong)
             last = (f"{tally.longest * 1e3:.0f} ms", f"{tally.seconds:.0f}")
             table.add_row(name, how, *(f"{count:,}" for count in counts), *last)
-            bad += sum(tally.wrong.values())
+            bad += tally.faults
     console.print(table)
     if bad:
         raise typer.Exit(1)

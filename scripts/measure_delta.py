@@ -37,8 +37,7 @@ from learning.ppo import PPO
 from wsync.transforms import Cast, Delta
 from wsync.transforms.delta import apply_difference
 from wsync.weights.layout import Layout
-from wsync.weights.packing import Buffer, Packer
-from wsync.weights.snapshot import snapshot
+from wsync.weights.packing import packed
 
 Training = Iterator[nn.Module]
 """A training: yields the model, trained on, whenever a version is complete."""
@@ -146,15 +145,6 @@ class Measured(NamedTuple):
     decode: float
 
 
-def packed(model: nn.Module, layout: Layout | None) -> tuple[Layout, Tensor]:
-    """Return the model's weights as they are sent: bfloat16, in one buffer."""
-    weights = snapshot({name: tensor.detach() for name, tensor in Cast("bfloat16")(model.state_dict()).items()})
-    layout = layout or Layout.of(weights)
-    buffer = Buffer.over(layout, torch.zeros(layout.nbytes, dtype=torch.uint8))
-    Packer(layout).pack(layout.order(weights), buffer)
-    return layout, buffer.flat
-
-
 def compare(delta: Delta, layout: Layout, base: Tensor, new: Tensor) -> Measured:
     """Encode and decode one version.
 
@@ -177,9 +167,10 @@ def compare(delta: Delta, layout: Layout, base: Tensor, new: Tensor) -> Measured
 
 def measure(training: Training, delta: Delta, warm_up: int, versions: int) -> tuple[int, list[Measured]]:
     """Return the bytes of a full version, and what each difference took."""
-    found, layout, base = list[Measured](), None, None
+    found, base = list[Measured](), None
     for number, model in enumerate(training):
-        layout, new = packed(model, layout)
+        layout, buffer = packed(Cast("bfloat16")(model.state_dict()))
+        new = buffer.flat
         if base is not None and number > warm_up:
             found.append(compare(delta, layout, base, new))
         if len(found) == versions:

@@ -9,7 +9,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from learning.progress import WINDOW
 from learning.reporting.console import microseconds, number
 from learning.reporting.files import METRICS, SUMMARY, FolderError, read_rows, read_summary
 from learning.summary import return_text
@@ -47,7 +46,8 @@ class Run:
     @property
     def seconds_to_solved(self) -> float | None:
         """Seconds from the first step until it was solved for the first time; None if it never was."""
-        return next((row["seconds"] for row in self.rows if _solved(row, self.summary.get("solved_at"))), None)
+        frames = self.summary.get("solved_after_frames")
+        return None if frames is None else next((row["seconds"] for row in self.rows if row["frames"] >= frames), None)
 
     @property
     def final_return(self) -> float | None:
@@ -65,11 +65,6 @@ class Run:
         ]
         total = sum(frames for _, frames in known)
         return sum(mean * frames for mean, frames in known) / total if total else None
-
-
-def _solved(row: dict[str, Any], goal: float | None) -> bool:
-    mean = row["episode_return_mean_100"]
-    return goal is not None and mean is not None and row["episodes_in_mean"] == WINDOW and mean >= goal
 
 
 Figure = Callable[[Run], Any]

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
@@ -203,10 +203,7 @@ class RayActor:
 
     def serve(self, path: str) -> None:
         """Connect to the trainer's socket at ``path``, and execute its commands."""
-        with socket.socket(socket.AF_UNIX) as client:
-            client.connect(path)
-            channel = Connection(client.detach())
-        with closing(channel), suppress(EOFError, ConnectionError):
+        with Client(path) as channel, suppress(EOFError, ConnectionError):
             execute(channel, self.policy)
             channel.send("left")
 

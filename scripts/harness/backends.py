@@ -35,10 +35,10 @@ def needs_cluster(backend: str) -> bool:
     return backend in ("rpc", "ray")
 
 
-def variants(backends: Collection[str] = BACKENDS) -> dict[str, Callable[[], wsync.WeightSyncScheme]]:
+def variants() -> dict[str, Callable[[], wsync.WeightSyncScheme]]:
     """Return a factory for each backend, and for each variant that is a different implementation, by label."""
     found: dict[str, Callable[[], wsync.WeightSyncScheme]] = {}
-    for backend in backends:
+    for backend in BACKENDS:
         make: Callable[..., wsync.WeightSyncScheme] = partial(wsync.WeightSyncScheme.from_backend, backend)
         found[backend] = make
         if takes(backend, "acknowledge"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ from harness.models import ConstantEnv, RevealingModel, RevealingPolicy, fill
 from harness.processes import worker_processes
 
 MakeScheme = Callable[[], wsync.WeightSyncScheme]
+PATIENCE = 60.0  # seconds that a reader of a store waits for its next version
 _ENOUGH = 10  # mixed forwards after which the control ends
 
 
@@ -39,6 +40,7 @@ class Tally:
         updates: number of sends.
         seconds: duration.
         example: description of the first forward that broke a promise.
+        latest: by worker, the newest version that it has seen.
     """
 
     forwards: int = 0
@@ -49,11 +51,11 @@ class Tally:
     updates: int = 0
     seconds: float = 0.0
     example: str = ""
-    _latest: dict[int, float] = field(default_factory=dict)
+    latest: dict[int, float] = field(default_factory=dict)
 
     def count(self, low: float, high: float, floor: float, worker: int) -> None:
         """Count one forward of ``worker`` that began when ``floor`` was the newest version that had been sent."""
-        latest = self._latest.get(worker, 0.0)
+        latest = self.latest.get(worker, 0.0)
         self.forwards += 1
         self.versions += high > latest
         faults = (low != high, low < latest, low < floor)
@@ -64,7 +66,13 @@ class Tally:
             self.example = (
                 f"worker {worker} saw versions {low:.0f} to {high:.0f}, after {latest:.0f}, floor {floor:.0f}"
             )
-        self._latest[worker] = high
+        self.latest[worker] = high
+
+    def count_batch(self, batch: TensorDictBase, floors: Iterable[float], workers: Iterable[int]) -> None:
+        """Count every frame of a batch, those of a worker in order of time; ``policy_version`` must have acted."""
+        reveal = torch.cat([batch["reveal"], batch["policy_version"].unsqueeze(-1).float()], -1).flatten(0, -2)
+        for frame in zip(reveal.amin(-1).tolist(), reveal.amax(-1).tolist(), floors, workers, strict=True):
+            self.count(*frame)
 
     def add(self, other: Tally) -> None:
         """Add the counts of another worker."""
@@ -144,6 +152,23 @@ def standalone(
     return total
 
 
+def read_store(channel: Connection, worker: int, url: str, mib: float, last: int) -> None:
+    """Forward until the store's version ``last`` is here, or no new one has come for a minute; then report."""
+    torch.set_num_threads(1)
+    model, tally = RevealingModel(mib, 2), Tally()
+    with wsync.StoreWeightSyncScheme(url) as scheme:
+        scheme.init_on_receiver("policy", model=model, worker_idx=worker)
+        scheme.connect()
+        channel.send("ready")
+        until = time.monotonic() + PATIENCE
+        while scheme.version < last and time.monotonic() < until:
+            if scheme.receive(1.0) is not None:
+                until = time.monotonic() + PATIENCE
+            low, high = model().tolist()
+            tally.count(low, high, 0, worker)
+        channel.send((time.time(), tally, scheme.version))
+
+
 # --- workers of a collector ---
 
 
@@ -182,7 +207,8 @@ def in_collector(
         sender.start()
         try:
             while total.forwards < forwards and time.monotonic() - started < seconds and not errors:
-                _count_batch(total, next(collector))
+                batch = next(collector)
+                total.count_batch(batch, batch["observation"].flatten().tolist(), batch["process"].flatten().tolist())
                 tell(completed=total.forwards)
         finally:
             stop.set()
@@ -191,12 +217,3 @@ def in_collector(
     if errors:
         raise errors[0]
     return total
-
-
-def _count_batch(total: Tally, batch: TensorDictBase) -> None:
-    """Count every frame of one worker's batch, in order of time; ``policy_version`` must be the one that acted."""
-    reveal = torch.cat([batch["reveal"], batch["policy_version"].unsqueeze(-1).float()], -1)
-    low, high = reveal.amin(-1).tolist(), reveal.amax(-1).tolist()
-    floors, processes = batch["observation"][..., 0].tolist(), batch["process"].tolist()
-    for frame in zip(low, high, floors, processes, strict=True):
-        total.count(*frame)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_the_table_of_kills_has_each_count_below_its_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tally = check_kills.Tally()
-    tally.wrong["stale"] += 7
+    tally.stale += 7
     monkeypatch.setattr(check_kills, "check", lambda *_, **__: tally)
     with pytest.raises(typer.Exit):
         check_kills.main(kills=1, workers=1, pause=1.0, seed=0)
@@ -85,14 +86,14 @@ def test_the_table_of_kills_has_each_count_below_its_name(
     assert counts[header.index("stale")] == "7"
 
 
-def without_the_last_version(url: str, kib: int, last: int, results: Any) -> None:
-    results.put("ready")
-    results.put((time.time(), 0, 1, last - 1))
+def without_the_last_version(channel: Connection, worker: int, url: str, mib: float, last: int) -> None:
+    channel.send("ready")
+    channel.send((time.time(), check_kills.Tally(), last - 1))
 
 
 def test_a_reader_of_a_store_without_the_last_version_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     check_store.main(readers=1, versions=2, kib=1)
-    monkeypatch.setattr(check_store, "read", without_the_last_version)
+    monkeypatch.setattr(check_store, "read_store", without_the_last_version)
     with pytest.raises(typer.Exit):
         check_store.main(readers=1, versions=2, kib=1)
 

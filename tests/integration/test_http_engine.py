@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import uvicorn
 from http_engines import EngineServer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,6 @@ import wsync
 from wsync.checksum import checksum_of
 from wsync.control.settings import SenderSettings
 from wsync.engine import protocol
-from wsync.testing.asgi import serve
 from wsync.testing.models import Small
 from wsync.weights.layout import Layout
 from wsync.weights.snapshot import snapshot
@@ -152,6 +152,16 @@ def test_requests_that_are_refused(engine: Engine, method: str, route: str, cont
     assert not engine.calls
 
 
+def test_texts_that_cannot_be_encoded_are_refused(engine: Engine) -> None:
+    """JSON can have half of a surrogate pair."""
+    half = "\ud800"
+    assert engine.post(protocol.INIT, {"init_info": {**INIT, "layout": half}})[0] == 400
+    engine.begin()
+    assert engine.post(protocol.START, {**TAGS, "session": half})[0] == 409
+    assert engine.update(body({"one": WEIGHTS["one"]}))[0] == 200 == engine.update(body({"two": WEIGHTS["two"]}))[0]
+    assert engine.finish(checksum=half)[0] == 409 and not engine.calls
+
+
 def test_a_version_that_is_too_large() -> None:
     with Engine(max_bytes=64).serving() as engine:
         assert engine.post(protocol.INIT, {"init_info": {**INIT, "chunk_bytes": 1}})[0] == 413
@@ -184,7 +194,6 @@ def test_nothing_is_read_before_the_token() -> None:
 
 @contextmanager
 def serve_by_uvicorn(app: Any) -> Iterator[str]:
-    uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed")
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -230,11 +239,9 @@ def test_a_small_version_takes_little_memory_whatever_the_size_of_a_chunk() -> N
     assert protocol.body_limit(LAYOUT, 1 << 40) == LAYOUT.nbytes + protocol.HEADER_BYTES
 
 
-@pytest.mark.parametrize("served_by", ["uvicorn", "the test server"])
-def test_a_large_body_that_is_refused_gets_its_answer(served_by: str) -> None:
+def test_a_large_body_that_is_refused_gets_its_answer() -> None:
     """Also if the trainer reads the answer only when it has sent all of the body."""
-    engine = Engine()
-    with serve_by_uvicorn(engine.app) if served_by == "uvicorn" else serve(engine.app) as engine.url:
+    with Engine().serving() as engine:
         for _ in range(2):
             status, answer = engine.update(bytes(64 << 20))
             assert (status, answer["reason"]) == (409, "not_initialised")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -74,7 +75,7 @@ def test_what_the_engine_raises_reaches_the_trainer(pool: WorkerPool) -> None:
 
 
 def disturbed(app: Any, state: dict[str, Any]) -> Callable[..., Awaitable[None]]:
-    """Return the application; in bodies with weights a bit is flipped, or they break off, as ``state`` has it."""
+    """Return the application; in bodies with weights a bit is flipped, or an answer breaks off, as ``state`` has it."""
 
     async def disturbing(scope: Mapping[str, Any], receive: Any, send: Any) -> None:
         async def changed() -> Mapping[str, Any]:
@@ -85,6 +86,7 @@ def disturbed(app: Any, state: dict[str, Any]) -> Callable[..., Awaitable[None]]
 
         hit = state and scope.get("path") == "/update_weights"
         if hit and state.get("broken"):
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
             raise ConnectionResetError
         await app(scope, changed if hit else receive, send)
 
@@ -126,8 +128,53 @@ def test_a_child_that_a_transform_forks_sends_nothing(pool: WorkerPool) -> None:
 
 def test_nothing_is_left_after_shutdown() -> None:
     with serve(wsync.engine_app(Small(), token=None)) as url, trainer(url):
-        pass
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("wsync-engine")]
+        assert engine_threads()
+    assert not engine_threads()
+
+
+def engine_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("wsync-engine")]
+
+
+def test_nothing_is_left_of_an_abandoned_scheme() -> None:
+    with serve(wsync.engine_app(Small(), token=None)) as url:
+        scheme = wsync.HTTPWeightSyncScheme(url)
+        scheme.init_on_sender("policy", model=Small())
+        scheme.connect()
+        assert engine_threads()
+        del scheme
+        gc.collect()
+        assert not engine_threads()
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_scheme_may_be_collected_by_the_thread_that_sends() -> None:
+    sending, abandoned = threading.Event(), threading.Event()
+
+    class Collecting:
+        def __init__(self, client: Any, source: Any) -> None:
+            pass
+
+        def send_weights(self) -> None:
+            sending.set()
+            assert abandoned.wait(30.0)
+            gc.collect()
+
+    with serve(wsync.engine_app(Small(), token=None)) as url:
+        scheme = wsync.HTTPWeightSyncScheme(url, transfer=Collecting)
+        scheme.init_on_sender("policy", num_workers=1)
+        scheme.connect()
+        scheme.send_async(Small())
+        assert sending.wait(30.0)
+        (thread,) = engine_threads()
+        gc.disable()  # from here on only that thread collects
+        cycle: list[Any] = [scheme]
+        cycle.append(cycle)
+        del scheme, cycle
+        abandoned.set()
+        thread.join(30.0)
+        gc.enable()
+        assert not engine_threads()
 
 
 def test_weights_that_do_not_fit_are_an_error_at_connect() -> None:
@@ -192,6 +239,26 @@ def test_models_cannot_be_switched_together() -> None:
         pytest.raises(wsync.WeightSyncError, match="one by one"),
     ):
         wsync.synchronize({scheme: fill(Small(), 2)})
+
+
+def test_a_refused_switch_leaves_the_update_in_flight_alone() -> None:
+    loading, go_on, loaded = threading.Event(), threading.Event(), list[float]()
+
+    def load(pairs: Any) -> None:
+        (weight,) = (tensor.clone() for _, tensor in pairs)
+        loaded.append(float(weight[0]))
+        if weight[0] == 2:
+            loading.set()
+            assert go_on.wait(30.0)
+
+    with serve(wsync.engine_app(load=load, token=None)) as url, trainer(url) as scheme:
+        scheme.send_async(fill(Small(), 2))
+        assert loading.wait(30.0)
+        with pytest.raises(wsync.WeightSyncError, match="one by one"):
+            wsync.synchronize({scheme: fill(Small(), 3)})
+        go_on.set()
+        report = scheme.wait_async()
+        assert report is not None and report.version == 2 and loaded == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(

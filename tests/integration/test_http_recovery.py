@@ -230,5 +230,5 @@ def test_a_port_that_is_in_use_is_an_error_of_the_test_server() -> None:
         serve(like_nothing, port=int(url.rsplit(":", 1)[1])).__enter__()
 
 
-async def like_nothing(*_: Any) -> None:
+async def like_nothing(scope: Any, receive: Any, send: Any) -> None:
     raise AssertionError("there is no request")

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import ssl
+import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 from wsync.deadlines import deadline_in
 from wsync.engine.channel import EngineSendChannel
 from wsync.engine.client import EngineClient, checked_url
 from wsync.engine.protocol import PAUSE_MODES, PauseMode, require_valid_token
-from wsync.engine.transfers import BodyTransfer, MakeTransfer, Transfer, VersionSource
+from wsync.engine.transfers import BodyTransfer, MakeTransfer
 from wsync.errors import NotConnected, SyncTimeout, WorkerDied, WorkerFailed
 from wsync.scheme import WeightSyncScheme
 from wsync.sender import Sender
 from wsync.sending.source import Source
 from wsync.transforms.chain import Transform
-from wsync.transforms.delta import Delta, delta_of
+from wsync.transforms.delta import delta_of
 from wsync.transport import SenderEnd
 from wsync.weights.packing import packed
 
@@ -105,17 +107,13 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         context = ssl.create_default_context(cafile=self.cafile) if self.cafile else None
         return [EngineClient(url, self.token, context) for url in self.urls]
 
-    def _make_transfer(self, client: EngineClient, source: VersionSource) -> Transfer:
-        if self.transfer is not None:
-            return self.transfer(client, source)
-        return BodyTransfer(client, source, self.chunk_bytes, delta=self._delta() is not None)
-
-    def _delta(self) -> Delta | None:
-        delta = delta_of(self.send_transform)
-        return delta if self.transfer is None else None
-
     def _open_channel(self) -> EngineSendChannel:
-        return EngineSendChannel(self._clients(), self._make_transfer, self.pause, lambda: self.timeout, self._delta())
+        """Return a channel without a reference to the scheme: the channel is closed when that is garbage-collected."""
+        delta, scheme = delta_of(self.send_transform), weakref.proxy(self)
+        transfer = partial(BodyTransfer, chunk_bytes=self.chunk_bytes, delta=delta is not None)
+        if self.transfer is not None:
+            transfer, delta = self.transfer, None
+        return EngineSendChannel(self._clients(), transfer, self.pause, lambda: scheme.timeout, delta)
 
     def _open_sender(self, model_id: str, source: Source, num_workers: int) -> Sender:
         return Sender(self._open_channel(), source, num_workers, self.timeout, record=self.metrics.record)

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
+from wsync.errors import LayoutMismatch
 from wsync.weights.layout import ALIGNMENT, Layout
+from wsync.weights.tensor_file import check_dtypes
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -94,6 +96,22 @@ def layout_in(data: bytes) -> Layout:
     if layout is None:
         raise ValueError("the settings have no layout")
     return layout
+
+
+def dump_tensor_layout(layout: Layout, done: str) -> str:
+    """Return the layout of weights that travel as tensors alone, in dumped settings.
+
+    Args:
+        layout: of the weights.
+        done: what cannot be done with extra state: ``"stored"``, …
+
+    Raises:
+        LayoutMismatch: there is extra state, which is pickled; or a dtype that safetensors files cannot have.
+    """
+    if layout.extra:
+        raise LayoutMismatch(f"extra state cannot be {done}: {', '.join(sorted(layout.extra))}")
+    check_dtypes(layout)
+    return SenderSettings(layout, checksum=True).dump().decode()
 
 
 def _plain(layout: Layout) -> list[Any]:

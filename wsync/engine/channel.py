@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from wsync.checksum import checksum_of
-from wsync.deadlines import deadline_in, remaining, wait_readable
+from wsync.deadlines import NOW, deadline_in, remaining, wait_readable
 from wsync.engine.client import EngineClient, EngineError
 from wsync.engine.differences import Differences
 from wsync.engine.protocol import PauseMode
@@ -22,7 +22,7 @@ from wsync.transforms.delta import Delta
 from wsync.types import Ack
 from wsync.weights.binding import require_no_extra
 from wsync.weights.layout import Layout
-from wsync.weights.packing import Buffer
+from wsync.weights.packing import Buffer, BufferPool
 
 _PROBE = 2.0  # seconds for the first request to an engine, before the next engine is asked
 
@@ -56,7 +56,7 @@ class EngineSendChannel:
         ]
         self._connected: set[int] = set()
         self._layout: Layout | None = None
-        self._buffers: list[Buffer] = []
+        self._pool = BufferPool(torch.device("cpu"))
         self._reserved: set[int] = set()  # slots
         self._latest: dict[int, Job] = {}  # by engine, for one that connects later
         self._changed = threading.Condition()  # guards the next two, which the engines' threads use as well
@@ -133,13 +133,8 @@ class EngineSendChannel:
         """See ``SendChannel``: a buffer that no engine's thread reads, and that is no engine's newest version."""
         assert self._layout is not None, "set_layout() comes first"
         jobs = [*self._latest.values(), *(job for engine in self._engines for job in engine.jobs)]
-        for buffer in self._buffers:
-            if buffer.slot not in self._reserved and all(buffer is not job.buffer for job in jobs):
-                break
-        else:
-            flat = torch.zeros(self._layout.nbytes, dtype=torch.uint8)
-            buffer = Buffer.over(self._layout, flat, len(self._buffers))
-            self._buffers.append(buffer)
+        busy = {job.buffer.slot for job in jobs if job.buffer is not None}
+        buffer = self._pool.buffer(self._layout, busy | self._reserved)
         self._reserved.add(buffer.slot)
         return buffer
 
@@ -186,14 +181,13 @@ class EngineSendChannel:
         """See ``SendChannel``: the threads read the answers."""
 
     def wait_acks(self, workers: Collection[int], version: int, deadline: float | None) -> list[Ack]:
-        """See ``SendChannel``. At the deadline, requests that are still unanswered are given up."""
+        """See ``SendChannel``. At the deadline, requests that are still unanswered are given up (not for ``NOW``)."""
         with self._changed:
             while not all(self._answered(worker, version) for worker in workers):
                 if not self._changed.wait(remaining(deadline)):
                     break
             answered = [self._acks[worker] for worker in workers if self._answered(worker, version)]
-        late = set(workers) - {ack.worker for ack in answered}
-        for worker in late:
+        for worker in set() if deadline == NOW else set(workers) - {ack.worker for ack in answered}:
             client = self._engines[worker].client
             cause = f"{client.url}: phase {client.phase}: no answer before the deadline"
             answered.append(Ack(worker, version, cause, late=True))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 import ssl
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from socket import SHUT_RDWR
+from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -212,6 +212,8 @@ class EngineClient:
         content = response.read(_ANSWER_BYTES)
         if remaining(self.deadline) == 0.0:  # ``abort`` may have ended the answer before it was complete
             raise TimeoutError
+        if response.status == 200 and response.length and len(content) < _ANSWER_BYTES:
+            raise IncompleteRead(content, response.length)  # ``read`` with a limit does not
         if response.will_close or response.read(1):
             self.close()
         return response.status, content
@@ -238,7 +240,8 @@ class EngineClient:
         sock = None if connection is None else connection.sock  # read once: the other thread may set it to None
         if sock is not None:
             with suppress(OSError):  # it has ended meanwhile
-                sock.shutdown(SHUT_RDWR)
+                # not SSLSocket's own, which first ends the encryption: the other thread may be between two pieces
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection; the next request opens another one."""

@@ -118,7 +118,7 @@ class EngineThread:
 
     def join(self) -> None:
         """Wait until the thread has ended, or for the time that it may take to resume a paused engine."""
-        if self._thread is not None:
+        if self._thread not in (None, threading.current_thread()):  # the latter may run the finalizer of a scheme
             self._thread.join(_RESUME_TIMEOUT)
 
     # --- the thread ---

@@ -9,13 +9,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from wsync.control.settings import SenderSettings
+from wsync.control.settings import dump_tensor_layout
 from wsync.engine import protocol
 from wsync.engine.client import EngineClient, EngineError
 from wsync.engine.differences import Base, Differences, range_of
-from wsync.errors import LayoutMismatch
 from wsync.weights.layout import Layout
-from wsync.weights.tensor_file import check_dtypes
 
 
 class Transfer(Protocol):
@@ -42,19 +40,19 @@ class VersionSource:
 
     Args:
         layout: of the weights.
-        device: to which the tensors are copied when they are read; None: they stay where they were packed (the CPU).
 
     Attributes:
         layout: as given.
+        device: to which the tensors are copied when they are read; None: they stay where they were packed (the CPU).
         views: the packed tensors of the version, in the layout's order. Valid during ``send_weights``.
         checksum: of the packed bytes.
         base: the version that the engine has, as far as the trainer can tell; None if it is not known.
         differences: to older versions; None: the full version is sent.
     """
 
-    def __init__(self, layout: Layout, device: torch.device | str | None = None) -> None:
+    def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.device = device
+        self.device: torch.device | str | None = None
         self.views: Sequence[Tensor] = ()
         self.checksum = 0
         self.base: Base | None = None
@@ -96,15 +94,13 @@ class BodyTransfer:
         self._client = client
         self._source = source
         self._session = secrets.token_hex(8)
-        check_dtypes(source.layout)
+        layout = dump_tensor_layout(source.layout, "sent over HTTP")
         self._groups = list(protocol.groups_of(source.layout, chunk_bytes))
-        if source.layout.extra:
-            raise LayoutMismatch(f"extra state cannot be sent over HTTP: {', '.join(sorted(source.layout.extra))}")
         client.init_weight_transfer_engine(
             {
                 "transfer": protocol.TRANSFER,
                 "session": self._session,
-                "layout": SenderSettings(source.layout, checksum=True).dump().decode(),
+                "layout": layout,
                 "chunk_bytes": chunk_bytes,
                 "delta": delta,
             }

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hmac
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,13 +150,10 @@ class EngineWeights:
             self._session = None
             try:
                 check_dtypes(layout)
-                target = process_gate().call(self._target, layout)
+                target = process_gate().call(partial(self._destination.target, layout, bind=False))
             except LayoutMismatch as error:
                 raise Refused(422, f"LayoutMismatch: {error}") from error
             self._session = _Session(name, layout, chunk_bytes, target)
-
-    def _target(self, layout: Layout) -> Target:
-        return self._destination.target(layout, bind=False)
 
     def start(self, fields: Mapping[str, Any]) -> None:
         """Phase 2: forget what has been received of another version.
@@ -212,7 +209,7 @@ class EngineWeights:
                 some = ", ".join(f"'{name}'" for name in sorted(session.missing)[:8])
                 raise Refused(409, f"{len(session.missing)} tensor(s) have not arrived: {some}; nothing was applied")
             expected, found = _text(fields, "checksum"), f"{checksum_of(session.flat, b''):016x}"
-            if not hmac.compare_digest(expected.encode(), found.encode()):
+            if expected != found:
                 raise Refused(409, f"the version is corrupt: checksum {found}, not {expected}; nothing was applied")
             version, session.version = session.version, None
             assert version is not None, "_begun() has checked it"
@@ -238,7 +235,7 @@ class EngineWeights:
 
     def _current(self, name: str) -> _Session:
         session = self._require_session()
-        if not hmac.compare_digest(session.name.encode(), name.encode()):
+        if session.name != name:
             raise Refused(409, "another trainer has initialised this engine since: each engine has one trainer")
         return session
 

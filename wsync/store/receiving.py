@@ -205,8 +205,9 @@ class StoreReceiveChannel:
             self._read()
         except WeightSyncError as error:
             self._warn(f"{error}; the model keeps version {self.newest_version}")
-            if self._watch is not None:
-                self._watch.read_again()
+            watch = self._watch  # read once: another thread may be in close()
+            if watch is not None:
+                watch.read_again()
             return None
         return Published()
 

@@ -7,15 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import Tensor
 
 from wsync.checksum import checksum_of
-from wsync.control.settings import SenderSettings
-from wsync.errors import LayoutMismatch
+from wsync.control.settings import dump_tensor_layout
 from wsync.store.versions import Difference, VersionStore
 from wsync.transforms.delta import Delta
 from wsync.types import Ack
 from wsync.weights.binding import require_no_extra
 from wsync.weights.layout import Layout
 from wsync.weights.packing import Buffer
-from wsync.weights.tensor_file import check_dtypes
 
 ONE_VERSION = "a store has one version for all readers"
 
@@ -30,11 +28,8 @@ def publish(
             safetensors files cannot have.
         WeightSyncError: they could not be stored.
     """
-    if layout.extra:
-        raise LayoutMismatch(f"extra state cannot be stored: {', '.join(sorted(layout.extra))}")
-    check_dtypes(layout)
+    settings = dump_tensor_layout(layout, "stored")
     tensors = {layout.names[index]: buffer.views[index].contiguous() for index in layout.leaders}
-    settings = SenderSettings(layout, checksum=True).dump().decode()
     store.publish(version, tensors, settings, checksum_of(buffer.flat, b""), difference)
 
 

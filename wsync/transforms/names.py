@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -47,18 +48,28 @@ class _ByName:
     """A transform that keeps a part of the weights, chosen by patterns of names."""
 
     selects = True
+    _keeps_matching: ClassVar[bool]
 
     def __init__(self, *patterns: str) -> None:
         self.patterns = patterns
         self._names: list[str] = []  # of the weights that were given last
-        self._matching: list[str] = []  # of these
+        self._matching = set[str]()  # of these
 
-    def matching(self, weights: Mapping[str, Tensor]) -> list[str]:
-        """Return the names that match; they are matched once for weights with the same names."""
+    def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights that are kept.
+
+        Raises:
+            LayoutMismatch: there are none.
+        """
         names = list(weights)
-        if names != self._names:
-            self._names, self._matching = names, [name for name in names if matches(name, self.patterns)]
-        return self._matching
+        if names != self._names:  # they are matched once for weights with the same names
+            self._names, self._matching = names, {name for name in names if matches(name, self.patterns)}
+        kept = {name: one for name, one in weights.items() if (name in self._matching) is self._keeps_matching}
+        if not kept:
+            if self._keeps_matching:
+                raise LayoutMismatch(f"no weight matches; there are {listing(weights)}")
+            raise LayoutMismatch("every weight matches, so none is left to send")
+        return kept
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.patterns))})"
@@ -73,16 +84,7 @@ class Select(_ByName):
         patterns: of names: see ``wsync.transforms``.
     """
 
-    def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights that match.
-
-        Raises:
-            LayoutMismatch: there are none.
-        """
-        kept = {name: weights[name] for name in self.matching(weights)}
-        if not kept:
-            raise LayoutMismatch(f"no weight matches; there are {listing(weights)}")
-        return kept
+    _keeps_matching = True
 
 
 class Exclude(_ByName):
@@ -94,14 +96,4 @@ class Exclude(_ByName):
         patterns: of names: see ``wsync.transforms``.
     """
 
-    def __call__(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights that do not match.
-
-        Raises:
-            LayoutMismatch: there are none.
-        """
-        dropped = {*self.matching(weights)}
-        kept = {name: tensor for name, tensor in weights.items() if name not in dropped}
-        if not kept:
-            raise LayoutMismatch("every weight matches, so none is left to send")
-        return kept
+    _keeps_matching = False
