@@ -166,7 +166,7 @@ def serve(connection: WorkerConnection) -> None:
     ``build`` is ``("ready", (layout, number of buffers, number of environments))``. After ``("error", traceback)`` or
     ``("unusable", traceback)`` the worker ends.
     """
-    connection.set_timeout(None)  # the trainer may be busy for long
+    connection.wait_without_limit()
     # An error is reported before the schemes are closed: the trainer would otherwise hear only that they were closed.
     with closing(connection), _reported_errors(connection), ExitStack() as opened, _reported_errors(connection):
         _serve(connection, opened)

@@ -45,6 +45,7 @@ class ConnectedWorker(WorkerHandle):
         self.connection: WorkerConnection | None = None
         self._liveness, self._name = liveness, name
         self._commands: list[tuple[str, Any]] = []  # to be sent once there is a connection
+        self.arriving: int | None = None  # the buffer of a batch of which a part has been received
         if process is not None:
             self.process_handle = ProcessHandle(process.pid)
 
@@ -157,9 +158,7 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
         connection.close()
 
     def _attach(self, worker: ConnectedWorker, connection: SocketConnection) -> None:
-        accepted = WorkerConnection(connection)
-        accepted.set_timeout(self.message_timeout)
-        worker.attach(accepted)
+        worker.attach(WorkerConnection(connection))
 
     def _receive(self, worker: ConnectedWorker, readable: bool) -> tuple[str, Any]:
         """Receive a message; messages that a worker has sent before it ended come before its end."""
@@ -167,16 +166,16 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
         try:
             if connection is None or not (readable or wait([connection.fileno()], SHUTDOWN_GRACE)):
                 return "died", worker.exit_reason()
-            kind, value, fds = connection.receive()
+            kind, value, fds = connection.receive() if worker.arriving is None else ("batch", worker.arriving, ())
             if kind == "ready":
                 layout, count, num_envs = value
                 worker.set_ready(layout, connection.open_buffers(layout, count, fds), num_envs)
             elif kind == "batch":
-                connection.receive_batch(worker.buffers[value])
+                complete = connection.receive_batch(worker.buffers[value])
+                worker.arriving = None if complete else value
+                kind = "batch" if complete else "part"
             elif kind in RAISED:
                 wait([worker.sentinel], SHUTDOWN_GRACE)  # the worker closes its environments after the message
-        except BlockingIOError:
-            return "stalled", "did not finish a batch that it had begun to send"
         except (EOFError, OSError):
             return "died", worker.exit_reason()
         return kind, value

@@ -63,11 +63,11 @@ class Event(NamedTuple, Generic[W]):
     Attributes:
         worker: the worker.
         kind: ``ready``, ``answer``, ``connected`` or ``batch``: the answer to a command; ``error``: the worker raised
-            and ends; ``unusable``: it raised ``UnusablePolicy``, and ends; ``stalled``: it began a message and did not
-            finish it; ``died``: it ended without a message; ``unplaced``: a replacement has found no place in time, and
-            another one would not either.
-        value: the buffer's index for ``batch``, the answer for ``answer``, a traceback for ``error`` and ``unusable``,
-            the reason for ``stalled``, ``died`` and ``unplaced``.
+            and ends; ``unusable``: it raised ``UnusablePolicy``, and ends; ``part``: of a batch, the rest of which is
+            still to come; ``died``: it ended without a message; ``unplaced``: a replacement has found no place in time,
+            and another one would not either.
+        value: the buffer's index for ``batch`` and ``part``, the answer for ``answer``, a traceback for ``error`` and
+            ``unusable``, the reason for ``died`` and ``unplaced``.
     """
 
     worker: W
@@ -86,12 +86,10 @@ class WorkerPool(ABC, Generic[W]):
 
     Attributes:
         workers: all workers that were not discarded.
-        message_timeout: seconds without progress after which a partial message counts as stalled; None: no limit.
     """
 
     def __init__(self) -> None:
         self.workers: list[W] = []
-        self.message_timeout: float | None = None
 
     @abstractmethod
     def send(self, workers: Collection[W], command: str, argument: Any = None) -> None:

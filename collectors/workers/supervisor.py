@@ -16,7 +16,7 @@ from collectors.workers.gather_lock import GatherLock
 from collectors.workers.pool import RAISED, Event, W, WorkerPool
 from collectors.workers.records import FailureCause, FailurePolicy, Failures, WorkerRecord, WorkerState
 
-_ENDED = (*RAISED, "stalled", "died", "unplaced")
+_ENDED = (*RAISED, "died", "unplaced")
 _REJOIN_TIMEOUT = 10.0  # seconds in which a restarted worker has to join a scheme, while the trainer waits
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,6 @@ class WorkerSupervisor(Generic[W]):
     ) -> None:
         self.pool, self.failure_policy, self.schemes, self.failures = pool, failure_policy, schemes, failures
         self.ended_by_failure = self.closing = False
-        self.pool.message_timeout = failure_policy.worker_timeout
         self._records: list[WorkerRecord[W]] = []
         self._events: deque[Event[W]] = deque()  # received, and not yet handled
         self._batches: deque[tuple[W, int]] = deque()
@@ -139,8 +138,10 @@ class WorkerSupervisor(Generic[W]):
 
     def _handle(self, record: WorkerRecord[W], event: Event[W]) -> None:
         worker, kind, value = event
-        record.pending -= 1
         record.waiting_since = time.monotonic()
+        if kind == "part":
+            return
+        record.pending -= 1
         if kind == "batch":
             record.backoff.delivered()
             index: int = value
