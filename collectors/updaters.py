@@ -144,11 +144,10 @@ class WeightUpdaterBase:
     def _deliver(self, outbox: Mapping[int, Any], *, wait: bool = True) -> None:
         collector = self._registered()
         workers = wsync.worker_list(outbox, collector.num_workers)
-        to_all = len(workers) == collector.num_workers  # as None: the update is kept for workers that restart
         first = next(iter(outbox.values()))
         alike = all(weights is first for weights in outbox.values())
         weights = first if alike else dict(zip(workers, outbox.values(), strict=True))
-        collector.send_weights(weights, None if to_all else workers, wait=wait)
+        collector.send_weights(weights, workers, wait=wait)
 
     def _registered(self) -> WeightUpdates:
         collector = self.collector

@@ -93,7 +93,8 @@ class WeightUpdates:
             policy: a module.
             weights: a TensorDict or a state dict.
             model_id: the model; by default ``"policy"``, or the model of the only scheme.
-            worker_ids: one, several, or (None) all workers, or those that ``{worker: weights}`` names. Of a model in
+            worker_ids: one, several, or (None) all workers, or those that ``{worker: weights}`` names. An update of
+                some workers waits for those of them that are being restarted (``on_worker_failure``). Of a model in
                 actors outside the workers (``RayModuleTransform``): the actors.
             weights_dict: ``{model_id: weights}`` of several models: all or nothing, on every worker.
 
@@ -155,7 +156,7 @@ class WeightUpdates:
         send = scheme.send if wait else scheme.send_async
         if scheme.sender_driven:
             return send(weights, worker_ids)
-        if weights is not None and wsync.per_worker(weights) is not None:
+        if worker_ids is not None or (weights is not None and wsync.per_worker(weights) is not None):
             worker_ids = arguments.addressed_workers([weights], worker_ids, self.num_workers)
         return self._deliver(send, weights, worker_ids)
 

@@ -231,6 +231,19 @@ def test_weights_of_its_own_reach_each_worker_that_is_left(index, several, event
         assert collector.failures.dropped == {1: 1}
 
 
+@pytest.mark.parametrize(("workers", "acting"), [(2, [{2}, {2}]), (3, [{2}, {2}, {1}])])
+def test_an_update_that_names_a_worker_that_is_being_restarted_reaches_its_replacement(workers, acting, events):
+    with collect("sync", events, workers=workers, frames_per_batch=24) as collector:
+        next(collector)
+        kill(collector, 1)
+        while not collector.failures:
+            next(collector)
+        collector.policy.module.become(2)
+        collector.update_policy_weights_(worker_ids=[0, 1])
+        batch = until_there(collector, workers, sync=True)
+        assert [told(one, "weight") for one in batch.unbind(0)] == acting
+
+
 @every_kind
 @pytest.mark.parametrize("what", ["die", "raise"])
 def test_a_worker_that_fails_within_a_batch_comes_back(kind, what, events, caplog):

@@ -137,12 +137,12 @@ class Told:
 
 
 @pytest.mark.parametrize(("updater", "sort"), [(MultiProcessedWeightUpdater, TensorDict), (Mirrored, dict)])
-def test_what_is_for_everyone_is_sent_to_all_so_that_a_successor_gets_it_too(updater, sort):
+def test_what_a_push_delivers_is_one_update(updater, sort):
     updater, told = updater(), Told()
     updater.register_collector(told)
     updater.push_weights(policy())
     updater.push_weights(policy(), worker_ids=[1])
-    assert told.sent == [(sort, None, True), (TensorDict, [1], True)]
+    assert told.sent == [(sort, [0, 1], True), (TensorDict, [1], True)]
 
 
 class Hooked(WeightUpdaterBase):
