@@ -217,7 +217,7 @@ class VanillaWeightUpdater(SchemeUpdater):
 
     Args:
         weight_getter: returns the weights of a push without any; None: those of the collector's policy.
-        policy_weights: a TensorDict that is updated in place with what was delivered.
+        policy_weights: a TensorDict that is updated in place with what a push has delivered.
     """
 
     backends = frozenset({"shared_mem", "multiprocess", "distributed", "rpc", "ray"})
@@ -242,7 +242,8 @@ class MultiProcessedWeightUpdater(SchemeUpdater):
 
     Args:
         get_server_weights: returns the weights of a push without any; None: those of the collector's policy.
-        policy_weights: ``{device or worker: weights}``, updated in place with what was delivered (to that worker).
+        policy_weights: ``{device or worker: weights}``, updated in place with what a push has delivered (to that
+            worker).
     """
 
     backends = frozenset({"shared_mem", "multiprocess"})

@@ -222,11 +222,12 @@ class WeightUpdates:
         )
 
     def cascade_weights(self, model_id: str) -> None:
-        """Deliver to the workers an update of this collector's own model, which a scheme above has installed.
+        """Deliver to all workers an update of this collector's own model, which a scheme above has installed.
 
-        A copy is sent: a thread that acts may install the next update meanwhile.
+        Not by way of a ``weight_updater``, which may leave workers out. A copy is sent: a thread that acts may install
+        the next update meanwhile.
         """
         with wsync.gate():
             weights = wsync.WeightStrategy().extract_weights(self.get_model(model_id))
             weights = weights.clone() if isinstance(weights, TensorDict) else weights
-        self.update_policy_weights_(weights, model_id=model_id)
+        self.send_weights(weights, model_id=model_id)

@@ -196,6 +196,17 @@ def test_weights_that_do_not_fit_are_nowhere_and_the_next_push_works():
         assert chosen(next(collector)) == 0.0 and (kept == weights(-1.0)).all()
 
 
+def test_a_resumed_run_and_a_relay_leave_no_worker_out():
+    with single(RayWeightUpdater(policy_weights=weights(1.0), max_interval=2), scheme="distributed") as collector:
+        collector.load_state_dict({"frames": 4, "policy_version": 5, "policy_state_dict": policy(-1.0).state_dict()})
+        batch = next(collector)
+        assert chosen(batch) == 0.0 and versions(batch) == [5]
+        collector.policy.load_state_dict(policy(1.0).state_dict())
+        collector.cascade_weights("policy")
+        batch = next(collector)
+        assert chosen(batch) == 1.0 and versions(batch) == [6]
+
+
 def test_several_workers_and_the_weights_kept_for_each():
     trained, device = policy(1.0), torch.device("cpu")
     kept = {device: weights(1.0), np.int64(1): weights(1.0)}
