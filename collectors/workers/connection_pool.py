@@ -57,11 +57,6 @@ class ConnectedWorker(WorkerHandle):
         assert self._liveness is not None
         return self._liveness.fileno()
 
-    @property
-    def process_or_sentinel(self) -> BaseProcess | int:
-        """See WorkerHandle."""
-        return self.process or self.sentinel
-
     def attach(self, connection: WorkerConnection) -> None:
         """Use ``connection`` from now on."""
         self.connection = connection

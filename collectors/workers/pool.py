@@ -25,8 +25,11 @@ class WorkerHandle(ABC):
         num_envs: number of its environments; 0 until it is ready.
         buffers: memory of its batches, one ``uint8`` tensor each.
         batches: views of ``buffers``. A batch is overwritten after the next ``collect`` command for its buffer.
-        process_handle: reaches its process, if this process has started it; empty otherwise.
+        process: of the worker, if this process has started it.
+        process_handle: reaches ``process``; empty without it.
     """
+
+    process: BaseProcess | None = None
 
     def __init__(self, worker_idx: int) -> None:
         self.worker_idx = worker_idx
@@ -40,12 +43,8 @@ class WorkerHandle(ABC):
     def sentinel(self) -> int:
         """A descriptor that is readable once the worker has ended."""
 
-    @property
-    def process_or_sentinel(self) -> BaseProcess | int:
-        """Its process, if this process has started it, or else ``sentinel``: as ``WeightSyncScheme.readmit`` takes it.
-
-        A descriptor may be equal to the id of another process, and is ambiguous then.
-        """
+    def fileno(self) -> int:
+        """Return ``sentinel``: where a scheme is given a process, an integer could be the id of another one."""
         return self.sentinel
 
     def set_ready(self, layout: BatchLayout, buffers: list[torch.Tensor], num_envs: int) -> None:

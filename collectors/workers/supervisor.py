@@ -230,7 +230,7 @@ class WorkerSupervisor(Generic[W]):
         index = record.index
         try:
             for scheme in self.schemes.values():
-                scheme.readmit(index, worker.process_or_sentinel, _REJOIN_TIMEOUT)
+                scheme.readmit(index, worker.process or worker, _REJOIN_TIMEOUT)
         except (wsync.WeightSyncError, OSError) as error:
             raised = self._traceback_of(worker)  # the worker's own error is the better cause
             cause = FailureCause(wsync.WorkerDied, f"worker {index} could not rejoin: {error}", str(error))

@@ -219,9 +219,9 @@ class RayWeightSyncScheme(WeightSyncScheme):
         if self._actors is None:
             super().readmit(worker_idx, process, timeout)
             return
-        self._role.as_sender("readmit")
+        sender = self._role.as_sender("readmit").sender
         with self._joining(self._actors, [worker_idx], rejoin=True) as sentinels:
-            super().readmit(worker_idx, sentinels[worker_idx], timeout)
+            sender.readmit(worker_idx, sentinels[worker_idx], timeout)
 
     @contextmanager
     def _joining(self, actors: Actors, workers: Sequence[int], *, rejoin: bool = False) -> Iterator[Mapping[int, int]]:
