@@ -262,10 +262,15 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
 
 def _join(instance: Any, scheme: RayWeightSyncScheme, model_id: str, worker_idx: int, rejoin: bool) -> None:
-    """In an actor: connect to the sender; with ``rejoin``, leave the connection that the sender has closed first."""
+    """In an actor: connect to the sender.
+
+    First leaves senders that have died, whose memory it would keep; and with ``rejoin`` the same sender, which has
+    closed the connection.
+    """
     key = _key(scheme)
-    if rejoin:
-        _leave(instance, key, worker_idx)
+    for known, joined in [*_joined.items()]:
+        if (rejoin and known == (key, worker_idx)) or not joined._role.as_receiver("connect").receiver.connected:
+            _leave(instance, *known)
     scheme.init_on_receiver(model_id, context=instance, worker_idx=worker_idx)
     scheme.connect()
     _joined[key, worker_idx] = scheme
