@@ -93,18 +93,29 @@ class ConnectedWorker(WorkerHandle):
 
 
 class ConnectionPool(WorkerPool[ConnectedWorker]):
-    """Waits for connections, messages and the ends of all workers at once.
+    """Worker processes on this machine; waits for connections, messages and the ends of all of them at once.
 
     Args:
-        listener: accepts the connections of workers; owned by the pool.
+        count: number of workers to start.
+        listener: accepts the connections of workers; owned by the pool. By default a Unix socket, over which batches
+            are in shared memory.
 
     Attributes:
         listener: for the workers that are started next.
+
+    Raises:
+        OSError: a process could not be started.
     """
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, count: int, listener: Listener | None = None) -> None:
         super().__init__()
-        self.listener = listener
+        self.listener = listener or Listener()
+        try:
+            for i in range(count):
+                self.start_worker(i)
+        except BaseException:  # also Ctrl-C: the workers that have been started are ended
+            self.close()
+            raise
 
     def start_worker(self, worker_idx: int) -> ConnectedWorker:
         """See WorkerPool."""
@@ -114,10 +125,9 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
         self.workers.append(worker)
         return worker
 
-    def send(self, workers: Collection[ConnectedWorker], command: str, argument: Any = None) -> None:
+    def send(self, worker: ConnectedWorker, command: str, argument: Any = None) -> None:
         """See WorkerPool."""
-        for worker in workers:
-            worker.send(command, argument)
+        worker.send(command, argument)
 
     def poll(
         self, workers: Collection[ConnectedWorker], wakeup_fd: int, timeout: float | None
@@ -198,26 +208,6 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
             for worker in self.workers:
                 worker.release()
             self.workers = []
-
-
-class ProcessPool(ConnectionPool):
-    """Worker processes on this machine, with batches in shared memory.
-
-    Args:
-        count: number of workers.
-
-    Raises:
-        OSError: a process could not be started.
-    """
-
-    def __init__(self, count: int) -> None:
-        super().__init__(Listener())
-        try:
-            for i in range(count):
-                self.start_worker(i)
-        except BaseException:  # also Ctrl-C: the workers that have been started are ended
-            self.close()
-            raise
 
 
 def _main(address: Address, worker_idx: int, key: bytes) -> None:

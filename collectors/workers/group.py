@@ -113,7 +113,7 @@ class WorkerGroup(WorkerSupervisor[W]):
         with self._lock.gathering():
             for record in self._records:
                 if record.worker is not None and record.active:
-                    self.pool.send([record.worker], "seed", seed)
+                    self.pool.send(record.worker, "seed", seed)
                 seed += record.num_envs
             self._next_seed = seed
             return seed
@@ -125,7 +125,7 @@ class WorkerGroup(WorkerSupervisor[W]):
             for record in self._records:
                 record.frames = share
                 if record.worker is not None and record.active:
-                    self.pool.send([record.worker], "resume", share)
+                    self.pool.send(record.worker, "resume", share)
 
     # --- for threads that deliver weights ---
 

@@ -91,7 +91,7 @@ class WorkerPool(ABC, Generic[W]):
         self.workers: list[W] = []
 
     @abstractmethod
-    def send(self, workers: Collection[W], command: str, argument: Any = None) -> None:
+    def send(self, worker: W, command: str, argument: Any = None) -> None:
         """Send a command. A worker that has ended does not raise here; ``poll`` reports it."""
 
     @abstractmethod

@@ -65,7 +65,7 @@ class WorkerSupervisor(Generic[W]):
             if not record.pending:
                 record.waiting_since = time.monotonic()
             record.pending += 1
-            self.pool.send([worker], command, argument)
+            self.pool.send(worker, command, argument)
 
     def _step(self, wait_for_events: bool = True) -> None:
         """Wait for events, and for the next deadline or restart; handle them.
@@ -158,7 +158,7 @@ class WorkerSupervisor(Generic[W]):
             if self._started:
                 self.failures.restarted[record.index] += 1
                 _log.warning("worker %d has been replaced", record.index)
-                self.pool.send([worker], "resume", record.frames)  # its predecessor's random frames are not repeated
+                self.pool.send(worker, "resume", record.frames)  # its predecessor's random frames are not repeated
                 self._seed_restarted(worker)
         else:
             self._fail(record, FailureCause.of(record.index, kind, value), final=kind == "unplaced")
@@ -243,4 +243,4 @@ class WorkerSupervisor(Generic[W]):
         seed = secrets.randbits(31) if self._next_seed is None else self._next_seed
         if self._next_seed is not None:
             self._next_seed += worker.num_envs
-        self.pool.send([worker], "seed", seed)
+        self.pool.send(worker, "seed", seed)
