@@ -167,18 +167,18 @@ def check_weights_dict(weights_dict: Any) -> None:
 def addressed_workers(updates: Collection[Any], worker_ids: Any, workers: int) -> Any:
     """Return the ``worker_ids`` of updates that belong together: by default those that ``{worker: weights}`` names.
 
+    None for all workers, however they were named: the schemes keep such an update for workers that are restarted.
+
     Raises:
         ValueError: they are not for the same workers.
     """
     named = [set(own) for weights in updates if (own := wsync.per_worker(weights)) is not None]
-    if not named:
-        return worker_ids
     everyone = set(range(workers))
     if worker_ids is not None:
         wanted = set(wsync.worker_list(worker_ids, workers))
     else:
-        wanted = named[0] if len(named) == len(updates) else everyone
+        wanted = named[0] if named and len(named) == len(updates) else everyone
     odd = next((own for own in named if own != wanted), None)
     if odd is not None:
         raise ValueError(f"weights for worker(s) {sorted(odd)} in an update of worker(s) {sorted(wanted)}")
-    return None if worker_ids is None and wanted == everyone else sorted(wanted)
+    return None if wanted == everyone else sorted(wanted)

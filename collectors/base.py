@@ -223,9 +223,10 @@ class BaseCollector(WeightUpdates, ABC):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue where ``state_dict`` was taken: its frames count, and its random frames are not repeated.
 
-        The weights are loaded into the policy and sent to the workers. They get the saved version number, or the next
-        free one if that was used; later updates count on from there. A state without weights has the current policy
-        sent again if the saved number is larger than the newest sent. Only ``frames`` is required.
+        The weights are loaded into the policy and sent to all workers, not by way of a ``weight_updater``. They get the
+        saved version number, or the next free one if that was used; later updates count on from there. A state without
+        weights has the current policy sent again if the saved number is larger than the newest sent. Only ``frames`` is
+        required.
 
         Raises:
             KeyError, TypeError, ValueError: not a state, or there is no scheme to send its weights by; nothing changed.
@@ -249,7 +250,7 @@ class BaseCollector(WeightUpdates, ABC):
         if weights is not None and self.policy is not None:
             as_state_dict.apply_weights(self.policy, weights)
         if resend:
-            self.update_policy_weights_(weights if self.policy is None else None, model_id="policy")
+            self.send_weights(weights if self.policy is None else None, model_id="policy")
         self.frames = frames
         self._resume()
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Unpack
 from collectors.factories import EnvMaker
 from collectors.signatures import check_arguments
 from collectors.worker_collector import WorkerCollector, WorkerCollectorOptions
-from collectors.workers.connection_pool import ProcessPool
+from collectors.workers.connection_pool import ConnectionPool
 
 
 class MultiCollector(WorkerCollector):
@@ -48,7 +48,7 @@ class MultiCollector(WorkerCollector):
     ) -> None:
         if sync not in (None, self._sync):
             raise TypeError(f"{type(self).__name__} has sync={self._sync}; MultiCollector takes either")
-        super().__init__(create_env_fn, policy, sync=self._sync, start=ProcessPool, **options)
+        super().__init__(create_env_fn, policy, sync=self._sync, start=ConnectionPool, **options)
 
 
 class MultiSyncCollector(MultiCollector):

@@ -98,6 +98,7 @@ class Collector(BaseCollector):
             self._actor = Actor(
                 self.env,
                 acting,
+                policy_scheme(self._worker_schemes),
                 device=device,
                 init_random_frames=init_random_frames,
                 max_frames_per_traj=max_frames_per_traj,
@@ -110,9 +111,6 @@ class Collector(BaseCollector):
         except BaseException:  # also Ctrl-C: the environments are closed
             self.shutdown()
             raise
-        followed = policy_scheme(self._worker_schemes)
-        if followed is not None:
-            self._actor.follow(followed)
         self._steps = -(-frames_per_batch // self.env.num_envs)
 
     def _source(self, model_id: str) -> nn.Module | None:

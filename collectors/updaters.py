@@ -144,11 +144,10 @@ class WeightUpdaterBase:
     def _deliver(self, outbox: Mapping[int, Any], *, wait: bool = True) -> None:
         collector = self._registered()
         workers = wsync.worker_list(outbox, collector.num_workers)
-        to_all = len(workers) == collector.num_workers  # as None: the update is kept for workers that restart
         first = next(iter(outbox.values()))
         alike = all(weights is first for weights in outbox.values())
         weights = first if alike else dict(zip(workers, outbox.values(), strict=True))
-        collector.send_weights(weights, None if to_all else workers, wait=wait)
+        collector.send_weights(weights, workers, wait=wait)
 
     def _registered(self) -> WeightUpdates:
         collector = self.collector
@@ -218,7 +217,7 @@ class VanillaWeightUpdater(SchemeUpdater):
 
     Args:
         weight_getter: returns the weights of a push without any; None: those of the collector's policy.
-        policy_weights: a TensorDict that is updated in place with what was delivered.
+        policy_weights: a TensorDict that is updated in place with what a push has delivered.
     """
 
     backends = frozenset({"shared_mem", "multiprocess", "distributed", "rpc", "ray"})
@@ -243,7 +242,8 @@ class MultiProcessedWeightUpdater(SchemeUpdater):
 
     Args:
         get_server_weights: returns the weights of a push without any; None: those of the collector's policy.
-        policy_weights: ``{device or worker: weights}``, updated in place with what was delivered (to that worker).
+        policy_weights: ``{device or worker: weights}``, updated in place with what a push has delivered (to that
+            worker).
     """
 
     backends = frozenset({"shared_mem", "multiprocess"})

@@ -93,7 +93,8 @@ class WeightUpdates:
             policy: a module.
             weights: a TensorDict or a state dict.
             model_id: the model; by default ``"policy"``, or the model of the only scheme.
-            worker_ids: one, several, or (None) all workers, or those that ``{worker: weights}`` names. Of a model in
+            worker_ids: one, several, or (None) all workers, or those that ``{worker: weights}`` names. An update of
+                some workers waits for those of them that are being restarted (``on_worker_failure``). Of a model in
                 actors outside the workers (``RayModuleTransform``): the actors.
             weights_dict: ``{model_id: weights}`` of several models: all or nothing, on every worker.
 
@@ -155,7 +156,7 @@ class WeightUpdates:
         send = scheme.send if wait else scheme.send_async
         if scheme.sender_driven:
             return send(weights, worker_ids)
-        if weights is not None and wsync.per_worker(weights) is not None:
+        if worker_ids is not None or (weights is not None and wsync.per_worker(weights) is not None):
             worker_ids = arguments.addressed_workers([weights], worker_ids, self.num_workers)
         return self._deliver(send, weights, worker_ids)
 
@@ -221,11 +222,12 @@ class WeightUpdates:
         )
 
     def cascade_weights(self, model_id: str) -> None:
-        """Deliver to the workers an update of this collector's own model, which a scheme above has installed.
+        """Deliver to all workers an update of this collector's own model, which a scheme above has installed.
 
-        A copy is sent: a thread that acts may install the next update meanwhile.
+        Not by way of a ``weight_updater``, which may leave workers out. A copy is sent: a thread that acts may install
+        the next update meanwhile.
         """
         with wsync.gate():
             weights = wsync.WeightStrategy().extract_weights(self.get_model(model_id))
             weights = weights.clone() if isinstance(weights, TensorDict) else weights
-        self.update_policy_weights_(weights, model_id=model_id)
+        self.send_weights(weights, model_id=model_id)

@@ -102,6 +102,7 @@ class RolloutWorker:
             self._actor = Actor(
                 env,
                 policy,
+                policy_scheme(self._schemes),
                 device=options.device,
                 init_random_frames=options.init_random_frames,
                 max_frames_per_traj=options.max_frames_per_traj,
@@ -135,7 +136,8 @@ class RolloutWorker:
                 self._actor.find(path)
             )
         if command == "connect":
-            self._connect(argument)
+            for model_id in argument:
+                self._schemes[model_id].connect(worker_idx=self._worker_idx)
             return "connected", None
         if command == "seed":
             self._actor.rollout.seed(argument)
@@ -146,13 +148,6 @@ class RolloutWorker:
         index: int = argument
         self._actor.rollout.collect(self._batches[index])
         return "batch", index
-
-    def _connect(self, model_ids: Sequence[str]) -> None:
-        for model_id in model_ids:
-            self._schemes[model_id].connect(worker_idx=self._worker_idx)
-        followed = policy_scheme(self._schemes)
-        if followed is not None:
-            self._actor.follow(followed)
 
     def close(self) -> None:
         """Shut the schemes down and close the environments."""
@@ -166,7 +161,7 @@ def serve(connection: WorkerConnection) -> None:
     ``build`` is ``("ready", (layout, number of buffers, number of environments))``. After ``("error", traceback)`` or
     ``("unusable", traceback)`` the worker ends.
     """
-    connection.set_timeout(None)  # the trainer may be busy for long
+    connection.wait_without_limit()
     # An error is reported before the schemes are closed: the trainer would otherwise hear only that they were closed.
     with closing(connection), _reported_errors(connection), ExitStack() as opened, _reported_errors(connection):
         _serve(connection, opened)

@@ -7,9 +7,10 @@ import traceback
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import numpy as np
@@ -114,10 +115,9 @@ class CallPool(WorkerPool[C]):
         self._replies: deque[tuple[C, Reply]] = deque()
         self._replied = WakeEvent()
 
-    def send(self, workers: Collection[C], command: str, argument: Any = None) -> None:
+    def send(self, worker: C, command: str, argument: Any = None) -> None:
         """See WorkerPool."""
-        for worker in workers:
-            worker.call(command, argument, lambda reply, worker=worker: self._put(worker, reply))
+        worker.call(command, argument, lambda reply: self._put(worker, reply))
 
     def _put(self, worker: C, reply: Reply) -> None:
         self._replies.append((worker, reply))
@@ -147,16 +147,10 @@ class CallPool(WorkerPool[C]):
 
     def _end_workers(self) -> None:
         """Have all workers close; wait until each has, has died, or has exceeded the grace period."""
-        ended: list[Reply] = []
-        replied = WakeEvent()
-
-        def on_reply(reply: Reply) -> None:
-            ended.append(reply)
-            replied.set()
-
+        ended: SimpleQueue[Reply] = SimpleQueue()
         for worker in self.workers:
-            worker.call("end", None, on_reply)
+            worker.call("end", None, ended.put)
         deadline = time.monotonic() + SHUTDOWN_GRACE
-        while len(ended) < len(self.workers) and wait([replied.fileno()], max(0.0, deadline - time.monotonic())):
-            replied.clear()
-        replied.close()
+        with suppress(Empty):
+            for _ in self.workers:
+                ended.get(timeout=max(0.0, deadline - time.monotonic()))

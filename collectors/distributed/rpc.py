@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -81,17 +80,33 @@ class RpcWorker(CalledWorker):
         worker_idx: its index.
         name: in the group.
         token: identifies the collector.
+        process: of the worker, if this process has started it; else a call that stays open detects its end.
+        channel: to ``process``.
     """
 
-    def __init__(self, worker_idx: int, name: str, token: str) -> None:
+    def __init__(
+        self,
+        worker_idx: int,
+        name: str,
+        token: str,
+        process: BaseProcess | None = None,
+        channel: Connection | None = None,
+    ) -> None:
         super().__init__(worker_idx)
-        self.name = name
+        self.name, self.process, self._channel = name, process, channel
         self._token = token
         self._number = 0
+        self._ended = WakeEvent()
+        if process is not None:
+            self.process_handle = ProcessHandle(process.pid)
+        else:
+            call = rpc.rpc_async(name, rpc_worker.lifetime, args=(token,), timeout=0)
+            call.add_done_callback(lambda _: self._ended.set())
 
-    @abstractmethod
-    def close(self) -> None:
-        """Release the resources of this end."""
+    @property
+    def sentinel(self) -> int:
+        """Readable when the worker or its process has ended."""
+        return self._ended.fileno() if self.process is None else self.process.sentinel
 
     def call(self, command: str, argument: Any, on_reply: Callable[[Reply], None]) -> None:
         """See CalledWorker."""
@@ -110,53 +125,18 @@ class RpcWorker(CalledWorker):
         except RuntimeError as error:
             on_reply(Reply("died", _first_line(error)))
 
-
-class LocalRpcWorker(RpcWorker):
-    """A worker in a process that this process has started."""
-
-    def __init__(self, worker_idx: int, token: str, process: BaseProcess, channel: Connection) -> None:
-        super().__init__(worker_idx, f"worker{worker_idx}", token)
-        self.process = process
-        self.channel = channel
-        self.process_handle = ProcessHandle(process.pid)
-
-    @property
-    def sentinel(self) -> int:
-        """Readable when the process has ended."""
-        return self.process.sentinel
-
     def exit_reason(self, error: str) -> str:
         """See CalledWorker."""
-        if wait([self.process.sentinel], SHUTDOWN_GRACE):
+        if self.process is not None and wait([self.process.sentinel], SHUTDOWN_GRACE):
             return exit_reason(self.process)
-        return f"(process {self.process.pid}) cannot be reached any more: {error}"
+        which = f"'{self.name}' of the RPC group" if self.process is None else f"process {self.process.pid}"
+        return f"({which}) cannot be reached any more: {error}"
 
     def close(self) -> None:
-        """See RpcWorker."""
-        self.channel.close()
+        """Release the resources of this end."""
+        if self._channel is not None:
+            self._channel.close()
         self.process_handle.close()
-
-
-class ExternalRpcWorker(RpcWorker):
-    """A worker in a process that a user has started; a call that stays open detects its end."""
-
-    def __init__(self, worker_idx: int, name: str, token: str) -> None:
-        super().__init__(worker_idx, name, token)
-        self._ended = WakeEvent()
-        call = rpc.rpc_async(name, rpc_worker.lifetime, args=(token,), timeout=0)
-        call.add_done_callback(lambda _: self._ended.set())
-
-    @property
-    def sentinel(self) -> int:
-        """Readable when the worker or its process has ended."""
-        return self._ended.fileno()
-
-    def exit_reason(self, error: str) -> str:
-        """See CalledWorker."""
-        return f"('{self.name}' of the RPC group) cannot be reached any more: {error}"
-
-    def close(self) -> None:
-        """See RpcWorker."""
         self._ended.close()
 
 
@@ -211,7 +191,7 @@ class RpcPool(CallPool[RpcWorker]):
             for i, call in calls.items():
                 try:
                     call.wait()
-                    self.workers.append(ExternalRpcWorker(i, names[i], self._token))
+                    self.workers.append(RpcWorker(i, names[i], self._token))
                 except RuntimeError as error:
                     failed[i] = error
         finally:
@@ -223,19 +203,19 @@ class RpcPool(CallPool[RpcWorker]):
     def _start_group(self, count: int, host: str, timeout: float) -> None:
         self._store, address = host_store(host)
         deadline = time.monotonic() + timeout
+        channels: list[Connection] = []
         for i in range(count):
             mine, theirs = pipe()
             process = start(rpc_worker.main, i, theirs, i, count + 1, address, self._token, timeout)
             theirs.close()
-            self.workers.append(LocalRpcWorker(i, self._token, process, mine))
-        own = [worker for worker in self.workers if isinstance(worker, LocalRpcWorker)]
-        for worker in own:
-            index = worker.worker_idx
-            if not worker.channel.poll(max(0.0, deadline - time.monotonic())):
-                raise SyncTimeout(f"worker {index} did not start within {timeout:g} s", {index: "never joined"})
-        dead = join_or_end(count + 1, address, [worker.sentinel for worker in own], timeout)
-        for worker in own:
-            if worker.sentinel == dead:
+            channels.append(mine)
+            self.workers.append(RpcWorker(i, f"worker{i}", self._token, process, mine))
+        for i, channel in enumerate(channels):
+            if not channel.poll(max(0.0, deadline - time.monotonic())):
+                raise SyncTimeout(f"worker {i} did not start within {timeout:g} s", {i: "never joined"})
+        dead = join_or_end(count + 1, address, [worker.sentinel for worker in self.workers], timeout)
+        for worker in self.workers:
+            if worker.process is not None and worker.sentinel == dead:
                 cause = f"{exit_reason(worker.process)}, before it had joined"
                 raise WorkerDied(f"worker {worker.worker_idx} {cause}", {worker.worker_idx: cause})
         self._joined = True
@@ -243,7 +223,7 @@ class RpcPool(CallPool[RpcWorker]):
     def discard(self, worker: RpcWorker) -> None:
         """See WorkerPool. A user's process continues; its worker ends when the call arrives."""
         self.workers.remove(worker)
-        if isinstance(worker, LocalRpcWorker):
+        if worker.process is not None:
             kill(worker.process)
         else:  # otherwise the open ``lifetime`` call would block a graceful rpc.shutdown() for ever
             worker.call("end", None, lambda _: None)
@@ -251,7 +231,7 @@ class RpcPool(CallPool[RpcWorker]):
 
     def close(self) -> None:
         """See WorkerPool."""
-        if self._joined or not isinstance(next(iter(self.workers), None), LocalRpcWorker):
+        if self._joined or all(worker.process is None for worker in self.workers):
             self._end_workers()
         if self._joined:
             leave_group()  # before the workers: torch logs errors in the member that is left alone
@@ -260,7 +240,7 @@ class RpcPool(CallPool[RpcWorker]):
             worker.close()
         workers, self.workers = self.workers, []  # after Ctrl-C, another call must not wait for killed processes again
         try:
-            join_or_kill([worker.process for worker in workers if isinstance(worker, LocalRpcWorker)])
+            join_or_kill([worker.process for worker in workers if worker.process is not None])
         finally:
             self._store = None
             self._replied.close()

@@ -112,15 +112,12 @@ class TcpPool(ConnectionPool):
             )
         if not host:
             raise NotConnected("host is empty: it has to be an address of this machine, by which workers reach it")
-        super().__init__(Listener(resolved(host), port, token))
+        super().__init__(count if launcher == "local" else 0, Listener(resolved(host), port, token))
         store: Any = None
         try:
             if by_torchrun:
                 store = torchrun.publish(self.listener.address, timeout)
-            elif launcher == "local":
-                for i in range(count):
-                    self.start_worker(i)
-            else:
+            elif launcher == "join":
                 address = self.listener.address
                 _log.info("waiting at %s:%s for %d workers to join", address.host, address.port, count)
             self._wait_for_workers(timeout)

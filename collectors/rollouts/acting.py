@@ -22,6 +22,7 @@ class Actor:
     Args:
         env: a ``GymEnv``.
         policy: a module or a function of a TensorDict; None acts at random.
+        scheme: synchronises the policy, and has ``policy_version``; None: there is none, and the version is 0.
         device: device of the policy, if it is a module, and of its input.
         init_random_frames: the first frames have random actions.
         max_frames_per_traj: episodes are truncated after this many steps.
@@ -31,6 +32,7 @@ class Actor:
         self,
         env: Any,
         policy: Any,
+        scheme: wsync.WeightSyncScheme | None,
         *,
         device: torch.device | str | None,
         init_random_frames: int,
@@ -38,28 +40,17 @@ class Actor:
     ) -> None:
         self.env = env
         self.policy = policy.to(device) if isinstance(policy, nn.Module) and device is not None else policy
-        self._source: wsync.WeightSyncScheme | None = None
+        follow: Any = {}
+        if scheme is not None:  # the gate makes weights and version match
+            follow = {"version": lambda: scheme.installed_version, "gate": wsync.gated}
         self.rollout = Rollout(
             env,
             self.policy,
             device=device,
-            version=self._version,
-            gate=self._gated,
             init_random_frames=init_random_frames,
             max_frames_per_traj=max_frames_per_traj,
+            **follow,
         )
-
-    def follow(self, scheme: wsync.WeightSyncScheme) -> None:
-        """Take ``policy_version`` from ``scheme``, which synchronises the policy."""
-        self._source = scheme
-
-    def _gated(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Run ``function`` inside the gate if a scheme is followed, so that weights and version match."""
-        inside = wsync.gated(function)
-        return lambda *arguments: (function if self._source is None else inside)(*arguments)
-
-    def _version(self) -> int:
-        return 0 if self._source is None else self._source.installed_version
 
     def get_model(self, model_id: str) -> nn.Module:
         """Return the model called ``model_id`` in this worker.
@@ -85,8 +76,12 @@ class Actor:
 
 
 def policy_scheme(schemes: Mapping[str, wsync.WeightSyncScheme]) -> wsync.WeightSyncScheme | None:
-    """Return the scheme with ``policy_version`` as its version: the policy's, or else the first that sends weights."""
-    carrying = {name: scheme for name, scheme in schemes.items() if scheme.sends_weights and not scheme.sender_driven}
+    """Return the scheme with ``policy_version`` as its version: the policy's, or else the first that sends weights.
+
+    Args:
+        schemes: without those of hosted models.
+    """
+    carrying = {name: scheme for name, scheme in schemes.items() if scheme.sends_weights}
     return carrying.get("policy") or next(iter(carrying.values()), None)
 
 

@@ -45,6 +45,7 @@ class ConnectedWorker(WorkerHandle):
         self.connection: WorkerConnection | None = None
         self._liveness, self._name = liveness, name
         self._commands: list[tuple[str, Any]] = []  # to be sent once there is a connection
+        self.arriving: int | None = None  # the buffer of a batch of which a part has been received
         if process is not None:
             self.process_handle = ProcessHandle(process.pid)
 
@@ -55,11 +56,6 @@ class ConnectedWorker(WorkerHandle):
             return self.process.sentinel
         assert self._liveness is not None
         return self._liveness.fileno()
-
-    @property
-    def process_or_sentinel(self) -> BaseProcess | int:
-        """See WorkerHandle."""
-        return self.process or self.sentinel
 
     def attach(self, connection: WorkerConnection) -> None:
         """Use ``connection`` from now on."""
@@ -97,18 +93,29 @@ class ConnectedWorker(WorkerHandle):
 
 
 class ConnectionPool(WorkerPool[ConnectedWorker]):
-    """Waits for connections, messages and the ends of all workers at once.
+    """Worker processes on this machine; waits for connections, messages and the ends of all of them at once.
 
     Args:
-        listener: accepts the connections of workers; owned by the pool.
+        count: number of workers to start.
+        listener: accepts the connections of workers; owned by the pool. By default a Unix socket, over which batches
+            are in shared memory.
 
     Attributes:
         listener: for the workers that are started next.
+
+    Raises:
+        OSError: a process could not be started.
     """
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, count: int, listener: Listener | None = None) -> None:
         super().__init__()
-        self.listener = listener
+        self.listener = listener or Listener()
+        try:
+            for i in range(count):
+                self.start_worker(i)
+        except BaseException:  # also Ctrl-C: the workers that have been started are ended
+            self.close()
+            raise
 
     def start_worker(self, worker_idx: int) -> ConnectedWorker:
         """See WorkerPool."""
@@ -118,10 +125,9 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
         self.workers.append(worker)
         return worker
 
-    def send(self, workers: Collection[ConnectedWorker], command: str, argument: Any = None) -> None:
+    def send(self, worker: ConnectedWorker, command: str, argument: Any = None) -> None:
         """See WorkerPool."""
-        for worker in workers:
-            worker.send(command, argument)
+        worker.send(command, argument)
 
     def poll(
         self, workers: Collection[ConnectedWorker], wakeup_fd: int, timeout: float | None
@@ -157,9 +163,7 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
         connection.close()
 
     def _attach(self, worker: ConnectedWorker, connection: SocketConnection) -> None:
-        accepted = WorkerConnection(connection)
-        accepted.set_timeout(self.message_timeout)
-        worker.attach(accepted)
+        worker.attach(WorkerConnection(connection))
 
     def _receive(self, worker: ConnectedWorker, readable: bool) -> tuple[str, Any]:
         """Receive a message; messages that a worker has sent before it ended come before its end."""
@@ -167,16 +171,16 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
         try:
             if connection is None or not (readable or wait([connection.fileno()], SHUTDOWN_GRACE)):
                 return "died", worker.exit_reason()
-            kind, value, fds = connection.receive()
+            kind, value, fds = connection.receive() if worker.arriving is None else ("batch", worker.arriving, ())
             if kind == "ready":
                 layout, count, num_envs = value
                 worker.set_ready(layout, connection.open_buffers(layout, count, fds), num_envs)
             elif kind == "batch":
-                connection.receive_batch(worker.buffers[value])
+                complete = connection.receive_batch(worker.buffers[value])
+                worker.arriving = None if complete else value
+                kind = "batch" if complete else "part"
             elif kind in RAISED:
                 wait([worker.sentinel], SHUTDOWN_GRACE)  # the worker closes its environments after the message
-        except BlockingIOError:
-            return "stalled", "did not finish a batch that it had begun to send"
         except (EOFError, OSError):
             return "died", worker.exit_reason()
         return kind, value
@@ -204,26 +208,6 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
             for worker in self.workers:
                 worker.release()
             self.workers = []
-
-
-class ProcessPool(ConnectionPool):
-    """Worker processes on this machine, with batches in shared memory.
-
-    Args:
-        count: number of workers.
-
-    Raises:
-        OSError: a process could not be started.
-    """
-
-    def __init__(self, count: int) -> None:
-        super().__init__(Listener())
-        try:
-            for i in range(count):
-                self.start_worker(i)
-        except BaseException:  # also Ctrl-C: the workers that have been started are ended
-            self.close()
-            raise
 
 
 def _main(address: Address, worker_idx: int, key: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import socket
 import struct
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 
 from collectors.batch_layout import BatchLayout
 from wsync.control import Kind, Message, SocketConnection
+
+_PAUSE = 50  # milliseconds without progress after which the trainer looks after its other workers
 
 
 class WorkerConnection:
@@ -28,18 +31,11 @@ class WorkerConnection:
     def __init__(self, connection: SocketConnection) -> None:
         self._connection = connection
         self._shares_memory = connection.passes_descriptors
+        self._unread = memoryview(b"")  # what is missing of the batch that is being received
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when ``receive`` has something to return."""
         return self._connection.fileno()
-
-    def set_timeout(self, seconds: float | None) -> None:
-        """Make reads and writes fail that make no progress for ``seconds``; None: no limit."""
-        whole = 0 if seconds is None else int(seconds)
-        micro = 0 if seconds is None else max(1, int((seconds - whole) * 1e6))
-        with socket.socket(fileno=socket.dup(self._connection.socket_fd)) as sock:
-            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", whole, micro))
 
     def send(self, name: str, value: Any = None, fds: tuple[int, ...] = ()) -> None:
         """Send a message, with copies of the descriptors ``fds`` (over a Unix socket).
@@ -66,6 +62,12 @@ class WorkerConnection:
         self._connection.close()
 
     # --- the worker's end ---
+
+    def wait_without_limit(self) -> None:
+        """Let no read and no write fail because it makes no progress: the trainer may be busy for long."""
+        with socket.socket(fileno=socket.dup(self._connection.socket_fd)) as sock:
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, 0))
 
     def send_ready(self, layout: BatchLayout, count: int, num_envs: int) -> list[torch.Tensor]:
         """Report that the worker is built; return its ``count`` buffers, ``uint8[layout.nbytes]``."""
@@ -108,21 +110,26 @@ class WorkerConnection:
         """Return the ``count`` buffers of a worker; its ``ready`` came with ``fds``."""
         return layout.map_memory(fds[0], count) if self._shares_memory else layout.allocate(count)
 
-    def receive_batch(self, buffer: torch.Tensor) -> None:
-        """Receive the bytes of a batch, right after its message.
+    def receive_batch(self, buffer: torch.Tensor) -> bool:
+        """Receive the bytes of a batch, right after its message; return whether it is complete.
+
+        If it is not, because the worker pauses, call this again with the same buffer before any other method.
 
         Raises:
             EOFError: the worker is gone.
-            BlockingIOError: no progress within the timeout.
         """
         if self._shares_memory:
-            return
-        left, descriptor = _bytes_of(buffer), self._connection.socket_fd
-        while left:
-            count = os.readv(descriptor, [left])
+            return True
+        descriptor = self._connection.socket_fd
+        self._unread = self._unread or _bytes_of(buffer)
+        readable = select.poll()
+        readable.register(descriptor, select.POLLIN)
+        while self._unread and readable.poll(_PAUSE):
+            count = os.readv(descriptor, [self._unread])
             if not count:
                 raise EOFError("the worker ended within a batch")
-            left = left[count:]
+            self._unread = self._unread[count:]
+        return not self._unread
 
 
 def _bytes_of(buffer: torch.Tensor) -> memoryview:

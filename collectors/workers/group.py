@@ -113,7 +113,7 @@ class WorkerGroup(WorkerSupervisor[W]):
         with self._lock.gathering():
             for record in self._records:
                 if record.worker is not None and record.active:
-                    self.pool.send([record.worker], "seed", seed)
+                    self.pool.send(record.worker, "seed", seed)
                 seed += record.num_envs
             self._next_seed = seed
             return seed
@@ -125,7 +125,7 @@ class WorkerGroup(WorkerSupervisor[W]):
             for record in self._records:
                 record.frames = share
                 if record.worker is not None and record.active:
-                    self.pool.send([record.worker], "resume", share)
+                    self.pool.send(record.worker, "resume", share)
 
     # --- for threads that deliver weights ---
 
@@ -154,7 +154,7 @@ class WorkerGroup(WorkerSupervisor[W]):
 
     def _deliver(self, send: Send[T], weights: Any, wanted: Collection[int], *, to_all: bool) -> tuple[bool, T | None]:
         """Return whether an update was made, for at least one worker; and what ``send`` has returned."""
-        reachable = self._reachable(wanted)
+        reachable = self._reachable(wanted, wait_for_all=not to_all)
         try:
             if to_all:
                 return True, send(weights, None)  # the scheme keeps it for workers that are being restarted
@@ -164,14 +164,17 @@ class WorkerGroup(WorkerSupervisor[W]):
                 raise
             return error.version is not None, None
 
-    def _reachable(self, wanted: Collection[int]) -> list[int]:
-        """Return those of ``wanted`` that get updates; wait for one if there is none."""
-        while not (reachable := [worker for worker in wanted if self._records[worker].gets_updates]):
-            if all(self._records[worker].state is WorkerState.DROPPED for worker in wanted):
+    def _reachable(self, wanted: Collection[int], *, wait_for_all: bool) -> list[int]:
+        """Return those of ``wanted`` that get updates; wait for one, or for all of them that were not dropped."""
+        while True:
+            left = [worker for worker in wanted if self._records[worker].state is not WorkerState.DROPPED]
+            if not left:
                 causes = dict.fromkeys(wanted, "was dropped")
                 raise wsync.WorkerDied(f"worker(s) {sorted(wanted)} were dropped: no worker is left to send to", causes)
+            reachable = [worker for worker in left if self._records[worker].gets_updates]
+            if reachable and (len(reachable) == len(left) or not wait_for_all):
+                return reachable
             self._step()
-        return reachable
 
     def _fail_unreached(self, addressed: Collection[int], error: wsync.WorkerDied | wsync.SyncTimeout) -> bool:
         """Fail the workers that an update did not reach; return whether there were any."""

@@ -25,8 +25,11 @@ class WorkerHandle(ABC):
         num_envs: number of its environments; 0 until it is ready.
         buffers: memory of its batches, one ``uint8`` tensor each.
         batches: views of ``buffers``. A batch is overwritten after the next ``collect`` command for its buffer.
-        process_handle: reaches its process, if this process has started it; empty otherwise.
+        process: of the worker, if this process has started it.
+        process_handle: reaches ``process``; empty without it.
     """
+
+    process: BaseProcess | None = None
 
     def __init__(self, worker_idx: int) -> None:
         self.worker_idx = worker_idx
@@ -40,12 +43,8 @@ class WorkerHandle(ABC):
     def sentinel(self) -> int:
         """A descriptor that is readable once the worker has ended."""
 
-    @property
-    def process_or_sentinel(self) -> BaseProcess | int:
-        """Its process, if this process has started it, or else ``sentinel``: as ``WeightSyncScheme.readmit`` takes it.
-
-        A descriptor may be equal to the id of another process, and is ambiguous then.
-        """
+    def fileno(self) -> int:
+        """Return ``sentinel``: where a scheme is given a process, an integer could be the id of another one."""
         return self.sentinel
 
     def set_ready(self, layout: BatchLayout, buffers: list[torch.Tensor], num_envs: int) -> None:
@@ -63,11 +62,11 @@ class Event(NamedTuple, Generic[W]):
     Attributes:
         worker: the worker.
         kind: ``ready``, ``answer``, ``connected`` or ``batch``: the answer to a command; ``error``: the worker raised
-            and ends; ``unusable``: it raised ``UnusablePolicy``, and ends; ``stalled``: it began a message and did not
-            finish it; ``died``: it ended without a message; ``unplaced``: a replacement has found no place in time, and
-            another one would not either.
-        value: the buffer's index for ``batch``, the answer for ``answer``, a traceback for ``error`` and ``unusable``,
-            the reason for ``stalled``, ``died`` and ``unplaced``.
+            and ends; ``unusable``: it raised ``UnusablePolicy``, and ends; ``part``: of a batch, the rest of which is
+            still to come; ``died``: it ended without a message; ``unplaced``: a replacement has found no place in time,
+            and another one would not either.
+        value: the buffer's index for ``batch`` and ``part``, the answer for ``answer``, a traceback for ``error`` and
+            ``unusable``, the reason for ``died`` and ``unplaced``.
     """
 
     worker: W
@@ -86,15 +85,13 @@ class WorkerPool(ABC, Generic[W]):
 
     Attributes:
         workers: all workers that were not discarded.
-        message_timeout: seconds without progress after which a partial message counts as stalled; None: no limit.
     """
 
     def __init__(self) -> None:
         self.workers: list[W] = []
-        self.message_timeout: float | None = None
 
     @abstractmethod
-    def send(self, workers: Collection[W], command: str, argument: Any = None) -> None:
+    def send(self, worker: W, command: str, argument: Any = None) -> None:
         """Send a command. A worker that has ended does not raise here; ``poll`` reports it."""
 
     @abstractmethod

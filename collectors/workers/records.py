@@ -114,7 +114,7 @@ class FailureCause:
 
     @classmethod
     def of(cls, worker_idx: int, kind: str, value: Any) -> FailureCause:
-        """Return the cause that an event ``error``, ``unusable``, ``stalled``, ``died`` or ``unplaced`` reports."""
+        """Return the cause that an event ``error``, ``unusable``, ``died`` or ``unplaced`` reports."""
         if kind in RAISED:
             return cls(
                 PolicyRefused if kind == "unusable" else WorkerFailed, f"worker {worker_idx} failed:\n{value}", value

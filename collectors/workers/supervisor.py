@@ -16,7 +16,7 @@ from collectors.workers.gather_lock import GatherLock
 from collectors.workers.pool import RAISED, Event, W, WorkerPool
 from collectors.workers.records import FailureCause, FailurePolicy, Failures, WorkerRecord, WorkerState
 
-_ENDED = (*RAISED, "stalled", "died", "unplaced")
+_ENDED = (*RAISED, "died", "unplaced")
 _REJOIN_TIMEOUT = 10.0  # seconds in which a restarted worker has to join a scheme, while the trainer waits
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,6 @@ class WorkerSupervisor(Generic[W]):
     ) -> None:
         self.pool, self.failure_policy, self.schemes, self.failures = pool, failure_policy, schemes, failures
         self.ended_by_failure = self.closing = False
-        self.pool.message_timeout = failure_policy.worker_timeout
         self._records: list[WorkerRecord[W]] = []
         self._events: deque[Event[W]] = deque()  # received, and not yet handled
         self._batches: deque[tuple[W, int]] = deque()
@@ -66,7 +65,7 @@ class WorkerSupervisor(Generic[W]):
             if not record.pending:
                 record.waiting_since = time.monotonic()
             record.pending += 1
-            self.pool.send([worker], command, argument)
+            self.pool.send(worker, command, argument)
 
     def _step(self, wait_for_events: bool = True) -> None:
         """Wait for events, and for the next deadline or restart; handle them.
@@ -139,8 +138,10 @@ class WorkerSupervisor(Generic[W]):
 
     def _handle(self, record: WorkerRecord[W], event: Event[W]) -> None:
         worker, kind, value = event
-        record.pending -= 1
         record.waiting_since = time.monotonic()
+        if kind == "part":
+            return
+        record.pending -= 1
         if kind == "batch":
             record.backoff.delivered()
             index: int = value
@@ -157,7 +158,7 @@ class WorkerSupervisor(Generic[W]):
             if self._started:
                 self.failures.restarted[record.index] += 1
                 _log.warning("worker %d has been replaced", record.index)
-                self.pool.send([worker], "resume", record.frames)  # its predecessor's random frames are not repeated
+                self.pool.send(worker, "resume", record.frames)  # its predecessor's random frames are not repeated
                 self._seed_restarted(worker)
         else:
             self._fail(record, FailureCause.of(record.index, kind, value), final=kind == "unplaced")
@@ -229,7 +230,7 @@ class WorkerSupervisor(Generic[W]):
         index = record.index
         try:
             for scheme in self.schemes.values():
-                scheme.readmit(index, worker.process_or_sentinel, _REJOIN_TIMEOUT)
+                scheme.readmit(index, worker.process or worker, _REJOIN_TIMEOUT)
         except (wsync.WeightSyncError, OSError) as error:
             raised = self._traceback_of(worker)  # the worker's own error is the better cause
             cause = FailureCause(wsync.WorkerDied, f"worker {index} could not rejoin: {error}", str(error))
@@ -242,4 +243,4 @@ class WorkerSupervisor(Generic[W]):
         seed = secrets.randbits(31) if self._next_seed is None else self._next_seed
         if self._next_seed is not None:
             self._next_seed += worker.num_envs
-        self.pool.send([worker], "seed", seed)
+        self.pool.send(worker, "seed", seed)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -193,6 +195,32 @@ def test_an_actor_that_has_another_model_by_now_joins_with_that_one(cluster: Clu
         scheme.send()
         assert ray.get(actor.act.remote()) == [5, 5]
     assert ray.get(actor.ordinary.remote()) == [True, True]
+    ray.kill(actor)
+
+
+def test_an_actor_keeps_nothing_of_a_sender_that_has_died(cluster: Cluster) -> None:
+    def connected() -> wsync.RayWeightSyncScheme:
+        scheme = wsync.RayWeightSyncScheme(timeout=60.0)
+        scheme.init_on_sender("nets['policy']", model=nn.Linear(3, 2), actors=made)
+        scheme.connect()
+        return scheme
+
+    def joined(worker: Any) -> list[int]:
+        return [scheme.worker_idx for scheme in sys.modules["wsync.backends.ray"]._joined.values()]
+
+    def wait_for_the_end(worker: Any) -> None:
+        (scheme,) = sys.modules["wsync.backends.ray"]._joined.values()
+        with pytest.raises(wsync.NotConnected):
+            while scheme.receive() is not None:
+                pass
+
+    (actor,) = made = actors(1)
+    connected()  # it is garbage at once, which closes its connections as its death does
+    gc.collect()
+    ray.get(actor.__ray_call__.remote(wait_for_the_end))
+    with connected():
+        assert ray.get(actor.__ray_call__.remote(joined)) == [0]
+    assert ray.get(actor.__ray_call__.remote(joined)) == []
     ray.kill(actor)
 
 

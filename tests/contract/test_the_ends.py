@@ -111,6 +111,14 @@ def forked(target: Callable[..., object], *arguments: Any) -> Iterator[BaseProce
         process.join()
 
 
+class Sentinel:
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+
 FORMS: dict[str, Callable[[BaseProcess], Any]] = {
     "process": lambda process: process,
     "sentinel": lambda process: process.sentinel,
@@ -183,6 +191,9 @@ def test_an_integer_that_is_a_descriptor_and_a_childs_id_is_refused() -> None:
             opened.callback(os.close, descriptor)
         with pytest.raises(ValueError, match=f"worker 0: {number} is an open descriptor and also the id of a child"):
             scheme.connect(processes=[number])
+        os.eventfd_write(event, 1)
+        with pytest.raises(wsync.WorkerDied, match=rf"worker 0 \(descriptor {number} has ended\)"):
+            scheme.connect(processes=[Sentinel(number)])
 
 
 def test_every_backend_tells_the_exit_code(backend: BuiltIn) -> None:

@@ -25,6 +25,7 @@ from torch import nn
 
 import wsync
 from collectors import GymEnv, MultiAsyncCollector, MultiSyncCollector
+from collectors.distributed import DistributedCollector
 from wsync.sending.transactions import Transaction
 from wsync.testing.shutdowns import shared_memory_files
 
@@ -230,6 +231,19 @@ def test_weights_of_its_own_reach_each_worker_that_is_left(index, several, event
         assert collector.failures.dropped == {1: 1}
 
 
+@pytest.mark.parametrize(("workers", "acting"), [(2, [{2}, {2}]), (3, [{2}, {2}, {1}])])
+def test_an_update_that_names_a_worker_that_is_being_restarted_reaches_its_replacement(workers, acting, events):
+    with collect("sync", events, workers=workers, frames_per_batch=24) as collector:
+        next(collector)
+        kill(collector, 1)
+        while not collector.failures:
+            next(collector)
+        collector.policy.module.become(2)
+        collector.update_policy_weights_(worker_ids=[0, 1])
+        batch = until_there(collector, workers, sync=True)
+        assert [told(one, "weight") for one in batch.unbind(0)] == acting
+
+
 @every_kind
 @pytest.mark.parametrize("what", ["die", "raise"])
 def test_a_worker_that_fails_within_a_batch_comes_back(kind, what, events, caplog):
@@ -383,6 +397,55 @@ def test_a_stopped_worker_is_an_error_in_the_end(events, monkeypatch):
         with pytest.raises(wsync.SyncTimeout, match="did not answer within 2 s"):
             next(collector)
         assert collector.closed
+
+
+class Wide(Still):
+    """A batch of 16 frames is 64 MiB, more than sockets hold."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1 << 19,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        return np.zeros(1 << 19, np.float32), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        return np.zeros(1 << 19, np.float32), 0.0, False, False, {}
+
+
+def stopped_within_a_batch(failure: str, events: Path, worker_timeout: float) -> Any:
+    """A collector over TCP with one worker, which is stopped when it has sent a part of its second batch."""
+    collector = DistributedCollector(
+        [lambda: GymEnv(Wide(events))],
+        policy(),
+        sync=False,
+        frames_per_batch=16,
+        on_worker_failure=failure,
+        worker_timeout=worker_timeout,
+    )
+    next(collector)
+    (worker,) = collector.remote_workers
+    assert wait([worker.connection], 20)
+    kill(collector, 0, signal.SIGSTOP)
+    return collector
+
+
+@pytest.mark.parametrize("failure", ["raise", "restart"])
+def test_a_worker_that_is_stopped_while_it_sends_a_batch_is_late(failure, events, monkeypatch):
+    monkeypatch.setattr("collectors.workers.processes.SHUTDOWN_GRACE", 0.5)
+    with stopped_within_a_batch(failure, events, worker_timeout=4.0) as collector:
+        if failure == "raise":
+            with pytest.raises(wsync.SyncTimeout, match="worker 0 did not answer within 4 s"):
+                next(collector)
+        else:
+            assert next(collector).numel() == 16
+            assert collector.failures.failed == collector.failures.restarted == {0: 1}
+
+
+def test_an_interrupt_does_not_wait_for_a_worker_that_is_stopped_while_it_sends_a_batch(events, monkeypatch):
+    monkeypatch.setattr("collectors.workers.processes.SHUTDOWN_GRACE", 0.5)
+    with stopped_within_a_batch("raise", events, worker_timeout=600.0) as collector:
+        collector.interrupt()
+        with pytest.raises(wsync.SyncTimeout, match="asked to stop"):
+            next(collector)
 
 
 def test_a_stopped_worker_does_not_hold_up_an_update_for_ever(events):

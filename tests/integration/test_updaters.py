@@ -137,12 +137,12 @@ class Told:
 
 
 @pytest.mark.parametrize(("updater", "sort"), [(MultiProcessedWeightUpdater, TensorDict), (Mirrored, dict)])
-def test_what_is_for_everyone_is_sent_to_all_so_that_a_successor_gets_it_too(updater, sort):
+def test_what_a_push_delivers_is_one_update(updater, sort):
     updater, told = updater(), Told()
     updater.register_collector(told)
     updater.push_weights(policy())
     updater.push_weights(policy(), worker_ids=[1])
-    assert told.sent == [(sort, None, True), (TensorDict, [1], True)]
+    assert told.sent == [(sort, [0, 1], True), (TensorDict, [1], True)]
 
 
 class Hooked(WeightUpdaterBase):
@@ -194,6 +194,17 @@ def test_weights_that_do_not_fit_are_nowhere_and_the_next_push_works():
         assert chosen(next(collector)) == 1.0 and (kept == weights(1.0)).all()
         collector.update_policy_weights_()
         assert chosen(next(collector)) == 0.0 and (kept == weights(-1.0)).all()
+
+
+def test_a_resumed_run_and_a_relay_leave_no_worker_out():
+    with single(RayWeightUpdater(policy_weights=weights(1.0), max_interval=2), scheme="distributed") as collector:
+        collector.load_state_dict({"frames": 4, "policy_version": 5, "policy_state_dict": policy(-1.0).state_dict()})
+        batch = next(collector)
+        assert chosen(batch) == 0.0 and versions(batch) == [5]
+        collector.policy.load_state_dict(policy(1.0).state_dict())
+        collector.cascade_weights("policy")
+        batch = next(collector)
+        assert chosen(batch) == 1.0 and versions(batch) == [6]
 
 
 def test_several_workers_and_the_weights_kept_for_each():

@@ -68,14 +68,15 @@ def test_a_peer_that_does_not_read_is_not_cut_off() -> None:
     with connected() as (sender, reader), connected() as (trainer, worker):
         sender.send(Message(Kind.DATA, payload=payload))
         theirs, ours = WorkerConnection(worker), WorkerConnection(trainer)
-        theirs.set_timeout(None)
+        theirs.wait_without_limit()
         sending = threading.Thread(target=theirs.send_batch, args=(0, batch))
         sending.start()
         assert not ended_within(LONGER_THAN_A_FAILED_MACHINE_IS_WAITED_FOR, sender, worker)
         message = reader.receive()
         assert message is not None and message.payload == payload
         assert ours.receive()[:2] == ("batch", 0)
-        ours.receive_batch(received)
+        while not ours.receive_batch(received):
+            pass
         sending.join()
     assert torch.equal(received, batch)
 

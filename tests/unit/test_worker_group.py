@@ -30,7 +30,7 @@ class ScriptedPool(WorkerPool[FakeWorker]):
         self.workers = [FakeWorker(0), FakeWorker(1)]
         self.script = list(script)
 
-    def send(self, workers: Collection[FakeWorker], command: str, argument: Any = None) -> None:
+    def send(self, worker: FakeWorker, command: str, argument: Any = None) -> None:
         pass
 
     def poll(self, workers: Collection[FakeWorker], wakeup_fd: int, timeout: float | None) -> list[Event[FakeWorker]]:

@@ -218,9 +218,9 @@ class RayWeightSyncScheme(WeightSyncScheme):
         if self._actors is None:
             super().readmit(worker_idx, process, timeout)
             return
-        self._role.as_sender("readmit")
+        sender = self._role.as_sender("readmit").sender
         with self._joining(self._actors, [worker_idx], rejoin=True) as sentinels:
-            super().readmit(worker_idx, sentinels[worker_idx], timeout)
+            sender.readmit(worker_idx, sentinels[worker_idx], timeout)
 
     @contextmanager
     def _joining(self, actors: Actors, workers: Sequence[int], *, rejoin: bool = False) -> Iterator[Mapping[int, int]]:
@@ -261,10 +261,15 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
 
 def _join(instance: Any, scheme: RayWeightSyncScheme, model_id: str, worker_idx: int, rejoin: bool) -> None:
-    """In an actor: connect to the sender; with ``rejoin``, leave the connection that the sender has closed first."""
+    """In an actor: connect to the sender.
+
+    First leaves senders that have died, whose memory it would keep; and with ``rejoin`` the same sender, which has
+    closed the connection.
+    """
     key = _key(scheme)
-    if rejoin:
-        _leave(instance, key, worker_idx)
+    for known, joined in [*_joined.items()]:
+        if (rejoin and known == (key, worker_idx)) or not joined._role.as_receiver("connect").receiver.connected:
+            _leave(instance, *known)
     scheme.init_on_receiver(model_id, context=instance, worker_idx=worker_idx)
     scheme.connect()
     _joined[key, worker_idx] = scheme

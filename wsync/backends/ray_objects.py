@@ -52,9 +52,11 @@ def mailbox_class() -> type:
             self._number = 0
             self._changed = asyncio.Condition()
 
-        async def put(self, worker: int, boxed: _Boxed) -> None:
-            """Take the place of what is in a worker's slot, under the next number."""
+        async def put(self, worker: int, boxed: _Boxed, replaces: int | None = None) -> None:
+            """Take the place of what is in a worker's slot, or only of ``replaces``, under the next number."""
             async with self._changed:
+                if replaces not in (None, self._slots.get(worker, (0, []))[0]):
+                    return
                 self._number += 1
                 self._slots[worker] = self._number, boxed
                 self._changed.notify_all()
@@ -215,7 +217,8 @@ class RayObjectTransport:
         """End a call that waits in the worker. Idempotent."""
         if self._mailbox is not None and not self._closed and ray.is_initialized():
             self._closed = True
-            self._mailbox.put.remote(self._worker, [])
+            # Not what has arrived since, which ends the wait as well: it may be for a worker in the place of this one.
+            self._mailbox.put.remote(self._worker, [], self._seen)
 
 
 def _views(layout: Layout, content: np.ndarray) -> tuple[Tensor, ...]:

@@ -10,15 +10,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from numbers import Integral
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from wsync.deadlines import NOW, wait_readable
 from wsync.errors import WorkerDied
 
-Process = BaseProcess | subprocess.Popen[Any] | int
-"""A process of ``multiprocessing`` or ``subprocess``, or an integer. An integer that is an open descriptor is taken as
-one that becomes readable when the process ends (``Process.sentinel``, a pidfd); any other as the id of a process on
-this machine."""
+
+@runtime_checkable
+class Sentinel(Protocol):
+    """An object with a descriptor that becomes readable when a process ends."""
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        ...
+
+
+Process = BaseProcess | subprocess.Popen[Any] | Sentinel | int
+"""A process of ``multiprocessing`` or ``subprocess``, a sentinel, or an integer. An integer that is an open descriptor
+is taken as a sentinel's (``Process.sentinel``, a pidfd); any other as the id of a process on this machine."""
 Processes = Sequence[Process] | Mapping[int, Process]
 """Those of all workers, in the order of their indices; or ``{worker_idx: process}`` of some."""
 
@@ -37,7 +46,7 @@ def watched(processes: Processes | None, num_workers: int) -> Iterator[dict[int,
         num_workers: how many workers there are.
 
     Raises:
-        TypeError: one is neither a process nor an integer.
+        TypeError: one is neither a process nor a sentinel nor an integer.
         ValueError: a list of another length; an unknown worker; a process that was not started; an integer that is both
             an open descriptor and the id of a child process, or neither a descriptor nor a possible id.
     """
@@ -77,7 +86,7 @@ def _by_worker(processes: Processes | None, num_workers: int) -> Mapping[int, Pr
 
 def _as_process(worker: int, process: Process) -> Process:
     """Return ``process``; for the sentinel or id of a child of ``multiprocessing``, that: it knows the exit code."""
-    if isinstance(process, BaseProcess | subprocess.Popen):
+    if isinstance(process, BaseProcess | subprocess.Popen | Sentinel):
         return process
     if not isinstance(process, Integral) or isinstance(process, bool):
         raise TypeError(
@@ -89,7 +98,7 @@ def _as_process(worker: int, process: Process) -> Process:
     if is_open and is_child:
         raise ValueError(
             f"worker {worker}: {number} is an open descriptor and also the id of a child process: pass the Process or "
-            "Popen object instead"
+            "Popen object, or one with a fileno() method, instead"
         )
     if is_child:  # not by active_children(), which reaps children that have ended: their exit code would be lost
         return number
@@ -124,6 +133,8 @@ def _sentinel(worker: int, process: Process, opened: ExitStack) -> int:
             raise ValueError(f"the process of worker {worker} has not been started: call its start() before connect()")
         # Not Process.sentinel: a pipe, which a child of the worker's own may keep open when the worker has ended.
         ended, pid = _exit_code(process) is not None, process.pid
+    elif isinstance(process, Sentinel):
+        return process.fileno()
     elif _is_open(process):
         return process
     else:
@@ -153,8 +164,9 @@ def _exit_code(process: BaseProcess | subprocess.Popen[Any]) -> int | None:
 
 def _describe_end(process: Process, sentinel: int) -> str:
     """Return how a process has ended, as far as it can be known here; or that it is still running."""
-    if isinstance(process, int):
-        name = f"descriptor {process}" if process == sentinel else f"process {process}"
+    if isinstance(process, int | Sentinel):
+        by_id = isinstance(process, int) and process != sentinel
+        name = f"process {process}" if by_id else f"descriptor {sentinel}"
         code = _exit_code_by_pidfd(sentinel)
     else:
         name, code = f"process {process.pid}", _exit_code(process)
