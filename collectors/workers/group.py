@@ -39,6 +39,9 @@ class WorkerGroup(WorkerSupervisor[W]):
         for record in self._records:
             self._build(record)
         self._step_until(WorkerState.READY)
+        if policy.on_failure != "restart":  # there are no successors, and each specification may have a large policy
+            for record in self._records:
+                record.spec = b""
 
     def ask(self, question: str, argument: Any = None) -> list[Any]:
         """Ask all workers; return their answers, by index: see ``RolloutWorker.execute``.

@@ -180,7 +180,7 @@ class WorkerRecord(Generic[W]):
 
     Attributes:
         options: of the current worker and its successors.
-        spec: the pickled ``WorkerSpec`` of the current worker and its successors.
+        spec: the pickled ``WorkerSpec`` of the current worker and its successors; empty once there can be none.
         backoff: of restarts.
         worker: the current worker, if there is one.
         state: see the module's docstring.
