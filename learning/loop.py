@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from collectors.errors import ConfigError
+from collectors.workers.records import Failures
 from learning import checkpoint
 from learning.actor_critic import ActorCritic, Diverged, zero_gaps
 from learning.delay import WeightDelay
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from collectors.staleness import Staleness
-    from collectors.workers.records import Failures
     from wsync import WeightSyncScheme
 
 
@@ -100,7 +100,7 @@ class Training:
     chaos: Mapping[str, int] = field(default_factory=dict)
     observations: ObservationNormalizer | None = None
     rewards: RewardNormalizer = field(default_factory=RewardNormalizer)
-    failures: Failures | None = None
+    failures: Failures = field(default_factory=Failures)
     earlier_failures: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -166,7 +166,7 @@ class Training:
             if (due := self.delay.exchange(self.learner.policy)) is not None:
                 collector.update_policy_weights_(due)
                 missed += not scheme.sends_weights
-            failed = sum(self._counted(collector.failures).as_dict()["failed"].values())
+            failed = self._counted(collector.failures).failed.total()
             row = progress.synchronised(learning, scheme.metrics, scheme.version, failed)
             for reporter in self.reporters:
                 reporter.update(row)
@@ -201,9 +201,7 @@ class Training:
             "progress": self.progress.state_dict(),
             "rewards": self.rewards.state_dict(),
             "delay": self.delay.state_dict(),
-            "worker_failures": self.earlier_failures
-            if self.failures is None
-            else self._counted(self.failures).as_dict(),
+            "worker_failures": self._counted(self.failures).as_dict(),
             "env": self.facts.get("env"),
         }
 

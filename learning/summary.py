@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from collectors.staleness import Staleness
+from collectors.workers.records import Failures
 from learning.progress import WINDOW, Progress
 from wsync import SyncMetrics
 from wsync.types import PHASES
-
-if TYPE_CHECKING:
-    from collectors.staleness import Staleness
-    from collectors.workers.records import Failures
-
 
 _NO_UPDATE: dict[str, Any] = {
     "latency_us": dict.fromkeys(("p50", "p95", "p99", "max")),
@@ -28,9 +25,9 @@ def summarise(
     progress: Progress,
     solved_at: float | None,
     metrics: SyncMetrics,
-    failures: Failures | None = None,
-    chaos: Mapping[str, int] | None = None,
-    limits: Staleness | None = None,
+    failures: Failures,
+    chaos: Mapping[str, int],
+    limits: Staleness,
 ) -> dict[str, Any]:
     """Return the content of ``summary.json``.
 
@@ -41,14 +38,14 @@ def summarise(
         progress: the counters.
         solved_at: mean return that counts as solved; None if the environment has none.
         metrics: cost of the updates.
-        failures: failures of workers; None if there are no workers.
+        failures: of workers.
         chaos: number of injected faults of each kind.
         limits: of the collector.
     """
     sync = {**_NO_UPDATE, **metrics.summary()}
     sentences = [verdict(status, progress, solved_at)]
     sentences += [f"{failures}."] if failures else []
-    if chaos and any(chaos.values()):
+    if any(chaos.values()):
         counts = ", ".join(f"{count} × {fault}" for fault, count in chaos.items())
         sentences.append(f"Made on purpose: {counts}.")
     return {
@@ -66,13 +63,13 @@ def summarise(
         "staleness": {
             "mean": progress.staleness_mean,
             "max": progress.staleness_max,
-            "max_staleness": limits and limits.max_staleness,
-            "run_ahead": limits and limits.run_ahead,
+            "max_staleness": limits.max_staleness,
+            "run_ahead": limits.run_ahead,
             "dropped_batches": progress.dropped_batches,
             "dropped_frames": progress.dropped_frames,
         },
         "worker_failures": failures.as_dict() if failures else {},
-        "chaos": dict(chaos or {}),
+        "chaos": dict(chaos),
     }
 
 
@@ -143,4 +140,4 @@ def objective_of(summary: Mapping[str, Any], name: str) -> float:
 
 def check_objective(name: str) -> None:
     """Check before a run that its summary will have the figure `name`; raises ValueError, see `objective_of`."""
-    objective_of(summarise("finished", Progress(), None, SyncMetrics("")), name)
+    objective_of(summarise("finished", Progress(), None, SyncMetrics(""), Failures(), {}, Staleness()), name)

@@ -17,6 +17,7 @@ from PIL import Image
 from rich.console import Console
 
 from collectors.staleness import Staleness
+from collectors.workers.records import Failures
 from learning.progress import Progress, Row, SyncRow
 from learning.reporting import Reporter
 from learning.reporting.console import ConsoleReporter, microseconds, size, staleness_rows, worker_pids
@@ -46,7 +47,11 @@ def summary(sync: bool = True, status: str = "solved") -> dict:
     if sync:
         metrics.record(SyncReport(1, 18432, 1e-4, {name: us / 1e6 for name, us in PHASES.items()}, {}))
     progress = Progress(frames=1024, episodes=3)
-    return summarise(status, progress, 475.0, metrics) | {"env": "CartPole-v1", "seed": 0, "num_workers": 2}
+    return summarise(status, progress, 475.0, metrics, Failures(), {}, Staleness()) | {
+        "env": "CartPole-v1",
+        "seed": 0,
+        "num_workers": 2,
+    }
 
 
 def told(reporter: Reporter, folder: Path, rows: list[Row], end: dict) -> None:
@@ -123,7 +128,7 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
 
 def test_the_table_has_the_limits_of_the_collector_and_what_was_dropped() -> None:
     progress = Progress(dropped_batches=3, dropped_frames=1536, staleness_max=4)
-    end = summarise("finished", progress, None, SyncMetrics("none"), limits=Staleness(max_staleness=5, run_ahead=1))
+    end = summarise("finished", progress, None, SyncMetrics("none"), Failures(), {}, Staleness(5, run_ahead=1))
     assert end["staleness"] == {
         "mean": 0.0, "max": 4, "max_staleness": 5, "run_ahead": 1, "dropped_batches": 3, "dropped_frames": 1536
     }  # fmt: skip

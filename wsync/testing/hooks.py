@@ -100,20 +100,27 @@ class BackendHooks:
             init: for ``init_on_sender``, instead of ``model``.
             options: for ``make_scheme``.
         """
-        model = fill(make(), 1)
-        with self.workers(count) as workers, self.make_scheme(**{"timeout": TIMEOUT, **options}) as scheme:
-            given: Mapping[str, Any] = {"model": model} if init is None else init
-            scheme.init_on_sender(model_id, num_workers=count, **given)
-            session = Session(scheme, workers, model, make, model_id)
-            connect_all(session, first_weights_at_connect=self.first_weights_at_connect)
+        with self.workers(count) as workers, self._session(workers, make, model_id, init, options) as session:
             yield session
 
-    @contextmanager
-    def second_model(self, first: Session, make: Callable[[], nn.Module], model_id: str) -> Iterator[Session]:
+    def second_model(
+        self, first: Session, make: Callable[[], nn.Module], model_id: str
+    ) -> AbstractContextManager[Session]:
         """Another model, with a scheme of its own, of the workers of ``first``."""
+        return self._session(first.workers, make, model_id, None, {})
+
+    @contextmanager
+    def _session(
+        self,
+        workers: WorkerGroup,
+        make: Callable[[], nn.Module],
+        model_id: str,
+        init: Mapping[str, Any] | None,
+        options: Mapping[str, Any],
+    ) -> Iterator[Session]:
         model = fill(make(), 1)
-        with self.make_scheme(timeout=TIMEOUT) as scheme:
-            scheme.init_on_sender(model_id, model=model, num_workers=len(first.workers))
-            session = Session(scheme, first.workers, model, make, model_id)
+        with self.make_scheme(**{"timeout": TIMEOUT, **options}) as scheme:
+            scheme.init_on_sender(model_id, num_workers=len(workers), **({"model": model} if init is None else init))
+            session = Session(scheme, workers, model, make, model_id)
             connect_all(session, first_weights_at_connect=self.first_weights_at_connect)
             yield session

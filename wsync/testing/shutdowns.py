@@ -18,8 +18,8 @@ from wsync.testing.session import Session, connect_all
 from wsync.testing.workers import WorkerError
 
 ROUNDS = 3
-GROWTH = 8.0
-"""MiB by which the resident memory may grow in ``ROUNDS`` rounds: an allocator keeps some."""
+GROWTH = 8 << 20
+"""Bytes by which the resident memory may grow in ``ROUNDS`` rounds: an allocator keeps some."""
 
 
 def resources() -> dict[str, Any]:
@@ -39,8 +39,9 @@ def shared_memory_files() -> set[str]:
     return {name for name in names if "wsync" in name or name.startswith(f"torch_{os.getpid()}_")}
 
 
-def _resident() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+def resident_bytes() -> int:
+    """Return the resident memory of this process, shared memory included."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _resources(state: WorkerState) -> dict[str, Any]:
@@ -93,12 +94,12 @@ class Shutdowns(BackendHooks):
 
     def test_nothing_is_left_after_shutdown(self) -> None:
         inside = self._round()  # what libraries make once, they keep
-        before, files, size = self.trainer_resources(), shared_memory_files(), _resident()
+        before, files, size = self.trainer_resources(), shared_memory_files(), resident_bytes()
         latest = [self._round() for _ in range(ROUNDS)][-1]
         assert self.trainer_resources() == before
         assert shared_memory_files() <= files
         assert sorted(map(str, latest)) == sorted(map(str, inside))
-        assert _resident() - size < GROWTH
+        assert resident_bytes() - size < GROWTH
 
     def test_a_scheme_that_is_dropped_without_shutdown_leaves_nothing(self) -> None:
         def attempt() -> None:
