@@ -91,11 +91,9 @@ class BaseCollector(WeightUpdates, ABC):
         self.storing_device = storing_device
         torch.empty(0, device=storing_device)  # raises now if there is no such device
         self.weight_sync_schemes = dict(weight_sync_schemes or {})
-        hosted = {model_id: scheme for model_id, scheme in self.weight_sync_schemes.items() if scheme.sender_driven}
-        self._hosted_schemes = hosted  # of models that no worker has
-        self._worker_schemes = {key: one for key, one in self.weight_sync_schemes.items() if key not in hosted}
+        self._worker_schemes = {key: one for key, one in self.weight_sync_schemes.items() if not one.sender_driven}
         self.track_policy_version = track_policy_version
-        self.frames = self._batches = self._number_at_shutdown = 0
+        self.frames = self._batches = 0
         self._seconds = 0.0  # spent in waiting for batches
         self.closed, self._process = False, os.getpid()
         self.failures, self.staleness = Failures(), staleness
@@ -208,17 +206,12 @@ class BaseCollector(WeightUpdates, ABC):
         scheme for ``"policy"`` carries weights and this process has the policy, ``policy_state_dict``: its weights now,
         whether they have been sent or not.
         """
-        state: dict[str, Any] = {"frames": self.frames, "policy_version": self._newest_number}
+        state: dict[str, Any] = {"frames": self.frames, "policy_version": self._versions[1]}
         policy = self._policy_with_scheme()
         if policy is not None:
             with wsync.gate():  # of one version, if it is the one that acts
                 state["policy_state_dict"] = copy.deepcopy(policy.state_dict())
         return state
-
-    @property
-    def _newest_number(self) -> int:
-        scheme = policy_scheme(self._worker_schemes)
-        return self._number_at_shutdown if self.closed or scheme is None else scheme.version
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue where ``state_dict`` was taken: its frames count, and its random frames are not repeated.
@@ -276,8 +269,7 @@ class BaseCollector(WeightUpdates, ABC):
         In a forked child it ends nothing: they are its parent's.
         """
         if not self.closed:
-            self._number_at_shutdown = max(self._number_at_shutdown, self._newest_number)
-            self._version_at_shutdown = max(self._version_at_shutdown, self.policy_version)
+            self._last_versions = max(self._last_versions, self._versions)
             self.closed = True
             try:
                 if os.getpid() == self._process:

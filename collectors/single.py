@@ -107,7 +107,7 @@ class Collector(BaseCollector):
             for model_id, scheme in self._worker_schemes.items():
                 if not isinstance(scheme, wsync.NoWeightSyncScheme):
                     scheme.init_in_process(model_id, self._actor.get_model(model_id), self._source(model_id))
-            connect_hosted(self._hosted_schemes, lambda path: [self._actor.find(path)])
+            connect_hosted(self.weight_sync_schemes, lambda path: [self._actor.find(path)])
         except BaseException:  # also Ctrl-C: the environments are closed
             self.shutdown()
             raise

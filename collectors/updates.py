@@ -27,7 +27,7 @@ class WeightUpdates:
     weight_sync_schemes: dict[str, wsync.WeightSyncScheme]
     weight_updater: WeightUpdaterBase | None
     _worker_schemes: dict[str, wsync.WeightSyncScheme]  # without those of models that no worker has
-    _version_at_shutdown: int = 0
+    _last_versions: tuple[int, int] = (0, 0)  # ``_versions`` before the shutdown
     _process: int  # that has made the collector
 
     @property
@@ -36,8 +36,13 @@ class WeightUpdates:
 
         Without a scheme for ``"policy"``, it is the version of the first scheme that sends weights to the workers.
         """
+        return self._versions[0]
+
+    @property
+    def _versions(self) -> tuple[int, int]:
+        """The newest version that was sent, and the newest number that was used, also by an update that failed."""
         scheme = policy_scheme(self._worker_schemes)
-        return self._version_at_shutdown if self.closed or scheme is None else scheme.sent_version
+        return self._last_versions if self.closed or scheme is None else (scheme.sent_version, scheme.version)
 
     def _require_open(self) -> None:
         """Check that this process may use the workers.

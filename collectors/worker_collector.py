@@ -191,7 +191,7 @@ class WorkerCollector(BaseCollector):
             if self._scheme_is_tentative:
                 self._settle_tentative_scheme()
             self._gathering.check_shapes(self.remote_workers)
-            connect_hosted(self._hosted_schemes, self._find_in_workers)
+            connect_hosted(self.weight_sync_schemes, self._find_in_workers)
             self._group.connect()
         except BaseException:  # also Ctrl-C: the workers that have been started are ended
             self.shutdown()

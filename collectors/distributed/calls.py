@@ -123,12 +123,12 @@ class CallPool(WorkerPool[C]):
         self._replies.append((worker, reply))
         self._replied.set()
 
-    def poll(self, workers: Collection[C], wakeup_fd: int, timeout: float | None) -> list[Event[C]]:
+    def poll(self, workers: Collection[C], wakeup_fd: int, timeout: float | None) -> list[Event]:
         """See WorkerPool."""
         if self._replied.fileno() not in wait([self._replied.fileno(), wakeup_fd], timeout):
             return []
         self._replied.clear()
-        events: list[Event[C]] = []
+        events: list[Event] = []
         while self._replies:
             worker, reply = self._replies.popleft()
             if worker not in workers:

@@ -240,7 +240,7 @@ class RayPool(CallPool[RayWorker]):
             worker.place_within(self._timeout)
         return worker
 
-    def poll(self, workers: Collection[RayWorker], wakeup_fd: int, timeout: float | None) -> list[Event[RayWorker]]:
+    def poll(self, workers: Collection[RayWorker], wakeup_fd: int, timeout: float | None) -> list[Event]:
         """See WorkerPool."""
         waiting = [worker for worker in workers if not worker.placed and worker.place_until < math.inf]
         if waiting:

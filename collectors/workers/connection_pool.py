@@ -129,9 +129,7 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
         """See WorkerPool."""
         worker.send(command, argument)
 
-    def poll(
-        self, workers: Collection[ConnectedWorker], wakeup_fd: int, timeout: float | None
-    ) -> list[Event[ConnectedWorker]]:
+    def poll(self, workers: Collection[ConnectedWorker], wakeup_fd: int, timeout: float | None) -> list[Event]:
         """See WorkerPool."""
         poller = select.poll()  # one sixth of the time of multiprocessing.connection.wait
         poller.register(wakeup_fd, select.POLLIN)
@@ -142,7 +140,7 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
         ready = {descriptor for descriptor, _ in poller.poll(milliseconds)}
         if self.listener.fileno() in ready:
             self._accept()
-        events: list[Event[ConnectedWorker]] = []
+        events: list[Event] = []
         for worker in workers:
             readable = worker.connection is not None and worker.connection.fileno() in ready
             if readable or worker.sentinel in ready:
@@ -171,7 +169,8 @@ class ConnectionPool(WorkerPool[ConnectedWorker]):
         try:
             if connection is None or not (readable or wait([connection.fileno()], SHUTDOWN_GRACE)):
                 return "died", worker.exit_reason()
-            kind, value, fds = connection.receive() if worker.arriving is None else ("batch", worker.arriving, ())
+            arriving: Any = worker.arriving
+            kind, value, fds = connection.receive() if arriving is None else ("batch", arriving, ())
             if kind == "ready":
                 layout, count, num_envs = value
                 worker.set_ready(layout, connection.open_buffers(layout, count, fds), num_envs)

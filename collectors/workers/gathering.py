@@ -72,7 +72,7 @@ class SyncGathering:
                 f"cat_results={self._cat_results!r} cannot join workers' batches of shape {listed}: {error}"
             ) from error
 
-    def gather(self, group: WorkerGroup[Any], admits: Admits) -> TensorDictBase:
+    def gather(self, group: WorkerGroup, admits: Admits) -> TensorDictBase:
         """Return one batch, in memory that no worker writes to; what ``admits`` rejects is collected anew.
 
         Raises:
@@ -131,7 +131,7 @@ class AsyncGathering:
     def check_shapes(self, workers: Collection[WorkerHandle]) -> None:
         """Accept any shapes: batches are not joined."""
 
-    def gather(self, group: WorkerGroup[Any], admits: Admits) -> TensorDictBase:
+    def gather(self, group: WorkerGroup, admits: Admits) -> TensorDictBase:
         """See SyncGathering."""
         while True:
             active = group.wait_for_workers()

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import wsync
 from collectors.worker import WorkerOptions
-from collectors.workers.pool import W
+from collectors.workers.pool import WorkerHandle
 from collectors.workers.records import FailureCause, RestartBackoff, WorkerRecord, WorkerState
 from collectors.workers.supervisor import WorkerSupervisor
 
@@ -22,7 +22,7 @@ _CLOSE_GRACE = 2.0  # seconds in which a thread that gathers or updates has to n
 _ERROR_GRACE = 2.0  # seconds in which a worker that has left a scheme has to report its error
 
 
-class WorkerGroup(WorkerSupervisor[W]):
+class WorkerGroup(WorkerSupervisor):
     """All workers. One thread may gather while other threads deliver weights."""
 
     def build(self, specs: Sequence[bytes], options: Sequence[WorkerOptions]) -> None:
@@ -78,7 +78,7 @@ class WorkerGroup(WorkerSupervisor[W]):
 
     # --- for the thread that gathers ---
 
-    def wait_for_workers(self) -> list[W]:
+    def wait_for_workers(self) -> list[WorkerHandle]:
         """Return the active workers; wait for one if there is none.
 
         Raises:
@@ -91,12 +91,12 @@ class WorkerGroup(WorkerSupervisor[W]):
                 self._step()
             return active
 
-    def collect(self, worker: W, buffer: int) -> None:
+    def collect(self, worker: WorkerHandle, buffer: int) -> None:
         """Have ``worker`` fill a buffer; do nothing if it was replaced."""
         with self._lock.gathering():
             self._send(worker, "collect", buffer)
 
-    def next_batch(self) -> tuple[W, int] | None:
+    def next_batch(self) -> tuple[WorkerHandle, int] | None:
         """Return the next batch: its worker, which may have failed since, and the buffer. None: another event came.
 
         Raises:
@@ -189,7 +189,7 @@ class WorkerGroup(WorkerSupervisor[W]):
         for worker in unreached:
             record, detail = self._records[worker], error.workers[worker].strip()
             if record.gets_updates:
-                self._fail(record, FailureCause(type(error), f"worker {worker} lacks an update: {detail}", detail))
+                self._fail(record, FailureCause(type(error), worker, f"lacks an update: {detail}"))
         if error.refused:
             refused = {worker: error.workers[worker] for worker in error.refused}
             raise wsync.WorkerFailed(str(error), refused, error.version, refused) from error

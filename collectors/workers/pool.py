@@ -53,10 +53,7 @@ class WorkerHandle(ABC):
         self.batches = [layout.view(buffer) for buffer in buffers]
 
 
-W = TypeVar("W", bound=WorkerHandle)
-
-
-class Event(NamedTuple, Generic[W]):
+class Event(NamedTuple):
     """What a worker reports.
 
     Attributes:
@@ -69,9 +66,12 @@ class Event(NamedTuple, Generic[W]):
             ``unusable``, the reason for ``died`` and ``unplaced``.
     """
 
-    worker: W
+    worker: WorkerHandle
     kind: str
     value: Any = None
+
+
+W = TypeVar("W", bound=WorkerHandle)
 
 
 class WorkerPool(ABC, Generic[W]):
@@ -95,7 +95,7 @@ class WorkerPool(ABC, Generic[W]):
         """Send a command. A worker that has ended does not raise here; ``poll`` reports it."""
 
     @abstractmethod
-    def poll(self, workers: Collection[W], wakeup_fd: int, timeout: float | None) -> list[Event[W]]:
+    def poll(self, workers: Collection[W], wakeup_fd: int, timeout: float | None) -> list[Event]:
         """Return the events of ``workers``.
 
         Waits until there is one, until the descriptor ``wakeup_fd`` is readable, or for ``timeout`` seconds.

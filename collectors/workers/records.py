@@ -20,10 +20,10 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Generic, Literal, get_args
+from typing import Any, Literal, get_args
 
 from collectors.worker import WorkerOptions
-from collectors.workers.pool import RAISED, W
+from collectors.workers.pool import WorkerHandle
 from wsync import SyncTimeout, WorkerDied, WorkerFailed
 
 OnFailure = Literal["raise", "drop", "restart"]
@@ -104,26 +104,33 @@ class FailureCause:
 
     Attributes:
         kind: the class of the error.
-        message: its text, which names the worker.
-        detail: for the error's ``workers``; the traceback if the worker raised.
+        worker: its index.
+        detail: for the error's ``workers``: the traceback if the worker raised, or else the predicate of a sentence.
     """
 
     kind: type[WorkerDied] | type[WorkerFailed] | type[SyncTimeout]
-    message: str
+    worker: int
     detail: str
 
     @classmethod
     def of(cls, worker_idx: int, kind: str, value: Any) -> FailureCause:
         """Return the cause that an event ``error``, ``unusable``, ``died`` or ``unplaced`` reports."""
-        if kind in RAISED:
-            return cls(
-                PolicyRefused if kind == "unusable" else WorkerFailed, f"worker {worker_idx} failed:\n{value}", value
-            )
-        return cls(WorkerDied if kind == "died" else SyncTimeout, f"worker {worker_idx} {value}", value)
+        kinds = {"error": WorkerFailed, "unusable": PolicyRefused, "died": WorkerDied, "unplaced": SyncTimeout}
+        return cls(kinds[kind], worker_idx, value)
 
-    def error(self, worker_idx: int, preface: str = "") -> WorkerDied | WorkerFailed | SyncTimeout:
+    @property
+    def raised(self) -> bool:
+        """Whether the worker raised."""
+        return issubclass(self.kind, WorkerFailed)
+
+    @property
+    def message(self) -> str:
+        """The text of the error, which names the worker."""
+        return f"worker {self.worker} failed:\n{self.detail}" if self.raised else f"worker {self.worker} {self.detail}"
+
+    def error(self, preface: str = "") -> WorkerDied | WorkerFailed | SyncTimeout:
         """Return the error to raise."""
-        return self.kind(preface + self.message, {worker_idx: self.detail})
+        return self.kind(preface + self.message, {self.worker: self.detail})
 
     @property
     def summary(self) -> str:
@@ -175,7 +182,7 @@ class WorkerState(Enum):
 
 
 @dataclass(eq=False)
-class WorkerRecord(Generic[W]):
+class WorkerRecord:
     """The state of one worker index, over all workers that have had it.
 
     Attributes:
@@ -187,7 +194,6 @@ class WorkerRecord(Generic[W]):
         pending: number of answers that the worker owes.
         waiting_since: when the worker last answered, or began to owe an answer; ``time.monotonic``.
         restart_at: when a waiting worker is restarted; ``time.monotonic``.
-        gets_updates: whether an update for all workers goes to this one.
         num_envs: number of environments of one worker.
         frames: delivered in all, including those of an earlier run.
     """
@@ -195,12 +201,11 @@ class WorkerRecord(Generic[W]):
     options: WorkerOptions
     spec: bytes
     backoff: RestartBackoff
-    worker: W | None
+    worker: WorkerHandle | None
     state: WorkerState = WorkerState.BUILDING
     pending: int = 0
     waiting_since: float = 0.0
     restart_at: float = 0.0
-    gets_updates: bool = False
     num_envs: int = 0
     frames: int = 0
 
@@ -213,3 +218,8 @@ class WorkerRecord(Generic[W]):
     def active(self) -> bool:
         """Whether a worker with this index takes part in gathering."""
         return self.state is WorkerState.ACTIVE
+
+    @property
+    def gets_updates(self) -> bool:
+        """Whether an update for all workers goes to this one: it has joined the schemes."""
+        return self.state in (WorkerState.CONNECTING, WorkerState.ACTIVE)

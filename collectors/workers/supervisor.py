@@ -8,12 +8,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from multiprocessing.connection import wait
-from typing import Any, Generic
+from typing import Any
 
 import wsync
 from collectors.batch_layout import frames_of
 from collectors.workers.gather_lock import GatherLock
-from collectors.workers.pool import RAISED, Event, W, WorkerPool
+from collectors.workers.pool import RAISED, Event, WorkerHandle, WorkerPool
 from collectors.workers.records import FailureCause, FailurePolicy, Failures, WorkerRecord, WorkerState
 
 _ENDED = (*RAISED, "died", "unplaced")
@@ -21,7 +21,7 @@ _REJOIN_TIMEOUT = 10.0  # seconds in which a restarted worker has to join a sche
 _log = logging.getLogger(__name__)
 
 
-class WorkerSupervisor(Generic[W]):
+class WorkerSupervisor:
     """Executes what each event of a worker entails. All methods run under ``_lock``.
 
     Args:
@@ -37,16 +37,16 @@ class WorkerSupervisor(Generic[W]):
 
     def __init__(
         self,
-        pool: WorkerPool[W],
+        pool: WorkerPool[Any],
         failure_policy: FailurePolicy,
         schemes: Mapping[str, wsync.WeightSyncScheme],
         failures: Failures,
     ) -> None:
         self.pool, self.failure_policy, self.schemes, self.failures = pool, failure_policy, schemes, failures
         self.ended_by_failure = self.closing = False
-        self._records: list[WorkerRecord[W]] = []
-        self._events: deque[Event[W]] = deque()  # received, and not yet handled
-        self._batches: deque[tuple[W, int]] = deque()
+        self._records: list[WorkerRecord] = []
+        self._events: deque[Event] = deque()  # received, and not yet handled
+        self._batches: deque[tuple[WorkerHandle, int]] = deque()
         self._answers: dict[int, Any] = {}  # to the last question, by worker
         self._started = False
         self._next_seed: int | None = None
@@ -54,11 +54,11 @@ class WorkerSupervisor(Generic[W]):
         self._lock = GatherLock()
 
     @property
-    def active_workers(self) -> list[W]:
+    def active_workers(self) -> list[WorkerHandle]:
         """The workers that take part in gathering, by index."""
         return [record.worker for record in self._records if record.worker is not None and record.active]
 
-    def _send(self, worker: W, command: str, argument: Any) -> None:
+    def _send(self, worker: WorkerHandle, command: str, argument: Any) -> None:
         """Send a command that has an answer; do nothing if the worker was replaced."""
         record = self._records[worker.worker_idx]
         if record.worker is worker:
@@ -88,11 +88,11 @@ class WorkerSupervisor(Generic[W]):
             self._handle_events()
         for record in late:
             detail = f"did not answer within {self.failure_policy.worker_timeout:g} s"
-            self._fail(record, FailureCause(wsync.SyncTimeout, f"worker {record.index} {detail}", detail))
+            self._fail(record, FailureCause(wsync.SyncTimeout, record.index, detail))
         if self._stop_at is not None and time.monotonic() >= self._stop_at and not self._batches:
             raise wsync.SyncTimeout("asked to stop, and the batch under way is not complete")
 
-    def _poll(self, timeout: float | None) -> list[Event[W]]:
+    def _poll(self, timeout: float | None) -> list[Event]:
         """Receive events, to be handled later; none of a worker that has ended and is not handled yet."""
         ended = {event.worker for event in self._events if event.kind in _ENDED}
         workers = [one.worker for one in self._records if one.worker is not None and one.worker not in ended]
@@ -101,7 +101,7 @@ class WorkerSupervisor(Generic[W]):
         self._events.extend(events)
         return events
 
-    def _traceback_of(self, worker: W, patience: float = 0.0) -> str | None:
+    def _traceback_of(self, worker: WorkerHandle, patience: float = 0.0) -> str | None:
         """Return the traceback that ``worker`` has sent, if it has raised; its event is still to be handled.
 
         Args:
@@ -124,7 +124,7 @@ class WorkerSupervisor(Generic[W]):
         times += [] if self._stop_at is None else [self._stop_at]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
-    def _late(self) -> list[WorkerRecord[W]]:
+    def _late(self) -> list[WorkerRecord]:
         now, limit = time.monotonic(), self.failure_policy.worker_timeout
         waiting = [record for record in self._records if record.pending]
         return [] if limit is None else [record for record in waiting if now >= record.waiting_since + limit]
@@ -136,7 +136,7 @@ class WorkerSupervisor(Generic[W]):
             if record.worker is event.worker:  # events of a replaced worker are dropped
                 self._handle(record, event)
 
-    def _handle(self, record: WorkerRecord[W], event: Event[W]) -> None:
+    def _handle(self, record: WorkerRecord, event: Event) -> None:
         worker, kind, value = event
         record.waiting_since = time.monotonic()
         if kind == "part":
@@ -154,7 +154,7 @@ class WorkerSupervisor(Generic[W]):
             if self._started:
                 self._rejoin(record, worker)
         elif kind == "connected":
-            record.state, record.gets_updates = WorkerState.ACTIVE, True
+            record.state = WorkerState.ACTIVE
             if self._started:
                 self.failures.restarted[record.index] += 1
                 _log.warning("worker %d has been replaced", record.index)
@@ -163,26 +163,26 @@ class WorkerSupervisor(Generic[W]):
         else:
             self._fail(record, FailureCause.of(record.index, kind, value), final=kind == "unplaced")
 
-    def _build(self, record: WorkerRecord[W]) -> None:
+    def _build(self, record: WorkerRecord) -> None:
         assert record.worker is not None
         self._send(record.worker, "build", (record.spec, record.options))
 
-    def _connect(self, record: WorkerRecord[W]) -> None:
+    def _connect(self, record: WorkerRecord) -> None:
         assert record.worker is not None
         record.state = WorkerState.CONNECTING
         self._send(record.worker, "connect", list(self.schemes))
 
     # --- failures and restarts ---
 
-    def _fail(self, record: WorkerRecord[W], cause: FailureCause, *, final: bool = False) -> None:
+    def _fail(self, record: WorkerRecord, cause: FailureCause, *, final: bool = False) -> None:
         """Apply the failure policy to a worker: raise, drop it, or schedule its restart; raise if it is `final`."""
         index = record.index
         if final or not self._started or self.failure_policy.on_failure == "raise":
             self.failures.failed |= Counter([index])  # an update may have counted this failure already
             self.ended_by_failure = True
-            raise cause.error(index)
+            raise cause.error()
         self.failures.failed[index] += 1
-        worker, record.worker, record.pending, record.gets_updates = record.worker, None, 0, False
+        worker, record.worker, record.pending = record.worker, None, 0
         if worker is not None:
             self.pool.discard(worker)  # before the schemes: a stopped process could still be within an update
             for scheme in self.schemes.values():
@@ -192,39 +192,38 @@ class WorkerSupervisor(Generic[W]):
         else:
             done = self._schedule_restart(record, cause)
         _log.warning("%s: %s", cause.summary, done)
-        if issubclass(cause.kind, wsync.WorkerFailed):
+        if cause.raised:
             _log.warning("worker %d raised:\n%s", index, cause.detail)
 
-    def _drop(self, record: WorkerRecord[W], cause: FailureCause) -> str:
+    def _drop(self, record: WorkerRecord, cause: FailureCause) -> str:
         record.state = WorkerState.DROPPED
         self.failures.dropped[record.index] += 1
         left = [other.index for other in self._records if other.state is not WorkerState.DROPPED]
         if not left:
             self.ended_by_failure = True
-            raise cause.error(record.index, "no worker is left; the last one: ")
+            raise cause.error("no worker is left; the last one: ")
         return f"it is dropped, and {left} go on"
 
-    def _schedule_restart(self, record: WorkerRecord[W], cause: FailureCause) -> str:
+    def _schedule_restart(self, record: WorkerRecord, cause: FailureCause) -> str:
         pause = record.backoff.failed()
         if pause is None:
             self.ended_by_failure = True
             window = f"{self.failure_policy.restart_window:g} s"
             often = f"more than {self.failure_policy.max_restarts} times within {window} or since its last batch"
-            raise cause.error(record.index, f"worker {record.index} has failed {often}; the last time: ")
+            raise cause.error(f"worker {record.index} has failed {often}; the last time: ")
         record.state, record.restart_at = WorkerState.WAITING, time.monotonic() + pause
         return f"it is restarted in {pause:g} s"
 
-    def _restart(self, record: WorkerRecord[W]) -> None:
+    def _restart(self, record: WorkerRecord) -> None:
         try:
             record.worker = self.pool.start_worker(record.index)
         except OSError as error:
-            detail = f"could not be restarted: {error}"
-            self._fail(record, FailureCause(wsync.WorkerDied, f"worker {record.index} {detail}", detail))
+            self._fail(record, FailureCause(wsync.WorkerDied, record.index, f"could not be restarted: {error}"))
             return
         record.state = WorkerState.BUILDING
         self._build(record)
 
-    def _rejoin(self, record: WorkerRecord[W], worker: W) -> None:
+    def _rejoin(self, record: WorkerRecord, worker: WorkerHandle) -> None:
         """Let a restarted worker join every scheme; the trainer waits for it, some milliseconds."""
         self._connect(record)
         index = record.index
@@ -233,12 +232,10 @@ class WorkerSupervisor(Generic[W]):
                 scheme.readmit(index, worker.process or worker, _REJOIN_TIMEOUT)
         except (wsync.WeightSyncError, OSError) as error:
             raised = self._traceback_of(worker)  # the worker's own error is the better cause
-            cause = FailureCause(wsync.WorkerDied, f"worker {index} could not rejoin: {error}", str(error))
+            cause = FailureCause(wsync.WorkerDied, index, f"could not rejoin: {error}")
             self._fail(record, cause if raised is None else FailureCause.of(index, "error", raised))
-            return
-        record.gets_updates = True  # from here on every update goes to it
 
-    def _seed_restarted(self, worker: W) -> None:
+    def _seed_restarted(self, worker: WorkerHandle) -> None:
         """Seed a restarted worker with an unused seed, so that it does not repeat its predecessor's episodes."""
         seed = secrets.randbits(31) if self._next_seed is None else self._next_seed
         if self._next_seed is not None:

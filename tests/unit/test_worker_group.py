@@ -33,7 +33,7 @@ class ScriptedPool(WorkerPool[FakeWorker]):
     def send(self, worker: FakeWorker, command: str, argument: Any = None) -> None:
         pass
 
-    def poll(self, workers: Collection[FakeWorker], wakeup_fd: int, timeout: float | None) -> list[Event[FakeWorker]]:
+    def poll(self, workers: Collection[FakeWorker], wakeup_fd: int, timeout: float | None) -> list[Event]:
         return [Event(self.workers[i], kind) for i, kind in (self.script.pop(0) if self.script else [])]
 
     def discard(self, worker: FakeWorker) -> None:
