@@ -108,9 +108,9 @@ def test_a_connect_that_was_interrupted_leaves_nothing_behind(tmp_path: Path) ->
         worker.init_on_receiver("policy", load=load, worker_idx=0)
         with pytest.raises(KeyboardInterrupt):
             worker.connect()
-        assert not process_gate().hooks
+        assert not process_gate().gate_lock.hooks
         worker.connect()
-        assert worker.version == 1 and len(process_gate().hooks) == 1
+        assert worker.version == 1 and len(process_gate().gate_lock.hooks) == 1
 
 
 def test_receive_after_a_connect_that_failed_raises() -> None:

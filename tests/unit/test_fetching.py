@@ -157,12 +157,12 @@ def too_old() -> Iterator[None]:
 def test_the_shutdown_of_one_model_does_not_wait_for_the_fetch_of_another() -> None:
     with connected(Silent()) as (other, _), too_old():
         other.shutdown()
-        assert len(process_gate().hooks) == 1
+        assert len(process_gate().gate_lock.hooks) == 1
 
 
 def test_a_model_connects_without_waiting_for_the_fetch_of_another() -> None:
     with too_old(), connected(Silent()) as (other, _):
-        assert other.version == 0 and len(process_gate().hooks) == 2
+        assert other.version == 0 and len(process_gate().gate_lock.hooks) == 2
 
 
 def test_a_worker_that_connects_anew_forgets_the_version_that_its_former_sender_named() -> None:

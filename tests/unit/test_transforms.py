@@ -317,7 +317,7 @@ def test_a_shape_that_changes_on_the_way_is_an_error() -> None:
 
 def test_a_worker_finds_the_module_and_an_update_is_in_the_next_step() -> None:
     make = partial(GymEnv, Counter, 2, transforms=[ModuleTransform(Sum(), OBSERVATION, OBSERVATION)])
-    actor = Actor(make(), None, device=None, init_random_frames=0, max_frames_per_traj=None)
+    actor = Actor(make(), None, None, device=None, init_random_frames=0, max_frames_per_traj=None)
     assert isinstance(actor.get_model("env.transform[0].module"), Sum)
     ours = Sum()
     scheme = wsync.SharedMemWeightSyncScheme()
