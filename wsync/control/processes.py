@@ -38,8 +38,8 @@ _EXIT_CODE_TIMEOUT = 1.0  # seconds to wait for the exit code of a process that 
 def watched(processes: Processes | None, num_workers: int) -> Iterator[dict[int, int]]:
     """Yield ``{worker: descriptor}``: each descriptor is readable when the worker's process has ended.
 
-    A ``WorkerDied`` inside is raised with the exit codes added, where they are known here. That of a child that has
-    already ended is not known if it is given by its sentinel.
+    A ``WorkerDied`` inside is raised with the exit codes added, where they are known here. The exit code of a child
+    that had ended before this call is not known if the child was given by its sentinel.
 
     Args:
         processes: those to watch; None for none.
@@ -85,7 +85,7 @@ def _by_worker(processes: Processes | None, num_workers: int) -> Mapping[int, Pr
 
 
 def _as_process(worker: int, process: Process) -> Process:
-    """Return ``process``; for the sentinel or id of a child of ``multiprocessing``, that: it knows the exit code."""
+    """Return ``process``; if it is the sentinel or id of a ``multiprocessing`` child, the object, for its exit code."""
     if isinstance(process, BaseProcess | subprocess.Popen | Sentinel):
         return process
     if not isinstance(process, Integral) or isinstance(process, bool):
@@ -100,7 +100,7 @@ def _as_process(worker: int, process: Process) -> Process:
             f"worker {worker}: {number} is an open descriptor and also the id of a child process: pass the Process or "
             "Popen object, or one with a fileno() method, instead"
         )
-    if is_child:  # not by active_children(), which reaps children that have ended: their exit code would be lost
+    if is_child:  # before active_children() is called, which reaps children that have ended: exit codes would be lost
         return number
     for child in multiprocessing.active_children():
         if number == (child.sentinel if is_open else child.pid):
@@ -131,7 +131,7 @@ def _sentinel(worker: int, process: Process, opened: ExitStack) -> int:
     if isinstance(process, BaseProcess | subprocess.Popen):
         if process.pid is None:
             raise ValueError(f"the process of worker {worker} has not been started: call its start() before connect()")
-        # Not Process.sentinel: a pipe, which a child of the worker's own may keep open when the worker has ended.
+        # Not Process.sentinel: that is a pipe, which a child of the worker may keep open after the worker has ended.
         ended, pid = _exit_code(process) is not None, process.pid
     elif isinstance(process, Sentinel):
         return process.fileno()
@@ -183,7 +183,7 @@ def _describe_end(process: Process, sentinel: int) -> str:
 
 
 def _exit_code_by_pidfd(descriptor: int) -> int | None:
-    """Return a child's exit code, and leave it to be waited for; None if it is not known here."""
+    """Return a child's exit code without reaping the child; None if it is not known here."""
     try:
         status = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except OSError:  # not a child of this process, or it has been waited for, or this is no pidfd
