@@ -61,7 +61,7 @@ class InProcessChannel:
         if self._updater is None:
             self._updater = self._connect_updater()
 
-    def claim(self, worker: int) -> int | None:
+    def pop_early(self, worker: int) -> int | None:
         """See ``SendChannel``: this process is the only worker."""
         return None
 

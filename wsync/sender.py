@@ -158,7 +158,7 @@ class Sender:
         with self.exclusive():
             worker = single_worker(worker, self.num_workers)
             deadline = deadline_in(self.timeout if timeout is None else timeout)
-            if (given := self.channel.claim(worker)) is None:
+            if (given := self.channel.pop_early(worker)) is None:
                 self.disconnect(worker)
             try:
                 self.channel.wait_for_workers([worker], {} if sentinel is None else {worker: sentinel}, deadline)

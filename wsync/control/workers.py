@@ -39,7 +39,7 @@ class WorkerConnections:
         self._callbacks = callbacks
         self._connections: dict[int, Connection] = {}
         self._joined: set[int] = set()  # workers that are or were connected
-        self._unclaimed: dict[int, int] = {}  # see ``claim``
+        self._early: dict[int, int] = {}  # see ``pop_early``
         self._worker_of: dict[int, int] = {}  # descriptor -> worker
         self._callback_of: dict[int, Callable[[], None]] = {}  # descriptor -> callback, see watch()
         # Not epoll: a connection that a forked child keeps open would stay in its set after close().
@@ -112,13 +112,13 @@ class WorkerConnections:
             if dead and self._source.fileno() not in ready:  # accept first: it may have connected before it ended
                 raise WorkerDied(f"worker(s) {join_indices(dead)} died before they had connected", dead)
 
-    def claim(self, worker: int) -> int | None:
+    def pop_early(self, worker: int) -> int | None:
         """Return the version of a worker that connected while only others were awaited, and forget that it did.
 
         Returns:
             Its version; 0 if there was none, or ``wait_acks`` has returned its answer since. None: any other worker.
         """
-        return self._unclaimed.pop(worker, None)
+        return self._early.pop(worker, None)
 
     def _accept(self, awaited: Collection[int], deadline: float | None) -> int:
         """Register the worker of one new connection; return its index, or -1 if it was refused or has disconnected."""
@@ -154,7 +154,7 @@ class WorkerConnections:
                 return -1
             self._joined.add(worker)
             if worker not in awaited:
-                self._unclaimed[worker] = accepted.version
+                self._early[worker] = accepted.version
             _log.debug("worker %d %s as %s", worker, "rejoined" if rejoined else "joined", connection.peer)
             self._callbacks.on_accepted(worker, deadline)
         except BaseException:  # also KeyboardInterrupt: it is not set up
@@ -169,7 +169,7 @@ class WorkerConnections:
             return
         try:  # a signal handler may raise after any call
             del self._connections[worker]
-            self._unclaimed.pop(worker, None)
+            self._early.pop(worker, None)
             for fd in connection.descriptors:
                 self._forget(fd)
             connection.close()
@@ -214,8 +214,8 @@ class WorkerConnections:
             if len(acks) == len(workers) or not self.read(deadline):
                 for ack in acks:
                     (self._deaths if ack.died else self._answers).pop(ack.worker)
-                    if ack.worker in self._unclaimed:
-                        self._unclaimed[ack.worker] = 0
+                    if ack.worker in self._early:
+                        self._early[ack.worker] = 0
                 return acks
 
     def _answer_of(self, worker: int, version: int) -> Ack | None:

@@ -75,10 +75,10 @@ class SenderSideChannel:
                 self._loop.connections_changed()
                 self._loop.start_if_needed()
 
-    def claim(self, worker: int) -> int | None:
+    def pop_early(self, worker: int) -> int | None:
         """See ``SendChannel``."""
         with self._lock:
-            return self._connections.claim(worker)
+            return self._connections.pop_early(worker)
 
     def disconnect(self, worker: int) -> None:
         """See ``SendChannel``."""

@@ -48,11 +48,11 @@ class SendChannel(Protocol):
         """
         ...
 
-    def claim(self, worker: int) -> int | None:
-        """Return the version that a worker was given which connected while only others were awaited.
+    def pop_early(self, worker: int) -> int | None:
+        """Return the version that an early worker was given: one that connected while only others were awaited.
 
-        0 if it was given none, or has answered since; None if it is not such a worker, or was claimed before. Called by
-        ``readmit``, which does not disconnect such a worker.
+        0 if it was given none, or has answered since; None for any other worker. The worker is not early any more.
+        Called by ``readmit``, which does not disconnect an early worker.
         """
         ...
 
