@@ -83,7 +83,8 @@ def test_a_decided_transaction_reaches_all_workers_and_models(monkeypatch: pytes
         interrupt(monkeypatch, "send", lambda message: message.kind is Kind.UPDATE)
         with pytest.raises(KeyboardInterrupt):
             wsync.synchronize({sender: model_of(2) for sender in senders})
-        assert [worker.model.bias.item() for worker in workers] == [2] * 4
+        with wsync.gate():  # what is published is installed on the way in
+            assert [worker.model.bias.item() for worker in workers] == [2] * 4
         for sender in senders:
             sender.send(model_of(3))
         assert [worker.model.bias.item() for worker in workers] == [3] * 4
