@@ -31,7 +31,9 @@ It needs some five minutes on two cores, no GPU, and no root. One row, or one ce
 
 In a cell, the first time is from the fault (or from the call that meets it) to the error that names the worker; the
 second one is from there until the survivors, and the worker itself if it lives, act on a newer version.
-Times of one run, on a machine that did other things as well. Where the fault is a silent worker, the deadline of the
+A single time is the first one: nothing has to recover. `shared_mem-published` is `acknowledge="published"`, and
+`distributed-gloo` is `distributed` as between machines, without shared memory. Times of one run, on a
+machine that did other things as well. Where the fault is a silent worker, the deadline of the
 send was set to {deadline:g} s: the time to detect it is that deadline.
 """
 

@@ -93,7 +93,9 @@ def test_acknowledgement_dropped(cell: Cell, backend: BuiltIn) -> None:
 
 
 def test_acknowledgement_duplicated(cell: Cell, backend: BuiltIn) -> None:
-    """Each acknowledgement of a worker arrives twice. The second one of a version does not count for the next one."""
+    """Each acknowledgement of a worker arrives twice. The second one of a version does not count for the next one: the
+    worker is stopped then, and the next update is a timeout at the deadline.
+    """
     with relayed(backend) as (session, relay):
         relay.rule = acknowledgements_of(VICTIM, 2)
         with cell.recovers():
