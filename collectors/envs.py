@@ -11,7 +11,6 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from collectors.environments.specs import Spec, to_numpy
-from collectors.environments.step_wrappers import Steps
 from collectors.environments.stepper import RESULTS, Stepper
 from collectors.environments.transforms import Transform
 from collectors.environments.trees import ArrayTree, as_tensors
@@ -69,7 +68,7 @@ class GymEnv:
             raise ValueError(f"num_envs is at least 1, not {num_envs}")
         if vectorization_mode == "auto" and max_frames_per_traj is not None:
             vectorization_mode = "sync"
-        self.stepper: Steps = Stepper(make_driver(env, num_envs, vectorization_mode, make_kwargs), seed)
+        self.stepper = Stepper(make_driver(env, num_envs, vectorization_mode, make_kwargs), seed)
         self.num_envs = self.stepper.num_envs
         self.batch_size = torch.Size(() if self.num_envs == 1 else (self.num_envs,))
         self.max_frames_per_traj = max_frames_per_traj
@@ -118,7 +117,7 @@ class GymEnv:
                 f"a transform reads one observation tensor, and there are several ({names}): wrap the environment in "
                 "gymnasium.wrappers.FlattenObservation, or do without the transform"
             )
-        self.stepper = transform.around(self.stepper)
+        self.stepper = self.stepper.with_transform(transform)
         self.transform.append(transform)
         return self
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Sequence
+from types import EllipsisType
+from typing import Self
 
 import numpy as np
 
 from collectors.environments.actions import action_codec
 from collectors.environments.specs import ACTION_MASK, SpecTree, observation_codec, zeros
+from collectors.environments.stages import Encoder, RewardModel
+from collectors.environments.transforms import Transform
 from collectors.environments.trees import ArrayTree
 from collectors.environments.vector import Array, Driver
 
@@ -52,10 +57,10 @@ class Stepper:
         options = self.action_spec.options
         self._first_options = np.cumsum(options, dtype=np.int64) - options  # of each choice, in an action mask
         # The input of a SampledPolicy is a view of this memory.
-        self.observation = zeros(self.observation_spec, self.num_envs)
+        self.observation = self._raw = zeros(self.observation_spec, self.num_envs)
         self._started = zeros(self.observation_spec, self.num_envs)
         self.is_init = np.ones(self.num_envs, np.bool_)
-        self.reward = np.zeros(self.num_envs, np.float32)
+        self.reward = self._own_reward = np.zeros(self.num_envs, np.float32)
         self.terminated, self.truncated, self.done = (np.zeros(self.num_envs, np.bool_) for _ in range(3))
         self.episode_return = np.zeros(self.num_envs, np.float64)
         self.episode_length = np.zeros(self.num_envs, np.int64)
@@ -63,8 +68,29 @@ class Stepper:
         self.is_reset = False  # whether `step` may be called without a `reset`
         self._limit: int | None = None
         self._seed: int | None = None
+        self._stages: tuple[Encoder | RewardModel, ...] = ()
         if seed is not None:
             self.seed(seed)
+
+    def with_transform(self, transform: Transform) -> Self:
+        """Return a stepper of the same environments that applies ``transform`` after the existing transforms.
+
+        An encoder replaces ``observation`` (an array) and ``observation_spec``, a reward model ``reward``.
+
+        Raises:
+            ValueError: the transform's function gives a wrong shape.
+        """
+        stepper = copy.copy(self)
+        if transform.is_encoder:
+            stage = Encoder(transform, self.observation)
+            stepper.observation, stepper.observation_spec = stage.observation, stage.spec
+            if self.is_reset:
+                stage.encode(...)
+        else:
+            stage = RewardModel(transform, self.observation, self.reward, self._actions)
+            stepper.reward = stage.reward
+        stepper._stages = (*self._stages, stage)
+        return stepper
 
     @property
     def max_frames_per_traj(self) -> int | None:
@@ -98,12 +124,14 @@ class Stepper:
         if seed is not None:
             self.seed(seed)
         self.is_reset = False
-        self._observations.write(self.driver.reset(self._seed), self.observation)
+        self._observations.write(self.driver.reset(self._seed), self._raw)
         self.episode_return[:] = 0
         self.episode_length[:] = 0
         self.done[:] = False
         self.is_init[:] = True
-        self._seed, self.is_reset = None, True
+        self._seed = None
+        self._encode(...)
+        self.is_reset = True
 
     def sample(self) -> tuple[Array, Array]:
         """Return random actions as a policy would give them: indices ``[E]`` or ``[E, k]``, or float32 ``[E, *shape]``.
@@ -158,44 +186,52 @@ class Stepper:
                 possible action.
         """
         self._check_mask()
-        taken = self._actions.to_env(without_reset_rows(action, self.done, self.reset_step), self.num_envs)
+        taken = self._actions.to_env(self._without_reset_rows(action), self.num_envs)
+        for stage in self._stages:
+            if isinstance(stage, RewardModel):
+                stage.before(taken)
         self.is_reset = False  # until `reset_ended`
-        successor, self.reward[:], self.terminated[:], self.truncated[:] = self.driver.step(taken)
-        self._observations.write(successor, self.observation)
-        self.episode_return += self.reward
+        successor, self._own_reward[:], self.terminated[:], self.truncated[:] = self.driver.step(taken)
+        self._observations.write(successor, self._raw)
+        self.episode_return += self._own_reward
         self.episode_length += 1
         self.reset_step = self.driver.reset_step
         if self.reset_step is not None:
-            for sums in (self.reward, self.episode_return, self.episode_length):
+            for sums in (self._own_reward, self.episode_return, self.episode_length):
                 sums[self.reset_step] = 0
         if self._limit is not None:
             self.truncated |= self.episode_length >= self._limit
         np.logical_or(self.terminated, self.truncated, out=self.done)
+        for stage in self._stages:
+            stage.after(self.reset_step)
 
     def reset_ended(self) -> None:
         """Start new episodes where ``done``; the other rows continue."""
         if np.count_nonzero(self.done):
             (rows,) = self.done.nonzero()
             self._observations.write(self.driver.reset_rows(self.done), self._started)
-            self.observation[rows] = self._started[rows]
+            self._raw[rows] = self._started[rows]
             self.episode_return[rows] = 0
             self.episode_length[rows] = 0
+            self._encode(rows)
         self.is_init[:] = self.done
         if self.reset_step is not None:
             self.is_init |= self.reset_step
         self.is_reset = True
 
+    def _without_reset_rows(self, action: Array) -> Array:
+        """Return ``action`` with zeros in the rows that the next step resets; any action space has that action."""
+        done = self.done
+        if self.reset_step is None or not np.count_nonzero(done) or action.size % len(done):
+            return action
+        rows = np.array(action).reshape(len(done), -1)
+        rows[done] = 0
+        return rows.reshape(action.shape)
 
-def without_reset_rows(action: Array, done: Array, reset_step: Array | None) -> Array:
-    """Return ``action`` with zeros in the rows that the next step resets; any action space has that action.
-
-    The others are attributes of the ``Stepper``.
-    """
-    if reset_step is None or not np.count_nonzero(done) or action.size % len(done):
-        return action
-    rows = np.array(action).reshape(len(done), -1)
-    rows[done] = 0
-    return rows.reshape(action.shape)
+    def _encode(self, rows: EllipsisType | Array) -> None:
+        for stage in self._stages:
+            if isinstance(stage, Encoder):
+                stage.encode(rows)
 
 
 def sample_allowed(options: Sequence[int], allowed: Array, generator: np.random.Generator) -> tuple[Array, Array]:

@@ -11,7 +11,6 @@ from torch import nn
 import wsync
 from collectors.environments.probing import without_side_effects
 from collectors.environments.specs import to_numpy
-from collectors.environments.step_wrappers import EncodedSteps, RewardedSteps, Steps
 from collectors.environments.vector import Array
 
 Key = str | Sequence[str]
@@ -63,12 +62,6 @@ class Transform(ABC):
     @abstractmethod
     def probe(self, *inputs: Array) -> Array:
         """Call the function for the shape of its result, without side effects. Called once, on construction."""
-
-    def around(self, inner: Steps) -> Steps:
-        """Return ``inner`` with this transform around it; see ``GymEnv.append_transform``."""
-        if self.is_encoder:
-            return EncodedSteps(inner, self.evaluate, self.probe, str(self))
-        return RewardedSteps(inner, self.evaluate, self.probe, str(self), self.in_keys)
 
 
 class ModuleTransform(Transform):

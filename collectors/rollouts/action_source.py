@@ -12,8 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 import wsync
 from collectors.environments.probing import without_side_effects
 from collectors.environments.specs import to_numpy
-from collectors.environments.step_wrappers import Steps
-from collectors.environments.stepper import RESULTS
+from collectors.environments.stepper import RESULTS, Stepper
 from collectors.environments.trees import as_tensors
 from collectors.rollouts.columns import Columns, Key
 from collectors.rollouts.recurrence import IS_INIT, RecurrentState, reads_is_init, states_of
@@ -37,7 +36,7 @@ class RandomActions:
         outputs: one example of each output that is stored, by key, for the environment's batch size.
     """
 
-    def __init__(self, stepper: Steps, batched: bool) -> None:
+    def __init__(self, stepper: Stepper, batched: bool) -> None:
         self._stepper = stepper
         spec = stepper.action_spec
         size = (stepper.num_envs,) if batched else ()
@@ -86,7 +85,7 @@ class CalledPolicy:
     def __init__(
         self,
         policy: Policy,
-        stepper: Steps,
+        stepper: Stepper,
         batched: bool,
         device: torch.device,
         version: Callable[[], int],
@@ -145,7 +144,7 @@ class PolicyInParts:
     """
 
     def __init__(
-        self, policy: SampledPolicy, stepper: Steps, batched: bool, device: torch.device, version: Callable[[], int]
+        self, policy: SampledPolicy, stepper: Stepper, batched: bool, device: torch.device, version: Callable[[], int]
     ) -> None:
         self._policy, self._device = policy, device
         self._observation = as_tensors(stepper.observation, stepper.num_envs)  # always with a leading dimension

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from collectors.environments.step_wrappers import Steps
-from collectors.environments.stepper import RESULTS
+from collectors.environments.stepper import RESULTS, Stepper
 from collectors.environments.trees import ArrayTree
 
 Key = str | tuple[str, ...]
@@ -33,7 +32,7 @@ class Columns:
         self.successor = _tree(batch.get(("next", "observation")), batched)
         self.results = {name: rows("next", name)[..., 0] for name in RESULTS}
 
-    def write_result(self, t: int, stepper: Steps) -> None:
+    def write_result(self, t: int, stepper: Stepper) -> None:
         """Write the results of a step into row ``t``."""
         self.successor[t] = stepper.observation
         for name, column in self.results.items():

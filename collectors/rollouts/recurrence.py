@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 
 from collectors.environments.specs import to_numpy
-from collectors.environments.step_wrappers import Steps
+from collectors.environments.stepper import Stepper
 from collectors.rollouts.columns import Columns, Key
 
 IS_INIT = "is_init"
@@ -28,7 +28,7 @@ class RecurrentState:
         batched: whether the environment has a batch dimension.
     """
 
-    def __init__(self, output: TensorDictBase | Mapping, stepper: Steps, batched: bool) -> None:
+    def __init__(self, output: TensorDictBase | Mapping, stepper: Stepper, batched: bool) -> None:
         self._stepper, self._batched = stepper, batched
         self._state = {key: torch.zeros_like(value) for key, value in states_of(output).items()}
         self._is_fresh = True

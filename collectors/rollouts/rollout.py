@@ -12,8 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from collectors.environments import specs
-from collectors.environments.step_wrappers import Steps
-from collectors.environments.stepper import RESULTS
+from collectors.environments.stepper import RESULTS, Stepper
 from collectors.environments.trees import as_tensors
 from collectors.rollouts.action_source import (
     NO_VERSION,
@@ -33,7 +32,7 @@ __all__ = ["NO_VERSION", "Policy", "Rollout", "Steppable"]
 class Steppable(Protocol):
     """The attributes of an environment (``GymEnv``) that a rollout uses."""
 
-    stepper: Steps
+    stepper: Stepper
     batch_size: torch.Size
 
 

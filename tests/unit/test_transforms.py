@@ -252,8 +252,14 @@ def test_limits_and_seeds_reach_the_environment() -> None:
     assert carried_on.collect(carried_on.buffer(6))["next", "episode_length"][:, 3:].max() <= 3
 
 
-def test_an_environment_without_transforms_has_the_bare_stepper() -> None:
-    assert type(GymEnv("CartPole-v1", 2).stepper).__name__ == "Stepper"
+def test_a_rollout_that_was_made_before_does_not_apply_a_transform() -> None:
+    env = GymEnv(Counter, 2)
+    before = Rollout(env)
+    env.append_transform(ModuleTransform(Judge(), ALL, REWARD))
+    env.append_transform(ModuleTransform(Sum(), OBSERVATION, OBSERVATION))
+    bare, batch = GymEnv(Counter, 2).rollout(5), before.collect(before.buffer(5))
+    for key in ("observation", ("next", "observation"), ("next", "reward")):
+        assert torch.equal(batch[key], bare[key])
 
 
 def test_a_transform_that_comes_between_two_steps_encodes_what_is_there() -> None:
@@ -274,10 +280,9 @@ def test_the_probe_leaves_no_trace() -> None:
 
 
 def test_the_module_gets_tensors_of_its_own() -> None:
-    env = GymEnv(
-        Counter, 2, transforms=[ModuleTransform(Function(lambda seen: seen.zero_()), OBSERVATION, OBSERVATION)]
-    )
-    own = env.stepper.inner.observation  # type: ignore[attr-defined]
+    env = GymEnv(Counter, 2)
+    own = env.stepper.observation
+    env.append_transform(ModuleTransform(Function(lambda seen: seen.zero_()), OBSERVATION, OBSERVATION))
     env.rollout(2)
     assert own[0].tolist() == [0, 2]
 
