@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # What is imported is compiled then, and kept: a fraction of all that is installed.
 INSTALL := $(PIP) install --quiet --no-compile
+# Beside a clone called `wsync`, Python would take the folder for the package with setuptools' default for -e.
+EDITABLE := --config-settings editable_mode=compat -e
 ARGS ?=
 # What `make bench` measures of weight sync: minutes. `python scripts/bench_sync.py` measures everything.
 SYNC ?= mib=[1] policy_mib=[0.018] workers=[2] rounds=100 seconds=5 peer=torchrl
@@ -18,24 +20,24 @@ install: $(VENV)/.native
 # The stamp is older than what it was made from, or went with .venv: install anew.
 $(VENV)/.dev: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
-	$(INSTALL) -c constraints.txt -e '.[dev]'
+	$(INSTALL) -c constraints.txt $(EDITABLE) '.[dev]'
 	@touch $@ $(VENV)/.native
 
 # Compiled code is built with the installation, and again when it has changed.
 $(VENV)/.native: $(VENV)/.dev $(wildcard wsync/csrc/*)
-	$(INSTALL) --no-deps -e .
+	$(INSTALL) --no-deps $(EDITABLE) .
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.native
-	$(INSTALL) -c constraints.txt -e '.[bench]'
+	$(INSTALL) -c constraints.txt $(EDITABLE) '.[bench]'
 	@touch $@
 
 $(VENV)/.figures: $(VENV)/.native
-	$(INSTALL) -c constraints.txt -e '.[bench,mujoco,atari,delta]'
+	$(INSTALL) -c constraints.txt $(EDITABLE) '.[bench,mujoco,atari,delta]'
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.native
-	$(INSTALL) -c constraints.txt -e '.[docs]'
+	$(INSTALL) -c constraints.txt $(EDITABLE) '.[docs]'
 	@touch $@
 
 train: install

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Collection
 from enum import IntEnum
 from typing import NamedTuple
 
+from wsync.errors import join_indices
 from wsync.types import Ack
 
 PROTOCOL = 13  # version of the messages; both sides must have the same
@@ -88,6 +90,15 @@ class Message(NamedTuple):
         """Return header and payload."""
         header = HEADER.pack(self.kind, self.worker, self.version, len(self.payload), self.wait, self.apply)
         return header + self.payload if self.payload else header
+
+
+def why_not_connected(workers: Collection[int], running: Collection[int]) -> str:
+    """Return the text of a timeout while ``workers`` were awaited; the processes of ``running`` ones have not ended."""
+    hint = f" (the process of worker(s) {join_indices(running)} is still running)" if running else ""
+    return (
+        f"worker(s) {join_indices(workers)} did not connect in time{hint}: each worker must call connect(worker_idx=…) "
+        "while the sender waits; see the workers' output, or raise the timeout"
+    )
 
 
 def why_refused(hello: Message, num_workers: int, taken_by: str) -> str:

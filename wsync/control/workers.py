@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from wsync.control.interfaces import Connection, ConnectionCallbacks, ConnectionSource
-from wsync.control.messages import Kind, Message, why_ended, why_refused
+from wsync.control.messages import Kind, Message, why_ended, why_not_connected, why_refused
 from wsync.deadlines import NOW, deadline_in, milliseconds, wait_readable
 from wsync.errors import SyncTimeout, WorkerDied, join_indices
 from wsync.types import Ack
@@ -90,11 +90,8 @@ class WorkerConnections:
             ready = wait_readable([self._source.fileno(), *worker_of, *self.awaited_descriptors], deadline)
             if not ready:
                 _log.debug("workers that did not connect in time: %s", join_indices(missing))
-                raise SyncTimeout(
-                    f"worker(s) {join_indices(missing)} did not connect in time: each worker must call "
-                    "connect(worker_idx=…) while the sender waits; see the workers' output, or raise the timeout",
-                    {worker: "never connected" for worker in missing},
-                )
+                why = why_not_connected(missing, worker_of.values())
+                raise SyncTimeout(why, {worker: "never connected" for worker in missing})
             if not {*self._worker_of, *self._callback_of}.isdisjoint(ready):  # workers that have connected already
                 self.read(NOW)
             if self._source.fileno() in ready:

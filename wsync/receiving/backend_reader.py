@@ -29,6 +29,7 @@ class _Arriving:
 
     Attributes:
         filled: whether the buffer has what the last call returned.
+        refused: whether a call has returned weights with another checksum.
         complete: whether the buffer has the checksum.
         error: the traceback of the last call; empty if it did not raise.
         deadline: by when it must have arrived.
@@ -39,12 +40,14 @@ class _Arriving:
     extra: bytes
     deadline: float | None
     filled: bool = False
+    refused: bool = False
     complete: bool = False
     error: str = ""
 
     def check(self) -> None:
-        """Set ``complete``."""
+        """Set ``complete`` and ``refused``."""
         self.complete = checksum_of(self.buffer.flat, self.extra) == self.checksum
+        self.refused |= not self.complete
 
 
 class BackendReader(TransportReader):
@@ -138,8 +141,10 @@ class BackendReader(TransportReader):
             self._received = version
             return Update(version, buffer.views, arriving.extra, buffer.slot)
         self._free(buffer.slot)
-        returned = "weights with another checksum: they are corrupt, or of another version"
-        reason = f"did not arrive: {self._method} returned {returned if arriving.filled else None}"
+        reason = f"did not arrive: {self._method} returned " + ("" if arriving.filled else "None")
+        if arriving.refused:
+            earlier = "" if arriving.filled else ", and before that "
+            reason += f"{earlier}weights with another checksum: they are corrupt, or of another version"
         return Failed(version, arriving.error or f"version {version} {reason}")
 
     def close(self) -> None:
