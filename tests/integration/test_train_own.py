@@ -66,7 +66,7 @@ def test_a_policy_and_an_environment_of_ones_own_train_and_resume_with_their_sta
     ):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
-    own = ("--config-dir", "my", "env=gate", "policy=wide")
+    own = ("--config-dir", "my", "env=short_cartpole", "policy=wide")
     train(tmp_path, *own, *QUICK, *NORMALIZED)
     train(tmp_path, "--config-dir", "my", "resume=first", "total_frames=1024", "hydra.run.dir=second")
     counts = []
