@@ -149,6 +149,9 @@ def test_an_actor_that_ray_has_started_anew(cluster: Cluster) -> None:
                 scheme.send()
         nn.init.constant_(model.bias, 5)
         scheme.send()
+        for index in (-1, 2):
+            with pytest.raises(ValueError, match="there are workers 0 to 1"):
+                scheme.readmit(index)
         scheme.readmit(1)
         assert ray.get(made[1].act.remote()) == [5, 5], "it has what was sent while it was away"
         nn.init.constant_(model.bias, 6)

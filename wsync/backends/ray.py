@@ -22,6 +22,7 @@ from wsync.rendezvous import SocketRendezvous
 from wsync.roles import SenderRole
 from wsync.scheme import WeightSyncScheme
 from wsync.sending.counting import single_count
+from wsync.sending.membership import single_worker
 from wsync.weights.strategy import Format
 
 if TYPE_CHECKING:  # Ray is imported when a scheme is initialised on a sender: most programs do without
@@ -214,11 +215,13 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
         Raises:
             WorkerFailed: it could not; with its own error.
+            ValueError: there is no such worker.
         """
         if self._actors is None:
             super().readmit(worker_idx, process, timeout)
             return
         sender = self._role.as_sender("readmit").sender
+        worker_idx = single_worker(worker_idx, sender.num_workers)
         with self._joining(self._actors, [worker_idx], rejoin=True) as sentinels:
             sender.readmit(worker_idx, sentinels[worker_idx], timeout)
 
