@@ -36,7 +36,6 @@ from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDictBase
 
-from collectors.workers.connection_pool import ConnectedWorker
 from wsync import WeightSyncScheme
 
 BACKENDS = tuple(name for name in ALL_BACKENDS if name != "rpc")  # RPC's workers cannot be restarted
@@ -140,8 +139,7 @@ def check(
     ) as collector:
 
         def victims() -> list[int]:
-            workers = [one for one in collector.remote_workers if isinstance(one, ConnectedWorker)]
-            own = [one.process.pid for one in workers if one.process is not None]
+            own = [one.process.pid for one in collector.remote_workers if one.process is not None]
             return [pid for pid in (*own, *list(seen.values())) if pid]
 
         def turn() -> None:
@@ -162,8 +160,7 @@ def check(
             turn()
             tell(completed=killer.done)
         killer.end()
-        tally.kills, deadline = killer.done, time.monotonic() + _TIMEOUT
-        failures = collector.failures
+        tally.kills, deadline, failures = killer.done, time.monotonic() + _TIMEOUT, collector.failures
         while failures.failed.total() < killer.done or len(collector.remote_workers) < workers:
             turn()
             assert time.monotonic() < deadline, f"{killer.done} kills, but {failures}"
@@ -178,9 +175,8 @@ def check(
         assert failures.restarted.total() <= failures.failed.total() == killer.done, f"{killer.done} kills: {failures}"
         assert collector.frames == tally.forwards, f"{collector.frames} frames counted, {tally.forwards} delivered"
         after = open_now()
-        # The number of Ray's threads varies.
-        less = all(now <= then for now, then in zip(after, before, strict=True))
-        assert backend == "ray" or less, f"descriptors, threads, children: {before} before, {after} after"
+        less = backend == "ray" or all(now <= then for now, then in zip(after, before, strict=True))  # Ray's vary
+        assert less, f"descriptors, threads, children: {before} before, {after} after"
     return tally
 
 

@@ -241,7 +241,7 @@ class FlatTransport(Protocol):
 
 
 class SenderEnd:
-    """A base for the sender's end of a ``TransportBackend`` whose two ends are two classes: it refuses to receive.
+    """A base for the sender's class of a ``TransportBackend`` with a class for each end: it refuses to receive.
 
     Attributes:
         receive_where: how the error message ends: where to receive instead.

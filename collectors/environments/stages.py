@@ -68,7 +68,7 @@ class RewardModel:
         self._result(transform.probe)
 
     def before(self, taken: Array) -> None:
-        """Keep the action that the environment takes now, and the observation, whose array the step overwrites."""
+        """Keep the action that the environment takes now, and the observation: the step overwrites its array."""
         if OBSERVATION in self._transform.in_keys:
             self._inputs[OBSERVATION][...] = self._inputs[NEXT_OBSERVATION]
         if ACTION in self._transform.in_keys:

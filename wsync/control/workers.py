@@ -237,7 +237,7 @@ class WorkerConnections:
     def read(self, deadline: float | None) -> bool:
         """Wait for messages and process one of each worker that has sent any; False at the deadline.
 
-        A callback may call this again. That call goes on with the workers whose messages have not been processed yet.
+        A callback may call this again. That call goes on with the messages that have not been processed yet.
         """
         self._ready = self._ready or {fd for fd, _ in self._poll.poll(milliseconds(deadline))}
         if not self._ready:

@@ -41,9 +41,9 @@ How long a worker uses a slot depends on how its model takes the weights:
   the disconnected worker compares, under the mutex, the number of the connection in the words with its own; if they
   differ, it stores nothing. If it was stopped while it held the mutex, it may store once more. That does no harm: the
   replacement needs the mutex for its first forward, and gets it only afterwards.
-- *An install has failed, and the model is bound to a slot that it does not hold.* Models whose
-  installs may fail hold their slot (see above). An install of any other model fails only if its structure was changed
-  in the worker.
+- *An install has failed, and the model is bound to a slot that it does not hold.* A model with
+  installs that may fail holds its slot (see above). An install of any other model fails only if its structure was
+  changed in the worker.
 
 As soon as the worker finds out, at the beginning or the end of a forward, it copies its model to memory of its own.
 Then it reads the slot's version word. The sender sets that word to 0 before it writes the slot, and a version is never
